@@ -1,0 +1,1 @@
+"""The configuration: one frozen tree (`schema`), cross-field rules (`rules`), composition by Hydra (`compose`)."""

@@ -1,0 +1,337 @@
+"""Every key a user can set, with its one default. Pure: importing this loads pydantic and nothing heavier.
+
+Key names follow verl's where verl has the concept. `docs/config.md` is generated from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The model that is trained and served."""
+
+    path: str = "asyncrl://quickstart"
+    """Directory in Hugging Face format (safetensors), or a hub name. `asyncrl://quickstart` is the model shipped here."""
+    tokenizer_path: str | None = None
+    """Directory of the tokenizer; null: `path`."""
+    chat_template: str | None = None
+    """File with a Jinja chat template; null: the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Let the model's directory run its own Python code. Only for sources you trust."""
+
+
+class ReasoningGymConfig(Section):
+    """Procedural tasks instead of files: prompts come from reasoning-gym by task name."""
+
+    task: str
+    """Data set name, e.g. `chain_sum`."""
+    train_size: Positive = 4096
+    """Prompts in the training set."""
+    val_size: Positive = 128
+    """Prompts in the validation set, generated from another seed."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the task, e.g. `{min_terms: 2, max_terms: 6}`."""
+    system_prompt: str | None = None
+    """A system message put before each question."""
+
+
+class DataConfig(Section):
+    """Where prompts come from. Rows have verl's fields: prompt, data_source, reward_model.ground_truth, extra_info."""
+
+    train_files: tuple[str, ...] = ()
+    """Parquet or JSONL files; `asyncrl://quickstart/train.jsonl` is shipped here."""
+    val_files: tuple[str, ...] = ()
+    """Validation files; none: no validation."""
+    reasoning_gym: ReasoningGymConfig | None = None
+    """Generate prompts from a reasoning-gym task instead of files."""
+    max_prompt_length: Positive = 512
+    """Longest prompt, in tokens, after the chat template."""
+    overlong_prompts: Literal["filter", "left", "right", "middle", "error"] = "filter"
+    """What happens to longer ones: filtered out (and counted), cut on a side or in the middle, or an error."""
+    shuffle: bool = True
+    """Another seeded order every epoch; false: file order."""
+    max_train_samples: Positive | None = None
+    """Use only the first so many rows."""
+    max_val_samples: Positive | None = None
+    """Use only the first so many validation rows."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and losses."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """How rewards become advantages."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The probability ratio is clipped at 1 minus this."""
+    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
+    """The probability ratio is clipped at 1 plus this."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """What a mini-batch's loss is the mean of."""
+    use_kl_loss: bool = False
+    """Add a KL loss against the frozen initial model."""
+    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the KL loss."""
+    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html)."""
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1: off. Below 1, recorded log-probs are of the truncated distribution's parent."""
+    top_k: int = -1
+    """-1: off."""
+    min_p: Share = 0.0
+    """Minimum probability relative to the most likely token; 0: off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+
+
+class ValSamplingConfig(SamplingConfig):
+    """Sampling for validation."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
+    n: Positive = 1
+    """Responses per validation prompt."""
+
+
+class RolloutConfig(Section):
+    """Generation: the engines and what is asked of them."""
+
+    n: Positive = 8
+    """Responses per prompt (the GRPO group)."""
+    response_length: Positive = 256
+    """Most tokens of a response."""
+    sampling: SamplingConfig = SamplingConfig()
+    val: ValSamplingConfig = ValSamplingConfig()
+    num_replicas: Positive = 1
+    """vLLM engines behind Ray Serve."""
+    tensor_parallel_size: Positive = 1
+    """GPUs (or CPU processes) of one engine."""
+    max_concurrent_samples: Positive = 64
+    """Samples in generation at once, over all replicas."""
+    max_num_seqs: Positive = 256
+    """Sequences one engine decodes together."""
+    max_model_len: Positive | None = None
+    """Context of the engine in tokens; null: data.max_prompt_length + rollout.response_length."""
+    dtype: Dtype = "float32"
+    """Of weights and activations in the engine. float32 on CPUs without AVX-512, bfloat16 on GPUs."""
+    enforce_eager: bool = True
+    """false: CUDA graphs, on GPUs."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory for one engine."""
+    cpu_kv_cache_gib: Positive = 1
+    """Memory for the KV cache of an engine on CPU, in GiB."""
+    cpu_threads: Positive = 1
+    """Threads of an engine on CPU."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed on to vLLM's AsyncEngineArgs as they are."""
+    max_attempts: Positive = 3
+    """Tries of one generate call over engine failures; aborts by a weight sync don't count."""
+
+
+class RewardConfig(Section):
+    """How a response is scored."""
+
+    function: str = "exact_match"
+    """A built-in (`exact_match`, `math_verify`, `reasoning_gym`) or your own as `module:function` or `path/file.py:function`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments given to every call."""
+    batch: bool = False
+    """The function takes lists, a whole group at a time, and returns a list."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """A function that raises stops the run, or drops the sample within `max_errors`."""
+    max_errors: NonNegative = 16
+    """With `on_error: drop`: the run stops when more samples than this were dropped for it."""
+    timeout_s: Seconds = 60.0
+    """Deadline of one call."""
+    max_concurrency: Positive = 8
+    """Calls at once."""
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, down to `min_lr_ratio` at the last step."""
+    min_lr_ratio: Share = 0.0
+    """Final learning rate as a share of the peak."""
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+
+
+class TrainerConfig(Section):
+    """The training loop."""
+
+    total_training_steps: Positive | None = None
+    """Optimizer steps of the run; null: as many as `total_epochs` gives."""
+    total_epochs: Positive = 1
+    """Passes over the training prompts, when `total_training_steps` is null."""
+    ppo_mini_batch_size: Positive = 32
+    """Samples (prompts) per optimizer step."""
+    ppo_max_token_len: Positive = 16384
+    """Most tokens, padding included, of one micro-batch."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU when torch sees one."""
+    dtype: Dtype = "float32"
+    """Of the forward and backward pass; master weights and optimizer are float32."""
+    cpu_threads: Positive = 1
+    """Threads of the trainer on CPU."""
+    gradient_checkpointing: bool = False
+    """Trade compute for activation memory."""
+    optim: OptimConfig = OptimConfig()
+    val_before_train: bool = True
+    """Validate version 0."""
+    test_freq: int = -1
+    """Validate every so many steps; -1: only before and after."""
+    save_freq: int = -1
+    """Checkpoint every so many steps; -1: only at the end."""
+    save_last: bool = True
+    """Checkpoint at the end of the run."""
+    max_checkpoints_to_keep: Positive = 2
+    """Older checkpoints are deleted once a newer one is complete."""
+
+
+class AsyncTrainingConfig(Section):
+    """How far generation and training may drift apart. docs/design.md §3 has the four usual modes."""
+
+    staleness_threshold: Annotated[float, Field(ge=0)] = 1.0
+    """Generation may run this many versions' worth of samples ahead; 0: on-policy pacing."""
+    trigger_parameter_sync_step: Positive = 1
+    """A version is published every so many leases."""
+    require_batches: Positive = 1
+    """Mini-batches per lease; each is one optimizer step."""
+    partial_rollout: bool = True
+    """Responses in flight at a weight sync go on under the new weights; false: the sync waits for them."""
+    partial_mode: Literal["keep", "abort"] = "keep"
+    """How they go on: frozen in the engine with their KV cache, or handed back to the client and resubmitted."""
+    max_staleness: NonNegative | None = None
+    """Bound on `trainer version - oldest version of any token`; null: none."""
+    stale_action: Literal["drop", "mask", "keep"] = "drop"
+    """Beyond the bound: drop the sample, mask its too old tokens, or train on it and only count it."""
+
+
+class WeightSyncConfig(Section):
+    """From trainer to engines."""
+
+    backend: Literal["object_store"] = "object_store"
+    """How versions travel."""
+    verify: Literal["every", "first", "off"] = "every"
+    """Compare the engine's weights with the published checksums after each load, only the first, or never."""
+    clear_kv_cache: bool = False
+    """With `partial_mode: keep`: recompute the KV cache of running requests under the new weights."""
+
+
+class LoggingConfig(Section):
+    """What a run writes and shows."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """auto: a live view on a terminal, plain lines elsewhere."""
+    jsonl: bool = True
+    """metrics.jsonl in the run directory."""
+    tensorboard: bool = True
+    """TensorBoard files in the run directory."""
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Of the log files in the run directory and of what reaches the terminal."""
+
+
+class TimeoutsConfig(Section):
+    """Deadlines, in seconds."""
+
+    start_s: Seconds = 600.0
+    """For an engine or the trainer to come up."""
+    call_s: Seconds = 60.0
+    """For a call between parts that should answer at once."""
+    generate_s: Seconds = 600.0
+    """For one generate call."""
+    apply_s: Seconds = 300.0
+    """For a replica to load a version."""
+    watchdog_s: Seconds = 600.0
+    """A run in which nothing moves for so long stops and says what it waits on."""
+    stop_s: Seconds = 15.0
+    """For a clean stop: checkpoint, summary, Ray and Serve down."""
+
+
+class RayConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """null: a private one on this machine, gone at the end; else `auto` or `host:port`."""
+    object_store_memory_bytes: Positive | None = None
+    """Of a private cluster; null: Ray decides."""
+
+
+class ServeConfig(Section):
+    """The HTTP side of `asyncrl serve`."""
+
+    host: str = "127.0.0.1"
+    """Loopback unless you say otherwise, and then `api_key_env` is needed."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    api_key_env: str | None = None
+    """Environment variable that holds the API key clients must send."""
+
+
+class Config(Section):
+    """The whole run."""
+
+    mode: Literal["fully_async", "sync"] = "fully_async"
+    """Set by `asyncrl launch`."""
+    project_name: str = "asyncrl"
+    experiment_name: str = "quickstart"
+    run_dir: str | None = None
+    """null: runs/<experiment_name>/<time>/."""
+    resume: str = "none"
+    """`none`; `auto`: the newest checkpoint of this experiment, if there is one; or a run or checkpoint directory."""
+    seed: NonNegative = 0
+    """Of data order and torch. Same seed: same prompts in the same feed order."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    logging: LoggingConfig = LoggingConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    ray: RayConfig = RayConfig()
+    serve: ServeConfig = ServeConfig()
+
+    @property
+    def samples_per_lease(self) -> int:
+        return self.trainer.ppo_mini_batch_size * self.async_training.require_batches
+
+    @property
+    def samples_per_version(self) -> int:
+        """`S` of docs/design.md §3."""
+        return self.samples_per_lease * self.async_training.trigger_parameter_sync_step
+
+    @property
+    def max_model_len(self) -> int:
+        return self.rollout.max_model_len or self.data.max_prompt_length + self.rollout.response_length

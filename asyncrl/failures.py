@@ -1,0 +1,54 @@
+"""The failure classes of docs/design.md §5, as exceptions that survive a trip between processes.
+
+Every one carries plain strings only, so it pickles whatever library raised the original, and the part that decides
+what to do (retry, drop, stop) never has to import that library.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Self
+
+
+class AsyncRLError(Exception):
+    """Base of every error this project raises on purpose.
+
+    `cause` is the original traceback as text, empty if there is none; it is shown below the message.
+    """
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message, cause)
+        self.message = message
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.cause}".rstrip() if self.cause else self.message
+
+    @classmethod
+    def wrap(cls, message: str, error: BaseException) -> Self:
+        """An error of this class about `error`, its traceback kept as text."""
+        return cls(message, "".join(traceback.format_exception(error)))
+
+
+class ConfigError(AsyncRLError):
+    """A key, value or combination in the configuration that cannot work. Exit code 2."""
+
+
+class InfraError(AsyncRLError):
+    """An engine, replica, node or connection failed. Worth a retry elsewhere, within a budget."""
+
+
+class DeadlineError(InfraError):
+    """An external call did not answer within its configured deadline."""
+
+
+class DataError(AsyncRLError):
+    """A prompt or row that cannot be used. The sample is DROPPED with a reason."""
+
+
+class UserCodeError(AsyncRLError):
+    """A reward function, tool or data set of the user raised. `cause` is the original traceback."""
+
+
+class BugError(AsyncRLError):
+    """An illegal transition or books that don't balance: ours to fix. The run stops at once."""

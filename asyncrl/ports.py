@@ -1,0 +1,313 @@
+"""The Protocols between the parts. Everything the parts know of each other is on this page.
+
+Deadlines: a call that can wait takes `timeout_s` and answers "nothing yet" when it runs out; the caller says what it
+waits on and calls again. A call without `timeout_s` answers at once; its adapter bounds it with `timeouts.call_s` and
+raises `DeadlineError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.types import DropReason, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
+
+# ------------------------------------------------------------------------------------------------ sample queue
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """The ledger's counters. `fed == running + ready + leased + trained + sum(dropped.values())`, always."""
+
+    fed: int = 0
+    running: int = 0
+    """Admitted and not yet READY, dispatched or not."""
+    ready: int = 0
+    leased: int = 0
+    trained: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """By `DropReason` value."""
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+
+class Admission(NamedTuple):
+    """Permits granted. No ids and not `closed`: none came free within the time given."""
+
+    sample_ids: tuple[SampleId, ...]
+    closed: bool
+    """Nothing will ever be admitted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedSample:
+    meta: SampleMeta
+    payload: Any
+    """What `PayloadStore.put` returned (a Ray object reference, in a Ray run)."""
+
+
+class Lease(NamedTuple):
+    """Samples handed to the Trainer. No samples and not `ended`: not enough READY ones within the time given."""
+
+    lease_id: int
+    samples: tuple[QueuedSample, ...]
+    ended: bool
+    """The stream has ended and no further sample will come; `samples` may hold a last, smaller batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """Enough to go on after a restart: what was fed and has not reached its end is fed again under the same id."""
+
+    next_index: int
+    outstanding: tuple[SampleId, ...]
+    books: Books
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    books: Books
+    version: int
+    """Newest version that every replica has applied: what pacing counts from."""
+    ended: bool
+    waiting: Mapping[str, int]
+    """Parked callers by what they wait on: `permit`, `samples`."""
+
+
+class SampleQueue(Protocol):
+    """The ledger's only door. Every method is a transition or a question; an illegal transition raises `BugError`."""
+
+    async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
+        """Wait for permits and feed up to `max_samples` samples: fresh RUNNING ids in feed order."""
+
+    async def offer(self, meta: SampleMeta, payload: Any) -> None:
+        """RUNNING → READY. Never waits: the permit already holds the place."""
+
+    async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
+        """Any live state → DROPPED."""
+
+    async def lease(self, num_samples: int, *, trainer_version: int, timeout_s: float) -> Lease:
+        """Wait for `num_samples` READY samples and lease them; too stale ones are DROPPED(stale) first, if so configured."""
+
+    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
+        """LEASED → TRAINED for these samples of the lease: their gradient is in an optimizer step."""
+
+    async def release(self, lease_id: int) -> None:
+        """Whatever of the lease is not committed: LEASED → READY."""
+
+    async def set_applied_version(self, version: int) -> None:
+        """Every replica serves `version` now: opens the staleness gate."""
+
+    async def end_stream(self) -> None:
+        """No more prompts: nothing is admitted; what runs may still finish and be leased."""
+
+    async def close(self) -> None:
+        """The run ends: everything live becomes DROPPED(shutdown); whoever waits is told."""
+
+    async def snapshot(self) -> QueueSnapshot: ...
+
+    async def status(self) -> QueueStatus: ...
+
+
+class PayloadStore(Protocol):
+    """Where sample payloads live while the queue holds their metadata."""
+
+    async def put(self, sample: Sample) -> Any: ...
+
+    async def get(self, payloads: Sequence[Any]) -> list[Sample]: ...
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What the store says of one published version."""
+
+    version: int
+    step: int
+    """Optimizer steps behind these weights."""
+    num_bytes: int
+    checksums: Mapping[str, int]
+    """Per layer group (`weights.checksums`); what an engine serves must give the same."""
+    validate: bool = False
+    """The Rollouter evaluates the validation set on this version before it applies a newer one."""
+
+
+class WeightPublisher(Protocol):
+    """The Trainer's side of the weight store."""
+
+    async def publish(
+        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
+    ) -> Publication:
+        """Offer `version` (HF parameter names, the engine's dtype); returns once it can be fetched, not applied."""
+
+
+class WeightFeed(Protocol):
+    """The Rollouter's side of the weight store."""
+
+    async def latest(self) -> Publication | None: ...
+
+    async def wait_newer(self, version: int, *, timeout_s: float) -> Publication | None:
+        """The newest publication above `version`, or None if none came in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    """How one replica went from one version to the next. Seconds."""
+
+    replica: str
+    version: int
+    fetch_s: float
+    pause_s: float
+    """From the moment no token is made to the moment tokens flow again; `load_s` lies inside."""
+    load_s: float
+    in_flight: int
+    verified: bool
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """One trajectory's next turn, token ids in."""
+
+    request_id: str
+    prompt_ids: TokenIds
+    sampling: Mapping[str, Any]
+    """Keyword arguments of vLLM's SamplingParams, `max_tokens` included."""
+    so_far: Turn | None = None
+    """Tokens an aborted call already produced; the engine goes on behind them, within the same `max_tokens`."""
+
+
+class EngineFleet(Protocol):
+    """The Rollouter's view of all vLLM replicas."""
+
+    async def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
+        """Run the requests on one replica and return whole turns, in order; aborts are resumed inside.
+
+        Raises:
+            InfraError: the retry budget is spent.
+            DataError: the engine refuses the prompt (over length).
+        """
+
+    async def apply(self, publication: Publication) -> list[ApplyReport]:
+        """Bring every replica to the publication's version."""
+
+    async def status(self) -> list[Mapping[str, Any]]:
+        """Per replica: `replica, version, running, waiting, kv_cache_usage, generated_tokens`."""
+
+
+class PromptSource(Protocol):
+    """Prompts by feed order: a pure function of the data, the seed and the index, so a cursor is one integer."""
+
+    def __len__(self) -> int:
+        """Prompts per epoch, after filtering."""
+
+    def at(self, sample_id: SampleId) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    reward: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardScorer(Protocol):
+    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+        """One score per turn of the group.
+
+        Raises:
+            UserCodeError: the reward function raised, timed out or returned no finite number.
+        """
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainRow:
+    """One trajectory, ready for the loss. Arrays of `L` response tokens."""
+
+    sample_id: SampleId
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    response_mask: NDArray[np.bool_]
+    rollout_log_probs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+
+
+class TrainingWorker(Protocol):
+    """What the loop asks of the model being trained. Blocking; the loop calls it from a worker thread.
+
+    One process implements it today; a group of ranks will.
+    """
+
+    def train_mini_batch(self, rows: Sequence[TrainRow]) -> Metrics:
+        """One optimizer step over `rows`, split into micro-batches by token budget. Denominators span all of `rows`."""
+
+    def infer_batch(self, rows: Sequence[TrainRow]) -> list[NDArray[np.float32]]:
+        """Current policy's log-probs of the response tokens: float32 `[L]` a row."""
+
+    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, NDArray[Any]]]:
+        """HF names and contiguous CPU arrays (bfloat16 as uint16 bits)."""
+
+    def save_checkpoint(self, directory: Path) -> None: ...
+
+    def load_checkpoint(self, directory: Path) -> None: ...
+
+
+# ------------------------------------------------------------------------------------------------ records of a run
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step, as the Trainer tells it to whoever keeps the run's records."""
+
+    step: int
+    version: int
+    """Newest published version after this step."""
+    metrics: Metrics
+    rewards: tuple[float, ...]
+    """Mean reward of each sample trained in this step."""
+    staleness: tuple[int, ...]
+    """Versions between the trainer and the oldest token of each of those samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRecord:
+    """One version reached every replica."""
+
+    version: int
+    reports: tuple[ApplyReport, ...]
+    publish_to_applied_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRecord:
+    """The validation set, answered by one version."""
+
+    version: int
+    step: int
+    metrics: Metrics
+    """`reward/mean` and `reward/mean/<data_source>`, `response_tokens/mean`, …"""
+    examples: tuple[Mapping[str, Any], ...]
+    """A few rows for people: `prompt, response, ground_truth, reward`."""
+
+
+RunRecord = StepRecord | ApplyRecord | ValidationRecord
+
+
+class RecordSink(Protocol):
+    async def put(self, record: RunRecord) -> None: ...

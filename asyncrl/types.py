@@ -1,0 +1,189 @@
+"""The values that travel through the system. Pure: numpy and the standard library only.
+
+Arrays are 1-D numpy, never padded: `P` prompt tokens, `L` response tokens. They are treated as immutable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+LogProbs = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+_SAMPLE_ID = re.compile(r"sample_(0|[1-9]\d*)_([1-9]\d*)")
+
+
+class SampleId(NamedTuple):
+    """`sample_{epoch}_{index}`: `epoch` from 0; `index` is the feed order on the Rollouter, from 1.
+
+    `index` is never reset by an epoch or a resume; it is not a trainer step, not a version and not a completion order.
+    """
+
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"sample_{self.epoch}_{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> SampleId:
+        """Read the written form back.
+
+        Raises:
+            ValueError: `text` is not `sample_{epoch}_{index}` with epoch >= 0 and index >= 1.
+        """
+        match = _SAMPLE_ID.fullmatch(text)
+        if match is None:
+            raise ValueError(f"not a sample id: {text!r}; expected sample_{{epoch}}_{{index}}, e.g. sample_0_42")
+        return cls(int(match[1]), int(match[2]))
+
+
+class Span(NamedTuple):
+    """Tokens from `first_token` on, up to the next span, were sampled under weights `version`."""
+
+    first_token: int
+    version: int
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"  # cut short by a weight sync or a shutdown; the client resumes it with its tokens
+
+
+class DropReason(StrEnum):
+    STALE = "stale"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    OVERLONG = "overlong"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One row of the data set, templated and tokenized once."""
+
+    prompt_ids: TokenIds
+    """int32 `[P]`."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    data_source: str = "default"
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, overrides the config's for this prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """The outcome of one generate call for one trajectory."""
+
+    response_ids: TokenIds
+    """int32 `[L]`, as sampled, end-of-sequence token included."""
+    rollout_log_probs: LogProbs
+    """float32 `[L]`, nats, of the behaviour policy."""
+    spans: tuple[Span, ...]
+    """Ascending, the first starts at 0; empty only if L = 0."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One scored response to a prompt."""
+
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    response_mask: Mask
+    """bool `[L]`: True = sampled by the policy and trained on."""
+    rollout_log_probs: LogProbs
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    reward: float
+    reward_extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        return max(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One prompt with its `n` scored trajectories (a GRPO group): the unit of queue, ledger and skip."""
+
+    sample_id: SampleId
+    trajectories: tuple[Trajectory, ...]
+    data_source: str = "default"
+    generate_s: float = 0.0
+    """Seconds from dispatch to the last token of the group."""
+    reward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMeta:
+    """What the queue actor knows of a READY sample. The payload itself never passes through the actor."""
+
+    sample_id: SampleId
+    oldest_version: int
+    newest_version: int
+    num_trajectories: int
+    response_tokens: int
+    payload_bytes: int
+
+
+def sample_meta(sample: Sample) -> SampleMeta:
+    """Summarize `sample` for the queue."""
+    rows = sample.trajectories
+    return SampleMeta(
+        sample_id=sample.sample_id,
+        oldest_version=min(row.oldest_version for row in rows),
+        newest_version=max(row.newest_version for row in rows),
+        num_trajectories=len(rows),
+        response_tokens=sum(len(row.response_ids) for row in rows),
+        payload_bytes=sum(
+            row.prompt_ids.nbytes + row.response_ids.nbytes + row.response_mask.nbytes + row.rollout_log_probs.nbytes
+            for row in rows
+        ),
+    )
+
+
+def merge_spans(head: Sequence[Span], head_tokens: int, tail: Sequence[Span]) -> tuple[Span, ...]:
+    """Join the spans of a cut response with those of its continuation.
+
+    `tail` counts from the continuation's own first token; `head_tokens` is the length of the head. Neighbouring spans
+    of one version become one.
+    """
+    merged: list[Span] = list(head)
+    for span in tail:
+        if not merged or merged[-1].version != span.version:
+            merged.append(Span(span.first_token + head_tokens, span.version))
+    return tuple(merged)
+
+
+def join_turns(head: Turn | None, tail: Turn) -> Turn:
+    """The response of `head` continued by `tail`, after an abort: one turn with tokens, log-probs and spans merged."""
+    if head is None:
+        return tail
+    return Turn(
+        response_ids=np.concatenate([head.response_ids, tail.response_ids]),
+        rollout_log_probs=np.concatenate([head.rollout_log_probs, tail.rollout_log_probs]),
+        spans=merge_spans(head.spans, len(head.response_ids), tail.spans),
+        finish_reason=tail.finish_reason,
+    )
+
+
+def versions_per_token(spans: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
+    """Expand spans to int64 `[L]`: the version that sampled each token."""
+    versions = np.empty(num_tokens, dtype=np.int64)
+    for span, end in zip(spans, [*(s.first_token for s in spans[1:]), num_tokens], strict=True):
+        versions[span.first_token : end] = span.version
+    return versions

@@ -1,0 +1,1 @@
+"""One runnable command per figure that the README or the docs quote."""

@@ -1,0 +1,1 @@
+"""Generation side: prompts, dispatch, rewards and the vLLM servers behind Ray Serve."""

@@ -1,0 +1,1 @@
+"""SkipManager: record, replay and repeat of annotated stages."""

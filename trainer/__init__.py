@@ -1,0 +1,1 @@
+"""Training side: the loop, algorithms, engines and checkpoints."""
