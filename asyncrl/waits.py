@@ -1,0 +1,52 @@
+"""What a part waits on, and since when: the edges that a stalled run is explained with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    edge: str
+    """`permit`, `samples`, `weights`, `apply`, `engine`, `reward`, …"""
+    count: int
+    """Tasks of this part that wait on it now."""
+    since_s: float
+    """How long the longest of them has waited."""
+
+
+class WaitBoard:
+    """The waits of one part. Not thread-safe: one board belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[int, tuple[str, float]] = {}
+        self._next = 0
+        self._total: dict[str, float] = {}
+
+    @contextmanager
+    def waiting(self, edge: str) -> Iterator[None]:
+        """Everything inside counts as waiting on `edge`."""
+        key, started = self._next, self._clock()
+        self._next += 1
+        self._open[key] = (edge, started)
+        try:
+            yield
+        finally:
+            del self._open[key]
+            self._total[edge] = self._total.get(edge, 0.0) + self._clock() - started
+
+    def snapshot(self) -> list[Wait]:
+        """Open waits, the longest first."""
+        now = self._clock()
+        edges: dict[str, list[float]] = {}
+        for edge, started in self._open.values():
+            edges.setdefault(edge, []).append(now - started)
+        waits = [Wait(edge, len(ages), max(ages)) for edge, ages in edges.items()]
+        return sorted(waits, key=lambda wait: -wait.since_s)
+
+    def total_s(self, edge: str) -> float:
+        """Seconds spent on `edge` by waits that have ended."""
+        return self._total.get(edge, 0.0)
