@@ -122,7 +122,9 @@ class RolloutConfig(Section):
     response_length: Positive = 256
     """Most tokens of a response."""
     sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn for training."""
     val: ValSamplingConfig = ValSamplingConfig()
+    """How tokens are drawn for validation."""
     num_replicas: Positive = 1
     """vLLM engines behind Ray Serve."""
     tensor_parallel_size: Positive = 1
@@ -174,8 +176,11 @@ class OptimConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled from the gradient."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -293,6 +298,7 @@ class ServeConfig(Section):
     host: str = "127.0.0.1"
     """Loopback unless you say otherwise, and then `api_key_env` is needed."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """TCP port."""
     api_key_env: str | None = None
     """Environment variable that holds the API key clients must send."""
 
@@ -303,7 +309,9 @@ class Config(Section):
     mode: Literal["fully_async", "sync"] = "fully_async"
     """Set by `asyncrl launch`."""
     project_name: str = "asyncrl"
+    """Groups experiments in metric sinks."""
     experiment_name: str = "quickstart"
+    """Names the directory of its runs below runs/."""
     run_dir: str | None = None
     """null: runs/<experiment_name>/<time>/."""
     resume: str = "none"

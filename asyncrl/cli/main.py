@@ -1,0 +1,171 @@
+"""The `asyncrl` command. Exit codes: 0 ok, 1 failed, 2 bad configuration or usage, 130 interrupted.
+
+Nothing here imports torch, Ray or vLLM: a bad configuration is told before they are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import asyncrl
+from asyncrl.cli.machine import look_at_machine
+from asyncrl.config import checks, plan
+from asyncrl.config.compose import Mode, Outcome, examine, to_yaml
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, ConfigError
+
+FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
+
+
+@click.group(
+    context_settings=_SETTINGS,
+    epilog="Every key with its default: docs/config.md. Exit codes: 0 ok, 1 failed, 2 bad configuration, 130 interrupted.",
+)
+@click.version_option(asyncrl.__version__, prog_name="asyncrl")
+def cli() -> None:
+    """Train language models by reinforcement learning, generation and training fully asynchronous.
+
+    \b
+    asyncrl launch fully_async                      train the shipped model, as a first look
+    asyncrl launch fully_async my.yaml              train yours
+    asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
+    asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
+    """
+
+
+@cli.command(short_help="Train a model.")
+@click.argument("mode", type=click.Choice(["fully_async", "sync"]))
+@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the resource plan; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
+@click.option("-m", "--multirun", is_flag=True, hidden=True)
+def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool, multirun: bool) -> int:
+    """Train a model. CONFIG is a YAML file or a shipped recipe; without one the quickstart runs.
+
+    \b
+    Examples:
+      asyncrl launch fully_async
+      asyncrl launch fully_async my.yaml --dry-run
+      asyncrl launch fully_async my.yaml trainer.optim.lr=1e-5 rollout.n=16
+      asyncrl launch fully_async my.yaml algorithm=grpo_kl async_training=mode_b
+      asyncrl launch fully_async mode_c_async_stale trainer.total_training_steps=40
+      asyncrl launch fully_async run_dir=runs/quickstart/20260101-120000 resume=auto
+      asyncrl launch sync my.yaml
+      asyncrl launch fully_async 'data.train_files=[a.parquet,b.jsonl]' reward.function=rewards.py:score
+
+    A launch reads the configuration, checks it whole, then starts Ray, the engines, the Rollouter and the Trainer.
+    Ctrl-C once stops cleanly, with a checkpoint; twice, at once.
+    """
+    if multirun:
+        raise click.UsageError(
+            "--multirun is not supported: a launch is one run and takes the machine. Run the command once for each value, "
+            "e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
+        )
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")
+    outcome = examine(*_split(arguments), mode=mode)
+    if dry_run:
+        return _show_plan(outcome, as_json)
+    config = _checked(outcome)
+    from asyncrl.cli.launch import launch as launch_run
+
+    return launch_run(config)
+
+
+@cli.command(short_help="Serve a model over HTTP, without training.")
+@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+def serve(arguments: tuple[str, ...]) -> int:
+    """Serve the configured model with an OpenAI-compatible HTTP API, on loopback unless serve.host says otherwise.
+
+    \b
+    Examples:
+      asyncrl serve
+      asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
+      KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
+    """
+    config = _checked(examine(*_split(arguments), serve_only=True))
+    from asyncrl.cli.serve import serve as serve_until_interrupted
+
+    return serve_until_interrupted(config)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """The config, if the first argument is one, and the overrides."""
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
+        return arguments[0], tuple(arguments[1:])
+    return None, tuple(arguments)
+
+
+def _checked(outcome: Outcome) -> Config:
+    config = outcome.require()
+    _warn(outcome.warnings)
+    return config
+
+
+def _warn(warnings: Sequence[Problem]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _show_plan(outcome: Outcome, as_json: bool) -> int:
+    try:
+        config = outcome.require()
+        resources = plan.make_plan(
+            config,
+            look_at_machine(),
+            num_parameters=checks.num_parameters(config),
+            num_prompts=checks.num_prompts(config),
+        )
+    except ConfigError as error:
+        if not as_json:
+            raise
+        found = [asdict(problem) for problem in outcome.problems]
+        click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
+        return BAD_CONFIG
+    warnings = [*outcome.warnings, *plan.problems(resources)]
+    if as_json:
+        answer: dict[str, Any] = {
+            "config": config.model_dump(mode="json"),
+            "plan": resources.as_json(),
+            "warnings": [asdict(warning) for warning in warnings],
+        }
+        click.echo(json.dumps(answer, indent=2, default=str))
+        return 0
+    click.echo(to_yaml(config))
+    click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.part_rows(resources)]))
+    click.echo("\n" + _table(plan.rows(resources)))
+    _warn(warnings)
+    return 0
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        return int(cli.main(args=arguments, prog_name="asyncrl", standalone_mode=False) or 0)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
+        return BAD_CONFIG
+    except AsyncRLError as error:
+        click.echo(f"error: {error}", err=True)
+        return FAILED

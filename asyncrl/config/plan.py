@@ -1,0 +1,207 @@
+"""What a configuration will ask of the machine and how far its parts may drift apart: `--dry-run`'s answer. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError
+
+GIB = 1024**3
+_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TRAINING_BYTES = 4 + 4 + 8
+"""A parameter's float32 master weight, gradient and two Adam moments."""
+_VERSIONS_HELD = 2
+"""Published versions in the object store: the newest, and the one replicas may still be loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is. `gpus`: visible ones."""
+
+    cpus: int
+    gpus: int
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of process. `threads` and `gpus` are of each."""
+
+    name: str
+    count: int
+    threads: int
+    gpus: int
+    memory_bytes: int | None
+    """Weights, optimizer and caches; activations and the libraries themselves come on top. None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    parts: tuple[Part, ...]
+    machine: Machine
+    num_parameters: int | None
+    num_prompts: int | None
+    """Training prompts before filtering."""
+    total_steps: int | None
+    total_versions: int | None
+    total_samples: int | None
+    """Samples trained over the run; with `total_epochs`, what the unfiltered prompts would give."""
+    samples_per_step: int
+    samples_per_lease: int
+    samples_per_version: int
+    max_unconsumed_samples: int
+    """What pacing lets be generated and not yet trained: `(1 + staleness_threshold) x samples_per_version`."""
+    max_generating_samples: int
+    max_generating_trajectories: int
+    max_model_len: int
+    validation: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, num_prompts: int | None) -> Plan:
+    """The plan of `config` on `machine`; `num_prompts` before filtering, None where unknown.
+
+    Raises:
+        ConfigError: there are too few prompts for a step.
+    """
+    total_steps = config.trainer.total_training_steps
+    if total_steps is None and num_prompts is not None:
+        total_steps = training_steps(config, num_prompts)
+    steps_per_version = config.async_training.require_batches * config.async_training.trigger_parameter_sync_step
+    # An admission needs fed - dropped < bound, so a fractional bound rounds up.
+    unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
+    generating = min(unconsumed, config.rollout.max_concurrent_samples)
+    return Plan(
+        parts=tuple(_parts(config, machine, num_parameters)),
+        machine=machine,
+        num_parameters=num_parameters,
+        num_prompts=num_prompts,
+        total_steps=total_steps,
+        # The last step is always published, even in the middle of a version.
+        total_versions=None if total_steps is None else math.ceil(total_steps / steps_per_version),
+        total_samples=None if total_steps is None else total_steps * config.trainer.ppo_mini_batch_size,
+        samples_per_step=config.trainer.ppo_mini_batch_size,
+        samples_per_lease=config.samples_per_lease,
+        samples_per_version=config.samples_per_version,
+        max_unconsumed_samples=unconsumed,
+        max_generating_samples=generating,
+        max_generating_trajectories=generating * config.rollout.n,
+        max_model_len=config.max_model_len,
+        validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
+    )
+
+
+def training_steps(config: Config, num_prompts: int) -> int:
+    """Optimizer steps of the whole run, with `num_prompts` an epoch; a last lease that would not fill is left out.
+
+    Raises:
+        ConfigError: the prompts do not fill a single lease.
+    """
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    leases = num_prompts * config.trainer.total_epochs // config.samples_per_lease
+    if leases == 0:
+        raise ConfigError(
+            f"trainer.total_epochs = {config.trainer.total_epochs}: {num_prompts} prompts an epoch do not fill one lease of "
+            f"{config.samples_per_lease} samples (trainer.ppo_mini_batch_size x async_training.require_batches), so there "
+            "would be no step; add data or epochs, or lower trainer.ppo_mini_batch_size"
+        )
+    return leases * config.async_training.require_batches
+
+
+def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iterator[Part]:
+    on_gpu = machine.gpus > 0
+    trains_on_gpu = config.trainer.device == "cuda" or (config.trainer.device == "auto" and on_gpu)
+    weights = None if num_parameters is None else num_parameters * _BYTES[config.rollout.dtype]
+    training = None
+    if num_parameters is not None:
+        training = num_parameters * (_TRAINING_BYTES + (4 if config.algorithm.use_kl_loss else 0))
+    cache = 0 if on_gpu else config.rollout.cpu_kv_cache_gib * GIB
+    engine = None if weights is None else weights // config.rollout.tensor_parallel_size + cache
+    ranks = config.rollout.num_replicas * config.rollout.tensor_parallel_size
+    yield Part("driver", 1, 1, 0, None)
+    yield Part("sample queue", 1, 1, 0, None)
+    yield Part("weight store", 1, 1, 0, None if weights is None else _VERSIONS_HELD * weights)
+    yield Part("rollouter", 1, 1, 0, None)
+    yield Part("engine (vLLM)", ranks, 1 if on_gpu else config.rollout.cpu_threads, int(on_gpu), engine)
+    yield Part("trainer", 1, 1 if trains_on_gpu else config.trainer.cpu_threads, int(trains_on_gpu), training)
+
+
+def problems(plan: Plan) -> list[Problem]:
+    """Where the machine seems too small; warnings, because a cluster may be larger and a guess is a guess."""
+    return list(_shortages(plan))
+
+
+def _shortages(plan: Plan) -> Iterator[Problem]:
+    gpus = sum(part.count * part.gpus for part in plan.parts)
+    if gpus > plan.machine.gpus:
+        yield Problem(
+            "resources",
+            f"{gpus} GPUs",
+            f"this machine shows {plan.machine.gpus}",
+            "lower rollout.num_replicas or rollout.tensor_parallel_size, or point ray.address at a cluster",
+            "warning",
+        )
+    busy = sum(part.count * part.threads for part in plan.parts if part.name in ("engine (vLLM)", "trainer"))
+    if not gpus and busy > plan.machine.cpus:
+        yield Problem(
+            "resources",
+            f"{busy} computing threads",
+            f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down",
+            "lower rollout.cpu_threads, trainer.cpu_threads or rollout.num_replicas",
+            "warning",
+        )
+    needed = sum(part.count * (part.memory_bytes or 0) for part in plan.parts if not part.gpus)
+    available = plan.machine.memory_bytes
+    if available is not None and needed > available:
+        yield Problem(
+            "resources",
+            f"{needed / GIB:.1f} GiB",
+            f"this machine has {available / GIB:.1f} GiB of memory",
+            "take a smaller model, fewer replicas or a smaller rollout.cpu_kv_cache_gib",
+            "warning",
+        )
+
+
+def rows(plan: Plan) -> list[tuple[str, str]]:
+    """The plan's quantities for people, as name and value."""
+
+    def number(value: int | None) -> str:
+        return "not known before the data is read" if value is None else f"{value:,}"
+
+    parameters = "not known before the model is read" if plan.num_parameters is None else f"{plan.num_parameters:,}"
+    return [
+        ("model parameters", parameters),
+        ("training prompts, before filtering", number(plan.num_prompts)),
+        ("optimizer steps", number(plan.total_steps)),
+        ("versions published", number(plan.total_versions)),
+        ("samples trained", number(plan.total_samples)),
+        ("samples per step / lease / version",
+         f"{plan.samples_per_step:,} / {plan.samples_per_lease:,} / {plan.samples_per_version:,}"),
+        ("samples generated and not yet trained, at most", f"{plan.max_unconsumed_samples:,}"),
+        ("samples (trajectories) in generation, at most",
+         f"{plan.max_generating_samples:,} ({plan.max_generating_trajectories:,})"),
+        ("context of an engine, tokens", f"{plan.max_model_len:,}"),
+        ("validation", "yes" if plan.validation else "no"),
+    ]  # fmt: skip
+
+
+def part_rows(plan: Plan) -> list[tuple[str, str, str, str, str]]:
+    """Name, count, threads, GPUs and memory of each kind of process."""
+    return [
+        (
+            part.name,
+            str(part.count),
+            str(part.threads),
+            str(part.gpus),
+            "-" if part.memory_bytes is None else f"{part.memory_bytes / GIB:.2f} GiB",
+        )
+        for part in plan.parts
+    ]

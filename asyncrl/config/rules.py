@@ -1,0 +1,334 @@
+"""Rules between keys, as a table of small functions, and the transform that makes a run synchronous. Pure.
+
+A rule looks at a typed configuration and yields what cannot work (an error) or what will surprise (a warning). All
+rules run, so one look tells everything. What needs files or the environment is in `checks`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from asyncrl.config.keys import leaves
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config, SamplingConfig
+
+Given = Collection[str]
+"""Keys that the user wrote and that differ from their default."""
+Rule = Callable[[Config, Given], Iterator[Problem]]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_OWN_ENGINE_KWARGS: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "seed": "seed",
+}
+
+
+def problems(config: Config, given: Given = (), *, serve_only: bool = False) -> list[Problem]:
+    """Everything the rules have to say of `config`; `serve_only`: those for engines without training."""
+    return [problem for rule in (SERVE_RULES if serve_only else RULES) for problem in rule(config, given)]
+
+
+def as_sync(config: Config) -> Config:
+    """The same run with a barrier between generation and training.
+
+    One lease is a whole version's samples and nothing may run ahead, so the Rollouter waits for the new weights and
+    the Trainer for the whole batch.
+    """
+    drift = config.async_training
+    return config.model_copy(
+        update={
+            "mode": "sync",
+            "async_training": drift.model_copy(
+                update={
+                    "require_batches": drift.require_batches * drift.trigger_parameter_sync_step,
+                    "trigger_parameter_sync_step": 1,
+                    "staleness_threshold": 0.0,
+                    "partial_rollout": False,
+                }
+            ),
+        }
+    )
+
+
+def _warning(key: str, value: Any, consequence: str, fix: str) -> Problem:
+    return Problem(key, value, consequence, fix, severity="warning")
+
+
+def _finite(config: Config, given: Given) -> Iterator[Problem]:
+    for key, value in leaves(config.model_dump()).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(key, value, "infinite and NaN cannot be computed with", "give a finite number")
+
+
+def _names(config: Config, given: Given) -> Iterator[Problem]:
+    if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", config.experiment_name):
+        yield Problem(
+            "experiment_name",
+            config.experiment_name,
+            "it names a directory below runs/ and would not be one there",
+            "use letters, digits, '_', '-', '+' and '.'",
+        )
+
+
+def _prompts(config: Config, given: Given) -> Iterator[Problem]:
+    data = config.data
+    if data.reasoning_gym is None and not data.train_files:
+        yield Problem(
+            "data.train_files",
+            [],
+            "there are no prompts to train on",
+            "set data.train_files=[FILE.parquet] (or .jsonl), or data.reasoning_gym.task, or data=quickstart",
+        )
+    if data.reasoning_gym is not None:
+        for name in ("train_files", "val_files"):
+            if files := getattr(data, name):
+                yield Problem(
+                    f"data.{name}",
+                    list(files),
+                    f"data.reasoning_gym.task = {data.reasoning_gym.task} makes the prompts, so the files would not be read",
+                    f"set data.{name}=[] or data.reasoning_gym=null",
+                )
+
+
+def _context(config: Config, given: Given) -> Iterator[Problem]:
+    prompt, response = config.data.max_prompt_length, config.rollout.response_length
+    limit = config.rollout.max_model_len
+    if limit is not None and prompt + response > limit:
+        yield Problem(
+            "rollout.max_model_len",
+            limit,
+            f"a prompt of {prompt} tokens (data.max_prompt_length) and a response of {response} "
+            f"(rollout.response_length) do not fit the engine's context",
+            f"set it to null or at least {prompt + response}",
+        )
+
+
+def _micro_batch(config: Config, given: Given) -> Iterator[Problem]:
+    prompt, response = config.data.max_prompt_length, config.rollout.response_length
+    if config.trainer.ppo_max_token_len < prompt + response:
+        yield Problem(
+            "trainer.ppo_max_token_len",
+            config.trainer.ppo_max_token_len,
+            f"one full-length trajectory of {prompt + response} tokens would not fit a micro-batch",
+            f"set it to at least {prompt + response}, or lower data.max_prompt_length or rollout.response_length",
+        )
+
+
+def _groups(config: Config, given: Given) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
+        yield Problem(
+            "rollout.n",
+            1,
+            "GRPO compares the responses to one prompt; of a single one every advantage is 0 and nothing is learned",
+            "set rollout.n to 2 or more, usually 8",
+        )
+    if config.rollout.sampling.temperature == 0 and config.rollout.n > 1:
+        yield Problem(
+            "rollout.sampling.temperature",
+            0,
+            f"greedy decoding gives {config.rollout.n} equal responses to each prompt: no exploration, no advantage",
+            "set it above 0, usually 1.0; rollout.val.temperature is the one for validation",
+        )
+    if config.rollout.val.temperature == 0 and config.rollout.val.n > 1:
+        yield _warning(
+            "rollout.val.n",
+            config.rollout.val.n,
+            "greedy validation gives equal responses, so all but the first cost time and tell nothing",
+            "set rollout.val.n=1 or rollout.val.temperature above 0",
+        )
+
+
+def _sampling(config: Config, given: Given) -> Iterator[Problem]:
+    sections: dict[str, SamplingConfig] = {
+        "rollout.sampling": config.rollout.sampling,
+        "rollout.val": config.rollout.val,
+    }
+    for name, sampling in sections.items():
+        if sampling.top_k == 0 or sampling.top_k < -1:
+            yield Problem(
+                f"{name}.top_k", sampling.top_k, "no token could be drawn", "give a count of 1 or more, or -1 for off"
+            )
+    train = config.rollout.sampling
+    for key, value, neutral in (("top_p", train.top_p, 1.0), ("top_k", train.top_k, -1), ("min_p", train.min_p, 0.0)):
+        if value != neutral:
+            yield _warning(
+                f"rollout.sampling.{key}",
+                value,
+                "tokens come from a truncated distribution while recorded log-probs and the loss are of the full one, "
+                "which biases the policy ratio",
+                f"set it to {neutral} for training unless you mean it",
+            )
+
+
+def _frequencies(config: Config, given: Given) -> Iterator[Problem]:
+    for key in ("test_freq", "save_freq"):
+        value = getattr(config.trainer, key)
+        if value == 0 or value < -1:
+            yield Problem(
+                f"trainer.{key}", value, "that is no number of steps", "give 1 or more, or -1 for never in between"
+            )
+    if config.trainer.test_freq > 0 and not config.data.val_files and config.data.reasoning_gym is None:
+        yield _warning(
+            "trainer.test_freq", config.trainer.test_freq, "there is no validation set, so nothing is validated",
+            "set data.val_files",
+        )  # fmt: skip
+
+
+def _steps(config: Config, given: Given) -> Iterator[Problem]:
+    steps, batches = config.trainer.total_training_steps, config.async_training.require_batches
+    if steps is not None and steps % batches:
+        made_of = "require_batches x trigger_parameter_sync_step" if config.mode == "sync" else "require_batches"
+        yield Problem(
+            "trainer.total_training_steps",
+            steps,
+            f"the Trainer leases {batches} mini-batches at a time ({made_of}), one step each, so the run cannot end "
+            f"at step {steps}",
+            f"set it to {max(batches, steps - steps % batches)} or {steps - steps % batches + batches}, "
+            f"or change async_training.require_batches",
+        )
+    if steps is not None and "trainer.total_epochs" in given:
+        yield Problem(
+            "trainer.total_epochs",
+            config.trainer.total_epochs,
+            f"trainer.total_training_steps = {steps} decides the length, so it would have no effect",
+            "set trainer.total_training_steps=null, or leave this key out",
+        )
+    warmup = config.trainer.optim.warmup_steps
+    if steps is not None and warmup >= steps:
+        yield Problem(
+            "trainer.optim.warmup_steps",
+            warmup,
+            f"the run has {steps} steps, so the learning rate would never reach its peak",
+            f"set it below {steps}",
+        )
+
+
+def _optimizer(config: Config, given: Given) -> Iterator[Problem]:
+    optim = config.trainer.optim
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield Problem(
+            "trainer.optim.betas", list(optim.betas), "AdamW's averages would diverge", "give two numbers in [0, 1)"
+        )
+    if config.trainer.dtype == "float16":
+        yield Problem(
+            "trainer.dtype",
+            "float16",
+            "gradients underflow to 0 without loss scaling, which the Trainer does not do",
+            "use bfloat16 (GPUs) or float32",
+        )
+    if config.trainer.device == "cpu" and config.trainer.dtype == "bfloat16":
+        yield _warning(
+            "trainer.dtype", "bfloat16", "several times slower than float32 on CPUs without AVX-512", "use float32"
+        )
+
+
+def _staleness(config: Config, given: Given) -> Iterator[Problem]:
+    drift = config.async_training
+    if (
+        drift.max_staleness is not None
+        and drift.stale_action == "drop"
+        and drift.max_staleness < drift.staleness_threshold
+    ):
+        yield _warning(
+            "async_training.max_staleness",
+            drift.max_staleness,
+            f"pacing lets samples get {drift.staleness_threshold:g} versions old (staleness_threshold), "
+            "so part of what is generated will be dropped",
+            "raise it, or lower async_training.staleness_threshold",
+        )
+
+
+_IDLE_KEYS: tuple[tuple[str, Callable[[Config], bool], str, str], ...] = (
+    # key, when it has no effect, because, what to do
+    ("async_training.stale_action", lambda c: c.async_training.max_staleness is None,
+     "async_training.max_staleness is null, so nothing is ever too stale", "set async_training.max_staleness too"),
+    ("async_training.partial_mode", lambda c: c.mode != "sync" and not c.async_training.partial_rollout,
+     "async_training.partial_rollout is false, so no response goes on under new weights",
+     "set async_training.partial_rollout=true"),
+    ("weight_sync.clear_kv_cache",
+     lambda c: c.mode != "sync" and (not c.async_training.partial_rollout or c.async_training.partial_mode != "keep"),
+     "no response keeps its KV cache over a sync",
+     "set async_training.partial_rollout=true and async_training.partial_mode=keep"),
+    ("algorithm.kl_loss_coef", lambda c: not c.algorithm.use_kl_loss,
+     "algorithm.use_kl_loss is false", "set algorithm.use_kl_loss=true"),
+    ("algorithm.kl_loss_type", lambda c: not c.algorithm.use_kl_loss,
+     "algorithm.use_kl_loss is false", "set algorithm.use_kl_loss=true"),
+    ("reward.max_errors", lambda c: c.reward.on_error == "stop",
+     "reward.on_error is stop, so the first error ends the run", "set reward.on_error=drop"),
+    ("trainer.optim.min_lr_ratio", lambda c: c.trainer.optim.decay == "constant",
+     "trainer.optim.decay is constant", "set trainer.optim.decay to linear or cosine"),
+    ("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
+     "the cluster at ray.address has its own object store", "leave one of the two out"),
+)  # fmt: skip
+
+
+def _no_effect(config: Config, given: Given) -> Iterator[Problem]:
+    values = leaves(config.model_dump(mode="json"))
+    for key, idle, because, fix in _IDLE_KEYS:
+        if key in given and idle(config):
+            yield Problem(key, values[key], f"it would have no effect: {because}", f"{fix}, or leave this key out")
+
+
+def _engine(config: Config, given: Given) -> Iterator[Problem]:
+    for name, value in config.rollout.engine_kwargs.items():
+        if own := _OWN_ENGINE_KWARGS.get(name):
+            yield Problem(
+                f"rollout.engine_kwargs.{name}", value, f"{own} sets it already; two values could differ", f"set {own}"
+            )
+    if config.rollout.max_num_seqs < config.rollout.n:
+        yield _warning(
+            "rollout.max_num_seqs",
+            config.rollout.max_num_seqs,
+            f"a group of {config.rollout.n} responses (rollout.n) is decoded in several rounds",
+            f"set it to {config.rollout.n} or more",
+        )
+
+
+def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
+    limits = config.timeouts
+    longest = max(limits.call_s, config.reward.timeout_s)
+    if limits.watchdog_s < longest:
+        yield _warning(
+            "timeouts.watchdog_s",
+            limits.watchdog_s,
+            f"one call may take {longest:g} s (timeouts.call_s, reward.timeout_s), so a healthy run could be stopped",
+            f"set it to at least {longest:g}",
+        )
+
+
+def _serving(config: Config, given: Given) -> Iterator[Problem]:
+    if config.serve.host not in LOOPBACK and not config.serve.api_key_env:
+        yield Problem(
+            "serve.host",
+            config.serve.host,
+            "anybody who reaches this address could use the model",
+            "set serve.api_key_env to the environment variable that holds an API key, or serve.host=127.0.0.1",
+        )
+
+
+SERVE_RULES: tuple[Rule, ...] = (_finite, _names, _context, _engine, _serving)
+RULES: tuple[Rule, ...] = (
+    *SERVE_RULES,
+    _prompts,
+    _micro_batch,
+    _groups,
+    _sampling,
+    _frequencies,
+    _steps,
+    _optimizer,
+    _staleness,
+    _no_effect,
+    _deadlines,
+)
