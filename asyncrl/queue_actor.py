@@ -99,7 +99,8 @@ def start_queue(options: QueueOptions, restore: QueueSnapshot | None = None, *, 
     It is never restarted: its ledger lives in its memory, and a fresh one would hand out ids a second time.
     """
     actor: Any = ray.remote(QueueActor)
-    return actor.options(name=name, num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(options, restore)
+    shell = actor.options(name=name, num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY)
+    return shell.remote(options, restore)
 
 
 @dataclass(eq=False, slots=True)

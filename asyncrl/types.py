@@ -184,6 +184,6 @@ def join_turns(head: Turn | None, tail: Turn) -> Turn:
 def versions_per_token(spans: Sequence[Span], num_tokens: int) -> NDArray[np.int64]:
     """Expand spans to int64 `[L]`: the version that sampled each token."""
     versions = np.empty(num_tokens, dtype=np.int64)
-    for span, end in zip(spans, [*(s.first_token for s in spans[1:]), num_tokens], strict=True):
+    for span, end in zip(spans, [*(s.first_token for s in spans[1:]), num_tokens], strict=False):
         versions[span.first_token : end] = span.version
     return versions
