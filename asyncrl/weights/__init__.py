@@ -1,0 +1,1 @@
+"""The versioned weight store between Trainer and engines: publish and pull, never push."""

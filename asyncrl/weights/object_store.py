@@ -1,0 +1,180 @@
+"""Weights through Ray's object store: the Trainer puts a version there, every replica maps it from there.
+
+The actor holds references only; the bytes never pass through its mailbox. Ray ties an object's life to the process that
+put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from asyncrl.failures import BugError, DeadlineError, InfraError
+from asyncrl.ports import Publication
+from asyncrl.weights.checksums import group_checksums
+
+STORE_NAME = "weight_store"
+KEPT_VERSIONS = 2
+"""A replica may still be reading the version before the newest."""
+CHUNK_BYTES = 256 << 20
+"""Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
+PARKED_CALLERS = 1000
+
+
+class WeightStoreActor:
+    """Which versions exist, and the references to their bytes. Everything runs on the actor's own event loop."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[Publication, list[ray.ObjectRef]]] = {}
+        self._published = asyncio.Condition()
+
+    async def ready(self) -> None:
+        """Answers once the actor is up."""
+
+    async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef]) -> None:
+        """Make a version the newest.
+
+        Raises:
+            BugError: it is not newer than the newest one.
+        """
+        async with self._published:
+            if self._versions and publication.version <= max(self._versions):
+                raise BugError(
+                    f"version {publication.version} published after version {max(self._versions)}: "
+                    "versions must ascend, or replicas would never fetch it"
+                )
+            self._versions[publication.version] = (publication, list(refs))
+            for version in sorted(self._versions)[:-KEPT_VERSIONS]:
+                del self._versions[version]
+            self._published.notify_all()
+
+    async def latest(self) -> Publication | None:
+        return self._versions[max(self._versions)][0] if self._versions else None
+
+    async def wait_newer(self, version: int, timeout_s: float) -> Publication | None:
+        """The newest publication above `version`; None if none came in time."""
+        try:
+            async with asyncio.timeout(timeout_s), self._published:
+                await self._published.wait_for(lambda: max(self._versions, default=-1) > version)
+        except TimeoutError:
+            return None
+        return await self.latest()
+
+    async def tensors(self, version: int) -> list[ray.ObjectRef]:
+        """References to the chunks of a version; each is a dict of parameter name to array.
+
+        Raises:
+            InfraError: the version is no longer (or not yet) there.
+        """
+        if version not in self._versions:
+            held = ", ".join(map(str, sorted(self._versions))) or "none"
+            raise InfraError(f"the weight store does not hold version {version} (it holds: {held})")
+        return self._versions[version][1]
+
+
+def start_store(namespace: str) -> ray.actor.ActorHandle:
+    """Create the run's store actor; `namespace` is the run's Ray namespace."""
+    return (
+        ray.remote(WeightStoreActor)
+        .options(name=STORE_NAME, namespace=namespace, num_cpus=0, max_concurrency=PARKED_CALLERS)
+        .remote()
+    )
+
+
+def find_store(namespace: str) -> ray.actor.ActorHandle | None:
+    """The run's store, or None if there is none (`asyncrl serve` has none)."""
+    try:
+        return ray.get_actor(STORE_NAME, namespace=namespace)
+    except ValueError:
+        return None
+
+
+class ObjectStorePublisher:
+    """The Trainer's side (`ports.WeightPublisher`)."""
+
+    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float) -> None:
+        self._store = store
+        self._call_s = call_s
+
+    async def publish(
+        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
+    ) -> Publication:
+        """Copy `tensors` into the object store, once, off the loop; then announce the version.
+
+        Raises:
+            InfraError: the object store has no room.
+            DeadlineError: the store actor did not answer within `call_s`.
+        """
+        checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
+        refs = await anyio.to_thread.run_sync(self._put, tensors)
+        publication = Publication(
+            version=version,
+            step=step,
+            num_bytes=sum(array.nbytes for array in tensors.values()),
+            checksums=checksums,
+            validate=validate,
+        )
+        await _answer(self._store.publish.remote(publication, refs), self._call_s, f"publishing version {version}")
+        return publication
+
+    def _put(self, tensors: Mapping[str, NDArray[Any]]) -> list[ray.ObjectRef]:
+        try:
+            return [ray.put(chunk) for chunk in _chunks(tensors)]
+        except ray.exceptions.ObjectStoreFullError as error:
+            total = sum(array.nbytes for array in tensors.values())
+            raise InfraError.wrap(
+                f"the object store has no room for {total} bytes of weights: {KEPT_VERSIONS + 1} versions must fit; "
+                "raise ray.object_store_memory_bytes",
+                error,
+            ) from error
+
+
+class ObjectStoreFeed:
+    """The Rollouter's side (`ports.WeightFeed`)."""
+
+    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float) -> None:
+        self._store = store
+        self._call_s = call_s
+
+    async def latest(self) -> Publication | None:
+        return await _answer(self._store.latest.remote(), self._call_s, "asking for the newest version")
+
+    async def wait_newer(self, version: int, *, timeout_s: float) -> Publication | None:
+        """The newest publication above `version`, or None if none came in `timeout_s`."""
+        return await _answer(
+            self._store.wait_newer.remote(version, timeout_s),
+            self._call_s + timeout_s,
+            f"waiting for a version above {version}",
+        )
+
+
+async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
+    """The actor's answer, its failures as ours."""
+    try:
+        with anyio.fail_after(timeout_s):
+            return await ref
+    except TimeoutError as error:
+        raise DeadlineError(f"{what}: the weight store did not answer within {timeout_s:g} s") from error
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, InfraError | BugError) else InfraError.wrap(what, error)) from None
+    except ray.exceptions.RayError as error:
+        raise InfraError.wrap(f"{what}: the weight store is gone", error) from error
+
+
+def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+    """Consecutive tensors packed into dicts of about `CHUNK_BYTES`; a tensor is never split."""
+    chunks: list[dict[str, NDArray[Any]]] = [{}]
+    size = 0
+    for name, array in tensors.items():
+        if chunks[-1] and size + array.nbytes > CHUNK_BYTES:
+            chunks.append({})
+            size = 0
+        chunks[-1][name] = np.ascontiguousarray(array)
+        size += array.nbytes
+    return chunks

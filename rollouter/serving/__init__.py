@@ -1,0 +1,1 @@
+"""vLLM engines behind Ray Serve. The only place where vLLM is imported."""

@@ -1,0 +1,123 @@
+"""From the config to what Ray and vLLM are told. Pure: the driver builds this without importing either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError
+
+WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
+OWNED_KEYS = {
+    "dtype": "rollout.dtype",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "logprobs_mode": "nothing: log-probs must be those the loss expects",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "model": "model.path",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "tokenizer": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "worker_extension_cls": "nothing: weight updates need it",
+}
+"""Engine arguments that have a key of their own, and that key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """One deployment of rollout servers."""
+
+    llm_config: dict[str, Any]
+    """Keyword arguments of `ray.serve.llm.LLMConfig`, resources and environment included."""
+    bundles: tuple[dict[str, float], ...]
+    """Resources of one replica, as a placement group."""
+    env_vars: dict[str, str]
+    namespace: str
+    """Ray namespace of the weight store."""
+    verify: Literal["every", "first", "off"]
+    num_replicas: int
+    start_s: float
+    apply_s: float
+
+
+def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
+    """What to deploy for `config`.
+
+    Args:
+        config: The run.
+        namespace: Ray namespace of its weight store.
+        gpus: Whether the cluster has GPUs to run engines on.
+
+    Raises:
+        ConfigError: `rollout.engine_kwargs` sets what another key owns, or quantizes an engine whose weights are checked.
+    """
+    rollout = config.rollout
+    for key in rollout.engine_kwargs.keys() & OWNED_KEYS.keys():
+        raise ConfigError(f"rollout.engine_kwargs.{key}={rollout.engine_kwargs[key]!r}: set {OWNED_KEYS[key]} instead")
+    if rollout.engine_kwargs.get("quantization") and config.weight_sync.verify != "off":
+        raise ConfigError(
+            f"rollout.engine_kwargs.quantization={rollout.engine_kwargs['quantization']!r}: quantized weights never equal "
+            "the published ones; set weight_sync.verify=off"
+        )
+    bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)
+    env_vars = _env_vars(config, gpus)
+    path = resolve(config.model.path)
+    return ServingOptions(
+        llm_config={
+            "model_loading_config": {"model_id": path.rstrip("/").rsplit("/", 1)[-1], "model_source": path},
+            "engine_kwargs": _engine_kwargs(config, gpus),
+            "placement_group_config": {"bundles": [dict(bundle) for bundle in bundles], "strategy": "PACK"},
+            "runtime_env": {"env_vars": env_vars},
+            "log_engine_metrics": False,
+        },
+        bundles=bundles,
+        env_vars=env_vars,
+        namespace=namespace,
+        verify=config.weight_sync.verify,
+        num_replicas=rollout.num_replicas,
+        start_s=config.timeouts.start_s,
+        apply_s=config.timeouts.apply_s,
+    )
+
+
+def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
+    rollout = config.rollout
+    kwargs: dict[str, Any] = {
+        "dtype": rollout.dtype,
+        "enforce_eager": rollout.enforce_eager or not gpus,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "trust_remote_code": config.model.trust_remote_code,
+        "worker_extension_cls": WORKER_EXTENSION,
+        # The behaviour policy is the tempered one. At temperature 1 the raw log-probs are the same and cost less.
+        "logprobs_mode": "raw_logprobs" if rollout.sampling.temperature in (0.0, 1.0) else "processed_logprobs",
+    }
+    if gpus:
+        kwargs["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    if config.model.tokenizer_path is not None:
+        kwargs["tokenizer"] = resolve(config.model.tokenizer_path)
+    return kwargs | rollout.engine_kwargs
+
+
+def _bundles(tensor_parallel_size: int, cpu_threads: int, gpus: bool) -> tuple[dict[str, float], ...]:
+    if gpus:
+        return tuple({"GPU": 1.0, "CPU": 1.0} for _ in range(tensor_parallel_size))
+    return ({"CPU": float(cpu_threads * tensor_parallel_size)},)
+
+
+def _env_vars(config: Config, gpus: bool) -> dict[str, str]:
+    env_vars = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
+    if not gpus:
+        env_vars |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.cpu_kv_cache_gib),
+            # Trainer and engines share the cores; a bound engine thread would wait for the trainer's on its core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.rollout.cpu_threads),
+            # vLLM compiles a line of its sampler in eager mode too: a C++ compiler's 15 s in the first request.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return env_vars

@@ -1,0 +1,49 @@
+"""The deployment of a launch: a `RolloutServer`, behind a class that the driver can bind without importing vLLM.
+
+`ray.serve.llm` imports vLLM when it is imported (7 s on CPU). Only the replica needs it, so only the replica pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.failures import AsyncRLError, InfraError
+from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.types import Turn
+from rollouter.serving.options import ServingOptions
+
+if TYPE_CHECKING:
+    from rollouter.serving.server import PauseMode
+
+
+class RolloutReplica:
+    """Every method is `RolloutServer`'s of the same name."""
+
+    async def __init__(self, options: ServingOptions) -> None:
+        """Start the engine.
+
+        Raises:
+            InfraError: it does not start; the engine's own error is the cause.
+        """
+        try:
+            from rollouter.serving.server import start_server
+
+            self._server = await start_server(options)
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            model = options.llm_config["model_loading_config"]["model_source"]
+            raise InfraError.wrap(f"the engine for {model} did not start", error) from None
+
+    async def generate_tokens(self, requests: Sequence[GenerateRequest]) -> list[Turn]:
+        return await self._server.generate_tokens(requests)
+
+    async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
+        return await self._server.apply_version(publication, mode, clear_kv)
+
+    async def server_status(self) -> Mapping[str, Any]:
+        return await self._server.server_status()
+
+    async def check_health(self) -> None:
+        await self._server.check_health()

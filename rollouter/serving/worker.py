@@ -1,0 +1,166 @@
+"""What runs inside vLLM's worker processes: map a published version, load it in place, fingerprint what is served.
+
+vLLM imports this module because it holds the `worker_extension_cls`, and it does so before it loads the model. On CPU
+that matters: vLLM would prepack linear layers for oneDNN and empty their weights, after which an update in place fails
+or, through `reload_weights`, succeeds with stale layers. With oneDNN off the weights stay where `load_weights` finds them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import vllm._custom_ops
+from numpy.typing import NDArray
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
+
+from asyncrl.weights.checksums import MODULUS, add, layer_group
+
+if current_platform.is_cpu():
+    vllm._custom_ops._supports_onednn = False
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Fetch:
+    """A version on its way into this process, on a thread of its own, while the engine decodes."""
+
+    def __init__(self, version: int, address: str, namespace: str, store_name: str) -> None:
+        self.version = version
+        self.chunks: list[dict[str, NDArray[Any]]] = []
+        self._error: BaseException | None = None
+        self._source = (address, namespace, store_name)
+        self._thread = threading.Thread(target=self._run, name=f"fetch-{version}", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float) -> list[dict[str, NDArray[Any]]]:
+        """The chunks, mapped from the object store without a copy.
+
+        Raises:
+            TimeoutError: they are not here in time.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"version {self.version} did not arrive in the worker within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self.chunks
+
+    def _run(self) -> None:
+        try:
+            connect(*self._source[:2])
+            store = ray.get_actor(self._source[2], namespace=self._source[1])
+            self.chunks = ray.get(ray.get(store.tensors.remote(self.version)))
+        except BaseException as error:  # noqa: BLE001  it is raised again by `result`, in the thread that waits
+            self._error = error
+
+
+def connect(address: str, namespace: str) -> None:
+    """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is)."""
+    if not ray.is_initialized():
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker; every method is called through `collective_rpc` and blocks decoding while it runs."""
+
+    model_runner: Any
+
+    def connect_store(self, address: str, namespace: str, store_name: str) -> None:
+        """Say where versions come from, and join that cluster in the background, so that the first apply needn't."""
+        self._source = (address, namespace, store_name)
+        threading.Thread(target=connect, args=(address, namespace), name="connect-store", daemon=True).start()
+
+    def fetch_version(self, version: int) -> None:
+        """Begin to map `version` into this process; returns at once."""
+        self._fetch = _Fetch(version, *self._source)
+
+    def load_version(self, version: int, timeout_s: float) -> float:
+        """Load the fetched version in place, inside the pause. Returns seconds.
+
+        Raises:
+            RuntimeError: another version was fetched.
+            TimeoutError: it is not here in time; nothing is loaded.
+        """
+        if self._fetch.version != version:
+            raise RuntimeError(f"asked to load version {version}, but version {self._fetch.version} was fetched")
+        chunks = self._fetch.result(timeout_s)
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
+        # The views into the object store end here, or the store could never free the version.
+        self._fetch.chunks = []
+        return time.perf_counter() - started
+
+    def group_sizes(self) -> dict[str, int]:
+        """Bytes of this rank's parameters by layer group."""
+        sizes: dict[str, int] = {}
+        for name, parameter in self.model_runner.model.named_parameters():
+            group = layer_group(name)
+            sizes[group] = sizes.get(group, 0) + parameter.nbytes
+        return sizes
+
+    def group_checksums(self, groups: Sequence[str]) -> dict[str, int]:
+        """This rank's share of the groups' checksums; over all ranks they add up to those of the published weights.
+
+        What tensor parallelism replicates is counted by one rank only.
+        """
+        sums: dict[str, int] = {}
+        wanted = set(groups)
+        for name, tensor in _counted(self.model_runner.model):
+            if (group := layer_group(name)) in wanted:
+                add(sums, group, _bit_sum(tensor))
+        return sums
+
+
+def _tensors(chunk: dict[str, NDArray[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Arrays as tensors over the same memory; uint16 is bfloat16's bits. They are read-only, and only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, array in chunk.items():
+            tensor = torch.from_numpy(array)
+            yield name, tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def _bit_sum(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().reshape(-1).view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)) % MODULUS
+
+
+def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, or the part of it, that this rank counts. Tied parameters appear once.
+
+    Sharded layers: each rank counts its shard. Key and value heads that are fewer than the ranks are held by several of
+    them; the first of those counts them. A bias behind a row-parallel layer and everything unsharded: rank 0.
+    """
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if size == 1:
+                yield name, parameter
+            elif isinstance(module, QKVParallelLinear) and rank % module.num_kv_head_replicas:
+                yield name, parameter[: module.num_heads * module.head_size]
+            elif _sharded(module, name) or rank == 0:
+                yield name, parameter
+
+
+def _sharded(module: torch.nn.Module, name: str) -> bool:
+    if isinstance(module, RowParallelLinear):
+        return not name.endswith("bias")
+    return isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)
