@@ -50,5 +50,16 @@ class UserCodeError(AsyncRLError):
     """A reward function, tool or data set of the user raised. `cause` is the original traceback."""
 
 
+class DivergenceError(AsyncRLError):
+    """The loss or the gradient is not finite. No step was taken on it; the run stops."""
+
+
 class BugError(AsyncRLError):
     """An illegal transition or books that don't balance: ours to fix. The run stops at once."""
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """What a task group failed of: the first exception inside its group, at any depth; else `error` itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

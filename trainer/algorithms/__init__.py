@@ -1,0 +1,1 @@
+"""Advantages and losses: plain functions of arrays and tensors, no state."""
