@@ -1,0 +1,179 @@
+"""The directory a run leaves behind: where it is, what is in it, and which one to go on from. Blocking."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Names inside a run directory. `path` is absolute: parts of the run have other working directories."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+
+def disk_error(path: Path, error: OSError) -> AsyncRLError:
+    """`error`, met on `path`, as one of ours: what happened, what follows, what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InfraError.wrap(
+            f"the disk is full: cannot write {path}. The run cannot keep its records there. "
+            "Free some space, or put the run elsewhere with run_dir=PATH.",
+            error,
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        return ConfigError(
+            f"cannot write {path}: {error.strerror}. A run needs a directory for its records. "
+            "Give one you may write to with run_dir=PATH."
+        )
+    return InfraError.wrap(f"cannot write {path}: {error.strerror or error}. The run's records are incomplete.", error)
+
+
+def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDir:
+    """Make a new run directory with its config.yaml: `config.run_dir`, or `root/<experiment>/<time>`.
+
+    The default name is unique, whoever starts at the same second, and `root/<experiment>/latest` points at it.
+
+    Raises:
+        ConfigError: `config.run_dir` already holds a run, or the directory cannot be written.
+        InfraError: the disk is full.
+    """
+    target = Path(config.run_dir) if config.run_dir else root / config.experiment_name
+    try:
+        if config.run_dir:
+            target.mkdir(parents=True, exist_ok=True)
+            _refuse_used(target)
+            run_dir = RunDir(target.absolute())
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            run_dir = RunDir(_make_unique(target, now.strftime("%Y%m%d-%H%M%S")).absolute())
+            _point_latest(target / "latest", run_dir.path.name)
+        _fill(run_dir, config)
+    except OSError as error:
+        raise disk_error(Path(error.filename or target), error) from error
+    return run_dir
+
+
+def reopen_run_dir(path: Path, config: Config) -> RunDir:
+    """Go on in the directory of an earlier run, under `config`.
+
+    Raises:
+        ConfigError: it is not there or cannot be written.
+        InfraError: the disk is full.
+    """
+    run_dir = RunDir(path.absolute())
+    if not run_dir.path.is_dir():
+        raise ConfigError(f"there is no run directory {path}: nothing to go on from. Check the path given to resume.")
+    try:
+        _fill(run_dir, config)
+    except OSError as error:
+        raise disk_error(Path(error.filename or path), error) from error
+    return run_dir
+
+
+def newest_resumable(
+    experiment: str, has_checkpoint: Callable[[RunDir], bool] | None = None, *, root: Path = RUNS
+) -> RunDir | None:
+    """The newest run of `experiment` under `root` that can be gone on from; None if there is none.
+
+    `has_checkpoint` says whether a run has a complete checkpoint; by default, any finished directory in `checkpoints/`.
+    """
+    runs = root / experiment
+    if not runs.is_dir():
+        return None
+    accept = has_checkpoint or _has_checkpoint
+    found = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
+    for path in sorted(found, key=_age, reverse=True):
+        run_dir = RunDir(path.absolute())
+        if accept(run_dir):
+            return run_dir
+    return None
+
+
+def _age(path: Path) -> tuple[str, int]:
+    """Sorts by the time in the name; of one second, by the number behind it."""
+    day, _, rest = path.name.partition("-")
+    clock, _, number = rest.partition("-")
+    return f"{day}-{clock}", int(number) if number.isdigit() else 0
+
+
+def _has_checkpoint(run_dir: RunDir) -> bool:
+    # A checkpoint under construction has a name that starts with a dot or ends with .tmp, until it is renamed.
+    if not run_dir.checkpoints.is_dir():
+        return False
+    return any(
+        path.is_dir() and not path.name.startswith(".") and path.suffix != ".tmp"
+        for path in run_dir.checkpoints.iterdir()
+    )
+
+
+def _refuse_used(path: Path) -> None:
+    if (path / "config.yaml").exists():
+        raise ConfigError(
+            f"run_dir={path} already holds a run. A second one would mix its records with the first one's. "
+            f"Give another directory, or go on with that run: resume={path}."
+        )
+
+
+def _make_unique(parent: Path, stamp: str) -> Path:
+    number = 1
+    while True:
+        path = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _point_latest(link: Path, name: str) -> None:
+    """Best of ours to lose: a file system without symbolic links keeps the run, without the convenience."""
+    if link.exists() and not link.is_symlink():
+        return
+    temporary = link.with_name(f".latest-{secrets.token_hex(4)}")
+    try:
+        temporary.symlink_to(name)
+    except (NotImplementedError, PermissionError):
+        return
+    os.replace(temporary, link)
+
+
+def _fill(run_dir: RunDir, config: Config) -> None:
+    run_dir.logs.mkdir(exist_ok=True)
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    temporary = run_dir.config.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, run_dir.config)

@@ -1,0 +1,163 @@
+"""Every metric name, with its unit and what it means. Pure.
+
+A name that is not here cannot be recorded. `docs/metrics.md` is this file as a page:
+`python -m asyncrl.telemetry.registry > docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+from asyncrl.failures import BugError
+from asyncrl.types import DropReason
+
+
+class Metric(NamedTuple):
+    name: str
+    """May hold placeholders, `<data_source>`: any non-empty text."""
+    unit: str
+    """`1` for a plain number or a share, else `s`, `tokens`, `samples`, `versions`, `nats`, …"""
+    meaning: str
+
+
+STEP = "On every `step` line: the Trainer's own"
+DRIVER = "On every `step` line: the other parts, as last seen (at most about a second old)"
+APPLY = "On every `apply` line: one version reached all replicas"
+VALIDATION = "On every `validation` line: the validation set, answered by one version"
+
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    STEP: (
+        Metric("reward/mean", "1", "mean reward of the step's trajectories"),
+        Metric("reward/std", "1", "standard deviation of those rewards"),
+        Metric("actor/loss", "1", "what the optimizer minimized: policy loss plus weighted KL loss"),
+        Metric("actor/pg_loss", "1", "clipped policy loss"),
+        Metric("actor/kl_loss", "nats", "estimated KL divergence from the reference policy, before its weight"),
+        Metric("actor/entropy", "nats", "mean entropy of the current policy per trained token"),
+        Metric("actor/grad_norm", "1", "global gradient norm before clipping"),
+        Metric("actor/clip_fraction", "1", "share of trained tokens whose probability ratio was clipped"),
+        Metric("actor/ratio_mean", "1", "mean probability ratio, current over behaviour policy"),
+        Metric("actor/lr", "1", "learning rate of this step"),
+        Metric("rollout/mismatch_kl", "nats", "estimated KL divergence, behaviour policy from the one at lease"),
+        Metric("response_tokens/mean", "tokens", "mean response length of the step's trajectories"),
+        Metric("response_tokens/max", "tokens", "longest response"),
+        Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),
+        Metric("staleness/max", "versions", "the most stale of them"),
+        Metric("advantages/zero_share", "1", "share of samples with all advantages 0: nothing to learn from"),
+        Metric("tokens/trained", "tokens", "response tokens with gradient in this step"),
+        Metric("timing/wait_samples_s", "s", "wait for the lease this step opens; 0 for the later steps of a lease"),
+        Metric("timing/update_s", "s", "forward, backward and optimizer"),
+        Metric("timing/publish_s", "s", "publishing a version; 0 where none was due"),
+        Metric("timing/step_s", "s", "the whole step, waits included"),
+        Metric("time/monotonic_s", "s", "the Trainer's monotonic clock after the step; for use within one process"),
+    ),
+    DRIVER: (
+        Metric("queue/fed", "samples", "admitted since the start of the run"),
+        Metric("queue/running", "samples", "admitted and not yet scored"),
+        Metric("queue/ready", "samples", "scored, waiting for the Trainer"),
+        Metric("queue/leased", "samples", "held by the Trainer"),
+        Metric("queue/trained", "samples", "whose gradient is in a step"),
+        Metric("queue/dropped", "samples", "dropped, for any reason"),
+        *(Metric(f"queue/dropped/{reason}", "samples", f"dropped: {reason}") for reason in DropReason),
+        Metric("queue/applied_version", "versions", "newest version every replica serves: what pacing counts from"),
+        Metric("rollouter/generated_tokens", "tokens", "response tokens made since the start of the run"),
+        Metric("rollouter/samples_done", "samples", "generated and scored by this process of the run"),
+        Metric("rollouter/in_flight", "samples", "in generation or scoring now"),
+        Metric("throughput/generated_tokens_per_s", "tokens/s", "over the last 20 s"),
+        Metric("throughput/trained_tokens_per_s", "tokens/s", "over the last 20 s"),
+        Metric("idle/trainer", "1", "share of the last 20 s in which the Trainer waited for samples"),
+        Metric("idle/rollouter", "1", "share of the last 20 s in which nothing was in generation"),
+    ),
+    APPLY: (
+        Metric("weight_sync/pause_s", "s", "longest pause of a replica: from no token made to tokens flowing again"),
+        Metric("weight_sync/load_s", "s", "longest load inside the pause"),
+        Metric("weight_sync/fetch_s", "s", "longest fetch; generation goes on meanwhile"),
+        Metric("weight_sync/publish_to_applied_s", "s", "from publication to the last replica serving it"),
+        Metric("weight_sync/in_flight", "1", "requests in flight at the pause, over all replicas"),
+        Metric(
+            "weight_sync/verified", "1", "share of replicas whose weights were checked against the published checksums"
+        ),
+    ),
+    VALIDATION: (
+        Metric("validation/reward/mean", "1", "mean reward over the validation set"),
+        Metric("validation/reward/mean/<data_source>", "1", "the same, of one data source"),
+        Metric("validation/response_tokens/mean", "tokens", "mean response length"),
+        Metric("validation/response_tokens/max", "tokens", "longest response"),
+        Metric("validation/length_share", "1", "share of responses cut by the length limit"),
+        Metric("validation/num_prompts", "1", "prompts in the validation set"),
+        Metric("validation/duration_s", "s", "time it took"),
+    ),
+}
+
+METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
+
+_EXACT = {metric.name: metric for metric in METRICS if "<" not in metric.name}
+_PATTERNS = [
+    (re.compile(".+".join(re.escape(part) for part in re.split(r"<[a-z_]+>", metric.name))), metric)
+    for metric in METRICS
+    if "<" in metric.name
+]
+
+
+@cache
+def describe(name: str) -> Metric:
+    """The registered metric behind `name`.
+
+    Raises:
+        BugError: there is none.
+    """
+    if name in _EXACT:
+        return _EXACT[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.fullmatch(name):
+            return metric
+    near = difflib.get_close_matches(name, _EXACT, n=1)
+    hint = f"; the nearest registered name is {near[0]!r}" if near else ""
+    raise BugError(
+        f"metric {name!r} is not registered{hint}. Nobody could look up what it means: "
+        "add it to asyncrl/telemetry/registry.py with its unit and meaning."
+    )
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise `BugError` for the first name that is not registered."""
+    for name in names:
+        describe(name)
+
+
+_HEAD = """\
+# Metrics
+
+Generated from `asyncrl/telemetry/registry.py` by `python -m asyncrl.telemetry.registry > docs/metrics.md`.
+
+A run directory holds `metrics.jsonl`, one JSON object a line, and the same numbers as TensorBoard files. Every line has
+
+| key | meaning |
+|---|---|
+| `kind` | `step`, `apply` or `validation` |
+| `step` | optimizer step, from 1; on an `apply` line, the newest step known when it came |
+| `version` | published weights, 0 = the initial model |
+| `time_s` | seconds since the run started; a resumed run counts on from its last kept line |
+
+and the metrics below, flat. `step` lines also carry `rewards` (each trained sample's mean reward) and `staleness` (each
+sample's, in versions); `validation` lines carry a few `examples`. A number that is not finite is written as null. What
+is not known yet is absent.
+"""
+
+
+def markdown() -> str:
+    """The page `docs/metrics.md`."""
+    lines = [_HEAD]
+    for title, metrics in SECTIONS.items():
+        lines += [f"## {title}", "", "| name | unit | meaning |", "|---|---|---|"]
+        lines += [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in metrics]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

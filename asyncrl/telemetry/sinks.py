@@ -1,0 +1,133 @@
+"""Files that take a run's rows: metrics.jsonl and TensorBoard. Blocking; the recorder calls them off the event loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.run_dir import disk_error
+from asyncrl.telemetry.rows import Row
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    def write(self, row: Row) -> None:
+        """On return the row is with the operating system: a killed process loses nothing.
+
+        Raises:
+            InfraError, ConfigError: the file cannot be written.
+        """
+
+    def close(self) -> None: ...
+
+
+class AppendFile:
+    """A file that only grows, unbuffered: what a failed write left behind is not tried again at close."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise disk_error(path, error) from error
+
+    def write(self, data: bytes) -> None:
+        """All of `data`; a disk with room for a part of it raises."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            raise disk_error(self._path, error) from error
+
+    def flush(self) -> None:
+        """Nothing is held back; file-like objects have this."""
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class JsonlSink:
+    """One line a row, appended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = AppendFile(path)
+
+    def write(self, row: Row) -> None:
+        self._file.write((json.dumps(row.as_json(), allow_nan=False, default=str) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars as TensorBoard event files, by tensorboard's own record writer: torch's would load torch."""
+
+    def __init__(self, directory: Path, *, unix_s: float, resumed_step: int | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        # The process id keeps two parts of a run that start in the same second apart.
+        name = f"events.out.tfevents.{int(unix_s)}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter(AppendFile(directory / name))
+        self._put(self._event(wall_time=unix_s, file_version="brain.Event:2"))
+        if resumed_step is not None:
+            # A session that starts at a step makes TensorBoard forget that step and later ones of earlier files.
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._put(self._event(wall_time=unix_s, step=resumed_step + 1, session_log=start))
+
+    def write(self, row: Row) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
+        self._put(self._event(wall_time=row.unix_s, step=row.step, summary=self._summary(value=values)))
+
+    def _put(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def rewind_jsonl(path: Path, step: int, version: int) -> list[Row]:
+    """Cut metrics.jsonl back to a checkpoint, so that no step is recorded twice; the rows that stay, in order.
+
+    Lines of later steps or versions go, and so do torn ones. The file changes whole or not at all.
+
+    Raises:
+        InfraError, ConfigError: it cannot be rewritten.
+    """
+    if not path.exists():
+        return []
+    kept: list[tuple[str, Row]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = Row.from_json(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s, line %d is not a whole record (a run was cut off there); it is left out", path, number)
+            continue
+        if row.step <= step and row.version <= version:
+            kept.append((line if line.endswith("\n") else f"{line}\n", row))
+    text = "".join(line for line, _ in kept)
+    if text != "".join(lines):
+        _replace(path, text)
+    return [row for _, row in kept]
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise disk_error(path, error) from error

@@ -1,0 +1,84 @@
+"""Run directories: unique names, what is in them, errors people can act on."""
+
+from __future__ import annotations
+
+import errno
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError, InfraError
+from asyncrl.run_dir import create_run_dir, disk_error, newest_resumable, reopen_run_dir
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
+
+
+def test_two_runs_of_one_second_get_two_directories_and_latest_is_the_second(tmp_path: Path) -> None:
+    first = create_run_dir(Config(), NOW, root=tmp_path)
+    second = create_run_dir(Config(), NOW, root=tmp_path)
+    assert first.path == tmp_path / "quickstart" / "20260304-050607"
+    assert second.path == tmp_path / "quickstart" / "20260304-050607-2"
+    assert (tmp_path / "quickstart" / "latest").resolve() == second.path
+    assert first.logs.is_dir()
+
+
+def test_the_written_config_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    config = Config(experiment_name="ü", seed=7)
+    run_dir = create_run_dir(config, NOW, root=tmp_path)
+    assert Config.model_validate(yaml.safe_load(run_dir.config.read_text(encoding="utf-8"))) == config
+
+
+def test_a_given_directory_is_used_as_it_is_but_never_for_a_second_run(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path / "mine"))
+    assert create_run_dir(config, NOW).path == tmp_path / "mine"
+    with pytest.raises(ConfigError, match=r"already holds a run.*resume="):
+        create_run_dir(config, NOW)
+
+
+def test_a_relative_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert create_run_dir(Config(), NOW).path == tmp_path / "runs" / "quickstart" / "20260304-050607"
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.*run_dir=PATH"):
+        create_run_dir(Config(run_dir=str(tmp_path / "file" / "run")), NOW)
+
+
+def test_a_full_disk_is_an_infra_error_that_says_so() -> None:
+    error = disk_error(Path("/runs/x"), OSError(errno.ENOSPC, "No space left on device"))
+    assert isinstance(error, InfraError)
+    assert "/runs/x" in error.message
+    assert "run_dir=PATH" in error.message
+
+
+def test_the_newest_run_with_a_finished_checkpoint_is_resumed(tmp_path: Path) -> None:
+    assert newest_resumable("quickstart", root=tmp_path) is None
+    runs = [create_run_dir(Config(), NOW.replace(second=second), root=tmp_path) for second in (1, 2, 3, 4)]
+    twin = create_run_dir(Config(), NOW.replace(second=2), root=tmp_path)
+    assert newest_resumable("quickstart", root=tmp_path) is None
+    for run in (runs[0], runs[1], twin):
+        (run.checkpoints / "step_3").mkdir(parents=True)
+    (runs[2].checkpoints / ".step_4").mkdir(parents=True)
+    (runs[3].checkpoints / "step_4.tmp").mkdir(parents=True)
+    assert newest_resumable("quickstart", root=tmp_path) == twin
+    assert newest_resumable("quickstart", lambda run: run == runs[0], root=tmp_path) == runs[0]
+
+
+def test_going_on_rewrites_the_config_and_wants_the_directory(tmp_path: Path) -> None:
+    run_dir = create_run_dir(Config(), NOW, root=tmp_path)
+    assert reopen_run_dir(run_dir.path, Config(seed=9)) == run_dir
+    assert yaml.safe_load(run_dir.config.read_text())["seed"] == 9
+    with pytest.raises(ConfigError, match="no run directory"):
+        reopen_run_dir(tmp_path / "gone", Config())
+
+
+def test_a_latest_that_is_somebodys_file_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart" / "latest").write_text("mine")
+    create_run_dir(Config(), NOW, root=tmp_path)
+    assert (tmp_path / "quickstart" / "latest").read_text() == "mine"

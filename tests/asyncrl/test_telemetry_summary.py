@@ -1,0 +1,316 @@
+"""The summary's figures, and that it reaches a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.failures import BugError, InfraError, UserCodeError
+from asyncrl.ports import ApplyRecord, ApplyReport, Books, StepRecord, ValidationRecord
+from asyncrl.telemetry.meters import Course, RollouterIdle, TrainerIdle, WindowRate
+from asyncrl.telemetry.rows import Row, apply_row, finite, step_row, validation_row
+from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, choose_example, describe_error
+from asyncrl.telemetry.summary_file import RESERVED_BYTES, SummaryFile
+
+
+def step(number: int, rewards: Sequence[float], **more: Any) -> Row:
+    metrics = {
+        "reward/mean": sum(rewards) / len(rewards),
+        "tokens/trained": 10.0,
+        "timing/wait_samples_s": more.get("wait_s", 0.0),
+        "time/monotonic_s": more.get("end_s", float(number)),
+    }
+    staleness = more.get("staleness", tuple(0 for _ in rewards))
+    return step_row(StepRecord(number, number, metrics, tuple(rewards), staleness), {}, time_s=0.0, unix_s=0.0)
+
+
+def apply(version: int, pause_s: float, delay_s: float) -> Row:
+    report = ApplyReport("r0", version, 0.01, pause_s, 0.001, 3, True)
+    return apply_row(ApplyRecord(version, (report,), delay_s), step=version, time_s=0.0, unix_s=0.0)
+
+
+def validation(version: int, reward: float, examples: Sequence[dict[str, Any]] = ()) -> Row:
+    record = ValidationRecord(version, version, {"reward/mean": reward}, tuple(examples))
+    return validation_row(record, time_s=0.0, unix_s=0.0)
+
+
+def test_a_whole_run() -> None:
+    builder = SummaryBuilder()
+    for row in (
+        validation(0, 0.2),
+        step(1, [0.0] * 10, staleness=(0,) * 10),
+        apply(1, 0.03, 0.2),
+        validation(1, 0.3),
+        step(2, [0.5] * 10, staleness=(1,) * 9 + (3,)),
+        apply(2, 0.01, 0.4),
+        apply(3, 0.02, 0.3),
+        validation(2, 0.6),
+    ):
+        builder.add(row)
+    books = Books(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
+    summary = builder.build("completed", None, Totals(9.0, books, 400, 0.25, None))
+    assert summary == {
+        "status": "completed",
+        "error": None,
+        "wall_s": 9.0,
+        "step": 2,
+        "version": 3,
+        "resumed": None,
+        "samples": {
+            "fed": 25,
+            "running": 1,
+            "ready": 2,
+            "leased": 0,
+            "trained": 20,
+            "dropped": {"stale": 2, "failed": 0, "filtered": 0, "overlong": 0, "shutdown": 0},
+        },
+        "tokens": {"generated": 400, "trained": 20},
+        "reward": {"first": 0.0, "last": 0.5, "best": 0.5},
+        "staleness": {"mean": 0.6, "max": 3},
+        "idle": {"trainer": 0.25, "rollouter": None},
+        "weight_sync": {
+            "count": 3,
+            "pause_s": {"p50": 0.02, "max": 0.03},
+            "publish_to_applied_s": {"p50": 0.3, "max": 0.4},
+        },
+        "validation": {
+            "before": {"step": 0, "version": 0, "reward": 0.2, "metrics": {"reward/mean": 0.2}},
+            "after": {"step": 2, "version": 2, "reward": 0.6, "metrics": {"reward/mean": 0.6}},
+            "points": [
+                {"step": 0, "version": 0, "reward": 0.2},
+                {"step": 1, "version": 1, "reward": 0.3},
+                {"step": 2, "version": 2, "reward": 0.6},
+            ],
+        },
+    }
+
+
+def test_a_run_in_which_nothing_happened_has_nulls_and_no_nan() -> None:
+    summary = SummaryBuilder(Resumed(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, Totals())
+    json.dumps(summary, allow_nan=False)
+    assert summary["step"] == 7
+    assert summary["version"] == 5
+    assert summary["resumed"] == {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
+    assert summary["reward"] == {"first": None, "last": None, "best": None}
+    assert summary["staleness"] == {"mean": None, "max": None}
+    assert summary["weight_sync"]["pause_s"] == {"p50": None, "max": None}
+    assert summary["validation"] == {"before": None, "after": None, "points": []}
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=9), min_size=1, max_size=12))
+def test_first_and_last_are_the_tenths_and_best_is_no_less(steps: list[list[float]]) -> None:
+    builder = SummaryBuilder()
+    for number, rewards in enumerate(steps, start=1):
+        builder.add(step(number, rewards))
+    reward = builder.reward()
+    flat = [value for rewards in steps for value in rewards]
+    tenth = max(1, len(flat) // 10)
+    assert reward["first"] == pytest.approx(sum(flat[:tenth]) / tenth, abs=1e-9)
+    assert reward["last"] == pytest.approx(sum(flat[-tenth:]) / tenth, abs=1e-9)
+    assert reward["best"] is not None
+    assert reward["first"] is not None
+    assert reward["last"] is not None
+    assert reward["best"] >= max(reward["first"], reward["last"]) - 1e-9
+
+
+def test_one_validation_has_no_after_and_a_late_first_one_no_before() -> None:
+    only = SummaryBuilder()
+    only.add(validation(0, 0.2))
+    only.add(step(1, [0.1]))
+    assert only.validation()["before"]["version"] == 0
+    assert only.validation()["after"] is None
+    late = SummaryBuilder()
+    late.add(step(1, [0.1]))
+    late.add(validation(1, 0.2))
+    assert late.validation()["before"] is None
+    assert late.validation()["after"]["version"] == 1
+
+
+def test_the_example_is_the_prompt_that_got_better() -> None:
+    def answer(prompt: str, response: str, reward: float) -> dict[str, Any]:
+        return {"prompt": prompt, "response": response, "ground_truth": "1", "reward": reward}
+
+    before = [answer("a", "x", 1.0), answer("b", "long wrong", 0.0), answer("c", "x", 0.0), answer("d", "x", 0.0)]
+    after = [answer("d", "y", 0.0), answer("c", "y", 1.0), answer("b", "y", 1.0), answer("a", "y", 1.0)]
+    chosen = choose_example(before, after)
+    assert chosen is not None
+    assert chosen[0] == before[2]
+    assert chosen[1]["reward"] == 1.0
+    assert choose_example(before, []) is None
+
+
+def test_an_error_is_told_by_its_innermost_name() -> None:
+    cause = ValueError("no digits")
+    typed = UserCodeError.wrap("the reward function raised", cause)
+    told = describe_error(ExceptionGroup("unhandled", [ExceptionGroup("inner", [typed])]), "rollouter")
+    assert (told["type"], told["message"], told["part"]) == ("UserCodeError", "the reward function raised", "rollouter")
+    assert "no digits" in told["cause"]
+
+    class Wrapper(Exception):
+        """As Ray's: the original is its `cause`."""
+
+        cause = BugError("books do not balance")
+
+    assert describe_error(Wrapper(), "trainer")["message"] == "books do not balance"
+
+
+def test_not_finite_numbers_become_null_at_any_depth() -> None:
+    assert finite({"a": math.nan, "b": [math.inf, 1.0, {"c": (2.0, -math.inf)}]}) == {
+        "a": None,
+        "b": [None, 1.0, {"c": [2.0, None]}],
+    }
+
+
+# ---------------------------------------------------------------------------------------------- meters
+
+
+def test_a_rate_is_over_the_window_and_starts_anew_when_a_counter_falls() -> None:
+    rate = WindowRate(span_s=10.0)
+    assert rate.per_s is None
+    for second in range(31):
+        rate.add(float(second), 2.0 * second if second < 20 else 40.0 + 5.0 * (second - 20))
+    assert rate.per_s == pytest.approx(5.0)
+    rate.add(31.0, 0.0)
+    assert rate.per_s is None
+
+
+def test_rollouter_idle_is_interpolated_at_the_first_and_last_step() -> None:
+    idle = RollouterIdle()
+    idle.observe(0.0, 0.0)
+    idle.observe(10.0, 10.0)  # Idle until the first step's second ...
+    for at_s in (10.5, 11.5, 13.5):
+        idle.step(at_s)
+        if at_s == 11.5:
+            idle.observe(12.0, 11.0)  # ... half idle between 10 and 12 ...
+    assert idle.share == pytest.approx(0.5)
+    idle.observe(14.0, 11.0)  # ... and busy from then on.
+    idle.observe(20.0, 17.0)
+    assert idle.share == pytest.approx((11.0 - 10.25) / 3.0)
+
+
+def test_trainer_idle_leaves_out_what_came_before_the_first_step() -> None:
+    idle = TrainerIdle()
+    idle.add(step(1, [0.0], wait_s=100.0, end_s=50.0))
+    assert idle.share is None
+    idle.add(step(2, [0.0], wait_s=1.0, end_s=52.0))
+    idle.add(step(3, [0.0], wait_s=0.0, end_s=54.0))
+    assert idle.share == pytest.approx(0.25)
+
+
+@given(st.integers(1, 3000))
+def test_a_course_is_short_and_ends_where_the_values_end(count: int) -> None:
+    course = Course(most=64)
+    for value in range(count):
+        course.add(float(value))
+    points = course.points
+    assert len(points) <= 66
+    assert list(points) == sorted(points)
+    assert points[-1] == pytest.approx(count - 1, abs=max(count / 16, 1))
+
+
+# ---------------------------------------------------------------------------------------------- the file
+
+
+def failed(cause: str = "trace") -> dict[str, Any]:
+    builder = SummaryBuilder()
+    for version in range(3):
+        builder.add(validation(version, 0.5))
+    error = {"type": "InfraError", "message": "disk full", "part": "trainer", "cause": cause}
+    return builder.build("failed", error, Totals())
+
+
+def test_the_summary_takes_the_reserve_and_an_old_one_is_gone_at_the_start(tmp_path: Path) -> None:
+    file = SummaryFile(tmp_path)
+    file.path.write_text("{}")
+    file.reserve()
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.reserve"]
+    assert (tmp_path / "summary.reserve").stat().st_size == RESERVED_BYTES
+    file.write(failed())
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads(file.path.read_text()) == failed()
+
+
+def test_a_long_summary_is_shortened_when_there_is_no_more_than_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full: only bytes that are already in the file can be written."""
+    file = SummaryFile(tmp_path)
+    file.reserve()
+    real_fdopen = os.fdopen
+
+    def fdopen(descriptor: int, mode: str) -> Any:
+        opened = real_fdopen(descriptor, mode, buffering=0)
+        size = os.fstat(descriptor).st_size
+
+        class Full:
+            def __enter__(self) -> Full:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                opened.close()
+
+            def write(self, data: bytes) -> int:
+                if opened.tell() + len(data) > size:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return opened.write(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(opened, name)
+
+        return Full()
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    file.write(failed("x" * 2 * RESERVED_BYTES))
+    read = json.loads(file.path.read_text())
+    assert read["error"]["message"] == "disk full"
+    assert read["validation"]["points"] == []
+    assert 0 < len(read["error"]["cause"]) < RESERVED_BYTES
+
+
+def test_a_directory_without_room_for_the_reserve_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InfraError, match=r"disk is full.*summary.reserve.*run_dir=PATH"):
+        SummaryFile(tmp_path).reserve()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "asyncrl-test", str(disk)], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if mounted.returncode:
+        pytest.skip("mounting is not permitted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_really_full_disk_still_gets_its_summary(small_disk: Path) -> None:
+    file = SummaryFile(small_disk)
+    file.reserve()
+    with pytest.raises(OSError, match="No space left"), (small_disk / "journal").open("wb", buffering=0) as journal:
+        while True:
+            journal.write(b"x" * 4096)
+    file.write(failed("y" * 2 * RESERVED_BYTES))
+    assert json.loads(file.path.read_text())["error"]["message"] == "disk full"
+    assert not (small_disk / "summary.reserve").exists()
