@@ -70,8 +70,8 @@ class TensorBoardSink:
     """Scalars as TensorBoard event files, by tensorboard's own record writer: torch's would load torch."""
 
     def __init__(self, directory: Path, *, unix_s: float, resumed_step: int | None = None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary

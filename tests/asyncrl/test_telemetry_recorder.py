@@ -1,0 +1,320 @@
+"""The recorder end to end: records in, files, view and summary out; resume; a disk that fills up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.config.schema import Config, LoggingConfig
+from asyncrl.failures import BugError, InfraError
+from asyncrl.ports import ApplyRecord, ApplyReport, Books, QueueStatus, StepRecord, ValidationRecord
+from asyncrl.run_dir import RunDir, create_run_dir
+from asyncrl.telemetry import registry
+from asyncrl.telemetry.dashboard import Dashboard
+from asyncrl.telemetry.live import View
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.rows import Row
+from asyncrl.telemetry.sinks import AppendFile
+from asyncrl.telemetry.summary import Resumed
+
+ROOT = Path(__file__).parents[2]
+
+
+class Watching(View):
+    """Keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.board = Dashboard()
+
+    def row(self, row: Row, dashboard: Dashboard) -> None:
+        self.board = dashboard
+
+    def update(self, dashboard: Dashboard) -> None:
+        self.board = dashboard
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def step(number: int, version: int, reward: float, **metrics: float) -> StepRecord:
+    required = {
+        "reward/mean": reward,
+        "tokens/trained": 100.0,
+        "timing/wait_samples_s": 0.5,
+        "time/monotonic_s": 10.0 + number,
+    }
+    return StepRecord(number, version, {**required, **metrics}, (reward, reward), (0, 1))
+
+
+def apply(version: int) -> ApplyRecord:
+    reports = (
+        ApplyReport("r0", version, 0.01, 0.02, 0.003, 4, True),
+        ApplyReport("r1", version, 0.02, 0.03, 0.002, 5, False),
+    )
+    return ApplyRecord(version, reports, 0.25)
+
+
+def validation(version: int, step_number: int, reward: float) -> ValidationRecord:
+    example = {"prompt": "1+1=", "response": str(version), "ground_truth": "2", "reward": reward}
+    return ValidationRecord(version, step_number, {"reward/mean": reward, "reward/mean/a/b": reward}, (example,))
+
+
+def queue(trained: int, dropped: int = 0) -> QueueStatus:
+    return QueueStatus(Books(fed=trained + dropped, trained=trained, dropped={"stale": dropped}), 1, False, {})
+
+
+def rollouter(tokens: int, idle_s: float) -> dict[str, Any]:
+    waits = [{"edge": "permit", "count": 2, "since_s": 1.0}, {"edge": "engine", "count": 8, "since_s": 3.0}]
+    return {
+        "generated_tokens": tokens,
+        "samples_done": 4,
+        "in_flight": 8,
+        "busy_s": 1.0,
+        "idle_s": idle_s,
+        "waits": waits,
+    }
+
+
+def trainer(waited_s: float) -> dict[str, Any]:
+    return {"step": 1, "version": 1, "waits": [{"edge": "samples", "count": 1, "since_s": waited_s}]}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return create_run_dir(Config(), datetime(2026, 1, 2), root=tmp_path)
+
+
+def lines(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+
+
+def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        await recorder.put(validation(0, 0, 0.25))
+        recorder.tick(queue(trained=0, dropped=1), rollouter(1000, 0.0), trainer(0.1))
+        await recorder.put(step(1, 1, 0.5, **{"actor/loss": float("nan")}))
+        await recorder.put(apply(1))
+        await recorder.aclose()
+
+    anyio.run(main)
+    first, second, third = lines(run_dir)
+    assert (first["kind"], first["step"], first["version"]) == ("validation", 0, 0)
+    assert first["validation/reward/mean/a/b"] == 0.25
+    assert first["examples"][0]["prompt"] == "1+1="
+    assert (second["kind"], second["step"], second["version"]) == ("step", 1, 1)
+    assert second["actor/loss"] is None
+    assert second["queue/dropped/stale"] == 1
+    assert second["rollouter/generated_tokens"] == 1000
+    assert second["rewards"] == [0.5, 0.5]
+    assert second["staleness"] == [0, 1]
+    assert (third["kind"], third["step"], third["version"]) == ("apply", 1, 1)
+    assert third["weight_sync/pause_s"] == 0.03
+    assert third["weight_sync/in_flight"] == 9
+    assert third["weight_sync/verified"] == 0.5
+    for line in lines(run_dir):
+        registry.check(name for name in line if "/" in name)
+
+
+def test_a_name_nobody_registered_stops_the_recording(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*registry.py"):
+            await recorder.put(step(1, 1, 0.5, **{"actor/los": 1.0}))
+        with pytest.raises(BugError, match="tokens/trained"):
+            await recorder.put(StepRecord(1, 1, {"reward/mean": 0.5}, (), ()))
+        with pytest.raises(BugError, match="idle_s"):
+            recorder.tick(queue(0), {"generated_tokens": 1}, {})
+        await recorder.aclose()
+
+    anyio.run(main)
+    assert lines(run_dir) == []
+
+
+def test_rates_shares_and_waits_reach_the_view(run_dir: RunDir) -> None:
+    clock, view = Clock(), Watching()
+
+    async def main() -> None:
+        recorder = Recorder([], view, clock=clock)
+        recorder.plan(10)
+        recorder.tick(queue(0), {}, {})
+        for second in range(1, 6):
+            clock.now_s += 1.0
+            await recorder.put(step(second, second, 0.1 * second))
+            recorder.tick(queue(2 * second), rollouter(50 * second, 0.25 * second), trainer(0.0))
+        await recorder.put(apply(5))
+        clock.now_s += 2.0
+        summary = recorder.summary("completed", None)
+        assert summary["wall_s"] == 7.0
+        assert summary["idle"] == {"trainer": pytest.approx(0.5), "rollouter": pytest.approx(0.25)}
+        assert summary["tokens"] == {"generated": 250, "trained": 500}
+        assert summary["samples"]["trained"] == 10
+
+    anyio.run(main)
+    board = view.board
+    assert (board.step, board.version, board.total_steps) == (5, 5, 10)
+    assert board.generated_per_s == pytest.approx(50.0)
+    assert board.trained_per_s == pytest.approx(100.0)
+    assert board.idle_rollouter == pytest.approx(0.25)
+    assert board.idle_trainer == pytest.approx(0.5)
+    assert [wait.edge for wait in board.waits["rollouter"]] == ["engine", "permit"]
+    assert board.sync is not None
+    assert board.sync.pause_s == 0.03
+    assert board.eta_s(clock.now_s) == pytest.approx(5 * 1.0 - 2.0)
+
+
+def test_a_long_wait_of_the_trainer_shows_before_its_step_does() -> None:
+    clock, view = Clock(), Watching()
+    recorder = Recorder([], view, clock=clock)
+    for second in range(5):
+        recorder.tick(queue(0), {}, trainer(float(second)))
+        clock.now_s += 1.0
+    assert view.board.idle_trainer == pytest.approx(1.0)
+
+
+def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: RunDir) -> None:
+    config = LoggingConfig()
+
+    async def first() -> None:
+        recorder = await Recorder.open(config, run_dir, View())
+        await recorder.put(validation(0, 0, 0.0))
+        for number in (1, 2, 3, 4):
+            recorder.tick(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
+            await recorder.put(step(number, number, 0.1 * number))
+            await recorder.put(apply(number))
+        await recorder.aclose()
+
+    async def second() -> None:
+        recorder = await Recorder.open(config, run_dir, View(), Resumed(2, 2, "checkpoints/step_2"))
+        assert recorder.summary("interrupted", None)["step"] == 2
+        recorder.tick(queue(6), rollouter(70, 0.0), trainer(0.0))
+        await recorder.put(step(3, 3, 1.0))
+        await recorder.put(apply(3))
+        await recorder.put(validation(3, 3, 1.0))
+        summary = recorder.summary("completed", None)
+        assert summary["resumed"] == {"step": 2, "version": 2, "checkpoint": "checkpoints/step_2"}
+        assert summary["reward"]["first"] == pytest.approx(0.1)
+        assert summary["reward"]["last"] == 1.0
+        assert summary["tokens"] == {"generated": 270, "trained": 300}
+        assert summary["weight_sync"]["count"] == 3
+        assert summary["validation"]["before"]["reward"] == 0.0
+        before, after = recorder.examples()
+        assert before is not None
+        assert after is not None
+        assert (before["response"], after["response"]) == ("0", "3")
+        await recorder.aclose()
+
+    anyio.run(first)
+    with run_dir.metrics.open("a") as file:
+        file.write('{"kind": "step", "step": 5, "ver')  # Cut off by a kill.
+    earlier_s = lines_before_tear(run_dir)[5]["time_s"]
+    anyio.run(second)
+    after = lines(run_dir)
+    assert [line["step"] for line in after if line["kind"] == "step"] == [1, 2, 3]
+    assert [line["version"] for line in after if line["kind"] == "apply"] == [1, 2, 3]
+    assert after[-1]["time_s"] >= earlier_s
+
+
+def lines_before_tear(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()[:-1]]
+
+
+def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_dir: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    async def part(resumed: Resumed | None, numbers: tuple[int, ...], reward: float) -> None:
+        recorder = await Recorder.open(LoggingConfig(jsonl=False), run_dir, View(), resumed)
+        for number in numbers:
+            await recorder.put(step(number, number, reward))
+        await recorder.aclose()
+
+    anyio.run(part, None, (1, 2, 3), 0.25)
+    first = next(run_dir.tensorboard.iterdir())
+    first.rename(first.with_name("events.out.tfevents.1.earlier.1"))  # As a process of an earlier second.
+    anyio.run(part, Resumed(2, 2, "c"), (3, 4), 0.5)
+    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.25),
+        (3, 0.5),
+        (4, 0.5),
+    ]
+
+
+def test_a_full_disk_stops_the_recording_with_its_name(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        real_write = os.write
+
+        def write(descriptor: int, data: bytes) -> int:
+            if len(data) < 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real_write(descriptor, data[:-10])
+
+        monkeypatch.setattr(os, "write", write)
+        with pytest.raises(InfraError, match=r"disk is full.*metrics.jsonl.*run_dir=PATH"):
+            await recorder.put(step(1, 1, 0.5))
+        await recorder.aclose()
+        monkeypatch.undo()
+        assert recorder.summary("failed", None)["step"] == 1
+
+    anyio.run(main)
+
+
+def test_a_write_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = AppendFile(tmp_path / "f")
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, bytes(data[:3])))
+    file.write(b"0123456789")
+    file.close()
+    assert (tmp_path / "f").read_bytes() == b"0123456789"
+
+
+def test_records_of_two_tasks_never_mix_within_a_line(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        async with anyio.create_task_group() as tasks:
+            for number in range(1, 41):
+                tasks.start_soon(recorder.put, step(number, number, 0.5))
+                tasks.start_soon(recorder.put, apply(number))
+        await recorder.aclose()
+
+    anyio.run(main)
+    assert len(lines(run_dir)) == 80
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    page = ROOT / "docs" / "metrics.md"
+    assert page.read_text(encoding="utf-8") == registry.markdown(), (
+        "docs/metrics.md is stale: python -m asyncrl.telemetry.registry > docs/metrics.md"
+    )
+
+
+def test_every_metric_is_named_once_with_unit_and_meaning() -> None:
+    names = [metric.name for metric in registry.METRICS]
+    assert len(names) == len(set(names))
+    assert all(metric.unit and metric.meaning for metric in registry.METRICS)
+    assert registry.describe("validation/reward/mean/openai/gsm8k").unit == "1"
+
+
+def test_telemetry_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, asyncrl.telemetry.recorder, asyncrl.telemetry.logs, asyncrl.telemetry.summary_file;"
+        "from tensorboard.summary.writer import record_writer;"
+        "assert not {'torch', 'ray', 'vllm', 'transformers', 'tensorflow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,292 @@
+"""What people see: the live picture at 80 and 120 columns, plain lines, the closing words, log messages."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from asyncrl.ports import Books, StepRecord, ValidationRecord
+from asyncrl.telemetry.dashboard import Dashboard, SyncShown, short_s, span, sparkline
+from asyncrl.telemetry.live import LiveView, PlainView, View, make_view
+from asyncrl.telemetry.logs import logging_to
+from asyncrl.telemetry.rows import Row, step_row, validation_row
+from asyncrl.telemetry.summary import SummaryBuilder, Totals
+from asyncrl.waits import Wait
+
+BOARD = Dashboard(
+    total_steps=200,
+    step=57,
+    version=56,
+    reward_now=0.4125,
+    rewards=tuple(index / 100 for index in range(57)),
+    reward_first=0.29,
+    reward_last=0.47,
+    validations=((0, 0.273), (20, 0.31), (40, 0.391), (48, 0.4), (56, 0.45)),
+    books=Books(fed=1_932, running=64, ready=12, leased=32, trained=1_824, dropped={"stale": 10, "overlong": 0}),
+    staleness_mean=0.8,
+    staleness_max=2.0,
+    generated_per_s=3912.4,
+    trained_per_s=3701.0,
+    idle_trainer=0.11,
+    idle_rollouter=0.04,
+    sync=SyncShown(56, 0.028, 0.21),
+    waits={
+        "rollouter": (Wait("engine", 64, 3.0), Wait("permit", 2, 0.4), Wait("reward", 1, 0.1), Wait("apply", 1, 0.1)),
+        "trainer": (),
+    },
+    step_times=(1000.0, 1010.0),
+)
+
+
+def clock() -> float:
+    return 1012.0
+
+
+def picture(view: LiveView, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(view.picture())
+    return console.export_text().splitlines()
+
+
+def live(board: Dashboard = BOARD) -> LiveView:
+    view = LiveView(Console(file=io.StringIO(), force_terminal=True), "asyncrl fully_async", clock)
+    view.update(board)
+    return view
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_picture_has_every_figure_on_one_line_each(width: int) -> None:
+    lines = picture(live(), width)
+    assert all(len(line) <= min(width, 120) for line in lines)
+    assert len(lines) == 14
+    text = "\n".join(lines)
+    for figure in (
+        "step 57/200",
+        "version 56",
+        "28%",
+        "ETA 23:48",
+        "0.412",
+        "first tenth 0.290 → last 0.470",
+        "v0 0.273 … v40 0.391 → v48 0.400 → v56 0.450",
+        "trained 1,824   dropped 10 (stale 10)",
+        "mean 0.80   max 2",
+        "running 64   ready 12   leased 32",
+        "generated 3,912   trained 3,701",
+        "rollouter 4 %   trainer 11 %",
+        "pause 28 ms   publish to applied 210 ms   count 56",
+        "rollouter on engine 3.0 s (x64), permit 400 ms (x2)",
+        "trainer on nothing",
+    ):
+        assert figure in text, figure
+
+
+def test_phases_fill_the_picture_until_there_is_a_result() -> None:
+    view = live(Dashboard(total_steps=10))
+    view.phase("starting Ray")
+    view.phase("starting the engine")
+    text = "\n".join(picture(view, 80))
+    assert "✓ starting Ray" in text
+    assert "starting the engine" in text
+    assert "reward" not in text
+    view.update(BOARD)
+    view.phase("")
+    assert "starting" not in "\n".join(picture(view, 80))
+    view.phase("saving the checkpoint")
+    text = "\n".join(picture(view, 80))
+    assert "saving the checkpoint" in text
+    assert "step 57/200" in text
+
+
+def test_a_message_goes_above_the_live_area_and_the_cursor_comes_back() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    view = LiveView(console, "t", clock)
+    with pytest.raises(RuntimeError, match="inside"), view:
+        view.message("warning", "a prompt is too long")
+        raise RuntimeError("inside")
+    text = out.getvalue()
+    assert text.index("a prompt is too long") < text.rindex("╰")
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+# ---------------------------------------------------------------------------------------------- plain lines
+
+
+def step(number: int) -> Row:
+    metrics = {
+        "reward/mean": 0.5,
+        "tokens/trained": 1.0,
+        "timing/wait_samples_s": 0.0,
+        "time/monotonic_s": float(number),
+    }
+    return step_row(StepRecord(number, number, metrics, (0.5,), (0,)), {}, time_s=0.0, unix_s=0.0)
+
+
+def plain(total: int, first: int = 0) -> list[str]:
+    out = io.StringIO()
+    view = PlainView(Console(file=out), clock)
+    for number in range(first + 1, total + 1):
+        view.row(step(number), Dashboard(total_steps=total, first_step=first))
+    return out.getvalue().splitlines()
+
+
+def test_a_short_run_prints_every_step_a_long_one_fewer_and_always_the_ends() -> None:
+    assert len(plain(60)) == 60
+    for total, first in ((200, 0), (301, 0), (5000, 0), (5003, 4000)):
+        lines = plain(total, first)
+        assert 60 < len(lines) < 160
+        assert f"step {first + 1}/{total} " in lines[0]
+        assert f"step {total}/{total} " in lines[-1]
+
+
+def test_many_validations_thin_out() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out), clock)
+    for number in range(1000):
+        record = ValidationRecord(number, number, {"reward/mean": 0.5}, ())
+        view.row(validation_row(record, time_s=0.0, unix_s=0.0), BOARD)
+    assert 100 < len(out.getvalue().splitlines()) < 200
+
+
+def test_plain_lines_are_one_line_each_without_colour() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out, width=40), clock)
+    view.phase("starting the engine")
+    view.message("warning", "x" * 100)
+    view.row(step(58), BOARD)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "\x1b" not in out.getvalue()
+    assert "trained 1824 dropped 10" in lines[2]
+
+
+def test_the_mode_decides_and_auto_asks_the_terminal() -> None:
+    assert isinstance(make_view("auto", "t", Console(file=io.StringIO())), PlainView)
+    assert isinstance(make_view("auto", "t", Console(file=io.StringIO(), force_terminal=True)), LiveView)
+    assert isinstance(make_view("live", "t", Console(file=io.StringIO())), LiveView)
+    assert type(make_view("off", "t")) is View
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def summary(status: Any, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    builder = SummaryBuilder()
+    for version, reward in ((0, 0.25), (9, 0.75)):
+        record = ValidationRecord(version, version, {"reward/mean": reward}, ())
+        builder.add(validation_row(record, time_s=0.0, unix_s=0.0))
+    builder.add(step(9))
+    return builder.build(status, error, Totals(201.0, Books(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25))
+
+
+def ending(content: Mapping[str, Any], *examples: Mapping[str, Any]) -> str:
+    out = io.StringIO()
+    before, after = examples or (None, None)
+    PlainView(Console(file=out, width=100), clock).finish(content, Path("/runs/quickstart/20260102"), before, after)
+    return out.getvalue()
+
+
+def test_the_end_tells_what_improved_where_it_is_and_one_sample() -> None:
+    before = {"prompt": "17+25=", "response": "[bold]31", "ground_truth": "42", "reward": 0.0}
+    text = ending(summary("completed"), before, {**before, "response": "42", "reward": 1.0})
+    for part in (
+        "completed after 3:21: step 9, version 9",
+        "0.250 → 0.750  +0.500  (version 0 and 9)",
+        "3 fed, 1 trained, 2 dropped (stale 2)",
+        "rollouter 25 %, trainer 50 %",
+        "17+25=",
+        "[bold]31  reward 0",
+        "42  reward 1",
+        "/runs/quickstart/20260102",
+    ):
+        assert part in text, part
+
+
+def test_a_failed_run_shows_the_error_and_the_end_of_its_traceback() -> None:
+    cause = "\n".join(f"frame {index}" for index in range(100))
+    error = {"type": "UserCodeError", "message": "score raised", "part": "rollouter", "cause": cause}
+    text = ending(summary("failed", error))
+    assert "UserCodeError in rollouter: score raised" in text
+    assert "frame 99" in text
+    assert "frame 10\n" not in text
+
+
+def test_a_run_that_never_started_ends_in_words_too() -> None:
+    text = ending(SummaryBuilder().build("interrupted", None, Totals(3.0)))
+    assert "interrupted after 0:03: step 0, version 0" in text
+
+
+# ---------------------------------------------------------------------------------------------- small pieces
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(0, 80))
+def test_a_sparkline_fits(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(width, len(values))
+    assert set(line) <= set("▁▂▃▄▅▆▇█")
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([3, 3, 3], 9) == "▁▁▁"
+
+
+def test_times_read_well() -> None:
+    assert [span(seconds) for seconds in (7, 754, 11045)] == ["0:07", "12:34", "3:04:05"]
+    assert [short_s(seconds) for seconds in (0.0284, 1.44, 125)] == ["28 ms", "1.4 s", "2:05"]
+
+
+class Heard(View):
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, str]] = []
+
+    def message(self, level: str, text: str) -> None:
+        self.messages.append((level, text))
+
+
+def test_the_log_goes_to_its_file_and_the_view_from_its_level_on(tmp_path: Path) -> None:
+    view = Heard()
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    with logging_to(view, tmp_path, "warning"):
+        logging.getLogger("a.b").info("too quiet")
+        logging.getLogger("a.b").warning("a replica restarted")
+        warnings.warn("odd", UserWarning, stacklevel=1)
+    assert (root.level, root.handlers) == before
+    assert view.messages[0] == ("warning", "a replica restarted")
+    assert "odd" in view.messages[1][1]
+    text = (tmp_path / "driver.log").read_text()
+    assert "WARNING a.b: a replica restarted" in text
+    assert "too quiet" not in text
+
+
+def test_a_log_that_cannot_be_written_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = Heard()
+
+    class Full:
+        def write(self, _: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    with logging_to(view, tmp_path, "warning"):
+        file = logging.getLogger().handlers[0]
+        monkeypatch.setattr(file, "stream", Full())
+        logging.getLogger("a").warning("one")
+        logging.getLogger("a").warning("two")
+    assert [text for _, text in view.messages if "driver.log" in text] == [
+        f"cannot write {tmp_path / 'driver.log'}: the log ends here, messages are only shown"
+    ]
+    assert [text for _, text in view.messages if text in ("one", "two")] == ["one", "two"]
