@@ -140,6 +140,8 @@ class Publication:
     """Per layer group (`weights.checksums`); what an engine serves must give the same."""
     validate: bool = False
     """The Rollouter evaluates the validation set on this version before it applies a newer one."""
+    published_at_s: float = 0.0
+    """When it could be fetched: wall clock (`time.time`) of the publisher; 0: not recorded."""
 
 
 class WeightPublisher(Protocol):

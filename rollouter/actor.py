@@ -1,0 +1,128 @@
+"""The Rollouter as a Ray actor: adapters around `rollouter.rollouter`, and nothing that decides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import ray
+from anyio import to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import BugError
+from asyncrl.ports import RunRecord
+from asyncrl.queue_actor import QueueClient, RayPayloads
+from asyncrl.weights.object_store import ObjectStoreFeed
+from rollouter.rollouter import Rollouter, Task, load_task
+
+MAX_CONCURRENCY = 16
+
+
+class RolloutActor:
+    """See `start_rollouter`. `run` stays inside; the other calls come beside it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._task: Task | None = None
+        self._rollouter: Rollouter | None = None
+        self._stopped = False
+
+    async def prepare(self, run_dir: str) -> Mapping[str, int]:
+        """Load data, tokenizer and reward function; needs no engine, so it can run while they start.
+
+        Returns:
+            `num_prompts` per epoch, `num_val_prompts`, `num_filtered` and `num_val_filtered` (over-length prompts).
+
+        Raises:
+            ConfigError, DataError, UserCodeError: what is wrong with them.
+        """
+        task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
+        self._task = task
+        return {
+            "num_prompts": len(task.prompts),
+            "num_val_prompts": len(task.val_prompts) if task.val_prompts is not None else 0,
+            "num_filtered": task.num_filtered,
+            "num_val_filtered": task.num_val_filtered,
+        }
+
+    async def run(self, queue_handle: Any, store_handle: Any) -> AsyncIterator[RunRecord]:
+        """Generate until the queue ends; yields what happened as it happens. After `prepare` and `start_app`.
+
+        Raises:
+            AsyncRLError: the first failure of any part.
+        """
+        # The serving adapter imports ray.serve, which `prepare` can do without.
+        from rollouter.serving.fleet import ServeFleet
+
+        if self._task is None:
+            raise BugError("RolloutActor.run before prepare")
+        call_s = self._config.timeouts.call_s
+        send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
+        self._rollouter = Rollouter(
+            self._config,
+            self._task,
+            queue=QueueClient(queue_handle, call_s),
+            payloads=RayPayloads(call_s),
+            feed=ObjectStoreFeed(store_handle, call_s=call_s),
+            fleet=ServeFleet(self._config),
+            sink=StreamSink(send),
+        )
+        if self._stopped:
+            self._rollouter.stop()
+        async for record in _running(self._rollouter, send, records):
+            yield record
+
+    async def stop(self) -> None:
+        """End `run` soon, without a last apply. For an orderly end close the queue instead."""
+        self._stopped = True
+        if self._rollouter is not None:
+            self._rollouter.stop()
+
+    async def status(self) -> Mapping[str, Any]:
+        """See `Rollouter.status`; empty before `run`."""
+        return await self._rollouter.status() if self._rollouter is not None else {}
+
+
+def start_rollouter(config: Config) -> Any:
+    """Start the actor in this Ray job and return its handle. Never restarted: its payloads die with it."""
+    actor: Any = ray.remote(RolloutActor)
+    return actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(config)
+
+
+class StreamSink:
+    """`RecordSink` into a memory stream. Unbounded: records are few, and nobody must wait on their reader."""
+
+    def __init__(self, send: MemoryObjectSendStream[RunRecord]) -> None:
+        self._send = send
+
+    async def put(self, record: RunRecord) -> None:
+        self._send.send_nowait(record)
+
+
+async def _running(
+    rollouter: Rollouter, send: MemoryObjectSendStream[RunRecord], records: MemoryObjectReceiveStream[RunRecord]
+) -> AsyncIterator[RunRecord]:
+    """The records of `rollouter.run()`, and then its failure if it has one.
+
+    The run is a task of its own: a task group must not stand open across the yields of a generator, whose consumer
+    may never come back.
+    """
+
+    async def run() -> None:
+        with send:
+            await rollouter.run()
+
+    task = asyncio.create_task(run(), name="rollouter")
+    try:
+        with records:
+            async for record in records:
+                yield record
+        await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

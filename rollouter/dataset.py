@@ -1,0 +1,267 @@
+"""Rows of the data set, from files or from reasoning-gym, and what one row must look like.
+
+Files are read through `datasets` and stay memory-mapped in a cache of the run's own; nothing is written next to the
+files, nothing goes to the network. Field names are verl's, so its files load unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import ReasoningGymConfig
+from asyncrl.failures import ConfigError, DataError, UserCodeError
+
+RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
+"""`seed` kills the CPU engine; the others are what the trajectory format rests on."""
+
+
+class Rows(Protocol):
+    """Raw rows in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Raises `DataError` if the row cannot be read."""
+
+    def where(self, index: int) -> str:
+        """Where people find this row: file and row number."""
+
+
+class PromptRow(NamedTuple):
+    """One row, checked."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+def parse_row(row: Mapping[str, Any], where: str) -> PromptRow:
+    """Check a raw row. Only `prompt` is required: chat messages, or a string that becomes one user message.
+
+    Raises:
+        DataError: a field is missing or of the wrong type; names the row and the field.
+    """
+    source = row.get("data_source")
+    reward_model = _mapping(row.get("reward_model"), "reward_model", where)
+    extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
+    if extra_info.get("sampling_params") is not None:
+        extra_info["sampling_params"] = _sampling_params(extra_info["sampling_params"], where)
+    return PromptRow(
+        messages=_messages(row.get("prompt"), where),
+        data_source="default" if source is None else str(source),
+        ground_truth=reward_model.get("ground_truth"),
+        extra_info=extra_info,
+    )
+
+
+def _messages(prompt: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DataError(
+            f"{where}: field 'prompt' is {_shown(prompt)}; expected a non-empty list of chat messages "
+            '[{"role": "user", "content": "…"}] or a string'
+        )
+    for position, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{where}: field 'prompt[{position}]' is {_shown(message)}; expected 'role' and 'content'")
+    # Parquet gives every message the columns of all messages; a template must not see those it never had.
+    return tuple(
+        {key: value for key, value in message.items() if value is not None or key == "content"} for message in prompt
+    )
+
+
+def _mapping(value: Any, field: str, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: field '{field}' is {_shown(value)}; expected a mapping")
+    return value
+
+
+def _sampling_params(value: Any, where: str) -> Mapping[str, Any]:
+    field = "extra_info.sampling_params"
+    params = {key: item for key, item in _mapping(value, field, where).items() if item is not None}
+    if reserved := sorted(RESERVED_SAMPLING_PARAMS & params.keys()):
+        raise DataError(f"{where}: field '{field}.{reserved[0]}' cannot be set per prompt; remove it")
+    limit = params.get("max_tokens", 1)
+    if not isinstance(limit, int) or limit < 1:
+        raise DataError(f"{where}: field '{field}.max_tokens' is {_shown(limit)}; expected an integer of at least 1")
+    return params
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return "missing" if value is None else text if len(text) <= 80 else text[:77] + "..."
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class FileRows:
+    """The rows of Parquet and JSONL files, one file after the other."""
+
+    def __init__(self, files: Sequence[str], *, key: str, cache_dir: Path) -> None:
+        """Open the files.
+
+        Raises:
+            ConfigError: a file is missing or of an unknown kind; `key` is the configuration key that names it.
+            DataError: a file cannot be read.
+        """
+        self._files = [_open(name, key, cache_dir) for name in files]
+        self._ends = list(accumulate(len(file) for file in self._files))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _locate(self, index: int) -> tuple[_File, int]:
+        number = bisect_right(self._ends, index)
+        return self._files[number], index - (self._ends[number - 1] if number else 0)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        file, at = self._locate(index)
+        return file.row(at)
+
+    def where(self, index: int) -> str:
+        file, at = self._locate(index)
+        return file.where(at)
+
+
+class _File:
+    """One memory-mapped file."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name = name
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        row: Mapping[str, Any] = self._dataset[index]
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+
+class _JsonLines(_File):
+    """Each line is parsed when it is asked for: rows keep exactly the keys and types they were written with.
+
+    The JSON reader of `datasets` makes one schema of all rows, which turns the text "007" next to a number into one.
+    """
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        super().__init__(name, dataset)
+        self._lines = np.array([i for i, line in enumerate(dataset["text"]) if line.strip()], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        text = self._dataset[int(self._lines[index])]["text"]
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.where(index)}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.where(index)}: {_shown(row)} is not a JSON object")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, line {self._lines[index] + 1}"
+
+
+def _open(name: str, key: str, cache_dir: Path) -> _File:
+    from datasets import Dataset, disable_progress_bars
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    disable_progress_bars()
+    try:
+        path = resolve(name)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}: {name} is not a file; give the path of a .parquet or .jsonl file")
+    suffix = Path(path).suffix.lower()
+    try:
+        if suffix == ".parquet":
+            return _File(name, Dataset.from_parquet(path, cache_dir=str(cache_dir)))
+        if suffix in (".jsonl", ".ndjson"):
+            return _JsonLines(name, Dataset.from_text(path, cache_dir=str(cache_dir), keep_linebreaks=False))
+    except (DatasetsError, ArrowException, UnicodeDecodeError) as error:
+        raise DataError.wrap(f"{name}: cannot be read as {suffix}: {error}", error) from error
+    raise ConfigError(f"{key}: {name} has the suffix {suffix!r}; expected .parquet or .jsonl")
+
+
+# ------------------------------------------------------------------------------------------------ reasoning-gym
+
+
+class GymRows:
+    """Procedural prompts of one reasoning-gym task. A pure function of the task, its arguments and the seed."""
+
+    def __init__(self, config: ReasoningGymConfig, *, split: str, seed: int) -> None:
+        """Generate the split's entries.
+
+        reasoning-gym makes entry `i` from `seed + i`, so neighbouring seeds share almost all their entries: the two
+        splits lie 2**31 apart.
+
+        Raises:
+            ConfigError: no such task, or arguments that it refuses.
+            UserCodeError: the task fails while it generates.
+        """
+        base = int(np.random.SeedSequence(seed).generate_state(1)[0]) % 2**31
+        size, start = (config.train_size, base) if split == "train" else (config.val_size, base + 2**31)
+        self._task = config.task
+        self._system = config.system_prompt
+        dataset = _create_task(config, size, start)
+        try:
+            self._entries = [dataset[i] for i in range(size)]
+        except Exception as error:
+            raise UserCodeError.wrap(
+                f"reasoning-gym task {config.task!r} failed to generate its entries", error
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        entry = self._entries[index]
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return {
+            "prompt": [*system, {"role": "user", "content": entry["question"]}],
+            "data_source": self._task,
+            "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
+            "extra_info": {"index": index, "entry": entry},
+        }
+
+    def where(self, index: int) -> str:
+        return f"reasoning-gym {self._task}, entry {index}"
+
+
+def _create_task(config: ReasoningGymConfig, size: int, seed: int) -> Any:
+    import difflib
+
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if config.task not in DATASETS:
+        near = difflib.get_close_matches(config.task, DATASETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {len(DATASETS)} tasks, e.g. 'chain_sum'"
+        raise ConfigError(f"data.reasoning_gym.task: reasoning-gym has no task {config.task!r}{hint}")
+    try:
+        return reasoning_gym.create_dataset(config.task, size=size, seed=seed, **config.kwargs)
+    except Exception as error:
+        raise ConfigError.wrap(
+            f"data.reasoning_gym.kwargs: task {config.task!r} refuses {config.kwargs!r}: {error}", error
+        ) from error

@@ -1,0 +1,75 @@
+"""Which failure drops a sample and which stops the run. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+from asyncrl.failures import DataError, UserCodeError
+from asyncrl.types import DropReason, SampleId
+
+
+class OverlongError(DataError):
+    """The prompt leaves no room for a response in the model's context."""
+
+
+class Drop(NamedTuple):
+    reason: DropReason
+    kind: str
+    """What went wrong, in words that are the same for all samples of one kind."""
+    first: bool
+    """The first of its kind: worth a line in the log."""
+
+
+class DropRule:
+    """Data errors drop, errors of user code as `reward.on_error` says; nothing drops for ever."""
+
+    def __init__(self, *, on_error: Literal["stop", "drop"], max_errors: int, num_prompts: int) -> None:
+        self._on_error = on_error
+        self._max_errors = max_errors
+        self._num_prompts = num_prompts
+        self._in_a_row = 0
+        self._user_errors = 0
+        self._kinds: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples dropped, by kind."""
+        return dict(self._kinds)
+
+    def passed(self) -> None:
+        """A sample got through."""
+        self._in_a_row = 0
+
+    def failed(self, sample_id: SampleId | str, error: DataError | UserCodeError) -> Drop:
+        """Decide about a sample that failed.
+
+        Raises:
+            UserCodeError: user code failed and the run must stop: `on_error` is `stop`, or `max_errors` are exceeded.
+            DataError: as many samples in a row as an epoch has prompts were dropped, so no prompt can get through.
+        """
+        self._in_a_row += 1
+        if isinstance(error, UserCodeError):
+            self._user_errors += 1
+            if self._on_error == "stop":
+                raise UserCodeError(f"{sample_id}: {error.message}", error.cause)
+            if self._user_errors > self._max_errors:
+                raise UserCodeError(
+                    f"{sample_id}: {error.message}\nThis is failure {self._user_errors} of user code, more than "
+                    f"reward.max_errors = {self._max_errors}",
+                    error.cause,
+                )
+            return self._drop(DropReason.FAILED, "user code failed")
+        if self._in_a_row >= self._num_prompts:
+            raise DataError(
+                f"{self._in_a_row} samples in a row were dropped, a whole epoch: no prompt gets through. The last one, "
+                f"{sample_id}: {error.message}",
+                error.cause,
+            )
+        if isinstance(error, OverlongError):
+            return self._drop(DropReason.OVERLONG, "prompt over length")
+        return self._drop(DropReason.FAILED, "unusable prompt")
+
+    def _drop(self, reason: DropReason, kind: str) -> Drop:
+        self._kinds[kind] += 1
+        return Drop(reason, kind, first=self._kinds[kind] == 1)

@@ -1,0 +1,171 @@
+"""The prompts of a run: rows, templated and tokenized once, in a seeded order.
+
+The order is a pure function of data, seed and feed index, so the cursor of a run is one integer.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError
+from asyncrl.types import Prompt, SampleId
+from rollouter.dataset import FileRows, GymRows, Rows, parse_row
+from rollouter.template import Overlong, encode, fit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class PromptSet:
+    """Prompts by row number, after filtering. Token ids are kept in one flat array; the rest stays in the rows."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        overlong: Overlong,
+        max_samples: int | None = None,
+    ) -> None:
+        """Check and tokenize every row.
+
+        Raises:
+            DataError: a row is malformed, or too long and `overlong` is `error`; names file, row and field.
+        """
+        self._rows = rows
+        kept, flat, ends = array("q"), array("i"), array("q", [0])
+        self.num_overlong = 0
+        """Rows longer than `max_prompt_length`, whatever was done about them."""
+        num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
+        for index in range(num_rows):
+            where = rows.where(index)
+            full = encode(tokenizer, parse_row(rows.row(index), where).messages, where)
+            ids = fit(full, max_prompt_length, overlong, where)
+            self.num_overlong += len(full) > max_prompt_length
+            if ids is None:
+                continue
+            kept.append(index)
+            flat.extend(ids)
+            ends.append(len(flat))
+        self.num_filtered = num_rows - len(kept)
+        self._kept: NDArray[np.int64] = np.array(kept, dtype=np.int64)
+        self._flat: NDArray[np.int32] = np.array(flat, dtype=np.int32)
+        self._ends: NDArray[np.int64] = np.array(ends, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, number: int) -> Prompt:
+        index = int(self._kept[number])
+        row = parse_row(self._rows.row(index), self._rows.where(index))
+        return Prompt(
+            prompt_ids=self._flat[self._ends[number] : self._ends[number + 1]],
+            messages=row.messages,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+        )
+
+
+class ShuffledPrompts:
+    """`PromptSource`: the training set, epoch after epoch, in another seeded order each time."""
+
+    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        # A few epochs are in flight at once at most.
+        self._order = lru_cache(maxsize=4)(lambda epoch: epoch_order(len(prompts), seed, epoch, shuffle=shuffle))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def at(self, sample_id: SampleId) -> Prompt:
+        """The prompt of this id.
+
+        Raises:
+            ConfigError: the id was made for a data set of another size.
+        """
+        epoch, position = divmod(sample_id.index - 1, len(self._prompts))
+        if epoch != sample_id.epoch:
+            raise ConfigError(
+                f"{sample_id} would lie in epoch {epoch} of these {len(self._prompts)} prompts: the run was started on "
+                "other data, or with other data.* settings; resume it with the same ones, or start with resume=none"
+            )
+        return self._prompts[int(self._order(epoch)[position])]
+
+
+def epoch_order(num_prompts: int, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
+    """int64 `[num_prompts]`: which prompt comes at each position of the epoch; a permutation."""
+    if not shuffle:
+        return np.arange(num_prompts, dtype=np.int64)
+    return np.random.default_rng([seed, epoch]).permutation(num_prompts)
+
+
+class LoadedPrompts(NamedTuple):
+    train: ShuffledPrompts
+    val: PromptSet | None
+    """None: no validation set is configured."""
+    num_filtered: int
+    num_val_filtered: int
+
+
+def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> LoadedPrompts:
+    """Open, check and tokenize the training and the validation set. Blocking.
+
+    Raises:
+        ConfigError: no data, a missing file, or nothing left after filtering.
+        DataError: a malformed row.
+    """
+    data = config.data
+
+    def load(split: str, max_samples: int | None) -> PromptSet | None:
+        key = f"data.{split}_files"
+        if data.reasoning_gym is not None:
+            rows: Rows = GymRows(data.reasoning_gym, split=split, seed=config.seed)
+        elif files := data.train_files if split == "train" else data.val_files:
+            rows = FileRows(files, key=key, cache_dir=cache_dir)
+        else:
+            return None
+        prompts = PromptSet(
+            rows,
+            tokenizer,
+            max_prompt_length=data.max_prompt_length,
+            overlong=data.overlong_prompts,
+            max_samples=max_samples,
+        )
+        if prompts.num_overlong:
+            logger.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_length = %d (overlong_prompts: %s)",
+                key,
+                prompts.num_overlong,
+                len(prompts) + prompts.num_filtered,
+                data.max_prompt_length,
+                data.overlong_prompts,
+            )
+        if not len(prompts):
+            raise ConfigError(
+                f"{key}: no prompt is left of {prompts.num_filtered} rows; the run would have nothing to do. Raise "
+                f"data.max_prompt_length = {data.max_prompt_length}, or check the files"
+            )
+        return prompts
+
+    train = load("train", data.max_train_samples)
+    if train is None:
+        raise ConfigError("data.train_files: empty, and data.reasoning_gym is null; set one of the two")
+    val = load("val", data.max_val_samples)
+    return LoadedPrompts(
+        train=ShuffledPrompts(train, seed=config.seed, shuffle=data.shuffle),
+        val=val,
+        num_filtered=train.num_filtered,
+        num_val_filtered=val.num_filtered if val else 0,
+    )

@@ -1,0 +1,191 @@
+"""The Rollouter's heart: every admitted sample on its own way through generation and scoring to the queue.
+
+    admit (permit) ─▶ slot ─▶ generate n turns ─▶ slot free ─▶ score ─▶ payload ─▶ offer
+                                   └── DataError, UserCodeError ──▶ drop(reason), or stop
+
+Each sample is one task. No lock and no order between them: a straggler holds nothing but its own slot and permit.
+The loop is unblocked by a free slot, by a permit, and by the queue's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import DataError, UserCodeError
+from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, SampleQueue, Score
+from asyncrl.types import Prompt, Sample, SampleId, Trajectory, Turn, sample_meta
+from asyncrl.waits import WaitBoard
+from rollouter.drops import DropRule
+from rollouter.group import generate_group
+from rollouter.meters import BusyMeter, PumpCounts
+from rollouter.sampling import sampling_params
+
+logger = logging.getLogger(__name__)
+
+
+class Pump:
+    """Keeps up to `rollout.max_concurrent_samples` samples in generation for as long as the queue gives permits."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        queue: SampleQueue,
+        payloads: PayloadStore,
+        prompts: PromptSource,
+        fleet: EngineFleet,
+        scorer: RewardScorer,
+        drops: DropRule,
+        waits: WaitBoard,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._queue = queue
+        self._payloads = payloads
+        self._prompts = prompts
+        self._fleet = fleet
+        self._scorer = scorer
+        self._drops = drops
+        self._waits = waits
+        self._clock = clock
+        self._slots = anyio.Semaphore(config.rollout.max_concurrent_samples)
+        self._in_flight: set[SampleId] = set()
+        self.generation = BusyMeter(clock)
+        self.counts = PumpCounts()
+
+    @property
+    def in_flight(self) -> int:
+        """Samples admitted and not yet offered or dropped."""
+        return len(self._in_flight)
+
+    async def run(self) -> None:
+        """Pump until the queue admits nothing any more; what still counts as running is finished first.
+
+        Raises (inside an exception group):
+            InfraError, UserCodeError, DataError, BugError: the run cannot go on.
+        """
+        self.generation.start()
+        try:
+            async with anyio.create_task_group() as group:
+                await self._admit(group)
+                if (await self._queue.status()).books.running == 0:
+                    # Closed: the ledger has booked what is in flight as DROPPED(shutdown). After `end_stream` alone,
+                    # running samples are still wanted, and leaving the task group waits for them.
+                    group.cancel_scope.cancel()
+        finally:
+            self.generation.stop()
+
+    async def _admit(self, group: TaskGroup) -> None:
+        while True:
+            slots = await self._take_slots()
+            with self._waits.waiting("permit"):
+                admission = await self._queue.admit(slots, timeout_s=self._config.timeouts.call_s)
+            for _ in range(slots - len(admission.sample_ids)):
+                self._slots.release()
+            for sample_id in admission.sample_ids:
+                self._in_flight.add(sample_id)
+                group.start_soon(self._run_sample, sample_id, name=str(sample_id))
+            if admission.closed:
+                return
+
+    async def _take_slots(self) -> int:
+        """Wait for a free slot and take all that are free."""
+        with self._waits.waiting("slot"):
+            await self._slots.acquire()
+        slots = 1
+        while True:
+            try:
+                self._slots.acquire_nowait()
+            except anyio.WouldBlock:
+                return slots
+            slots += 1
+
+    async def _run_sample(self, sample_id: SampleId) -> None:
+        try:
+            sample = await self._make_sample(sample_id)
+        except (DataError, UserCodeError) as error:
+            drop = self._drops.failed(sample_id, error)
+            log = logger.warning if drop.first else logger.debug
+            log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
+            await self._queue.drop(sample_id, drop.reason)
+        else:
+            self._drops.passed()
+            payload = await self._payloads.put(sample)
+            await self._queue.offer(sample_meta(sample), payload)
+            self.counts.samples_done += 1
+        finally:
+            self._in_flight.discard(sample_id)
+
+    async def _make_sample(self, sample_id: SampleId) -> Sample:
+        prompt, turns, generate_s = await self._generate(sample_id)
+        started = self._clock()
+        with self._waits.waiting("reward"):
+            scores = await self._scorer.score(prompt, turns)
+        reward_s = self._clock() - started
+        self.counts.reward_s += reward_s
+        return Sample(
+            sample_id=sample_id,
+            trajectories=tuple(trajectory(prompt, turn, score) for turn, score in zip(turns, scores, strict=True)),
+            data_source=prompt.data_source,
+            generate_s=generate_s,
+            reward_s=reward_s,
+        )
+
+    async def _generate(self, sample_id: SampleId) -> tuple[Prompt, list[Turn], float]:
+        """The slot is held for generation only: slow rewards don't keep the engines waiting."""
+        rollout = self._config.rollout
+        try:
+            prompt = self._prompts.at(sample_id)
+            sampling = sampling_params(
+                rollout.sampling,
+                prompt,
+                response_length=rollout.response_length,
+                max_model_len=self._config.max_model_len,
+            )
+            started = self._clock()
+            with self._waits.waiting("engine"), self.generation.busy():
+                turns = await generate_group(self._fleet, str(sample_id), prompt, sampling, n=rollout.n)
+            generate_s = self._clock() - started
+        finally:
+            self._slots.release()
+        self.counts.generated_tokens += sum(len(turn.response_ids) for turn in turns)
+        self.counts.generate_s += generate_s
+        self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
+        return prompt, turns, generate_s
+
+    def status(self) -> Mapping[str, Any]:
+        """Cumulative counts of this process and what is going on now; seconds by the pump's clock."""
+        return {
+            "in_flight": self.in_flight,
+            "generating": self.generation.inside,
+            "samples_done": self.counts.samples_done,
+            "generated_tokens": self.counts.generated_tokens,
+            "busy_s": self.generation.busy_s,
+            "idle_s": self.generation.idle_s,
+            "generate_s": self.counts.generate_s,
+            "max_generate_s": self.counts.max_generate_s,
+            "reward_s": self.counts.reward_s,
+            "drops": self._drops.counts,
+        }
+
+
+def trajectory(prompt: Prompt, turn: Turn, score: Score) -> Trajectory:
+    """A single-turn trajectory: every response token was sampled by the policy."""
+    return Trajectory(
+        prompt_ids=prompt.prompt_ids,
+        response_ids=turn.response_ids,
+        response_mask=np.ones(len(turn.response_ids), dtype=np.bool_),
+        rollout_log_probs=turn.rollout_log_probs,
+        spans=turn.spans,
+        finish_reason=turn.finish_reason,
+        reward=score.reward,
+        reward_extra=score.extra,
+    )

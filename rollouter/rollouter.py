@@ -1,0 +1,145 @@
+"""The Rollouter on ports: the pump and the version loop under one task group.
+
+    run ──┬─ pump      admit ─▶ generate ─▶ score ─▶ offer      until the queue admits nothing any more
+          └─ versions  wait ─▶ apply ─▶ validate                until the pump has ended, then once more
+
+Ray enters in `rollouter.actor` only; here everything is a Protocol, so that tests run the whole of it against fakes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, BugError, first_failure
+from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RecordSink, RewardScorer, SampleQueue, WeightFeed
+from asyncrl.waits import WaitBoard
+from rollouter.drops import DropRule
+from rollouter.prompts import load_prompts
+from rollouter.pump import Pump
+from rollouter.rewards.loading import load_reward_function
+from rollouter.rewards.scorer import Scorer
+from rollouter.template import Decode, decoder, load_tokenizer
+from rollouter.validation import ValidationPrompts, Validator
+from rollouter.versions import VersionLoop
+
+
+class Task(NamedTuple):
+    """What is asked and how it is scored: everything the Rollouter reads from disk."""
+
+    prompts: PromptSource
+    val_prompts: ValidationPrompts | None
+    scorer: RewardScorer
+    decode: Decode
+    num_filtered: int = 0
+    num_val_filtered: int = 0
+
+
+def load_task(config: Config, cache_dir: Path) -> Task:
+    """Load reward function, tokenizer and data, in the order in which their mistakes are cheap. Blocking.
+
+    Raises:
+        ConfigError, DataError, UserCodeError: what is wrong with them.
+    """
+    function = load_reward_function(config.reward)
+    tokenizer = load_tokenizer(config.model)
+    loaded = load_prompts(config, tokenizer, cache_dir)
+    decode = decoder(tokenizer)
+    scorer = Scorer(function, decode, timeout_s=config.reward.timeout_s, max_concurrency=config.reward.max_concurrency)
+    return Task(loaded.train, loaded.val, scorer, decode, loaded.num_filtered, loaded.num_val_filtered)
+
+
+class Rollouter:
+    """One run's generation side. `run` once."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        *,
+        queue: SampleQueue,
+        payloads: PayloadStore,
+        feed: WeightFeed,
+        fleet: EngineFleet,
+        sink: RecordSink,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.waits = WaitBoard(clock)
+        self._fleet = fleet
+        self._scope = anyio.CancelScope()
+        drops = DropRule(
+            on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
+        )
+        self._pump = Pump(
+            config,
+            queue=queue,
+            payloads=payloads,
+            prompts=task.prompts,
+            fleet=fleet,
+            scorer=task.scorer,
+            drops=drops,
+            waits=self.waits,
+            clock=clock,
+        )
+        self._validator = None
+        if task.val_prompts is not None:
+            self._validator = Validator(
+                config,
+                prompts=task.val_prompts,
+                fleet=fleet,
+                scorer=task.scorer,
+                decode=task.decode,
+                drops=drops,
+                waits=self.waits,
+                clock=clock,
+            )
+        self._versions = VersionLoop(
+            feed=feed,
+            fleet=fleet,
+            queue=queue,
+            sink=sink,
+            validator=self._validator,
+            validate_first=config.trainer.val_before_train,
+            poll_s=config.timeouts.call_s,
+            waits=self.waits,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+
+    async def run(self) -> None:
+        """Generate until the queue has ended and its last version is applied, or until `stop()`.
+
+        Raises:
+            AsyncRLError: the first failure of any part, typed. Something untyped is a `BugError` with its traceback.
+        """
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._versions.run, name="versions")
+                    await self._pump.run()
+                    self._versions.finish()
+        except ExceptionGroup as failures:
+            error = first_failure(failures)
+            if isinstance(error, AsyncRLError):
+                raise error from None
+            raise BugError.wrap(f"the Rollouter failed with {type(error).__name__}: {error}", error) from None
+
+    def stop(self) -> None:
+        """End now: cancel what is in flight and apply nothing more. `run` returns."""
+        self._scope.cancel()
+
+    async def status(self) -> Mapping[str, Any]:
+        """Plain values: the pump's (`Pump.status`), the version served, open waits, and the fleet's replicas."""
+        return {
+            **self._pump.status(),
+            "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
+            "version": self._versions.version,
+            "waits": self.waits.snapshot(),
+            "fleet": await self._fleet.status(),
+        }
