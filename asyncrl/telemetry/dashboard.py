@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from asyncrl.ports import Books
 from asyncrl.waits import Wait
@@ -54,12 +53,6 @@ class Dashboard:
             return None
         pace_s = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
         return max((self.total_steps - self.step) * pace_s - (now_s - self.step_times[-1]), 0.0)
-
-
-def read_waits(waits: Sequence[Mapping[str, Any]]) -> tuple[Wait, ...]:
-    """A part's `status()["waits"]`, the longest first."""
-    read = [Wait(str(wait["edge"]), int(wait["count"]), float(wait["since_s"])) for wait in waits]
-    return tuple(sorted(read, key=lambda wait: -wait.since_s))
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"

@@ -17,12 +17,13 @@ from asyncrl.failures import BugError
 from asyncrl.ports import ApplyRecord, Books, Metrics, QueueStatus, RunRecord, StepRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.telemetry.closing import Example
-from asyncrl.telemetry.dashboard import Dashboard, SyncShown, read_waits
+from asyncrl.telemetry.dashboard import Dashboard, SyncShown
 from asyncrl.telemetry.live import View
 from asyncrl.telemetry.meters import Course, RollouterIdle, TrainerIdle, WindowRate
 from asyncrl.telemetry.rows import Row, apply_row, queue_metrics, step_row, validation_row
 from asyncrl.telemetry.sinks import JsonlSink, Sink, TensorBoardSink, rewind_jsonl
 from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
+from asyncrl.waits import Wait
 
 
 class Recorder:
@@ -118,8 +119,8 @@ class Recorder:
     def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
 
-        Of the Rollouter: `generated_tokens`, `samples_done`, `in_flight`, `busy_s`, `idle_s`, cumulative over this
-        process, and `waits`. Of the Trainer: `waits`. A wait is `edge, count, since_s`.
+        Of the Rollouter: `generated_tokens`, `samples_done`, `idle_s`, cumulative over this process, `in_flight` and
+        `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
 
         Raises:
             BugError: a key is missing.
@@ -244,8 +245,8 @@ class Recorder:
         self._idle_trainer.add(now_s, self._trainer_waited_s)
         self._set_known("idle/trainer", self._idle_trainer.per_s, most=1.0)
 
-    def _see_waits(self, part: str, status: Mapping[str, Any]) -> tuple[Any, ...]:
-        waits = read_waits(status["waits"])
+    def _see_waits(self, part: str, status: Mapping[str, Any]) -> tuple[Wait, ...]:
+        waits: tuple[Wait, ...] = tuple(status["waits"])
         self._board = replace(self._board, waits={**self._board.waits, part: waits})
         return waits
 

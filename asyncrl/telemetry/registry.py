@@ -64,7 +64,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("queue/dropped", "samples", "dropped, for any reason"),
         *(Metric(f"queue/dropped/{reason}", "samples", f"dropped: {reason}") for reason in DropReason),
         Metric("queue/applied_version", "versions", "newest version every replica serves: what pacing counts from"),
-        Metric("rollouter/generated_tokens", "tokens", "response tokens made since the start of the run"),
+        Metric("rollouter/generated_tokens", "tokens", "response tokens made for training since the start of the run"),
         Metric("rollouter/samples_done", "samples", "generated and scored by this process of the run"),
         Metric("rollouter/in_flight", "samples", "in generation or scoring now"),
         Metric("throughput/generated_tokens_per_s", "tokens/s", "over the last 20 s"),

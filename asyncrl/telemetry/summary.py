@@ -194,8 +194,12 @@ def choose_example(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """The prompt, answered both times, whose reward rose the most; of equals, the one shortest to read."""
-    answers = {str(example["prompt"]): example for example in after}
-    pairs = [(first, answers[str(first["prompt"])]) for first in before if str(first["prompt"]) in answers]
+
+    def key(example: Mapping[str, Any]) -> tuple[str, str]:
+        return str(example["prompt"]), str(example["ground_truth"])
+
+    answers = {key(example): example for example in after}
+    pairs = [(first, answers[key(first)]) for first in before if key(first) in answers]
     if not pairs:
         return None
 

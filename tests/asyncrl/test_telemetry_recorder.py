@@ -25,6 +25,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.sinks import AppendFile
 from asyncrl.telemetry.summary import Resumed
+from asyncrl.waits import Wait
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,19 +79,18 @@ def queue(trained: int, dropped: int = 0) -> QueueStatus:
 
 
 def rollouter(tokens: int, idle_s: float) -> dict[str, Any]:
-    waits = [{"edge": "permit", "count": 2, "since_s": 1.0}, {"edge": "engine", "count": 8, "since_s": 3.0}]
+    waits = [Wait("engine", 8, 3.0), Wait("permit", 2, 1.0)]
     return {
         "generated_tokens": tokens,
         "samples_done": 4,
         "in_flight": 8,
-        "busy_s": 1.0,
         "idle_s": idle_s,
         "waits": waits,
     }
 
 
 def trainer(waited_s: float) -> dict[str, Any]:
-    return {"step": 1, "version": 1, "waits": [{"edge": "samples", "count": 1, "since_s": waited_s}]}
+    return {"step": 1, "version": 1, "waits": [Wait("samples", 1, waited_s)]}
 
 
 @pytest.fixture
