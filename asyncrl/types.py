@@ -28,7 +28,7 @@ class SampleId(NamedTuple):
     """
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
     def __str__(self) -> str:
         return f"sample_{self.epoch}_{self.index}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Wait(NamedTuple):
     edge: str
     """`permit`, `samples`, `weights`, `apply`, `engine`, `reward`, …"""
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     """Tasks of this part that wait on it now."""
     since_s: float
     """How long the longest of them has waited."""

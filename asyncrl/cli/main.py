@@ -28,7 +28,7 @@ _ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
 
 @click.group(
     context_settings=_SETTINGS,
-    epilog="Every key with its default: docs/config.md. Exit codes: 0 ok, 1 failed, 2 bad configuration, 130 interrupted.",
+    epilog="All keys: docs/config.md. Exit codes: 0 ok, 1 failed, 2 bad configuration or usage, 130 interrupted.",
 )
 @click.version_option(asyncrl.__version__, prog_name="asyncrl")
 def cli() -> None:
@@ -67,8 +67,8 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
     """
     if multirun:
         raise click.UsageError(
-            "--multirun is not supported: a launch is one run and takes the machine. Run the command once for each value, "
-            "e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
+            "--multirun is not supported: a launch is one run and takes the machine. Run the command once for each "
+            "value, e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
         )
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")

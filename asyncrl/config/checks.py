@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -32,7 +33,7 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
     """What the files and the environment say against `config`; `serve_only`: engines without training."""
     found = [*_model(config), *_chat_template(config), *_api_key(config)]
     if serve_only:
-        return found
+        return [*found, *_port(config)]
     found += [*_data_files(config), *_reward(config), *_resume(config)]
     if config.ray.address is not None:  # the parts may run where these files are, though they are not here
         found = [replace(problem, severity="warning") for problem in found]
@@ -86,9 +87,11 @@ def _model_directory(key: str, path: str, needed: tuple[str, ...]) -> Iterator[P
         for name in needed:
             if not (local / name).is_file():
                 yield Problem(
-                    key, path, f"it has no {name}, so it is no model in Hugging Face format", "point it at the directory "
-                    "that save_pretrained wrote",
-                )  # fmt: skip
+                    key,
+                    path,
+                    f"it has no {name}, so it is no model in Hugging Face format",
+                    "point it at the directory that save_pretrained wrote",
+                )
         if needed and not any(local.glob("*.safetensors")):
             yield Problem(
                 key,
@@ -181,7 +184,7 @@ def _reward(config: Config) -> Iterator[Problem]:
             hint = f"did you mean {close[0]}? " if close else ""
             yield Problem(
                 "reward.function", name, "no built-in reward has this name",
-                f"{hint}Built in are {', '.join(BUILTIN_REWARDS)}; your own is module:function or path/file.py:function",
+                f"{hint}Built in: {', '.join(BUILTIN_REWARDS)}; your own: module:function or path/file.py:function",
             )  # fmt: skip
     elif place.endswith(".py"):
         yield from _reward_file(name, Path(place).expanduser(), function)
@@ -232,6 +235,21 @@ def _api_key(config: Config) -> Iterator[Problem]:
             "the environment has no such variable, or it is empty, so clients would need no key",
             f"export {variable}=... first, or set serve.api_key_env=null (on loopback only)",
         )
+
+
+def _port(config: Config) -> Iterator[Problem]:
+    family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.serve.host, config.serve.port))
+        except OSError as error:
+            yield Problem(
+                "serve.port",
+                config.serve.port,
+                f"{config.serve.host}:{config.serve.port} cannot be listened on: {error.strerror or error}",
+                "choose another serve.port or serve.host, or stop what listens there",
+            )
 
 
 def _resume(config: Config) -> Iterator[Problem]:

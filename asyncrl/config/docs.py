@@ -28,8 +28,8 @@ reward: {function: "rewards.py:score"}
 trainer: {total_epochs: 2, optim: {lr: 2.0e-6}}
 ```
 
-It may build on a recipe and choose groups by a Hydra defaults list, e.g. `defaults: [quickstart, {algorithm: grpo_kl}]`;
-further options of a group can lie next to it (`algorithm/mine.yaml`). `${key}` and `${oc.env:VARIABLE}` are resolved.
+It may build on a recipe and choose groups by a Hydra defaults list, say `defaults: [quickstart, {algorithm: grpo_kl}]`.
+Options of your own can lie next to it (`algorithm/mine.yaml`). `${key}` and `${oc.env:VARIABLE}` are resolved.
 The order is: defaults, groups, recipe, your file, overrides; the later wins. On the command line a list is written
 `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes but the shell's.
 `asyncrl launch ... --dry-run` prints what comes out, and what it will ask of the machine.

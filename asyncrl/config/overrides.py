@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.keys import all_keys
 from asyncrl.config.problems import Problem
-from asyncrl.config.sources import Source, groups
+from asyncrl.config.sources import Source, groups, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _value(name: str, raw: str, text: str) -> tuple[str, Any]:
     known = all_keys().get(name)
     if known is not None and known.takes_text and raw != "null" and raw[:1] not in ("'", '"'):
         # Free text needs none of Hydra's quoting: 007, a (b).py and x,y are taken as they are.
-        raw = '"' + raw.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        raw = quoted(raw)
     try:
         override = OverridesParser.create().parse_override(f"++{name}={raw}")
         if override.is_sweep_override():

@@ -31,7 +31,8 @@ _OWN_ENGINE_KWARGS: Mapping[str, str] = {
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "seed": "seed",
+    "logprobs_mode": "nothing: log-probs must be those the loss expects",
+    "worker_extension_cls": "nothing: weight updates need it",
 }
 
 
@@ -97,7 +98,7 @@ def _prompts(config: Config, given: Given) -> Iterator[Problem]:
                 yield Problem(
                     f"data.{name}",
                     list(files),
-                    f"data.reasoning_gym.task = {data.reasoning_gym.task} makes the prompts, so the files would not be read",
+                    f"data.reasoning_gym.task = {data.reasoning_gym.task} makes the prompts, and files are not read",
                     f"set data.{name}=[] or data.reasoning_gym=null",
                 )
 
@@ -285,8 +286,19 @@ def _engine(config: Config, given: Given) -> Iterator[Problem]:
     for name, value in config.rollout.engine_kwargs.items():
         if own := _OWN_ENGINE_KWARGS.get(name):
             yield Problem(
-                f"rollout.engine_kwargs.{name}", value, f"{own} sets it already; two values could differ", f"set {own}"
+                f"rollout.engine_kwargs.{name}",
+                value,
+                "the engine gets it from elsewhere; two values could differ",
+                f"set {own}",
             )
+    quantization = config.rollout.engine_kwargs.get("quantization")
+    if quantization and config.weight_sync.verify != "off":
+        yield Problem(
+            "rollout.engine_kwargs.quantization",
+            quantization,
+            "quantized weights never equal the published ones, so the first weight sync would fail",
+            "set weight_sync.verify=off",
+        )
     if config.rollout.max_num_seqs < config.rollout.n:
         yield _warning(
             "rollout.max_num_seqs",

@@ -24,7 +24,7 @@ class ModelConfig(Section):
     """The model that is trained and served."""
 
     path: str = "asyncrl://quickstart"
-    """Directory in Hugging Face format (safetensors), or a hub name. `asyncrl://quickstart` is the model shipped here."""
+    """Directory in Hugging Face format (safetensors), or a hub name. `asyncrl://quickstart` is shipped here."""
     tokenizer_path: str | None = None
     """Directory of the tokenizer; null: `path`."""
     chat_template: str | None = None
@@ -155,7 +155,7 @@ class RewardConfig(Section):
     """How a response is scored."""
 
     function: str = "exact_match"
-    """A built-in (`exact_match`, `math_verify`, `reasoning_gym`) or your own as `module:function` or `path/file.py:function`."""
+    """`exact_match`, `math_verify`, `reasoning_gym`, or your own: `module:function` or `path/file.py:function`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments given to every call."""
     batch: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -49,13 +50,17 @@ class Source:
         """The Hydra override that makes `folder` known."""
         if self.folder is None:
             return []
-        escaped = str(self.folder).replace("\\", "\\\\").replace('"', '\\"')
-        return [f'hydra.searchpath=["file://{escaped}"]']
+        return [f"hydra.searchpath=[{quoted(f'file://{self.folder}')}]"]
 
     def options(self, group: str) -> list[str]:
         """What can be chosen for `group`."""
         folders = [CONF / group, *([self.folder / group] if self.folder else [])]
         return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def quoted(text: str) -> str:
+    """`text` as a string in Hydra's override grammar, where a backslash is itself unless a quote follows."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
 
 
 def groups() -> list[str]:

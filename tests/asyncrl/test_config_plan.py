@@ -1,0 +1,70 @@
+"""The resource plan's numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from asyncrl.config import checks
+from asyncrl.config.compose import load_config
+from asyncrl.config.plan import GIB, Machine, make_plan, part_rows, problems, rows, training_steps
+from asyncrl.failures import ConfigError
+
+LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=16 * GIB)
+
+
+def test_counts_follow_from_the_config() -> None:
+    config = load_config(
+        None,
+        ["trainer.ppo_mini_batch_size=4", "async_training.require_batches=3",
+         "async_training.trigger_parameter_sync_step=2",
+         "async_training.staleness_threshold=0.5", "trainer.total_training_steps=27", "rollout.n=5",
+         "rollout.max_concurrent_samples=7"],
+    )  # fmt: skip
+    plan = make_plan(config, LAPTOP, num_parameters=1000, num_prompts=100)
+    assert (plan.samples_per_step, plan.samples_per_lease, plan.samples_per_version) == (4, 12, 24)
+    assert (plan.total_steps, plan.total_samples) == (27, 108)
+    assert plan.total_versions == 5  # 27 steps are 9 leases: four versions of two, and the last one of one
+    assert plan.max_unconsumed_samples == 36
+    assert (plan.max_generating_samples, plan.max_generating_trajectories) == (7, 35)
+    assert plan.max_model_len == config.data.max_prompt_length + config.rollout.response_length
+
+
+def test_memory_is_weights_optimizer_and_cache() -> None:
+    config = load_config(None, ["algorithm=grpo_kl", "rollout.dtype=bfloat16"])
+    parts = {part.name: part for part in make_plan(config, LAPTOP, num_parameters=1000, num_prompts=None).parts}
+    assert parts["trainer"].memory_bytes == 1000 * (16 + 4)
+    assert parts["engine (vLLM)"].memory_bytes == GIB + 2000
+
+
+def test_epochs_give_whole_leases() -> None:
+    epochs = ["trainer.total_training_steps=null", "trainer.total_epochs=2"]
+    config = load_config(None, [*epochs, "async_training.require_batches=2"])
+    size = config.samples_per_lease
+    assert training_steps(config, size + size // 2) == 3 * 2
+    assert training_steps(config, size - 1) == 2
+    with pytest.raises(ConfigError, match="do not fill one lease"):
+        training_steps(config, size // 2 - 1)
+    assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
+
+
+def test_shortages_are_warnings() -> None:
+    config = load_config(None, ["rollout.num_replicas=4", "trainer.device=cuda"])
+    two = Machine(cpus=64, gpus=2, memory_bytes=None)
+    (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
+    assert (problem.value, problem.severity) == ("5 GPUs", "warning")
+    small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
+    config = load_config(None, ["rollout.num_replicas=4"])
+    found = problems(make_plan(config, small, num_parameters=10**9, num_prompts=None))
+    assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]
+
+
+def test_what_is_known_without_loading_anything() -> None:
+    config = load_config()
+    parameters, prompts = checks.num_parameters(config), checks.num_prompts(config)
+    assert parameters is not None and 500_000 < parameters < 2_000_000
+    assert prompts is not None and prompts > 100
+    plan = make_plan(config, LAPTOP, num_parameters=parameters, num_prompts=prompts)
+    assert len(rows(plan)) == 10
+    assert {row[0] for row in part_rows(plan)} >= {"rollouter", "trainer", "sample queue"}

@@ -1,0 +1,203 @@
+"""Rules between keys, and checks of files and environment: each once broken, and told with key and fix."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import checks, rules
+from asyncrl.config.compose import examine, load_config
+from asyncrl.config.problems import Problem, errors
+from asyncrl.config.schema import Config
+
+
+def changed(changes: Mapping[str, Any]) -> Config:
+    """The quickstart with dotted keys changed, typed but not checked."""
+    tree = load_config().model_dump(mode="json")
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    return Config.model_validate_json(json.dumps(tree))
+
+
+def ruled(changes: Mapping[str, Any]) -> list[Problem]:
+    return rules.problems(changed(changes), set(changes))
+
+
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("experiment_name", {"experiment_name": "a/b"}),
+    ("experiment_name", {"experiment_name": ".."}),
+    ("trainer.optim.lr", {"trainer.optim.lr": float("inf")}),
+    ("data.train_files", {"data.train_files": []}),
+    ("data.train_files", {"data.reasoning_gym": {"task": "chain_sum"}}),
+    ("rollout.max_model_len", {"rollout.max_model_len": 191}),
+    ("trainer.ppo_max_token_len", {"trainer.ppo_max_token_len": 191}),
+    ("rollout.n", {"rollout.n": 1}),
+    ("rollout.sampling.temperature", {"rollout.sampling.temperature": 0}),
+    ("rollout.sampling.top_k", {"rollout.sampling.top_k": 0}),
+    ("rollout.val.top_k", {"rollout.val.top_k": -2}),
+    ("trainer.test_freq", {"trainer.test_freq": 0}),
+    ("trainer.save_freq", {"trainer.save_freq": -2}),
+    ("trainer.total_training_steps", {"async_training.require_batches": 3}),
+    ("trainer.total_epochs", {"trainer.total_epochs": 3}),
+    ("trainer.optim.warmup_steps", {"trainer.optim.warmup_steps": 10_000}),
+    ("trainer.optim.betas", {"trainer.optim.betas": [0.9, 1.0]}),
+    ("trainer.dtype", {"trainer.dtype": "float16"}),
+    ("async_training.stale_action", {"async_training.stale_action": "mask"}),
+    ("async_training.partial_mode", {"async_training.partial_mode": "abort", "async_training.partial_rollout": False}),
+    ("weight_sync.clear_kv_cache", {"weight_sync.clear_kv_cache": True, "async_training.partial_mode": "abort"}),
+    ("algorithm.kl_loss_coef", {"algorithm.kl_loss_coef": 0.1}),
+    ("algorithm.kl_loss_type", {"algorithm.kl_loss_type": "k1"}),
+    ("reward.max_errors", {"reward.max_errors": 3}),
+    ("trainer.optim.min_lr_ratio", {"trainer.optim.min_lr_ratio": 0.1}),
+    ("ray.object_store_memory_bytes", {"ray.object_store_memory_bytes": 10**9, "ray.address": "auto"}),
+    ("rollout.engine_kwargs.dtype", {"rollout.engine_kwargs": {"dtype": "half"}}),
+    ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}),
+    ("serve.host", {"serve.host": "0.0.0.0"}),
+]
+
+SURPRISING: list[tuple[str, dict[str, Any]]] = [
+    ("rollout.sampling.top_p", {"rollout.sampling.top_p": 0.9}),
+    ("rollout.sampling.top_k", {"rollout.sampling.top_k": 20}),
+    ("rollout.sampling.min_p", {"rollout.sampling.min_p": 0.1}),
+    ("rollout.val.n", {"rollout.val.n": 4}),
+    ("trainer.test_freq", {"trainer.test_freq": 5, "data.val_files": []}),
+    ("trainer.dtype", {"trainer.dtype": "bfloat16", "trainer.device": "cpu"}),
+    ("async_training.max_staleness", {"async_training.max_staleness": 1, "async_training.staleness_threshold": 3}),
+    ("rollout.max_num_seqs", {"rollout.max_num_seqs": 2}),
+    ("timeouts.watchdog_s", {"timeouts.watchdog_s": 5}),
+]
+
+
+@pytest.mark.parametrize(("key", "changes"), BROKEN, ids=[f"{k}-{i}" for i, (k, _) in enumerate(BROKEN)])
+def test_a_combination_that_cannot_work(key: str, changes: dict[str, Any]) -> None:
+    found = [problem for problem in ruled(changes) if problem.key == key]
+    assert len(errors(found)) == 1
+    assert found[0].consequence
+    assert found[0].fix
+
+
+@pytest.mark.parametrize(("key", "changes"), SURPRISING, ids=[key for key, _ in SURPRISING])
+def test_a_combination_that_surprises(key: str, changes: dict[str, Any]) -> None:
+    found = [problem for problem in ruled(changes) if problem.key == key]
+    assert [problem.severity for problem in found] == ["warning"]
+    assert errors(ruled(changes)) == []
+
+
+def test_the_quickstart_and_its_four_modes_obey_every_rule() -> None:
+    assert ruled({}) == []
+
+
+def test_a_key_that_is_given_with_its_default_value_is_not_told_to_have_no_effect() -> None:
+    assert examine(None, ["algorithm.kl_loss_coef=0.001"]).problems == ()
+
+
+def test_sync_takes_the_overrides_of_an_asynchronous_run() -> None:
+    assert examine(None, ["async_training.partial_mode=abort"], mode="sync").problems == ()
+    (problem,) = examine(None, ["async_training.trigger_parameter_sync_step=3"], mode="sync").problems
+    assert "require_batches x trigger_parameter_sync_step" in problem.consequence
+
+
+def test_serving_needs_no_training_data() -> None:
+    assert examine(None, ["data.train_files=[]"], serve_only=True).problems == ()
+
+
+# ------------------------------------------------------------------------------------------------ surroundings
+
+
+def looked(changes: Mapping[str, Any], *, serve_only: bool = False) -> list[Problem]:
+    return checks.problems(changed(changes), serve_only=serve_only)
+
+
+def only(found: list[Problem]) -> Problem:
+    (problem,) = found
+    return problem
+
+
+def test_missing_files_are_named_with_a_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    problem = only(looked({"data.train_files": [str(tmp_path / "trian.jsonl")]}))
+    assert problem.key == "data.train_files"
+    assert str(tmp_path / "train.jsonl") in problem.fix
+    assert "there is no directory" in only(looked({"data.val_files": ["no/such/val.jsonl"]})).fix
+    assert "asyncrl://quickstart" in only(looked({"data.val_files": ["asyncrl://quickstrat/val.jsonl"]})).fix
+    assert only(looked({"model.chat_template": str(tmp_path / "no.jinja")})).key == "model.chat_template"
+
+
+def test_data_of_an_unknown_kind(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("a,b\n")
+    assert ".parquet" in only(looked({"data.train_files": [str(tmp_path / "train.csv")]})).fix
+
+
+def test_a_model_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is not there" in only(looked({"model.path": str(tmp_path / "none")})).consequence
+    found = looked({"model.path": str(tmp_path)})
+    assert ["config.json" in found[0].consequence, "safetensors" in found[1].consequence] == [True, True]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "HF_HUB_OFFLINE" in only(looked({"model.path": "some/model"})).consequence
+    (tmp_path / "models--some--model").mkdir()
+    assert looked({"model.path": "some/model"}) == []
+
+
+def test_a_context_longer_than_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert only(looked({"model.path": str(tmp_path)})).key == "rollout.max_model_len"
+
+
+def test_reward_functions(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response): return 1.0\n")
+    assert looked({"reward.function": f"{file}:score"}) == []
+    assert looked({"reward.function": "math:sqrt"}) == []
+    assert "did you mean exact_match?" in only(looked({"reward.function": "exact_mach"})).fix
+    assert "did you mean score?" in only(looked({"reward.function": f"{file}:scor"})).fix
+    assert "mine.py" in only(looked({"reward.function": f"{tmp_path}/mien.py:score"})).fix
+    assert "no module" in only(looked({"reward.function": "no_such_module:score"})).consequence
+    file.write_text("def score(\n")
+    assert "not Python" in only(looked({"reward.function": f"{file}:score"})).consequence
+
+
+def test_the_api_key_variable_must_hold_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    assert only(looked({"serve.api_key_env": "MY_KEY"})).key == "serve.api_key_env"
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert looked({"serve.api_key_env": "MY_KEY"}) == []
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert only(looked({"serve.port": taken.getsockname()[1]}, serve_only=True)).key == "serve.port"
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    assert looked({"run_dir": str(used)}) == []
+    (used / "summary.json").write_text("{}")
+    problem = only(looked({"run_dir": str(used)}))
+    assert (problem.key, "resume=auto" in problem.fix) == ("run_dir", True)
+    assert looked({"run_dir": str(used), "resume": "auto"}) == []
+    (tmp_path / "file").write_text("")
+    assert "not a directory" in only(looked({"run_dir": str(tmp_path / "file" / "run")})).consequence
+
+
+def test_resume_from_what_is_not_there(tmp_path: Path) -> None:
+    assert looked({"resume": str(tmp_path)}) == []
+    assert "did you mean auto?" in only(looked({"resume": "autp"})).fix
+    assert only(looked({"resume": str(tmp_path / "none")})).key == "resume"
+
+
+def test_on_a_cluster_files_may_be_elsewhere() -> None:
+    assert only(looked({"ray.address": "auto", "data.val_files": ["no.jsonl"]})).severity == "warning"
