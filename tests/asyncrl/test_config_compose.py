@@ -125,9 +125,10 @@ def test_keys_below_a_section_that_is_off_and_in_free_mappings(tmp_path: Path) -
     assert config.rollout.engine_kwargs == {"block_size": 16}
 
 
-@pytest.mark.parametrize(
-    "text", ["007", "1e5", "true", "a,b", "with (parentheses)", 'say "hi"', "back\\slash", "end\\", '\\"', "x: y"]
-)
+FREE_TEXT = ["007", "1e5", "true", "a,b", "with (parentheses)", 'say "hi"', "back\\slash", "end\\", '\\"', "x: y"]
+
+
+@pytest.mark.parametrize("text", FREE_TEXT)
 def test_free_text_on_the_command_line_is_taken_as_it_is(text: str) -> None:
     assert load_config(None, [f"project_name={text}"]).project_name == text
 
@@ -221,7 +222,7 @@ def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None
         ("defaults: [{algorithm: nope}]\n", "nope"),
         ("defaults: [nope]\n", "nope"),
         ("defaults: [quickstart]\nexperiment_name: ${no.such}\n", "no.such"),
-        ("defaults: [quickstart]\ndata: {reasoning_gym: {task: ???}}\n", "data.reasoning_gym.task"),
+        ("defaults: [quickstart]\ndata:\n  reasoning_gym:\n    task: ???\n", "data.reasoning_gym.task"),
         ("defaults: [quickstart]\nmode: sync\n", "the command sets it"),
         ("defaults: [quickstart]\nrollout:\n", "a section of keys"),
     ],
