@@ -36,16 +36,19 @@ class LocalTrainingWorker:
 
     Args:
         config: of the run.
-        total_steps: optimizer steps of the whole run, where the learning rate's decay ends.
 
     Raises:
         ConfigError: see `LocalEngine`.
     """
 
-    def __init__(self, config: Config, *, total_steps: int) -> None:
-        self.engine = LocalEngine(config, total_steps=total_steps)
+    def __init__(self, config: Config) -> None:
+        self.engine = LocalEngine(config)
         self._model = config.model
         self._algorithm = config.algorithm
+
+    def plan(self, total_steps: int) -> None:
+        """Before the first step: how many the whole run has, which is where the learning rate's decay ends."""
+        self.engine.total_steps = total_steps
 
     def train_mini_batch(self, rows: Sequence[TrainRow]) -> Metrics:
         """One optimizer step. Rows without a trained token are left out of every mean.
@@ -57,7 +60,9 @@ class LocalTrainingWorker:
         self._check(rows)
         rows = [row for row in rows if row.response_mask.any()]
         if not rows:
-            raise DataError("a mini-batch without a single trained token: response_mask is 0 everywhere; no step was taken")
+            raise DataError(
+                "a mini-batch without a single trained token: response_mask is 0 everywhere; no step was taken"
+            )
         trained = [int(row.response_mask.sum()) for row in rows]
         weights = loss_weights(trained, self._algorithm.loss_agg_mode)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.engine.device)

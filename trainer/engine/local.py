@@ -18,9 +18,9 @@ from trainer.engine.optim import adamw, learning_rate
 from trainer.engine.policy import PolicyModel, TokenScores
 
 CPU_MICRO_BATCH_TOKENS = 4096
-"""On CPU larger micro-batches fall out of the caches: about 11,000 tokens/s at 2,000 tokens, 9,000 at 13,000 (1M parameters)."""
+"""Larger ones fall out of a CPU's caches: of a 1M-parameter model 11,000 tokens/s at 2,000 tokens, 9,000 at 13,000."""
 OVERHEAD_TOKENS = {"cpu": 96, "cuda": 1024}
-"""What one forward and backward pass costs beyond its tokens, in tokens. It only decides how finely rows are cut."""
+"""What one pass costs beyond its tokens, in tokens. It only decides how finely rows are cut."""
 
 
 class StepOutcome(NamedTuple):
@@ -37,13 +37,14 @@ class LocalEngine:
         ConfigError: the model cannot be loaded, or the configuration asks for what this engine cannot do.
     """
 
-    def __init__(self, config: Config, *, total_steps: int) -> None:
+    def __init__(self, config: Config) -> None:
         self.device = pick_device(config.trainer.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.trainer.cpu_threads)
         torch.manual_seed(config.seed)
         self.step = 0
-        self.total_steps = total_steps
+        self.total_steps = config.trainer.total_training_steps
+        """Of the whole run; where it depends on the data, set it before the first step."""
         self.optim = config.trainer.optim
         self._config = config
         self._temperature = _train_temperature(config)
@@ -92,7 +93,7 @@ class LocalEngine:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.clip_grad))
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise DivergenceError(
-                    f"step {self.step + 1}: loss {loss}, gradient norm {norm}. The step was not taken and the weights are "
+                    f"step {self.step + 1}: loss {loss}, gradient norm {norm}. The step was not taken; the weights are "
                     f"those of step {self.step}; resume from a checkpoint with a smaller trainer.optim.lr "
                     f"(now {self.optim.lr:g}) or clip_grad (now {self.optim.clip_grad:g})"
                 )
@@ -139,7 +140,9 @@ def load_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrain
         ) from None
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise ConfigError(f"{path}: {len(report['missing_keys'])} weights are missing ({missing}, …), so they would be random")
+        raise ConfigError(
+            f"{path}: {len(report['missing_keys'])} weights are missing ({missing}, …), so they would be random"
+        )
     return model
 
 

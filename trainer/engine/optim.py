@@ -9,20 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import ConfigError
+from asyncrl.failures import BugError, ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Of optimizer step `step`, from 1: linear from `lr / warmup_steps` to `lr`, then down to `lr · min_lr_ratio` at the last.
+def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> float:
+    """Of optimizer step `step`, from 1: rises from `lr / warmup_steps` to `lr`, then falls to `lr · min_lr_ratio`.
 
-    A function of the step alone, so there is no scheduler state to save; steps beyond `total_steps` keep the final rate.
+    A function of the step alone, so there is no scheduler state to save. Reaches its end at `total_steps` and stays.
+
+    Raises:
+        BugError: a decay without a known end.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
     if optim.decay == "constant":
         return optim.lr
+    if total_steps is None:
+        raise BugError(f"trainer.optim.decay={optim.decay} needs the run's total steps before its first step")
     progress = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
     remaining = 1.0 - progress if optim.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * remaining)
@@ -54,7 +59,9 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     expected = {f"{name}.{moment}" for name, _ in model.named_parameters() for moment in MOMENTS}
     if tensors and set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)[:3]
-        raise ConfigError(f"the optimizer state is of another model: {', '.join(odd)} on one side only; use resume=none")
+        raise ConfigError(
+            f"the optimizer state is of another model: {', '.join(odd)} on one side only; use resume=none"
+        )
     optimizer.state.clear()
     if not tensors:
         return

@@ -23,14 +23,16 @@ class TokenScores(NamedTuple):
 class PolicyModel:
     """Wraps a Hugging Face causal LM.
 
-    The output head sees only the hidden states of scored positions: a pre-hook picks them, so prompt and padding cost no
-    logits, and whatever the architecture does behind the head (soft caps, scales) still happens.
+    The output head sees only the hidden states of scored positions: a pre-hook picks them, so prompt and padding cost
+    no logits, and whatever the architecture does behind the head (soft caps, scales) still happens.
 
     Log-probs are those of `softmax(logits / temperature)`: with a sampling temperature the behaviour policy is the
     tempered one. Top-p, top-k and min-p are not modelled.
     """
 
-    def __init__(self, model: PreTrainedModel, *, device: torch.device, autocast: torch.dtype | None, temperature: float):
+    def __init__(
+        self, model: PreTrainedModel, *, device: torch.device, autocast: torch.dtype | None, temperature: float
+    ):
         self.model = model.to(device)
         self._device = device
         self._autocast = autocast
@@ -69,7 +71,7 @@ class PolicyModel:
 
 
 def _score(logits: Tensor, targets: Tensor) -> TokenScores:
-    """Log-prob of `targets` and entropy, of logits `[N, V]`, without keeping a second `[N, V]` for the backward pass."""
+    """Log-prob of `targets` and entropy, of logits `[N, V]`, keeping no second `[N, V]` for the backward pass."""
     log_normalizer = torch.logsumexp(logits, dim=-1)
     log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
     with torch.no_grad():

@@ -1,9 +1,9 @@
 """What an engine is made of, as files: safetensors and JSON, no pickle. And its weights, as arrays for the engines.
 
-    hf/                     model weights and configuration, tokenizer: from_pretrained loads it
-    optimizer.safetensors   `{parameter}.exp_avg`, `.exp_avg_sq`, `.step`
-    rng.safetensors         torch's generators
-    engine.json             optimizer steps taken: all the schedule needs
+hf/                     model weights and configuration, tokenizer: from_pretrained loads it
+optimizer.safetensors   `{parameter}.exp_avg`, `.exp_avg_sq`, `.step`
+rng.safetensors         torch's generators
+engine.json             optimizer steps taken: all the schedule needs
 """
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncrl.assets import resolve
 from asyncrl.config.schema import ModelConfig
 from asyncrl.failures import ConfigError
+from asyncrl.manifest import HF_DIRECTORY
 from trainer.engine.local import LocalEngine, load_model
 from trainer.engine.optim import load_optimizer_tensors, optimizer_tensors
 
-HF_DIRECTORY = "hf"
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
 
 
 def save_engine(engine: LocalEngine, directory: Path, model: ModelConfig) -> None:
@@ -54,7 +62,8 @@ def load_engine(engine: LocalEngine, directory: Path) -> None:
         generators = load_file(directory / "rng.safetensors")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError.wrap(
-            f"{directory}: the checkpoint is damaged ({error}); delete it to go on from the one before, or use resume=none",
+            f"{directory}: the checkpoint is damaged ({error}); delete it to go on from the one before, or use "
+            "resume=none",
             error,
         ) from None
     _load_weights(engine, directory / HF_DIRECTORY)
@@ -99,8 +108,8 @@ def _load_weights(engine: LocalEngine, directory: Path) -> None:
         shapes = [tuple(side[name].shape) if name in side else None for side in (saved, live)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"{directory}: weights of another model: {name} has shape {shapes[0]} there and {shapes[1]} in model.path; "
-                "give the model that this run trained, or use resume=none"
+                f"{directory}: weights of another model: {name} has shape {shapes[0]} there and {shapes[1]} in "
+                "model.path; give the model that this run trained, or use resume=none"
             )
     with torch.no_grad():
         for name, parameter in live.items():
