@@ -1,6 +1,6 @@
 """Fingerprints of weights that survive an engine's own layout of them. Pure.
 
-An engine fuses matrices (q, k, v into one; gate and up into one), pads vocabularies with zeros and shards over ranks, so
+An engine fuses matrices (q, k, v into one; gate and up into one), pads vocabularies with zeros and shards over ranks:
 its tensors cannot be compared with the published ones name by name. What stays is which numbers there are: the checksum
 of a layer group is the sum of the raw bits of all its elements, modulo 2**64. Sums don't care for order, so fusing,
 zero padding and sharding leave them alone. It catches stale, missing, truncated and doubled tensors; it cannot see a

@@ -7,6 +7,7 @@ put it, so a version lives as long as the Trainer that published it; a restarted
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,6 +120,7 @@ class ObjectStorePublisher:
             num_bytes=sum(array.nbytes for array in tensors.values()),
             checksums=checksums,
             validate=validate,
+            published_at_s=time.time(),
         )
         await _answer(self._store.publish.remote(publication, refs), self._call_s, f"publishing version {version}")
         return publication
@@ -162,7 +164,9 @@ async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
     except TimeoutError as error:
         raise DeadlineError(f"{what}: the weight store did not answer within {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, InfraError | BugError) else InfraError.wrap(what, error)) from None
+        raise (
+            error.cause if isinstance(error.cause, InfraError | BugError) else InfraError.wrap(what, error)
+        ) from None
     except ray.exceptions.RayError as error:
         raise InfraError.wrap(f"{what}: the weight store is gone", error) from error
 

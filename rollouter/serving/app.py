@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import anyio
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DeadlineError, InfraError
-from rollouter.serving.options import ServingOptions, serving_options
+from rollouter.serving.options import DEPLOYMENT_NAME, deployment_options, serving_options
 from rollouter.serving.replica import RolloutReplica
 
 APP_NAME = "asyncrl"
-DEPLOYMENT_NAME = "rollout"
 STATUS_PERIOD_S = 0.2
 """Serve has no call that waits for a deployment's fate; its own client asks again and again as well."""
 
@@ -43,23 +41,6 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
     return deployment.bind(options)
 
 
-def deployment_options(options: ServingOptions) -> dict[str, Any]:
-    """How Serve runs the replicas."""
-    return {
-        "num_replicas": options.num_replicas,
-        # Replicas queue by themselves: the Rollouter bounds how much it sends.
-        "max_ongoing_requests": 1_000_000,
-        "max_constructor_retry_count": 1,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 30.0,
-        "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": 2.0,
-        "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
-        "placement_group_strategy": "PACK",
-        "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},
-    }
-
-
 async def start_app(config: Config, *, namespace: str, http: bool = False) -> None:
     """Deploy and wait until every replica is up.
 
@@ -72,7 +53,7 @@ async def start_app(config: Config, *, namespace: str, http: bool = False) -> No
     try:
         with anyio.fail_after(limit_s):
             await anyio.to_thread.run_sync(_deploy, config, namespace, http, abandon_on_cancel=True)
-            await _running()
+            await _started()
     except TimeoutError as error:
         raise DeadlineError(f"the engines were not up within timeouts.start_s={limit_s:g}") from error
 
@@ -92,15 +73,30 @@ def _deploy(config: Config, namespace: str, http: bool) -> None:
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-async def _running() -> None:
-    while True:
-        status = (await anyio.to_thread.run_sync(serve.status)).applications.get(APP_NAME)
-        if status is not None and status.status is ApplicationStatus.RUNNING:
-            return
-        if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            reasons = [deployment.message for deployment in status.deployments.values() if deployment.message]
-            raise InfraError("the rollout engines did not start", "\n".join(reasons) or status.message)
+async def replicas_up(limit_s: float) -> None:
+    """Wait until Serve has replaced whatever replicas ended.
+
+    Raises:
+        DeadlineError: not within `limit_s`.
+    """
+    try:
+        with anyio.fail_after(limit_s):
+            while (await _status()).status is not ApplicationStatus.RUNNING:
+                await anyio.sleep(STATUS_PERIOD_S)
+    except TimeoutError as error:
+        raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
+
+
+async def _started() -> None:
+    while (app := await _status()).status is not ApplicationStatus.RUNNING:
+        if app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            reasons = [deployment.message for deployment in app.deployments.values() if deployment.message]
+            raise InfraError("the rollout engines did not start", "\n".join(reasons) or app.message)
         await anyio.sleep(STATUS_PERIOD_S)
+
+
+async def _status() -> ApplicationStatusOverview:
+    return (await anyio.to_thread.run_sync(serve.status)).applications[APP_NAME]
 
 
 def _api_key(config: Config) -> str | None:

@@ -34,8 +34,8 @@ class EngineGauges(StatLoggerBase):
         """Part of vLLM's interface; there is nothing to say."""
 
 
-class RolloutEngine(VLLMEngine):
-    """`VLLMEngine` without the OpenAI front end and, on one CPU worker, without a process of its own for that worker.
+class OpenAIEngine(VLLMEngine):
+    """`VLLMEngine` with our gauges and, for one worker on CPU, without a process of its own for that worker.
 
     vLLM gives a CPU worker a process so that it can set OpenMP variables there; here they are set in the replica's
     environment, which the engine core inherits. That saves one import of vLLM, some 9 s of a cold start on CPU.
@@ -47,8 +47,26 @@ class RolloutEngine(VLLMEngine):
     def client(self) -> AsyncLLM:
         return self._engine_client
 
+    def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> AsyncLLM:
+        """Called by `VLLMEngine.start`."""
+        config.parallel_config.placement_group = placement_group
+        if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
+            config.parallel_config.distributed_executor_backend = UniProcExecutor
+        self.gauges = EngineGauges(config)
+        return AsyncLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_requests=False,
+            log_stats=True,
+            stat_loggers=[lambda *_: self.gauges],
+        )
+
+
+class RolloutEngine(OpenAIEngine):
+    """The engine alone: nothing of the OpenAI front end is set up, and the node is expected to see the model's files."""
+
     async def start(self) -> None:
-        """Start the engine core; the node is expected to see the model's files.
+        """Start the engine core.
 
         Raises:
             Exception: whatever vLLM raises for a model it cannot load.
@@ -57,15 +75,5 @@ class RolloutEngine(VLLMEngine):
             return
         context = self.llm_config.get_or_create_callback().ctx
         args, _, config = self._prepare_engine_config(context)
-        config.parallel_config.placement_group = context.placement_group
-        if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
-            config.parallel_config.distributed_executor_backend = UniProcExecutor
-        self.gauges = EngineGauges(config)
-        self._engine_client = AsyncLLM(
-            vllm_config=config,
-            executor_class=Executor.get_class(config),
-            log_requests=False,
-            log_stats=True,
-            stat_loggers=[lambda *_: self.gauges],
-        )
+        self._engine_client = self._start_async_llm_engine(args, config, context.placement_group)
         self._running = True

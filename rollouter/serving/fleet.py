@@ -15,7 +15,8 @@ from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from asyncrl.types import Turn
 from rollouter import client
-from rollouter.serving.app import APP_NAME, DEPLOYMENT_NAME
+from rollouter.serving.app import APP_NAME, replicas_up
+from rollouter.serving.options import DEPLOYMENT_NAME
 
 
 class ServeFleet:
@@ -60,6 +61,7 @@ class ServeFleet:
                 if attempt == self._max_attempts:
                     raise
                 await anyio.sleep(client.FIRST_BACKOFF_S * 2 ** (attempt - 1))
+                await replicas_up(self._timeouts.start_s)
         raise AssertionError("max_attempts is positive")
 
     async def status(self) -> list[Mapping[str, Any]]:

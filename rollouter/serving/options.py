@@ -9,6 +9,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError
 
+DEPLOYMENT_NAME = "rollout"
 WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
 OWNED_KEYS = {
     "dtype": "rollout.dtype",
@@ -81,6 +82,23 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         start_s=config.timeouts.start_s,
         apply_s=config.timeouts.apply_s,
     )
+
+
+def deployment_options(options: ServingOptions) -> dict[str, Any]:
+    """How Serve runs the replicas."""
+    return {
+        "num_replicas": options.num_replicas,
+        # Replicas queue by themselves: the Rollouter bounds how much it sends.
+        "max_ongoing_requests": 1_000_000,
+        "max_constructor_retry_count": 1,
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 30.0,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "graceful_shutdown_timeout_s": 2.0,
+        "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
+        "placement_group_strategy": "PACK",
+        "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},
+    }
 
 
 def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:

@@ -5,14 +5,15 @@
     apply: fetch (decoding goes on) → shut gate → pause → load → name the version → resume → open gate → verify
 
 Whatever fails on the way, the replica ends in one of three states: it serves the new version; it serves the old one and
-says so (the failure came before the load); or it is broken, refuses every request and fails its health check, so that
-Serve replaces it (the failure came during or after the load, so what it would serve is unknown).
+says so (the failure came before the load); or it is broken, refuses every request and ends its process, so that Serve
+replaces it (the failure came during or after the load, so what it would serve is unknown).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.serve.llm import LLMConfig
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import TokensPrompt
+from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 PauseMode = Literal["keep", "abort", "wait"]
 VERIFY_BYTES_PER_CALL = 64 << 20
 """A checksum call holds up decoding for as long as it reads so many bytes: some 10 ms."""
+LAST_WORDS_S = 0.5
+"""Between giving up and the end of the process: answers are on their way."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 
 
@@ -90,7 +93,7 @@ class RolloutServer(LLMServer):
 
     @property
     def _llm(self) -> AsyncLLM:
-        return self.engine._engine_client
+        return self.engine.client
 
     # ---------------------------------------------------------------------------------------------- generation
 
@@ -115,7 +118,7 @@ class RolloutServer(LLMServer):
             raise InfraError(self._broken)
         # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
         # older version computed, even where running requests (`keep`) forbid emptying the cache.
-        prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._version))
+        prompt = tokens_input(prompt_ids, cache_salt=str(self._version))
         result: RequestOutput | None = None
         try:
             async for result in self._llm.generate(prompt, params, request.request_id):
@@ -123,6 +126,7 @@ class RolloutServer(LLMServer):
         except (VLLMClientError, ValueError) as error:
             raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
         except EngineDeadError as error:
+            self._give_up("its engine is dead")
             raise InfraError.wrap(f"replica {self._replica}: the engine is dead", error) from error
         if self._broken:
             raise InfraError(self._broken)
@@ -255,8 +259,17 @@ class RolloutServer(LLMServer):
         self._verified = True
 
     def _give_up(self, why: str) -> None:
-        self._broken = f"replica {self._replica} must be replaced: {why}"
-        logger.error(self._broken)
+        """Refuse everything from now on, and end this process once the answers are out: Serve starts another."""
+        if not self._broken:
+            self._broken = f"replica {self._replica} must be replaced: {why}"
+            logger.error(self._broken)
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._exit)
+
+    def _exit(self) -> None:
+        try:
+            self._llm.shutdown()
+        finally:
+            os._exit(1)
 
     def _state(self) -> str:
         return self._broken or f"replica {self._replica} still serves version {self._version}"

@@ -1,0 +1,107 @@
+"""The store actor, its publisher and its feed on a real Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import ray
+
+from asyncrl.failures import BugError, DeadlineError, InfraError
+from asyncrl.ports import Publication
+from asyncrl.weights import object_store
+from asyncrl.weights.checksums import group_checksums
+from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, find_store, start_store
+
+pytestmark = pytest.mark.asyncio
+NAMESPACE = "weights-test"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2, namespace=NAMESPACE, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    handle = start_store(NAMESPACE)
+    ray.get(handle.ready.remote())
+    yield handle
+    ray.kill(handle)
+
+
+def weights(value: float) -> dict[str, np.ndarray]:
+    return {f"model.layers.{layer}.w": np.full(1000, value + layer, dtype=np.float32) for layer in range(4)}
+
+
+async def publish(store: Any, version: int) -> Publication:
+    publisher = ObjectStorePublisher(store, call_s=10)
+    return await publisher.publish(version, version * 10, weights(version), validate=version == 2)
+
+
+async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", 9000)
+    published = await publish(store, 1)
+    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(1))))
+    assert [len(chunk) for chunk in chunks] == [2, 2]
+    fetched = {name: array for chunk in chunks for name, array in chunk.items()}
+    for name, array in weights(1).items():
+        np.testing.assert_array_equal(fetched[name], array)
+    assert (published.version, published.step, published.num_bytes, published.validate) == (1, 10, 16000, False)
+    assert published.checksums == group_checksums(fetched)
+    assert await ObjectStoreFeed(store, call_s=10).latest() == published
+
+
+async def test_the_feed_waits_for_something_newer(store: Any) -> None:
+    feed = ObjectStoreFeed(store, call_s=10)
+    assert await feed.latest() is None
+    assert await feed.wait_newer(0, timeout_s=0.05) is None
+    seen: list[Publication | None] = []
+
+    async def wait() -> None:
+        seen.append(await feed.wait_newer(0, timeout_s=10))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        group.start_soon(wait)
+        await publish(store, 1)
+    assert [publication.version for publication in seen if publication] == [1, 1]
+    assert await feed.wait_newer(1, timeout_s=0.05) is None
+    await publish(store, 2)
+    newest = await feed.wait_newer(0, timeout_s=10)
+    assert newest is not None
+    assert (newest.version, newest.validate) == (2, True)
+
+
+async def test_two_versions_are_kept(store: Any) -> None:
+    for version in (1, 2, 3):
+        await publish(store, version)
+    with pytest.raises(InfraError, match=r"does not hold version 1 \(it holds: 2, 3\)"):
+        await object_store._answer(store.tensors.remote(1), 10, "tensors")
+    assert len(await object_store._answer(store.tensors.remote(2), 10, "tensors")) == 1
+
+
+async def test_versions_ascend(store: Any) -> None:
+    await publish(store, 2)
+    with pytest.raises(BugError, match="version 2 published after version 2"):
+        await publish(store, 2)
+
+
+async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:
+    ray.kill(store)
+    with pytest.raises(InfraError):
+        await ObjectStoreFeed(store, call_s=5).latest()
+    with pytest.raises(DeadlineError, match="did not answer within 0.01 s"):
+        await object_store._answer(anyio.sleep(5), 0.01, "nothing")
+
+
+async def test_find_store(store: Any) -> None:
+    assert find_store(NAMESPACE) is not None
+    assert find_store("another") is None

@@ -1,0 +1,113 @@
+"""A real vLLM engine under Ray Serve, with a weight store beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.types import Turn
+
+NAMESPACE = "e2e-serving"
+VOCABULARY = 64
+MAX_MODEL_LEN = 512
+
+
+def make_model(directory: Path, *, seed: int = 0) -> Path:
+    """A random Llama of 2 layers (2 heads of 32, 1 of keys) with tied embeddings, and a tokenizer of single characters."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(shape).save_pretrained(directory)
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = special + [chr(33 + index) for index in range(VOCABULARY - len(special))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    return directory
+
+
+@dataclass
+class Engine:
+    """A started application and everything a test needs to change and check what it serves."""
+
+    config: Config
+    store: Any
+    model: Any
+    """A transformers model, the stand-in for the trainer's; float32."""
+    version: int = 0
+
+    def perturb(self, scale: float = 0.02) -> dict[str, np.ndarray]:
+        """Move the model's weights at random and return them as a trainer would publish them."""
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(scale * torch.randn_like(parameter))
+        return {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
+
+    def log_probs(self, prompt_ids: np.ndarray, turn: Turn) -> np.ndarray:
+        """Of the turn's tokens under the model's weights of now: float32 `[L]`."""
+        import torch
+
+        ids = torch.from_numpy(np.concatenate([prompt_ids, turn.response_ids])).long()
+        with torch.no_grad():
+            table = self.model(ids[None]).logits[0].log_softmax(-1)
+        start = len(prompt_ids)
+        return table[start - 1 : -1].gather(-1, ids[start:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One engine for a module: Ray holds one cluster per process, and other modules bring their own."""
+    import ray
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from asyncrl.weights.object_store import start_store
+    from rollouter.serving.app import start_app, stop_app
+
+    torch.set_num_threads(1)
+    path = make_model(tmp_path_factory.mktemp("model"))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(path)},
+            "rollout": {"max_model_len": MAX_MODEL_LEN},
+            "timeouts": {"start_s": 240, "apply_s": 60, "generate_s": 120},
+        }
+    )
+    ray.init(
+        num_cpus=2, namespace=NAMESPACE, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False
+    )
+    try:
+        store = start_store(NAMESPACE)
+        anyio.run(partial(start_app, config, namespace=NAMESPACE))
+        yield Engine(config, store, LlamaForCausalLM.from_pretrained(path))
+        anyio.run(stop_app)
+    finally:
+        ray.shutdown()

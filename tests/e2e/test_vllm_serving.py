@@ -1,0 +1,169 @@
+"""The real thing: vLLM under Ray Serve takes new weights while it generates."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.failures import BugError, DataError
+from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.types import FinishReason, Span, Turn, versions_per_token
+from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
+from tests.e2e.conftest import MAX_MODEL_LEN, Engine
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
+
+PROMPT = np.arange(5, 25, dtype=np.int32)
+LONG = 400
+
+
+def requests(count: int, max_tokens: int, **sampling: Any) -> list[GenerateRequest]:
+    params = {"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True} | sampling
+    return [GenerateRequest(f"r{index}", PROMPT, params) for index in range(count)]
+
+
+def fleet_of(engine: Engine, *, partial: bool = True, mode: str = "keep", clear_kv: bool = False) -> Any:
+    from rollouter.serving.fleet import ServeFleet
+
+    changes = {
+        "async_training": engine.config.async_training.model_copy(
+            update={"partial_rollout": partial, "partial_mode": mode}
+        ),
+        "weight_sync": engine.config.weight_sync.model_copy(update={"clear_kv_cache": clear_kv}),
+    }
+    return ServeFleet(engine.config.model_copy(update=changes))
+
+
+async def publish(engine: Engine, scale: float = 0.02) -> Publication:
+    engine.version += 1
+    publisher = ObjectStorePublisher(engine.store, call_s=30)
+    return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
+
+
+async def apply_in_flight(engine: Engine, fleet: Any, count: int) -> tuple[list[Turn], ApplyReport, np.ndarray]:
+    """Publish and apply while `count` requests run; also log-probs of their tokens under the old weights."""
+    turns: list[Turn] = []
+
+    async def generate() -> None:
+        turns.extend(await fleet.generate(requests(count, LONG), session="s"))
+
+    old = replace(engine, model=copy.deepcopy(engine.model))
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        # Under way, and far from done: the engine says so itself.
+        started = (await fleet.status())[0]["generated_tokens"]
+        while (await fleet.status())[0]["generated_tokens"] < started + 20 * count:
+            await anyio.sleep(0.005)
+        publication = await publish(engine)
+        (report,) = await fleet.apply(publication)
+    return turns, report, np.stack([old.log_probs(PROMPT, turn) for turn in turns])
+
+
+def assert_agrees(engine: Engine, turn: Turn) -> None:
+    np.testing.assert_allclose(turn.rollout_log_probs, engine.log_probs(PROMPT, turn), atol=1e-3)
+
+
+async def test_tokens_log_probs_and_end_of_sequence(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    turns = await fleet.generate(requests(4, 40), session="s")
+    for turn in turns:
+        assert len(turn.response_ids) == 40
+        assert turn.finish_reason is FinishReason.LENGTH
+        assert turn.spans == (Span(0, engine.version),)
+        assert_agrees(engine, turn)
+    (stopped,) = await fleet.generate(requests(1, 300, ignore_eos=False, logit_bias={2: 100.0}), session="s")
+    assert stopped.response_ids.tolist() == [2]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_stop_strings(engine: Engine) -> None:
+    (turn,) = await fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s")
+    assert turn.finish_reason is FinishReason.STOP
+    assert turn.response_ids[-1] == 4  # "!" is the first character after the special tokens
+
+
+async def test_keep_carries_requests_across_the_swap(engine: Engine) -> None:
+    fleet = fleet_of(engine, clear_kv=True)
+    turns, report, old = await apply_in_flight(engine, fleet, 4)
+    assert (report.version, report.in_flight, report.verified) == (engine.version, 4, True)
+    assert 0 < report.load_s < report.pause_s < 5
+    for turn, under_old in zip(turns, old, strict=True):
+        assert len(turn.response_ids) == LONG
+        assert [span.version for span in turn.spans] == [engine.version - 1, engine.version]
+        # With the KV cache computed anew, every token's log-prob is exactly that of the version its span names.
+        new = versions_per_token(turn.spans, LONG) == engine.version
+        np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
+        np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
+        assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
+
+
+async def test_keep_with_its_cache_leaves_no_old_prefix_to_new_requests(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    turns, _, _ = await apply_in_flight(engine, fleet, 4)
+    assert all([span.version for span in turn.spans] == [engine.version - 1, engine.version] for turn in turns)
+    for turn in await fleet.generate(requests(2, 40), session="s"):
+        assert turn.spans == (Span(0, engine.version),)
+        assert_agrees(engine, turn)
+
+
+async def test_abort_resumes_with_the_tokens_and_the_budget(engine: Engine) -> None:
+    fleet = fleet_of(engine, mode="abort")
+    turns, _, old = await apply_in_flight(engine, fleet, 4)
+    for turn, under_old in zip(turns, old, strict=True):
+        assert len(turn.response_ids) == LONG
+        assert turn.finish_reason is FinishReason.LENGTH
+        assert [span.version for span in turn.spans] == [engine.version - 1, engine.version]
+        new = versions_per_token(turn.spans, LONG) == engine.version
+        np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
+        np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
+
+
+async def test_wait_drains_first(engine: Engine) -> None:
+    fleet = fleet_of(engine, partial=False)
+    turns, report, old = await apply_in_flight(engine, fleet, 4)
+    assert report.pause_s < 1
+    for turn, under_old in zip(turns, old, strict=True):
+        assert turn.spans == (Span(0, engine.version - 1),)
+        np.testing.assert_allclose(turn.rollout_log_probs, under_old, atol=1e-3)
+    (after,) = await fleet.generate(requests(1, 40), session="s")
+    assert_agrees(engine, after)
+
+
+async def test_applying_again_changes_nothing(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    publication = await publish(engine)
+    await fleet.apply(publication)
+    (report,) = await fleet.apply(publication)
+    assert (report.version, report.pause_s) == (engine.version, 0.0)
+    latest = await ObjectStoreFeed(engine.store, call_s=30).latest()
+    assert latest == publication
+
+
+async def test_refused_requests_are_data_errors(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    overlong = GenerateRequest("long", np.full(MAX_MODEL_LEN, 5, dtype=np.int32), {"max_tokens": 8})
+    with pytest.raises(DataError, match="leave no room"):
+        await fleet.generate([overlong], session="s")
+    with pytest.raises(DataError, match="sampling parameters"):
+        await fleet.generate(requests(1, 8, temprature=1.0), session="s")
+    with pytest.raises(DataError, match="seed"):
+        await fleet.generate(requests(1, 8, seed=7), session="s")
+    (fine,) = await fleet.generate(requests(1, 8), session="s")
+    assert len(fine.response_ids) == 8
+
+
+async def test_a_corrupt_publication_is_found_and_the_replica_replaced(engine: Engine) -> None:
+    """Costs a restart of the engine, which then serves what the store has before it takes a request."""
+    fleet = fleet_of(engine)
+    publication = await publish(engine)
+    lying = replace(publication, checksums=publication.checksums | {"layers.1": 7})
+    with pytest.raises(BugError, match=r"checksums differ in layers\.1"):
+        await fleet.apply(lying)
+    (turn,) = await fleet.generate(requests(1, 20), session="s")
+    assert turn.spans == (Span(0, engine.version),)
+    assert_agrees(engine, turn)

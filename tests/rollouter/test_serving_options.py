@@ -1,0 +1,71 @@
+"""What the config becomes for Ray and vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError
+from rollouter.serving.options import deployment_options, serving_options
+
+
+def options(*, gpus: bool = False, **groups: Any) -> Any:
+    config = Config.model_validate({"model": {"path": "/models/tiny"}, **groups})
+    return serving_options(config, namespace="run", gpus=gpus)
+
+
+def test_cpu() -> None:
+    built = options(rollout={"cpu_threads": 2, "cpu_kv_cache_gib": 3, "num_replicas": 2, "response_length": 100})
+    assert built.bundles == ({"CPU": 2.0},)
+    assert built.env_vars["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert built.env_vars["OMP_NUM_THREADS"] == "2"
+    kwargs = built.llm_config["engine_kwargs"]
+    assert kwargs["dtype"] == "float32"
+    assert kwargs["enforce_eager"] is True
+    assert kwargs["max_model_len"] == 612
+    assert "gpu_memory_utilization" not in kwargs
+    assert built.llm_config["model_loading_config"] == {"model_id": "tiny", "model_source": "/models/tiny"}
+    assert deployment_options(built)["num_replicas"] == 2
+
+
+def test_gpu() -> None:
+    built = options(gpus=True, rollout={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False})
+    assert built.bundles == ({"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0})
+    assert "VLLM_CPU_KVCACHE_SPACE" not in built.env_vars
+    kwargs = built.llm_config["engine_kwargs"]
+    assert (kwargs["dtype"], kwargs["enforce_eager"], kwargs["gpu_memory_utilization"]) == ("bfloat16", False, 0.85)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "mode"), [(1.0, "raw_logprobs"), (0.0, "raw_logprobs"), (0.7, "processed_logprobs")]
+)
+def test_log_probs_are_those_of_the_tempered_policy(temperature: float, mode: str) -> None:
+    built = options(rollout={"sampling": {"temperature": temperature}})
+    assert built.llm_config["engine_kwargs"]["logprobs_mode"] == mode
+
+
+def test_engine_kwargs_pass_through() -> None:
+    built = options(rollout={"engine_kwargs": {"max_num_batched_tokens": 1024}})
+    assert built.llm_config["engine_kwargs"]["max_num_batched_tokens"] == 1024
+
+
+def test_engine_kwargs_that_another_key_owns_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.dtype='float16': set rollout\.dtype instead"):
+        options(rollout={"engine_kwargs": {"dtype": "float16"}})
+
+
+def test_quantized_engines_cannot_be_verified() -> None:
+    quantized = {"rollout": {"engine_kwargs": {"quantization": "fp8"}}}
+    with pytest.raises(ConfigError, match=r"weight_sync\.verify=off"):
+        options(**quantized)
+    assert options(**quantized, weight_sync={"verify": "off"}).verify == "off"
+
+
+def test_the_driver_side_does_not_import_vllm() -> None:
+    """Importing `ray.serve.llm` costs 7 s; only replicas need it."""
+    code = "import sys, rollouter.serving.fleet; sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'ray.llm')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
