@@ -19,6 +19,7 @@ from asyncrl.ports import RunRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.rollouter import Rollouter, Task, load_task
+from rollouter.serving.fleet import ServeFleet
 
 MAX_CONCURRENCY = 16
 
@@ -56,9 +57,6 @@ class RolloutActor:
         Raises:
             AsyncRLError: the first failure of any part.
         """
-        # The serving adapter imports ray.serve, which `prepare` can do without.
-        from rollouter.serving.fleet import ServeFleet
-
         if self._task is None:
             raise BugError("RolloutActor.run before prepare")
         call_s = self._config.timeouts.call_s
@@ -74,7 +72,7 @@ class RolloutActor:
         )
         if self._stopped:
             self._rollouter.stop()
-        async for record in _running(self._rollouter, send, records):
+        async for record in stream_records(self._rollouter, send, records):
             yield record
 
     async def stop(self) -> None:
@@ -104,7 +102,7 @@ class StreamSink:
         self._send.send_nowait(record)
 
 
-async def _running(
+async def stream_records(
     rollouter: Rollouter, send: MemoryObjectSendStream[RunRecord], records: MemoryObjectReceiveStream[RunRecord]
 ) -> AsyncIterator[RunRecord]:
     """The records of `rollouter.run()`, and then its failure if it has one.

@@ -1,0 +1,218 @@
+"""The Rollouter as a whole, on fakes; and its actor shell as far as it goes without Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from asyncrl.config.schema import (
+    Config,
+    DataConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from asyncrl.failures import BugError, ConfigError, InfraError
+from asyncrl.ports import ApplyRecord, ApplyReport, RunRecord, ValidationRecord
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from rollouter.actor import RolloutActor, StreamSink, stream_records
+from rollouter.rollouter import Rollouter, Task, load_task
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, make_prompt
+
+
+class Rig:
+    """The whole Rollouter between a real queue and fakes; the test plays the Trainer."""
+
+    def __init__(self, fleet: FakeFleet | None = None, *, val_before_train: bool = True) -> None:
+        config = Config(
+            rollout=RolloutConfig(n=2, response_length=8, max_model_len=16),
+            trainer=TrainerConfig(val_before_train=val_before_train),
+        )
+        prompts = ListPrompts([make_prompt(1, 2, 3), make_prompt(4, 5)])
+        self.queue = LocalSampleQueue(QueueOptions(2, Pacing(samples_per_version=4, staleness_threshold=1)))
+        self.feed = FakeFeed()
+        self.fleet = fleet or FakeFleet()
+        self.sink = ListSink()
+        self.send, self.records = anyio.create_memory_object_stream[RunRecord](math.inf)
+        self.rollouter = Rollouter(
+            config,
+            Task(prompts, prompts, FakeScorer(), decode=str),
+            queue=self.queue,
+            payloads=MemoryPayloads(),
+            feed=self.feed,
+            fleet=self.fleet,
+            sink=self.sink,
+        )
+
+    async def train(self, version: int, *, validate: bool = False) -> None:
+        """One lease of 4, committed, and a version published."""
+        lease = await self.queue.lease(4, trainer_version=version - 1, timeout_s=10)
+        assert len(lease.samples) == 4
+        await self.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
+        await self.feed.publish(version, step=version, validate=validate)
+
+
+async def test_a_run_from_first_prompt_to_last_validation() -> None:
+    rig = Rig()
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.rollouter.run)
+            for version in range(1, 4):
+                await rig.train(version, validate=version == 3)
+            await rig.queue.close()
+    told = [(type(record), record.version) for record in rig.sink.records]
+    assert told[0] == (ValidationRecord, 0)
+    assert told[-2:] == [(ApplyRecord, 3), (ValidationRecord, 3)]
+    books = (await rig.queue.status()).books
+    assert (books.trained, books.running, books.ready, books.leased) == (12, 0, 0, 0)
+    status = await rig.rollouter.status()
+    assert status["version"] == 3
+    assert status["samples_done"] >= 12
+    assert status["in_flight"] == 0
+    assert status["val_generated_tokens"] == 2 * 5
+    assert [replica["version"] for replica in status["fleet"]] == [3]
+
+
+async def test_generation_goes_on_while_a_version_is_validated() -> None:
+    rig = Rig(FakeFleet(hold=True))
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.rollouter.run)
+            training = [f"sample_{(index - 1) // 2}_{index}" for index in range(1, 9)]
+            await rig.fleet.until_in_flight("val_0_0", "val_0_1", *training)
+            rig.fleet.release(*training[:4])
+            await rig.train(1)
+            assert rig.sink.records == []
+            rig.fleet.release("val_0_0", "val_0_1")
+            await rig.sink.until(2)
+            await rig.queue.close()
+    assert [type(record) for record in rig.sink.records] == [ValidationRecord, ApplyRecord]
+    assert set(rig.fleet.cancelled) >= set(training[4:])
+
+
+async def test_a_failure_is_one_typed_error_and_nothing_keeps_running() -> None:
+    rig = Rig(FakeFleet(hold=True))
+    rig.fleet.fail("sample_0_2", InfraError("gone", "cause"))
+
+    async def release() -> None:
+        await rig.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
+        rig.fleet.release("sample_0_2")
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(release)
+            with pytest.raises(InfraError, match="gone"):
+                await rig.rollouter.run()
+    assert rig.fleet.calls == {}
+    assert {"sample_0_1", "val_0_0"} <= set(rig.fleet.cancelled)
+
+
+async def test_what_is_untyped_is_a_bug_with_its_traceback() -> None:
+    rig = Rig()
+    rig.fleet.fail("sample_0_1", ZeroDivisionError("oops"))
+    with anyio.fail_after(20), pytest.raises(BugError, match="ZeroDivisionError: oops") as caught:
+        await rig.rollouter.run()
+    assert "engine.py" in caught.value.cause
+
+
+async def test_stop_ends_the_run_at_once() -> None:
+    rig = Rig(FakeFleet(hold=True))
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.rollouter.run)
+            await rig.fleet.until_in_flight("sample_0_1", "val_0_0")
+            rig.rollouter.stop()
+    assert rig.fleet.calls == {}
+    with anyio.fail_after(20):
+        stopped_before = Rig()
+        stopped_before.rollouter.stop()
+        await stopped_before.rollouter.run()
+    assert stopped_before.fleet.sessions == []
+
+
+# ------------------------------------------------------------------------------------------------ the shell
+
+
+def record(version: int) -> ApplyRecord:
+    return ApplyRecord(version, (ApplyReport("r", version, 0, 0, 0, 0, True),), 0.0)
+
+
+class Scripted(Rollouter):
+    """Tells two records, then ends, fails or waits for ever."""
+
+    def __init__(self, sink: StreamSink, error: Exception | None = None, *, endless: bool = False) -> None:
+        self._sink_of_test = sink
+        self._error = error
+        self._endless = endless
+        self.ended = False
+
+    async def run(self) -> None:
+        try:
+            await self._sink_of_test.put(record(1))
+            await self._sink_of_test.put(record(2))
+            if self._error is not None:
+                raise self._error
+            if self._endless:
+                await anyio.sleep_forever()
+        finally:
+            self.ended = True
+
+
+def scripted(error: Exception | None = None, *, endless: bool = False) -> tuple[Scripted, AsyncIterator[RunRecord]]:
+    send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
+    rollouter = Scripted(StreamSink(send), error, endless=endless)
+    return rollouter, stream_records(rollouter, send, records)
+
+
+async def test_the_stream_gives_every_record_and_then_ends() -> None:
+    _, stream = scripted()
+    assert [item.version async for item in stream] == [1, 2]
+
+
+async def test_the_stream_gives_every_record_before_the_failure() -> None:
+    _, stream = scripted(InfraError("gone"))
+    versions = []
+    with pytest.raises(InfraError, match="gone"):
+        async for item in stream:
+            versions.append(item.version)
+    assert versions == [1, 2]
+
+
+async def test_a_stream_that_is_abandoned_ends_its_run() -> None:
+    rollouter, stream = scripted(endless=True)
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert rollouter.ended
+
+
+async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}} for n in range(6)]
+    rows.append({"prompt": "1" * 100})
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = Config(
+        data=DataConfig(train_files=(str(path),), val_files=(str(path),), max_val_samples=2, max_prompt_length=32)
+    )
+    actor = RolloutActor(config)
+    assert await actor.status() == {}
+    with pytest.raises(BugError, match="before prepare"):
+        async for _ in actor.run(None, None):
+            pass
+    counts = await actor.prepare(str(tmp_path / "run"))
+    assert counts == {"num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0}
+
+
+def test_a_bad_reward_function_fails_before_data_is_read(tmp_path: Path) -> None:
+    config = Config(
+        data=DataConfig(train_files=(str(tmp_path / "nowhere.jsonl"),)), reward=RewardConfig(function="exact_mach")
+    )
+    with pytest.raises(ConfigError, match=r"reward\.function"):
+        load_task(config, tmp_path)

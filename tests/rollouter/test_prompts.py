@@ -1,0 +1,269 @@
+"""Data sets: what loads, what is refused and how it says so, the order, and prompts over length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import Config, DataConfig, ModelConfig, ReasoningGymConfig
+from asyncrl.failures import ConfigError, DataError
+from asyncrl.types import SampleId
+from rollouter.dataset import FileRows, GymRows, parse_row
+from rollouter.prompts import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
+from rollouter.template import fit, load_tokenizer
+
+QUICKSTART = "asyncrl://quickstart"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(ModelConfig(path=QUICKSTART))
+
+
+def question(text: str, **fields: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": text}], **fields}
+
+
+def write_jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, tokenizer: Any, *files: str, **data: Any) -> LoadedPrompts:
+    config = Config(data=DataConfig(train_files=files, **data))
+    return load_prompts(config, tokenizer, tmp_path / "cache")
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_verl_parquet_loads_unchanged(tmp_path: Path, tokenizer: Any) -> None:
+    """The columns and nesting that verl's gsm8k script writes, and a mapping as ground truth as its countdown has."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n}+{n}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": {"target": 2 * n, "numbers": [n, n]}},
+            "extra_info": {"split": "train", "index": n, "answer": "…", "question": f"{n}+{n}="},
+        }
+        for n in range(3)
+    ]
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    train = load(tmp_path, tokenizer, str(path), shuffle=False).train
+    prompt = train.at(SampleId(0, 3))
+    assert len(train) == 3
+    assert prompt.data_source == "openai/gsm8k"
+    assert prompt.ground_truth == {"target": 4, "numbers": [2, 2]}
+    assert prompt.extra_info["index"] == 2
+    assert prompt.messages == ({"role": "user", "content": "2+2="},)
+    assert prompt.prompt_ids.dtype == np.int32
+    expected = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
+    assert prompt.prompt_ids.tolist() == expected
+
+
+def test_jsonl_rows_keep_their_own_keys_and_types(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        question("1+1=", reward_model={"ground_truth": "007"}, extra_info={"a": 1}),
+        "",
+        {"prompt": "1+2=", "reward_model": {"ground_truth": 7}, "extra_info": {"b": "x"}},
+    )
+    train = load(tmp_path, tokenizer, path, shuffle=False).train
+    first, second = train.at(SampleId(0, 1)), train.at(SampleId(0, 2))
+    assert (first.ground_truth, first.extra_info) == ("007", {"a": 1})
+    assert (second.ground_truth, second.extra_info) == (7, {"b": "x"})
+    assert second.messages == ({"role": "user", "content": "1+2="},)
+    assert second.data_source == "default"
+
+
+def test_several_files_of_different_kinds_are_one_set(tmp_path: Path, tokenizer: Any) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", question("1"), question("2"))
+    pq.write_table(pa.Table.from_pylist([question("3")]), tmp_path / "b.parquet")
+    train = load(tmp_path, tokenizer, lines, str(tmp_path / "b.parquet"), shuffle=False).train
+    assert [train.at(SampleId(0, i)).messages[0]["content"] for i in (1, 2, 3)] == ["1", "2", "3"]
+
+
+def test_messages_of_parquet_lose_the_columns_they_never_had(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "calc"}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    rows = FileRows([str(tmp_path / "a.parquet")], key="data.train_files", cache_dir=tmp_path / "cache")
+    assert parse_row(rows.row(0), "here").messages[0] == {"role": "user", "content": "1"}
+
+
+def test_nothing_is_written_outside_the_cache(tmp_path: Path, tokenizer: Any) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    path = write_jsonl(data / "a.jsonl", question("1"))
+    load(tmp_path, tokenizer, path)
+    assert [entry.name for entry in data.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"data_source": "x"}, "field 'prompt' is missing"),
+        ({"prompt": []}, "field 'prompt' is []"),
+        ({"prompt": [{"content": "hi"}]}, "field 'prompt[0]'"),
+        ({"prompt": 3}, "field 'prompt' is 3"),
+        (question("1", reward_model="4"), "field 'reward_model' is '4'"),
+        (question("1", extra_info=[1]), "field 'extra_info' is [1]"),
+        (question("1", extra_info={"sampling_params": {"seed": 1}}), "sampling_params.seed"),
+        (question("1", extra_info={"sampling_params": {"max_tokens": 0}}), "sampling_params.max_tokens' is 0"),
+        ('{"prompt": ', "not JSON"),
+        ("[1]", "not a JSON object"),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, expected: str) -> None:
+    path = write_jsonl(tmp_path / "bad.jsonl", question("1"), "", row)
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, tokenizer, path)
+    assert f"{path}, line 3" in caught.value.message
+    assert expected in caught.value.message
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_files: .*nowhere\.jsonl is not a file"):
+        load(tmp_path, tokenizer, str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(ConfigError, match=r"expected \.parquet or \.jsonl"):
+        load(tmp_path, tokenizer, str(tmp_path / "a.csv"))
+    (tmp_path / "a.parquet").write_text("junk")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read"):
+        load(tmp_path, tokenizer, str(tmp_path / "a.parquet"))
+    with pytest.raises(ConfigError, match="set one of the two"):
+        load(tmp_path, tokenizer)
+
+
+def test_samples_limit_and_validation_set(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(10)))
+    loaded = load(tmp_path, tokenizer, path, val_files=(path,), max_train_samples=4, max_val_samples=3)
+    assert loaded.val is not None
+    assert (len(loaded.train), len(loaded.val)) == (4, 3)
+    assert loaded.val[2].messages[0]["content"] == "2"
+    assert load(tmp_path, tokenizer, path).val is None
+
+
+# ------------------------------------------------------------------------------------------------ over length
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("filter", None), ("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])],
+)
+def test_overlong_tokens(mode: Any, expected: list[int] | None) -> None:
+    assert fit([1, 2, 3, 4, 5, 6, 7], 5, mode, "here") == expected
+    assert fit([1, 2, 3, 4, 5], 5, mode, "here") == [1, 2, 3, 4, 5]
+
+
+def test_overlong_error_names_the_row() -> None:
+    with pytest.raises(DataError, match="row 3: the prompt has 7 tokens"):
+        fit([1] * 7, 5, "error", "row 3")
+
+
+def test_overlong_prompts_are_filtered_and_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", question("1"), question("1" * 100), question("2"))
+    loaded = load(tmp_path, tokenizer, path, max_prompt_length=20, shuffle=False)
+    assert (len(loaded.train), loaded.num_filtered) == (2, 1)
+    assert loaded.train.at(SampleId(0, 2)).messages[0]["content"] == "2"
+    assert "1 of 3 prompts are longer than data.max_prompt_length = 20" in caplog.text
+    cut = load(tmp_path, tokenizer, path, max_prompt_length=20, overlong_prompts="left", shuffle=False).train
+    assert len(cut.at(SampleId(0, 2)).prompt_ids) == 20
+    with pytest.raises(ConfigError, match="no prompt is left of 3 rows"):
+        load(tmp_path, tokenizer, path, max_prompt_length=1)
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 50))
+def test_every_epoch_is_a_permutation_and_a_pure_function(num_prompts: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_prompts, seed, epoch, shuffle=True)
+    assert sorted(order.tolist()) == list(range(num_prompts))
+    assert np.array_equal(order, epoch_order(num_prompts, seed, epoch, shuffle=True))
+
+
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    orders = {tuple(epoch_order(50, seed, epoch, shuffle=True)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert epoch_order(4, 0, 7, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+def test_a_cursor_is_one_integer(tmp_path: Path, tokenizer: Any) -> None:
+    """A source made anew gives the same prompts from any index on, whatever was asked of it before."""
+    path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(7)))
+    rows = FileRows([path], key="data.train_files", cache_dir=tmp_path / "cache")
+    prompts = PromptSet(rows, tokenizer, max_prompt_length=64, overlong="filter")
+    ids = [SampleId((index - 1) // 7, index) for index in range(1, 22)]
+    first = ShuffledPrompts(prompts, seed=3, shuffle=True)
+    in_order = [first.at(i).messages[0]["content"] for i in ids]
+    again = ShuffledPrompts(prompts, seed=3, shuffle=True)
+    assert [again.at(i).messages[0]["content"] for i in reversed(ids)] == in_order[::-1]
+    assert [sorted(in_order[at : at + 7]) for at in (0, 7, 14)] == [sorted(map(str, range(7)))] * 3
+    with pytest.raises(ConfigError, match="sample_1_3 would lie in epoch 0 of these 7 prompts"):
+        again.at(SampleId(1, 3))
+
+
+# ------------------------------------------------------------------------------------------------ reasoning-gym
+
+
+def test_reasoning_gym_prompts_carry_their_entry(tmp_path: Path, tokenizer: Any) -> None:
+    gym = ReasoningGymConfig(task="chain_sum", train_size=8, val_size=4, kwargs={"max_terms": 3}, system_prompt="Sum.")
+    rows = GymRows(gym, split="train", seed=5)
+    prompt = parse_row(rows.row(3), rows.where(3))
+    entry = prompt.extra_info["entry"]
+    assert prompt.messages[0] == {"role": "system", "content": "Sum."}
+    assert prompt.messages[1]["content"] == entry["question"]
+    assert prompt.ground_truth == entry["answer"]
+    assert prompt.data_source == "chain_sum"
+    assert [rows.row(i) for i in range(8)] == [GymRows(gym, split="train", seed=5).row(i) for i in range(8)]
+
+
+def test_reasoning_gym_splits_and_seeds_do_not_overlap() -> None:
+    gym = ReasoningGymConfig(task="chain_sum", train_size=50, val_size=50, kwargs={"min_digits": 4})
+    questions = [
+        {rows.row(i)["extra_info"]["entry"]["question"] for i in range(len(rows))}
+        for rows in (GymRows(gym, split=split, seed=seed) for split in ("train", "val") for seed in (0, 1))
+    ]
+    assert len(set.union(*questions)) == sum(map(len, questions))
+
+
+def test_reasoning_gym_mistakes_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'chain_sum'"):
+        GymRows(ReasoningGymConfig(task="chain_sums"), split="train", seed=0)
+    with pytest.raises(ConfigError, match=r"data\.reasoning_gym\.kwargs: task 'chain_sum' refuses"):
+        GymRows(ReasoningGymConfig(task="chain_sum", kwargs={"foo": 1}), split="train", seed=0)
+
+
+# ------------------------------------------------------------------------------------------------ template
+
+
+def test_tokenizer_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: no tokenizer can be loaded from"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .* cannot be read"):
+        load_tokenizer(ModelConfig(path=QUICKSTART, chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_own_template_and_its_refusal(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}7"
+    )
+    tokenizer = load_tokenizer(ModelConfig(path=QUICKSTART, chat_template=str(tmp_path / "t.jinja")))
+    path = write_jsonl(tmp_path / "a.jsonl", question("1"))
+    ids = load(tmp_path, tokenizer, path).train.at(SampleId(0, 1)).prompt_ids
+    assert ids.tolist() == tokenizer("7", add_special_tokens=False)["input_ids"]
+    path = write_jsonl(tmp_path / "b.jsonl", {"prompt": [{"role": "system", "content": "x"}]})
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: the chat template refuses .*no system messages"):
+        load(tmp_path, tokenizer, path)

@@ -1,0 +1,405 @@
+"""The pump: samples in any order, drops and stops, slots, the queue's end, and what it counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, SamplingConfig, ValSamplingConfig
+from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
+from asyncrl.ports import Lease, RewardScorer
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.types import FinishReason, Prompt, Sample, Turn
+from asyncrl.waits import WaitBoard
+from rollouter.drops import DropRule, OverlongError
+from rollouter.meters import BusyMeter
+from rollouter.pump import Pump
+from rollouter.sampling import sampling_params
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, make_prompt
+
+NUM_PROMPTS = 100
+
+
+class Rig:
+    """A pump between a real queue and a fake fleet; at most `permits` samples unconsumed, `total` in all."""
+
+    def __init__(
+        self,
+        *,
+        permits: int = 8,
+        total: int = 1000,
+        n: int = 2,
+        max_concurrent_samples: int = 8,
+        fleet: FakeFleet | None = None,
+        scorer: RewardScorer | None = None,
+        prompts: list[Prompt] | None = None,
+        reward: RewardConfig | None = None,
+    ) -> None:
+        self.config = Config(
+            rollout=RolloutConfig(
+                n=n, response_length=16, max_model_len=32, max_concurrent_samples=max_concurrent_samples
+            ),
+            reward=reward or RewardConfig(),
+        )
+        prompts = prompts or [make_prompt(*range(1, 2 + k % 7)) for k in range(NUM_PROMPTS)]
+        self.pacing = Pacing(samples_per_version=permits, staleness_threshold=0, total_samples=total)
+        self.queue = LocalSampleQueue(QueueOptions(len(prompts), self.pacing))
+        self.fleet = fleet or FakeFleet(hold=True)
+        self.clock = ManualClock()
+        self.drops = DropRule(
+            on_error=self.config.reward.on_error,
+            max_errors=self.config.reward.max_errors,
+            num_prompts=len(prompts),
+        )
+        self.waits = WaitBoard(self.clock)
+        self.pump = Pump(
+            self.config,
+            queue=self.queue,
+            payloads=MemoryPayloads(),
+            prompts=ListPrompts(prompts),
+            fleet=self.fleet,
+            scorer=scorer or FakeScorer(),
+            drops=self.drops,
+            waits=self.waits,
+            clock=self.clock,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Rig]:
+        """The pump runs inside; at the end the queue is closed and the pump has to end by itself."""
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.pump.run)
+                yield self
+                await self.queue.close()
+
+    async def lease(self, num_samples: int) -> Lease:
+        with anyio.fail_after(10):
+            return await self.queue.lease(num_samples, trainer_version=0, timeout_s=10)
+
+    async def fails(self) -> BaseException:
+        """Run until it fails by itself."""
+        with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+            await self.pump.run()
+        return first_failure(caught.value)
+
+
+def samples(lease: Lease) -> list[Sample]:
+    return [entry.payload for entry in lease.samples]
+
+
+def name(index: int) -> str:
+    return f"sample_{(index - 1) // NUM_PROMPTS}_{index}"
+
+
+# ------------------------------------------------------------------------------------------------ the way of a sample
+
+
+async def test_a_sample_is_prompt_turns_and_scores() -> None:
+    rig = Rig(permits=1, fleet=FakeFleet(), prompts=[make_prompt(5, 6, 7, data_source="math")])
+    async with rig.running():
+        lease = await rig.lease(1)
+    (sample,) = samples(lease)
+    assert str(sample.sample_id) == "sample_0_1"
+    assert sample.data_source == "math"
+    assert len(sample.trajectories) == 2
+    row = sample.trajectories[0]
+    assert row.prompt_ids.tolist() == row.response_ids.tolist() == [5, 6, 7]
+    assert row.response_mask.tolist() == [True] * 3
+    assert row.reward == 3.0
+    assert lease.samples[0].meta.response_tokens == 6
+    assert [request.request_id for request in rig.fleet.requests] == ["sample_0_1/0", "sample_0_1/1"]
+    assert rig.fleet.sessions == ["sample_0_1"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_samples_complete_in_the_order_in_which_they_are_generated(seed: int) -> None:
+    rig = Rig(permits=8, n=1)
+    order = [name(index) for index in range(1, 9)]
+    random.Random(seed).shuffle(order)
+    async with rig.running():
+        await rig.fleet.until_in_flight(*order)
+        done = []
+        for session in order:
+            rig.fleet.release(session)
+            done += samples(await rig.lease(1))
+    assert [str(sample.sample_id) for sample in done] == order
+
+
+async def test_a_straggler_blocks_nobody() -> None:
+    """With one of two slots taken for good, everything else goes through the other one."""
+    rig = Rig(permits=1000, total=51, n=1, max_concurrent_samples=2)
+    async with rig.running():
+        await rig.fleet.until_in_flight(name(1), name(2))
+        rig.fleet.hold = False
+        rig.fleet.release(name(2))
+        lease = await rig.lease(50)
+        assert list(rig.fleet.calls) == [name(1)]
+        assert sorted(entry.meta.sample_id.index for entry in lease.samples) == list(range(2, 52))
+        rig.fleet.release(name(1))
+        assert (await rig.lease(1)).samples[0].meta.sample_id.index == 1
+    assert rig.fleet.max_in_flight == 2
+
+
+async def test_no_more_samples_in_generation_than_slots() -> None:
+    rig = Rig(
+        permits=1000, total=200, max_concurrent_samples=5, fleet=FakeFleet(pace=lambda _: anyio.lowlevel.checkpoint())
+    )
+    async with rig.running():
+        assert len((await rig.lease(200)).samples) == 200
+    assert rig.fleet.max_in_flight == 5
+
+
+async def test_slow_scoring_holds_no_slot() -> None:
+    gate = anyio.Event()
+    rig = Rig(permits=10, max_concurrent_samples=1, fleet=FakeFleet(), scorer=FakeScorer(gate=lambda _: gate.wait()))
+    async with rig.running():
+        await rig.fleet.until(lambda fleet: len(fleet.sessions) == 10)
+        assert rig.pump.counts.samples_done == 0
+        gate.set()
+        assert len((await rig.lease(10)).samples) == 10
+
+
+async def test_admission_waits_for_permits_and_goes_on_with_a_new_version() -> None:
+    rig = Rig(permits=3, fleet=FakeFleet())
+    async with rig.running():
+        lease = await rig.lease(3)
+        assert len(rig.fleet.sessions) == 3
+        await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
+        await rig.queue.set_applied_version(1)
+        assert len((await rig.lease(3)).samples) == 3
+    assert len(rig.fleet.sessions) == 6
+
+
+async def test_a_version_that_changes_in_mid_generation_is_in_the_spans() -> None:
+    rig = Rig(permits=1, n=1, prompts=[make_prompt(1, 2, 3, 4)])
+    async with rig.running():
+        await rig.fleet.until_in_flight("sample_0_1")
+        rig.fleet.version = 3
+        rig.fleet.release()
+        meta = (await rig.lease(1)).samples[0].meta
+    assert (meta.oldest_version, meta.newest_version) == (0, 3)
+
+
+# ------------------------------------------------------------------------------------------------ the queue's end
+
+
+async def test_close_cancels_what_is_in_flight() -> None:
+    rig = Rig(permits=4)
+    async with rig.running():
+        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 5)))
+    assert sorted(rig.fleet.cancelled) == [name(index) for index in range(1, 5)]
+    books = (await rig.queue.status()).books
+    assert (books.fed, books.running, books.dropped["shutdown"]) == (4, 0, 4)
+    assert rig.pump.in_flight == 0
+
+
+async def test_end_of_stream_lets_running_samples_finish() -> None:
+    rig = Rig(permits=4)
+    async with rig.running():
+        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 5)))
+        await rig.queue.end_stream()
+        rig.fleet.release()
+        assert len((await rig.lease(4)).samples) == 4
+    assert rig.fleet.cancelled == []
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+async def test_an_engine_failure_stops_the_run_with_its_cause() -> None:
+    rig = Rig(fleet=FakeFleet())
+    rig.fleet.fail(name(3), InfraError("three tries, all failed", "the engine's traceback"))
+    error = await rig.fails()
+    assert isinstance(error, InfraError)
+    assert error.cause == "the engine's traceback"
+
+
+async def test_unusable_prompts_are_dropped_by_reason_and_refilled(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [make_prompt(1, 2) for _ in range(20)]
+    prompts[2] = prompts[4] = make_prompt(*range(32))
+    rig = Rig(permits=6, fleet=FakeFleet(), prompts=prompts)
+    rig.fleet.fail("sample_0_6", DataError("the engine refuses top_p=7"))
+    async with rig.running():
+        lease = await rig.lease(6)
+    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 2, 4, 7, 8, 9]
+    dropped = (await rig.queue.status()).books.dropped
+    assert (dropped["overlong"], dropped["failed"]) == (2, 1)
+    assert rig.drops.counts == {"prompt over length": 2, "unusable prompt": 1}
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert "sample_0_3 dropped (overlong)" in warnings[0] or "sample_0_3 dropped (overlong)" in warnings[1]
+
+
+async def test_an_empty_response_is_never_a_sample() -> None:
+    def answer(request: Any) -> list[int]:
+        return [] if request.request_id == "sample_0_2/1" else [1]
+
+    rig = Rig(permits=3, fleet=FakeFleet(answer=answer))
+    async with rig.running():
+        lease = await rig.lease(3)
+    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4]
+
+
+async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
+    class Broken(FakeFleet):
+        async def generate(self, requests: Any, *, session: str) -> list[Turn]:
+            turns = await super().generate(requests, session=session)
+            return [Turn(turn.response_ids, turn.rollout_log_probs, turn.spans, FinishReason.ABORTED) for turn in turns]
+
+    error = await Rig(fleet=Broken()).fails()
+    assert isinstance(error, BugError)
+
+
+async def test_a_data_set_in_which_nothing_gets_through_stops_the_run() -> None:
+    error = await Rig(fleet=FakeFleet(), prompts=[make_prompt(*range(32))] * 3).fails()
+    assert isinstance(error, DataError)
+    assert "3 samples in a row were dropped" in error.message
+
+
+def failing_scorer(*bad: int) -> FakeScorer:
+    """Raises for prompts whose first token is one of `bad`."""
+
+    def reward(prompt: Prompt, turn: Turn) -> float:
+        if prompt.prompt_ids[0] in bad:
+            raise UserCodeError(f"reward function judge raised on {prompt.prompt_ids[0]}", "the user's traceback")
+        return 1.0
+
+    return FakeScorer(reward)
+
+
+async def test_a_failing_reward_stops_the_run_with_its_traceback() -> None:
+    rig = Rig(fleet=FakeFleet(), scorer=failing_scorer(3), prompts=[make_prompt(k) for k in range(1, 9)])
+    error = await rig.fails()
+    assert isinstance(error, UserCodeError)
+    assert error.message == "sample_0_3: reward function judge raised on 3"
+    assert error.cause == "the user's traceback"
+
+
+async def test_a_failing_reward_drops_within_its_budget() -> None:
+    rig = Rig(
+        permits=5,
+        fleet=FakeFleet(),
+        scorer=failing_scorer(2, 3),
+        prompts=[make_prompt(k) for k in range(1, 9)],
+        reward=RewardConfig(on_error="drop", max_errors=2),
+    )
+    async with rig.running():
+        lease = await rig.lease(5)
+    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 4, 5, 6, 7]
+    assert (await rig.queue.status()).books.dropped["failed"] == 2
+
+
+async def test_a_failing_reward_stops_beyond_its_budget() -> None:
+    rig = Rig(
+        permits=5,
+        fleet=FakeFleet(),
+        scorer=failing_scorer(2, 3, 5),
+        prompts=[make_prompt(k) for k in range(1, 9)],
+        reward=RewardConfig(on_error="drop", max_errors=2),
+    )
+    error = await rig.fails()
+    assert isinstance(error, UserCodeError)
+    assert "more than reward.max_errors = 2" in error.message
+    assert error.cause == "the user's traceback"
+
+
+def test_drop_rule_counts_a_row_of_drops_from_the_last_success() -> None:
+    rule = DropRule(on_error="stop", max_errors=0, num_prompts=3)
+    for _ in range(5):
+        assert rule.failed("a", OverlongError("long")).reason == "overlong"
+        assert rule.failed("b", DataError("odd")).reason == "failed"
+        rule.passed()
+    assert rule.counts == {"prompt over length": 5, "unusable prompt": 5}
+
+
+# ------------------------------------------------------------------------------------------------ sampling, counts
+
+
+@pytest.mark.parametrize(
+    ("own", "length", "expected"),
+    [
+        (None, 10, {"max_tokens": 16}),
+        (None, 20, {"max_tokens": 12}),
+        ({"max_tokens": 5, "ignore_eos": True}, 10, {"max_tokens": 5, "ignore_eos": True}),
+        ({"max_tokens": 100, "temperature": 0.1}, 10, {"max_tokens": 22, "temperature": 0.1}),
+    ],
+)
+def test_sampling_is_the_prompts_own_over_the_configs_within_the_context(
+    own: dict[str, Any] | None, length: int, expected: dict[str, Any]
+) -> None:
+    prompt = make_prompt(*range(length), extra_info={"sampling_params": own} if own else {})
+    config = SamplingConfig(temperature=0.7, top_k=5)
+    base = {"temperature": 0.7, "top_p": 1.0, "top_k": 5, "min_p": 0.0}
+    assert sampling_params(config, prompt, response_length=16, max_model_len=32) == base | expected
+
+
+def test_sampling_carries_stop_strings_and_no_seed() -> None:
+    params = sampling_params(ValSamplingConfig(stop=("\n",)), make_prompt(1), response_length=4, max_model_len=8)
+    assert params["stop"] == ["\n"]
+    assert params["temperature"] == 0.0
+    assert "seed" not in params
+    with pytest.raises(OverlongError, match="no room for a response"):
+        sampling_params(SamplingConfig(), make_prompt(*range(8)), response_length=4, max_model_len=8)
+
+
+def test_busy_meter_splits_time() -> None:
+    clock = ManualClock()
+    meter = BusyMeter(clock)
+    clock.now_s = 5.0
+    meter.start()
+
+    def after(seconds: float) -> None:
+        clock.now_s += seconds
+
+    after(1)
+    with meter.busy():
+        after(2)
+        with meter.busy():
+            after(3)
+            assert (meter.inside, meter.busy_s, meter.idle_s) == (2, 5.0, 1.0)
+        after(4)
+    after(5)
+    meter.stop()
+    after(100)
+    assert (meter.inside, meter.busy_s, meter.idle_s) == (0, 9.0, 6.0)
+
+
+async def test_counts() -> None:
+    rig = Rig(permits=2, n=3, prompts=[make_prompt(1, 2), make_prompt(1, 2, 3, 4)])
+    async with rig.running():
+        await rig.fleet.until_in_flight("sample_0_1", "sample_0_2")
+        rig.clock.now_s = 2.0
+        assert {wait.edge: wait.count for wait in rig.waits.snapshot()}["engine"] == 2
+        rig.fleet.release("sample_0_1")
+        await rig.lease(1)
+        rig.clock.now_s = 5.0
+        rig.fleet.release("sample_0_2")
+        await rig.lease(1)
+        rig.clock.now_s = 6.0
+        status = rig.pump.status()
+    assert status["samples_done"] == 2
+    assert status["generated_tokens"] == 3 * 2 + 3 * 4
+    assert (status["busy_s"], status["idle_s"]) == (5.0, 1.0)
+    assert (status["generate_s"], status["max_generate_s"]) == (7.0, 5.0)
+    assert (status["in_flight"], status["generating"]) == (0, 0)
+
+
+async def test_arrays_of_a_sample_have_the_documented_types() -> None:
+    rig = Rig(permits=1, fleet=FakeFleet())
+    async with rig.running():
+        row = samples(await rig.lease(1))[0].trajectories[0]
+    types: dict[str, Callable[[Any], bool]] = {
+        "response_ids": lambda a: a.dtype == np.int32,
+        "response_mask": lambda a: a.dtype == np.bool_,
+        "rollout_log_probs": lambda a: a.dtype == np.float32,
+    }
+    assert all(check(getattr(row, field)) for field, check in types.items())

@@ -1,0 +1,278 @@
+"""Reward functions: finding them, calling them, checking what they return, bounding what they do."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import ReasoningGymConfig, RewardConfig
+from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.ports import Score
+from asyncrl.types import FinishReason, Prompt, Span, TokenIds, Turn
+from rollouter.dataset import GymRows, parse_row
+from rollouter.rewards.loading import RewardFunction, load_reward_function
+from rollouter.rewards.scorer import Scorer
+from tests.fakes.parts import make_prompt
+
+
+def turn(text: str) -> Turn:
+    ids = np.frombuffer(text.encode("latin-1"), dtype=np.uint8).astype(np.int32)
+    return Turn(ids, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+
+
+def decode(ids: TokenIds) -> str:
+    return bytes(ids.tolist()).decode("latin-1")
+
+
+def scorer(function: RewardFunction, *, timeout_s: float = 10.0, max_concurrency: int = 8) -> Scorer:
+    return Scorer(function, decode, timeout_s=timeout_s, max_concurrency=max_concurrency)
+
+
+def own(call: Any, *, batch: bool = False, is_async: bool = False, **kwargs: Any) -> RewardFunction:
+    return RewardFunction("my:reward", call, kwargs, batch=batch, is_async=is_async, in_process=False)
+
+
+async def rewards(function: RewardFunction, prompt: Prompt, *texts: str) -> list[float]:
+    return [score.reward for score in await scorer(function).score(prompt, [turn(text) for text in texts])]
+
+
+# ------------------------------------------------------------------------------------------------ built-ins
+
+
+async def test_exact_match() -> None:
+    plain = load_reward_function(RewardConfig())
+    prompt = make_prompt(1, ground_truth=42)
+    assert await rewards(plain, prompt, " 42\n", "42.", "41") == [1.0, 0.0, 0.0]
+    pattern = load_reward_function(RewardConfig(kwargs={"pattern": r"=(\d+)"}))
+    assert await rewards(pattern, prompt, "1=1 so =42", "=42 or =43", "42") == [1.0, 0.0, 0.0]
+    with pytest.raises(UserCodeError, match=r"no reward_model\.ground_truth"):
+        await rewards(plain, make_prompt(1), "42")
+
+
+async def test_math_verify_scores_in_a_process_with_a_main_thread() -> None:
+    function = load_reward_function(RewardConfig(function="math_verify", kwargs={"timeout_s": 2}))
+    prompt = make_prompt(1, ground_truth="\\frac{1}{2}")
+    assert await rewards(function, prompt, "So it is $0.5$.", "It is $\\frac{2}{3}$", "no idea") == [1.0, 0.0, 0.0]
+
+
+async def test_reasoning_gym_scores_through_the_task() -> None:
+    rows = GymRows(ReasoningGymConfig(task="chain_sum", train_size=2, val_size=1), split="train", seed=0)
+    row = parse_row(rows.row(0), "here")
+    prompt = make_prompt(1, ground_truth=row.ground_truth, extra_info=row.extra_info)
+    function = load_reward_function(RewardConfig(function="reasoning_gym"))
+    answer = str(row.ground_truth)
+    scored = await rewards(function, prompt, answer, f"well <answer>{answer}</answer>", "<answer>none</answer>")
+    assert scored[:2] == [1.0, 1.0]
+    assert scored[2] < 1.0
+    with pytest.raises(UserCodeError, match=r"no extra_info\.entry"):
+        await rewards(function, make_prompt(1), "1")
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+MODULE = """
+import asyncio
+
+def good(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return {"score": float(solution_str == ground_truth) + bonus, "length": len(solution_str), "pred": solution_str}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    return len(solution_str)
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return [len(text) for text in solution_strs]
+
+def narrow(solution_str):
+    return 1.0
+
+class Judge:
+    @staticmethod
+    def score(**fields):
+        return 2.0
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "my_judge.py"
+    path.write_text(MODULE)
+    return path
+
+
+async def test_functions_from_a_file(module: Path) -> None:
+    prompt = make_prompt(1, ground_truth="ab")
+    good = load_reward_function(RewardConfig(function=f"{module}:good", kwargs={"bonus": 0.5}))
+    scores = await scorer(good).score(prompt, [turn("ab"), turn("x")])
+    assert scores == [Score(1.5, {"length": 2.0}), Score(0.5, {"length": 1.0})]
+    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:later")), prompt, "abc") == [3.0]
+    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:Judge.score")), prompt, "abc") == [2.0]
+    batch = load_reward_function(RewardConfig(function=f"{module}:batch", batch=True))
+    assert await rewards(batch, prompt, "a", "abc") == [1.0, 3.0]
+
+
+async def test_a_function_from_a_module_in_the_working_directory(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(module.parent)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    function = load_reward_function(RewardConfig(function="my_judge:later"))
+    assert await rewards(function, make_prompt(1), "abc") == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("exact_mach", "did you mean 'exact_match'"),
+        ("{file}:god", "did you mean 'good'"),
+        ("{file}:constant", "is a int, not a function"),
+        ("{file}:narrow", "cannot be called with data_source, solution_str"),
+        ("{file}:batch", "cannot be called with data_source, solution_str"),
+        ("{dir}/my_juge.py:good", "did you mean 'my_judge.py'"),
+        ("no_such_module_anywhere:good", "there is no module 'no_such_module_anywhere'"),
+        ("json.no_such:good", "there is no module 'json.no_such'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(module: Path, function: str, expected: str) -> None:
+    name = function.format(file=module, dir=module.parent)
+    with pytest.raises(ConfigError) as caught:
+        load_reward_function(RewardConfig(function=name))
+    assert "reward.function" in caught.value.message
+    assert expected in caught.value.message
+
+
+def test_kwargs_are_checked_at_load(module: Path) -> None:
+    with pytest.raises(ConfigError, match="bonsu"):
+        load_reward_function(RewardConfig(function=f"{module}:good", kwargs={"bonsu": 1}))
+    with pytest.raises(ConfigError, match="patern"):
+        load_reward_function(RewardConfig(kwargs={"patern": "x"}))
+    with pytest.raises(ConfigError, match="has no group"):
+        load_reward_function(RewardConfig(kwargs={"pattern": "x"}))
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        load_reward_function(RewardConfig(kwargs={"pattern": "("}))
+
+
+def test_a_module_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import asyncrl_no_such_dependency\n")
+    with pytest.raises(UserCodeError, match="asyncrl_no_such_dependency") as caught:
+        load_reward_function(RewardConfig(function=f"{tmp_path / 'broken.py'}:f"))
+    assert "broken.py" in caught.value.cause
+
+
+# ------------------------------------------------------------------------------------------------ calling
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (None, "None"),
+        ("1.0", "'1.0'"),
+        ([1.0], "[1.0]"),
+        ({"reward": 1}, "without 'score': {'reward': 1}"),
+        ({"score": None}, "None"),
+    ],
+)
+async def test_what_is_no_finite_number_is_an_error(value: Any, shown: str) -> None:
+    prompt = make_prompt(1, data_source="math", extra_info={"index": 17})
+    with pytest.raises(UserCodeError) as caught:
+        await rewards(own(lambda **fields: value), prompt, "the answer")
+    for part in ("my:reward", "'math', row 17", "the answer", shown):
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0), {"score": np.int64(1)}])
+async def test_every_kind_of_number_is_a_reward(value: Any) -> None:
+    assert await rewards(own(lambda **fields: value), make_prompt(1), "x") == [1.0]
+
+
+async def test_extras_that_are_no_numbers_are_left_out() -> None:
+    result = {"score": 1, "acc": True, "text": "x", "nan": float("nan")}
+    assert await scorer(own(lambda **fields: result)).score(make_prompt(1), [turn("x")]) == [Score(1.0, {"acc": 1.0})]
+
+
+async def test_a_batch_function_returns_one_score_each() -> None:
+    with pytest.raises(UserCodeError, match="expected a list of 2 scores"):
+        await rewards(own(lambda **fields: [1.0], batch=True), make_prompt(1), "a", "b")
+    assert await rewards(own(lambda **fields: np.ones(2), batch=True), make_prompt(1), "a", "b") == [1.0, 1.0]
+
+
+async def test_an_exception_keeps_its_traceback() -> None:
+    def reward(**fields: Any) -> float:
+        raise KeyError("missing")
+
+    with pytest.raises(UserCodeError, match="raised KeyError: 'missing'") as caught:
+        await rewards(own(reward), make_prompt(1), "x")
+    assert "in reward" in caught.value.cause
+
+
+async def test_the_function_cannot_change_the_prompt() -> None:
+    prompt = make_prompt(1, extra_info={"index": 1})
+    await rewards(own(lambda **fields: len(fields["extra_info"].pop("index") * "x")), prompt, "a", "b")
+    assert prompt.extra_info == {"index": 1}
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()  # an abandoned thread must not outlive the test
+
+
+async def test_a_sync_function_is_off_the_loop_and_has_a_deadline(gate: threading.Event) -> None:
+    """The event loop turns while the function blocks, else the deadline could not pass."""
+    with pytest.raises(UserCodeError, match=r"did not return within reward\.timeout_s = 0\.05 s"):
+        await scorer(own(lambda **fields: gate.wait()), timeout_s=0.05).score(make_prompt(1), [turn("x")])
+
+
+async def test_a_function_that_hangs_does_not_hold_its_place(gate: threading.Event) -> None:
+    def reward(**fields: Any) -> float:
+        return 1.0 if fields["solution_str"] == "fast" else float(gate.wait())
+
+    one_at_a_time = scorer(own(reward), timeout_s=0.05, max_concurrency=1)
+    with pytest.raises(UserCodeError, match="did not return"):
+        await one_at_a_time.score(make_prompt(1), [turn("slow")])
+    assert await one_at_a_time.score(make_prompt(1), [turn("fast")]) == [Score(1.0)]
+
+
+async def test_an_async_function_has_a_deadline() -> None:
+    async def reward(**fields: Any) -> float:
+        await anyio.sleep_forever()
+        return 1.0
+
+    with pytest.raises(UserCodeError, match="did not return"):
+        await scorer(own(reward, is_async=True), timeout_s=0.05).score(make_prompt(1), [turn("x")])
+
+
+async def test_own_timeout_error_is_not_mistaken_for_the_deadline() -> None:
+    def reward(**fields: Any) -> float:
+        raise TimeoutError("judge unreachable")
+
+    with pytest.raises(UserCodeError, match="raised TimeoutError: judge unreachable"):
+        await rewards(own(reward), make_prompt(1), "x")
+
+
+async def test_no_more_calls_at_once_than_configured() -> None:
+    inside, most = 0, 0
+
+    async def reward(**fields: Any) -> float:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
+        inside -= 1
+        return 1.0
+
+    bounded = scorer(own(reward, is_async=True), max_concurrency=3)
+    await bounded.score(make_prompt(1), [turn("x")] * 10)
+    assert most == 3

@@ -1,0 +1,280 @@
+"""The version loop: applying in order, validating one version at a time, and the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, ValSamplingConfig
+from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
+from asyncrl.ports import ApplyRecord, ValidationRecord
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.telemetry.registry import check
+from asyncrl.types import Prompt, Turn
+from asyncrl.waits import WaitBoard
+from rollouter.drops import DropRule
+from rollouter.validation import Validator
+from rollouter.versions import VersionLoop
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, ManualClock, make_prompt
+
+VAL_PROMPTS = [
+    make_prompt(1, 2, data_source="a", ground_truth="x", messages=({"role": "user", "content": "1+1"},)),
+    make_prompt(1, 2, 3, 4, data_source="a"),
+    make_prompt(*range(1, 7), data_source="b"),
+]
+
+
+class Rig:
+    """A version loop between a fake feed, a fake fleet and a real queue."""
+
+    def __init__(
+        self,
+        *,
+        validate_first: bool = False,
+        prompts: list[Prompt] | None = VAL_PROMPTS,
+        fleet: FakeFleet | None = None,
+        scorer: FakeScorer | None = None,
+        reward: RewardConfig | None = None,
+    ) -> None:
+        config = Config(
+            rollout=RolloutConfig(response_length=6, max_model_len=16, val=ValSamplingConfig(n=2)),
+            reward=reward or RewardConfig(),
+        )
+        self.feed = FakeFeed()
+        self.fleet = fleet or FakeFleet(num_replicas=2)
+        self.queue = LocalSampleQueue(QueueOptions(10, Pacing(samples_per_version=4, staleness_threshold=0)))
+        self.sink = ListSink()
+        self.clock = ManualClock()
+        self.wall = ManualClock()
+        self.waits = WaitBoard(self.clock)
+        validator = None
+        if prompts is not None:
+            validator = Validator(
+                config,
+                prompts=ListPrompts(prompts),
+                fleet=self.fleet,
+                scorer=scorer or FakeScorer(),
+                decode=lambda ids: " ".join(map(str, ids)),
+                drops=DropRule(on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=100),
+                waits=self.waits,
+                clock=self.clock,
+            )
+        self.loop = VersionLoop(
+            feed=self.feed,
+            fleet=self.fleet,
+            queue=self.queue,
+            sink=self.sink,
+            validator=validator,
+            validate_first=validate_first,
+            poll_s=60.0,
+            waits=self.waits,
+            clock=self.clock,
+            wall_clock=self.wall,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Rig]:
+        """The loop runs inside; at the end it has to finish by itself."""
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.loop.run)
+                yield self
+                self.loop.finish()
+
+    async def fails(self) -> BaseException:
+        with anyio.fail_after(20), pytest.raises(Exception) as caught:
+            await self.loop.run()
+        return first_failure(caught.value)
+
+    @property
+    def told(self) -> list[str]:
+        """`apply 1`, `validate 1`, …"""
+        return [f"{'apply' if isinstance(r, ApplyRecord) else 'validate'} {r.version}" for r in self.sink.records]
+
+
+async def test_a_version_is_applied_then_opens_the_gate_then_is_told() -> None:
+    rig = Rig()
+    async with rig.running():
+        rig.wall.now_s = 107.0
+        await rig.feed.publish(1, step=4, published_at_s=100.0)
+        await rig.sink.until(1)
+        assert (await rig.queue.status()).version == 1
+        await rig.feed.publish(3)
+        await rig.sink.until(2)
+    assert rig.told == ["apply 1", "apply 3"]
+    assert rig.fleet.applied == [1, 3]
+    record = rig.sink.records[0]
+    assert isinstance(record, ApplyRecord)
+    assert record.publish_to_applied_s == 7.0
+    assert [report.replica for report in record.reports] == ["replica-0", "replica-1"]
+
+
+async def test_version_0_is_validated_first_and_the_next_waits_for_it() -> None:
+    rig = Rig(validate_first=True, fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.fleet.until_in_flight("val_0_0", "val_0_1", "val_0_2")
+        await rig.feed.publish(1)
+        rig.fleet.release("val_0_0")
+        assert rig.fleet.applied == []
+        rig.fleet.release_all()
+        await rig.sink.until(2)
+    assert rig.told == ["validate 0", "apply 1"]
+
+
+async def test_validation_is_pinned_to_its_version() -> None:
+    """A publication that comes during the validation of version 1 is applied after it; nothing is lost between."""
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(1, step=5, validate=True)
+        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.feed.publish(2)
+        await rig.feed.publish(3, validate=True)
+        rig.fleet.release()
+        await rig.fleet.until_in_flight("val_3_0")
+        assert rig.told == ["apply 1", "validate 1", "apply 3"]
+        rig.fleet.release_all()
+    assert rig.told == ["apply 1", "validate 1", "apply 3", "validate 3"]
+    first = rig.sink.records[1]
+    assert isinstance(first, ValidationRecord)
+    assert (first.version, first.step) == (1, 5)
+
+
+async def test_tokens_of_another_version_in_a_validation_are_a_bug() -> None:
+    rig = Rig(fleet=FakeFleet(hold=True), validate_first=True)
+
+    async def meddle() -> None:
+        await rig.fleet.until_in_flight("val_0_0", "val_0_1", "val_0_2")
+        rig.fleet.version = 1
+        rig.fleet.release()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(meddle)
+        error = await rig.fails()
+    assert isinstance(error, BugError)
+    assert "tokens of version 1 in the validation of version 0" in error.message
+
+
+async def test_the_last_publication_is_applied_and_validated_at_the_end() -> None:
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(1, validate=True)
+        await rig.fleet.until_in_flight("val_1_0")
+        await rig.feed.publish(2, validate=True)
+        rig.fleet.release_all()
+        rig.loop.finish()
+    assert rig.told == ["apply 1", "validate 1", "apply 2", "validate 2"]
+
+
+async def test_the_end_without_a_publication() -> None:
+    rig = Rig()
+    async with rig.running():
+        pass
+    assert rig.told == []
+
+
+async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -> None:
+    rig = Rig(validate_first=True)
+    await rig.feed.publish(7, step=28)
+    async with rig.running():
+        await rig.sink.until(2)
+    assert rig.told == ["apply 7", "validate 7"]
+    record = rig.sink.records[1]
+    assert isinstance(record, ValidationRecord)
+    assert record.step == 28
+
+
+async def test_without_a_validation_set_nothing_is_validated() -> None:
+    rig = Rig(validate_first=True, prompts=None)
+    async with rig.running():
+        await rig.feed.publish(1, validate=True)
+        await rig.sink.until(1)
+    assert rig.told == ["apply 1"]
+
+
+async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
+    rig = Rig()
+    await rig.feed.publish(2)
+    rig.fleet.apply_error = InfraError("replica-1 could not fetch version 2")
+    assert isinstance(await rig.fails(), InfraError)
+    rig = Rig()
+    await rig.feed.publish(2)
+    rig.fleet.stuck_at = 1
+    error = await rig.fails()
+    assert isinstance(error, InfraError)
+    assert "replica-0 serves version 1 after version 2 was applied" in error.message
+    assert (await rig.queue.status()).version == 0
+
+
+async def test_what_the_loop_waits_on_is_on_the_board() -> None:
+    rig = Rig()
+    rig.fleet.apply_gate = anyio.Event()
+    async with rig.running():
+        await rig.feed.publish(1)
+        await anyio.wait_all_tasks_blocked()
+        assert [wait.edge for wait in rig.waits.snapshot()] == ["apply"]
+        rig.fleet.apply_gate.set()
+        await rig.sink.until(1)
+        await anyio.wait_all_tasks_blocked()
+        assert [wait.edge for wait in rig.waits.snapshot()] == ["weights"]
+
+
+# ------------------------------------------------------------------------------------------------ the record
+
+
+async def test_validation_metrics_and_examples() -> None:
+    rig = Rig(validate_first=True)
+    async with rig.running():
+        await rig.sink.until(1)
+    record = rig.sink.records[0]
+    assert isinstance(record, ValidationRecord)
+    assert record.metrics == {
+        "reward/mean": pytest.approx(4.0),
+        "reward/mean/a": pytest.approx(3.0),
+        "reward/mean/b": pytest.approx(6.0),
+        "response_tokens/mean": pytest.approx(4.0),
+        "response_tokens/max": 6.0,
+        "length_share": pytest.approx(1 / 3),
+        "num_prompts": 3.0,
+        "duration_s": 0.0,
+    }
+    check(f"validation/{name}" for name in record.metrics)
+    assert record.examples[0] == {"prompt": "1+1", "response": "1 2", "ground_truth": "x", "reward": 2.0}
+    assert {request.sampling["temperature"] for request in rig.fleet.requests} == {0.0}
+    assert len(rig.fleet.requests) == 6
+
+
+async def test_a_validation_prompt_that_fails_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [*VAL_PROMPTS, make_prompt(*range(16))]
+    rig = Rig(validate_first=True, prompts=prompts)
+    async with rig.running():
+        await rig.sink.until(1)
+    record = rig.sink.records[0]
+    assert isinstance(record, ValidationRecord)
+    assert record.metrics["num_prompts"] == 3
+    assert "val_0_3 left out of the validation" in caplog.text
+
+
+async def test_a_validation_without_an_answer_is_an_error() -> None:
+    error = await Rig(validate_first=True, prompts=[make_prompt(*range(16))]).fails()
+    assert isinstance(error, DataError)
+
+
+async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> None:
+    def reward(prompt: Prompt, turn: Turn) -> float:
+        if prompt.data_source == "b":
+            raise UserCodeError("judge raised", "traceback")
+        return 1.0
+
+    error = await Rig(validate_first=True, scorer=FakeScorer(reward)).fails()
+    assert isinstance(error, UserCodeError)
+    rig = Rig(validate_first=True, scorer=FakeScorer(reward), reward=RewardConfig(on_error="drop"))
+    async with rig.running():
+        await rig.sink.until(1)
+    record = rig.sink.records[0]
+    assert isinstance(record, ValidationRecord)
+    assert record.metrics["num_prompts"] == 2
