@@ -6,9 +6,11 @@ Nothing here imports torch, Ray or vLLM: a bad configuration is told before they
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -169,3 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AsyncRLError as error:
         click.echo(f"error: {error}", err=True)
         return FAILED
+
+
+def entry() -> NoReturn:
+    """The console script. It leaves without waiting for threads: after a failure one may sit in a call to a dead Ray."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,103 @@
+"""Ray for one run: a private cluster on this machine, or a place in an existing one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio import to_thread
+
+from asyncrl.cli import processes
+from asyncrl.config.schema import Config
+from asyncrl.failures import InfraError
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_DISABLE_DEPLOYMENT_METRICS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A process that inherits a model's files must not look for them on a hub.
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Environment of every worker process of the run."""
+    return {**_QUIET, "VLLM_LOGGING_LEVEL": config.logging.level.upper()}
+
+
+@asynccontextmanager
+async def cluster(config: Config, name: str) -> AsyncIterator[str]:
+    """Ray for the time of the block; yields the run's Ray namespace. At the end nothing of it is left running.
+
+    Raises:
+        InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
+    """
+    processes.adopt_orphans()
+    namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
+    try:
+        await to_thread.run_sync(_start, config, namespace, abandon_on_cancel=True)
+        yield namespace
+    except BaseException:
+        # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray is
+        # left as it is in this process, which is about to exit, and only what it started is ended.
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(_abandon, config.ray.address is None)
+        raise
+    with anyio.CancelScope(shield=True):
+        await to_thread.run_sync(_stop, config.ray.address is None)
+
+
+def _start(config: Config, namespace: str) -> None:
+    for name, value in worker_environment(config).items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
+    private = config.ray.address is None
+    # Logical slots: the operating system shares the cores; Ray only has to place one engine worker in each slot.
+    slots = config.rollout.num_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
+    try:
+        ray.init(
+            address=config.ray.address,
+            namespace=namespace,
+            num_cpus=max(os.cpu_count() or 1, slots + 1) if private else None,
+            object_store_memory=config.ray.object_store_memory_bytes if private else None,
+            include_dashboard=False if private else None,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except Exception as error:  # noqa: BLE001  whatever Ray raises here means the same: there is no cluster
+        raise InfraError.wrap(
+            f"ray.address={config.ray.address!r}: Ray did not start, so nothing runs: {error}; check the address, or leave "
+            "it null for a private cluster on this machine",
+            error,
+        ) from None
+
+
+def _stop(private: bool) -> None:
+    """An orderly end: nobody is in a Ray call any more."""
+    import ray
+
+    if not private:
+        _leave_shared()
+    ray.shutdown()
+    processes.end_descendants(grace_s=1.0)
+
+
+def _abandon(private: bool) -> None:
+    if not private:
+        _leave_shared()
+    processes.end_descendants()
+
+
+def _leave_shared() -> None:
+    """A cluster that others use too keeps nothing of this run: its actors end with the driver, the app is deleted."""
+    from ray import serve
+
+    serve.shutdown()

@@ -1,0 +1,46 @@
+"""No process outlives a run: whatever the driver started, however indirectly, is found and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of grandchildren whose parent dies (Linux), so that `end_descendants` finds them.
+
+    Ray's workers, and vLLM's engine cores below them, are grandchildren of the driver; without this a worker that is
+    killed leaves its engine core to process 1.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(grace_s: float = 0.0) -> int:
+    """End every descendant of this process: SIGTERM, up to `grace_s` seconds of patience, SIGKILL. Returns how many."""
+    ended = 0
+    me = psutil.Process(os.getpid())
+    found = me.children(recursive=True)
+    if grace_s > 0 and found:
+        _signal(found, signal.SIGTERM)
+        psutil.wait_procs(found, timeout=grace_s)
+    # A killed parent hands its children to us, so look again until a round finds nobody.
+    while found := [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]:
+        ended += len(found)
+        _signal(found, signal.SIGKILL)
+        psutil.wait_procs(found, timeout=5.0)
+    return ended
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
