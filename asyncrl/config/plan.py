@@ -109,8 +109,8 @@ def training_steps(config: Config, num_prompts: int) -> int:
     leases = num_prompts * config.trainer.total_epochs // config.samples_per_lease
     if leases == 0:
         raise ConfigError(
-            f"trainer.total_epochs = {config.trainer.total_epochs}: {num_prompts} prompts an epoch do not fill one lease, "
-            f"which takes {config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so "
+            f"trainer.total_epochs = {config.trainer.total_epochs}: {num_prompts} prompts each do not fill a lease, "
+            f"which is {config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so "
             "there would be no step; add data or epochs, or lower trainer.ppo_mini_batch_size"
         )
     return leases * config.async_training.require_batches

@@ -44,7 +44,7 @@ def test_epochs_give_whole_leases() -> None:
     size = config.samples_per_lease
     assert training_steps(config, size + size // 2) == 3 * 2
     assert training_steps(config, size - 1) == 2
-    with pytest.raises(ConfigError, match="do not fill one lease"):
+    with pytest.raises(ConfigError, match="do not fill a lease"):
         training_steps(config, size // 2 - 1)
     assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
 
