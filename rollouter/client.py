@@ -57,9 +57,8 @@ async def generate(
         except InfraError as error:
             failures += 1
             if failures >= max_attempts:
-                raise InfraError(
-                    f"generation failed {failures} times, the last time: {error.message}", error.cause
-                ) from error
+                message = f"generation failed {failures} times, the last time: {error.message}"
+                raise InfraError(message, error.cause) from error
             await sleep(FIRST_BACKOFF_S * 2 ** (failures - 1))
             continue
         if len(answers) != len(batch):

@@ -164,9 +164,8 @@ async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
     except TimeoutError as error:
         raise DeadlineError(f"{what}: the weight store did not answer within {timeout_s:g} s") from error
     except ray.exceptions.RayTaskError as error:
-        raise (
-            error.cause if isinstance(error.cause, InfraError | BugError) else InfraError.wrap(what, error)
-        ) from None
+        ours = isinstance(error.cause, InfraError | BugError)
+        raise (error.cause if ours else InfraError.wrap(what, error)) from None
     except ray.exceptions.RayError as error:
         raise InfraError.wrap(f"{what}: the weight store is gone", error) from error
 

@@ -81,7 +81,7 @@ async def replicas_up(limit_s: float) -> None:
     """
     try:
         with anyio.fail_after(limit_s):
-            while (await _status()).status is not ApplicationStatus.RUNNING:
+            while (await _status()).status is not ApplicationStatus.RUNNING:  # noqa: ASYNC110  see STATUS_PERIOD_S
                 await anyio.sleep(STATUS_PERIOD_S)
     except TimeoutError as error:
         raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
@@ -109,8 +109,8 @@ def _api_key(config: Config) -> str | None:
     if name is None:
         if config.serve.host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
-                f"serve.host={config.serve.host!r} is reachable from outside and serve.api_key_env is not set: anybody could "
-                "use the model; set serve.api_key_env, or serve.host=127.0.0.1"
+                f"serve.host={config.serve.host!r} is reachable from outside and serve.api_key_env is not set: "
+                "anybody could use the model; set serve.api_key_env, or serve.host=127.0.0.1"
             )
         return None
     key = os.environ.get(name, "")

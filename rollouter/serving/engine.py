@@ -63,7 +63,7 @@ class OpenAIEngine(VLLMEngine):
 
 
 class RolloutEngine(OpenAIEngine):
-    """The engine alone: nothing of the OpenAI front end is set up, and the node is expected to see the model's files."""
+    """The engine alone: no OpenAI front end, and every node is expected to see the model's files."""
 
     async def start(self) -> None:
         """Start the engine core.
@@ -71,9 +71,6 @@ class RolloutEngine(OpenAIEngine):
         Raises:
             Exception: whatever vLLM raises for a model it cannot load.
         """
-        if self._running:
-            return
         context = self.llm_config.get_or_create_callback().ctx
         args, _, config = self._prepare_engine_config(context)
         self._engine_client = self._start_async_llm_engine(args, config, context.placement_group)
-        self._running = True

@@ -53,15 +53,15 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         gpus: Whether the cluster has GPUs to run engines on.
 
     Raises:
-        ConfigError: `rollout.engine_kwargs` sets what another key owns, or quantizes an engine whose weights are checked.
+        ConfigError: `rollout.engine_kwargs` sets what another key owns, or quantizes while weights are checked.
     """
     rollout = config.rollout
     for key in rollout.engine_kwargs.keys() & OWNED_KEYS.keys():
         raise ConfigError(f"rollout.engine_kwargs.{key}={rollout.engine_kwargs[key]!r}: set {OWNED_KEYS[key]} instead")
     if rollout.engine_kwargs.get("quantization") and config.weight_sync.verify != "off":
         raise ConfigError(
-            f"rollout.engine_kwargs.quantization={rollout.engine_kwargs['quantization']!r}: quantized weights never equal "
-            "the published ones; set weight_sync.verify=off"
+            f"rollout.engine_kwargs.quantization={rollout.engine_kwargs['quantization']!r}: quantized weights never "
+            "equal the published ones; set weight_sync.verify=off"
         )
     bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)
     env_vars = _env_vars(config, gpus)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class RolloutReplica:
     """Every method is `RolloutServer`'s of the same name."""
 
-    async def __init__(self, options: ServingOptions) -> None:
+    async def __init__(self, options: ServingOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start the engine.
 
         Raises:
@@ -32,7 +32,7 @@ class RolloutReplica:
             self._server = await start_server(options)
         except AsyncRLError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  of any library, and typed here before it leaves the process
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
 

@@ -26,7 +26,7 @@ from ray.serve.llm import LLMConfig
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +55,7 @@ class RolloutServer(LLMServer):
 
     _default_engine_cls = RolloutEngine
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         llm_config: LLMConfig,
         *,
@@ -119,10 +119,9 @@ class RolloutServer(LLMServer):
         # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
         # older version computed, even where running requests (`keep`) forbid emptying the cache.
         prompt = tokens_input(prompt_ids, cache_salt=str(self._version))
-        result: RequestOutput | None = None
         try:
-            async for result in self._llm.generate(prompt, params, request.request_id):
-                pass
+            # FINAL_ONLY: one output comes, at the end.
+            results = [result async for result in self._llm.generate(prompt, params, request.request_id)]
         except (VLLMClientError, ValueError) as error:
             raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
         except EngineDeadError as error:
@@ -130,9 +129,9 @@ class RolloutServer(LLMServer):
             raise InfraError.wrap(f"replica {self._replica}: the engine is dead", error) from error
         if self._broken:
             raise InfraError(self._broken)
-        if result is None:
-            raise BugError(f"request {request.request_id}: the engine ended it without an output")
-        return _turn(request.request_id, result.outputs[0])
+        if len(results) != 1:
+            raise BugError(f"request {request.request_id}: the engine gave {len(results)} final outputs")
+        return _turn(request.request_id, results[0].outputs[0])
 
     def _resolve(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
         """Prompt and parameters of the engine call; tokens so far join the prompt and leave the budget."""

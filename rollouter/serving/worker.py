@@ -1,8 +1,9 @@
 """What runs inside vLLM's worker processes: map a published version, load it in place, fingerprint what is served.
 
 vLLM imports this module because it holds the `worker_extension_cls`, and it does so before it loads the model. On CPU
-that matters: vLLM would prepack linear layers for oneDNN and empty their weights, after which an update in place fails
-or, through `reload_weights`, succeeds with stale layers. With oneDNN off the weights stay where `load_weights` finds them.
+that matters: vLLM would prepack linear layers for oneDNN and empty their weights, after which an update in place
+fails or, through `reload_weights`, succeeds with stale layers. With oneDNN off the weights stay where `load_weights`
+finds them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> N
     ray.kill(store)
     with pytest.raises(InfraError):
         await ObjectStoreFeed(store, call_s=5).latest()
-    with pytest.raises(DeadlineError, match="did not answer within 0.01 s"):
+    with pytest.raises(DeadlineError, match=r"did not answer within 0\.01 s"):
         await object_store._answer(anyio.sleep(5), 0.01, "nothing")
 
 

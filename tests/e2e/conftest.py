@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 512
 
 
 def make_model(directory: Path, *, seed: int = 0) -> Path:
-    """A random Llama of 2 layers (2 heads of 32, 1 of keys) with tied embeddings, and a tokenizer of single characters."""
+    """A random Llama (2 layers, 2 heads of 32, 1 of keys, tied embeddings) and a tokenizer of single characters."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -57,7 +57,7 @@ async def apply_in_flight(engine: Engine, fleet: Any, count: int) -> tuple[list[
         group.start_soon(generate)
         # Under way, and far from done: the engine says so itself.
         started = (await fleet.status())[0]["generated_tokens"]
-        while (await fleet.status())[0]["generated_tokens"] < started + 20 * count:
+        while (await fleet.status())[0]["generated_tokens"] < started + 20 * count:  # noqa: ASYNC110  no event for it
             await anyio.sleep(0.005)
         publication = await publish(engine)
         (report,) = await fleet.apply(publication)
