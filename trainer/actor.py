@@ -144,8 +144,11 @@ def start_trainer(config: Config) -> Any:
 def _load(config: Config, resume: Resume | None) -> TrainingWorker:
     # torch and transformers take seconds to import; the actor answers meanwhile.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils.logging import disable_progress_bar
+
     from trainer.worker import LocalTrainingWorker
 
+    disable_progress_bar()
     worker = LocalTrainingWorker(config)
     if resume is not None:
         worker.load_checkpoint(resume.checkpoint)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -132,7 +133,7 @@ def load_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrain
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError.wrap(
             f"model.path={path}: no causal language model could be loaded from there; give a directory in Hugging Face "
             "format with config.json and safetensors, or a hub name",
