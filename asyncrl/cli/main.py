@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console script. It leaves without waiting for threads: after a failure one may sit in a call to a dead Ray."""
+    """The console script. It does not wait for threads: after a failure one may sit in a call to a dead Ray."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
-import signal
-from pathlib import Path
 
 import anyio
-import anyio.abc
 import click
 
 from asyncrl.cli.cluster import cluster
+from asyncrl.cli.interrupts import Interrupts
 from asyncrl.config.schema import Config
 
 INTERRUPTED = 130
 
 
 def serve(config: Config) -> int:
-    """Serve until SIGINT or SIGTERM. Exit code: 0 if it was up by then, else 130.
+    """Serve until SIGINT or SIGTERM; a second one ends at once. Exit code: 0 if it was up by then, else 130.
 
     Raises:
         InfraError: the engines, Ray or the HTTP server cannot start.
         ConfigError: the address asks for an API key and there is none.
     """
     click.echo(f"starting {config.rollout.num_replicas} engine(s) for {config.model.path}; Ctrl-C stops", err=True)
-    with cluster(config, Path("serve")) as namespace:
-        return anyio.run(_serve, config, namespace)
+    return anyio.run(_serve, config)
 
 
-async def _serve(config: Config, namespace: str) -> int:
-    from rollouter.serving.app import start_app, stop_app
-
+async def _serve(config: Config) -> int:
+    interrupts = Interrupts()
     up = False
-    try:
+    with interrupts.scope:
         async with anyio.create_task_group() as group:
-            await group.start(_cancel_on_signal, group.cancel_scope)
-            await start_app(config, namespace=namespace, http=True)
-            up = True
-            click.echo(_greeting(config, namespace))
-            await anyio.sleep_forever()
-    finally:
-        # Serve goes down before Ray does, or its replicas' engines are killed instead of stopped.
-        with anyio.CancelScope(shield=True), anyio.move_on_after(config.timeouts.stop_s):
-            await stop_app()
+            await group.start(interrupts.listen)
+            async with cluster(config, "serve") as namespace:
+                # Only now: the parts import Ray, whose settings the cluster has put into the environment.
+                from rollouter.serving.app import start_app, stop_app
+
+                await start_app(config, namespace=namespace, http=True)
+                stop = anyio.Event()
+                interrupts.orderly = functools.partial(_set, stop)
+                up = True
+                click.echo(_greeting(config, namespace))
+                await stop.wait()
+                click.echo("stopping", err=True)
+                # Serve goes down before Ray does, or the engines are killed instead of stopped.
+                with anyio.move_on_after(config.timeouts.stop_s):
+                    await stop_app()
+            group.cancel_scope.cancel()
     return 0 if up else INTERRUPTED
 
 
-async def _cancel_on_signal(
-    scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            click.echo("stopping", err=True)
-            scope.cancel()
-            return
+async def _set(event: anyio.Event) -> None:
+    event.set()
 
 
 def _greeting(config: Config, namespace: str) -> str:
