@@ -83,7 +83,11 @@ class RolloutActor:
 
     async def status(self) -> Mapping[str, Any]:
         """See `Rollouter.status`; empty before `run`."""
-        return await self._rollouter.status() if self._rollouter is not None else {}
+        return self._rollouter.status() if self._rollouter is not None else {}
+
+    async def fleet_status(self) -> list[Mapping[str, Any]]:
+        """See `Rollouter.fleet_status`; empty before `run`."""
+        return await self._rollouter.fleet_status() if self._rollouter is not None else []
 
 
 def start_rollouter(config: Config) -> Any:

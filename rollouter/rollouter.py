@@ -134,12 +134,15 @@ class Rollouter:
         """End now: cancel what is in flight and apply nothing more. `run` returns."""
         self._scope.cancel()
 
-    async def status(self) -> Mapping[str, Any]:
-        """Plain values: the pump's (`Pump.status`), the version served, open waits, and the fleet's replicas."""
+    def status(self) -> Mapping[str, Any]:
+        """Plain values, at once, whatever state the engines are in: the pump's, the version served, open waits."""
         return {
             **self._pump.status(),
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
             "version": self._versions.version,
             "waits": self.waits.snapshot(),
-            "fleet": await self._fleet.status(),
         }
+
+    async def fleet_status(self) -> list[Mapping[str, Any]]:
+        """What the replicas say of themselves, see `EngineFleet.status`. Raises `InfraError` if one does not answer."""
+        return await self._fleet.status()

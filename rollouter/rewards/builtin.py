@@ -1,10 +1,11 @@
-"""The built-in reward functions. Each scores a whole group at once, with verl's names for the arguments."""
+"""The built-in reward functions, with verl's names for the arguments."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from asyncrl.failures import UserCodeError
@@ -36,36 +37,32 @@ def _last_group(pattern: str, text: str) -> str | None:
 
 
 def math_verify(
-    *,
-    data_sources: Sequence[str],
-    solution_strs: Sequence[str],
-    ground_truths: Sequence[Any],
-    extra_infos: Sequence[Mapping[str, Any]],
-    timeout_s: int = 5,
-) -> list[float]:
+    *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], timeout_s: int = 5
+) -> float:
     """1.0 where math-verify finds the response's last answer equal to the ground truth, else 0.0.
 
-    The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and each comparison, by a signal:
-    the function only runs in the main thread of a process. What cannot be parsed in that time scores 0.0.
+    The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and the comparison, by a signal: the
+    function only runs in the main thread of a process. What takes longer (a response may well say 9^9^9^9) scores 0.0.
 
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    import logging
-
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # a response that it cannot parse is no event
-    golds = {}
-    for truth in {_text(truth) for truth in ground_truths}:
-        # Bare LaTeX is only recognized between dollar signs.
-        golds[truth] = parse(truth, parsing_timeout=timeout_s) or parse(f"${truth}$", parsing_timeout=timeout_s)
-        if not golds[truth]:
-            raise ValueError(f"math_verify cannot parse the ground truth {truth!r}")
-    return [
-        float(verify(golds[_text(truth)], parse(text, parsing_timeout=timeout_s), timeout_seconds=timeout_s))
-        for text, truth in zip(solution_strs, ground_truths, strict=True)
-    ]
+    truth = _parsed_truth(_text(ground_truth), timeout_s)
+    return float(verify(truth, parse(solution_str, parsing_timeout=timeout_s), timeout_seconds=timeout_s))
+
+
+@lru_cache(maxsize=1024)
+def _parsed_truth(truth: str, timeout_s: int) -> Any:
+    from math_verify import parse
+
+    # Bare LaTeX is only recognized between dollar signs.
+    parsed = parse(truth, parsing_timeout=timeout_s) or parse(f"${truth}$", parsing_timeout=timeout_s)
+    if not parsed:
+        raise ValueError(f"math_verify cannot parse the ground truth {truth!r}")
+    return parsed
 
 
 def reasoning_gym(
@@ -117,5 +114,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
 }
+BATCH = frozenset({"exact_match", "reasoning_gym"})
+"""Score a whole group in one call: each response takes microseconds."""
 IN_PROCESS = frozenset({"math_verify"})
 """Called in a worker process: it needs a main thread for its time limit, and sympy can hold the interpreter."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.config.schema import RewardConfig
 from asyncrl.failures import ConfigError, UserCodeError
-from rollouter.rewards.builtin import BUILT_IN, IN_PROCESS
+from rollouter.rewards.builtin import BATCH, BUILT_IN, IN_PROCESS
 
 SINGLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -74,7 +74,9 @@ def _built_in(config: RewardConfig) -> RewardFunction:
             "module:function or path/file.py:function"
         )
     call = BUILT_IN[name]
-    function = RewardFunction(name, call, config.kwargs, batch=True, is_async=False, in_process=name in IN_PROCESS)
+    function = RewardFunction(
+        name, call, config.kwargs, batch=name in BATCH, is_async=False, in_process=name in IN_PROCESS
+    )
     _check_signature(function)
     if "pattern" in config.kwargs:
         _check_pattern(config.kwargs["pattern"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -29,13 +30,15 @@ class Scorer:
         self._function = function
         self._decode = decode
         self._timeout_s = timeout_s
-        self._calls = anyio.CapacityLimiter(max_concurrency)
+        cores = os.cpu_count() or 1
+        # A call's deadline starts once it has its place here: waiting for one is nobody's fault.
+        self._calls = anyio.CapacityLimiter(min(max_concurrency, cores) if function.in_process else max_concurrency)
         # `_calls` alone bounds the calls; an abandoned thread must not take a place for good.
-        self._threads = anyio.CapacityLimiter(math.inf)
+        self._unbounded = anyio.CapacityLimiter(math.inf)
 
     async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
         texts = await to_thread.run_sync(
-            lambda: [self._decode(turn.response_ids) for turn in turns], limiter=self._threads
+            lambda: [self._decode(turn.response_ids) for turn in turns], limiter=self._unbounded
         )
         if self._function.batch:
             return await self._score_group(prompt, texts)
@@ -89,8 +92,8 @@ class Scorer:
                     if self._function.is_async:
                         return await call()
                     if self._function.in_process:
-                        return await to_process.run_sync(call, cancellable=True, limiter=self._calls_in_processes)
-                    return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+                        return await to_process.run_sync(call, cancellable=True, limiter=self._unbounded)
+                    return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._unbounded)
                 except Exception as error:
                     cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
                     raise UserCodeError.wrap(f"{self._about(prompt, texts)} raised {cause}", error) from error
@@ -99,11 +102,6 @@ class Scorer:
             f"{self._about(prompt, texts)} did not return within reward.timeout_s = {self._timeout_s:g} s; raise it, "
             "or bound what the function does"
         )
-
-    @property
-    def _calls_in_processes(self) -> anyio.CapacityLimiter:
-        """The default limiter: as many worker processes as there are cores."""
-        return to_process.current_default_process_limiter()
 
     def _checked(self, result: Any, prompt: Prompt, text: str) -> Score:
         """A finite score and those extras that are finite numbers; text among the extras is nobody's metric."""

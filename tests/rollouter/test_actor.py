@@ -72,12 +72,12 @@ async def test_a_run_from_first_prompt_to_last_validation() -> None:
     assert told[-2:] == [(ApplyRecord, 3), (ValidationRecord, 3)]
     books = (await rig.queue.status()).books
     assert (books.trained, books.running, books.ready, books.leased) == (12, 0, 0, 0)
-    status = await rig.rollouter.status()
+    status = rig.rollouter.status()
     assert status["version"] == 3
     assert status["samples_done"] >= 12
     assert status["in_flight"] == 0
     assert status["val_generated_tokens"] == 2 * 5
-    assert [replica["version"] for replica in status["fleet"]] == [3]
+    assert [replica["version"] for replica in await rig.rollouter.fleet_status()] == [3]
 
 
 async def test_generation_goes_on_while_a_version_is_validated() -> None:

@@ -57,9 +57,11 @@ async def test_exact_match() -> None:
 
 
 async def test_math_verify_scores_in_a_process_with_a_main_thread() -> None:
-    function = load_reward_function(RewardConfig(function="math_verify", kwargs={"timeout_s": 2}))
+    """Also of an answer that would keep sympy busy for longer than anybody lives."""
+    function = load_reward_function(RewardConfig(function="math_verify", kwargs={"timeout_s": 1}))
     prompt = make_prompt(1, ground_truth="\\frac{1}{2}")
-    assert await rewards(function, prompt, "So it is $0.5$.", "It is $\\frac{2}{3}$", "no idea") == [1.0, 0.0, 0.0]
+    texts = ("So it is $0.5$.", "It is $\\frac{2}{3}$", "no idea", "$9^{9^{9^{9}}}$")
+    assert await rewards(function, prompt, *texts) == [1.0, 0.0, 0.0, 0.0]
 
 
 async def test_reasoning_gym_scores_through_the_task() -> None:
