@@ -218,13 +218,20 @@ def _check_identity(checkpoint: Path, saved: Mapping[str, Any], present: Mapping
             )
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}. Restore it, or start anew with resume=none.") from None
+
+
 def _check_architecture(checkpoint: Path, model_path: str) -> None:
     """As far as JSON can tell; the engine compares every shape. A hub name is left to the engine."""
     present_file = Path(resolve(model_path)) / "config.json"
     if not present_file.is_file():
         return
     saved_file = checkpoint / HF_DIRECTORY / "config.json"
-    saved, present = (json.loads(file.read_text(encoding="utf-8")) for file in (saved_file, present_file))
+    saved, present = _read_json(saved_file), _read_json(present_file)
     for key in _ARCHITECTURE:
         if key in saved and key in present and saved[key] != present[key]:
             raise ConfigError(

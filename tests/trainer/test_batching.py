@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens: int) 
     for count in range(len(ordered)):
         for cuts in combinations(range(1, len(ordered)), count):
             edges = [0, *cuts, len(ordered)]
-            groups = [ordered[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+            groups = [ordered[a:b] for a, b in pairwise(edges)]
             if all(len(group) * max(group) <= 60 or len(group) == 1 for group in groups):
                 best = cost(groups) if best is None else min(best, cost(groups))
     found = split(lengths, max_tokens=60, overhead_tokens=overhead_tokens)

@@ -1,0 +1,123 @@
+"""The Trainer's Ray shell with the real queue, payloads, weight store and a tiny model; generation is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import ray
+from ray.exceptions import RayTaskError
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError, DataError
+from asyncrl.manifest import Resume, find_resume
+from asyncrl.ports import StepRecord
+from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
+from asyncrl.run_dir import RunDir
+from asyncrl.sample_queue import QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.types import SampleId, sample_meta
+from asyncrl.weights.object_store import ObjectStoreFeed, start_store
+from tests.fakes.trainer_model import make_config, write_model
+from tests.fakes.trainer_parts import make_sample
+from trainer.actor import start_trainer
+
+TOTAL_STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_config(write_model(tmp_path / "model"), run_dir=str(tmp_path / "run"), resume="auto")
+
+
+class Run:
+    """One trainer with the parts it talks to. Everything is killed at the end."""
+
+    def __init__(self, config: Config, tmp_path: Path, resume: Resume | None = None) -> None:
+        self.run_dir = RunDir(tmp_path / "run")
+        self.resume = resume
+        self.store = start_store(f"test-{id(self)}")
+        options = QueueOptions(100, Pacing(config.samples_per_version, 100, TOTAL_STEPS * 2))
+        self.queue_actor = start_queue(options, resume.manifest.queue if resume else None)
+        self.queue = QueueClient(self.queue_actor, 20.0)
+        self.payloads = RayPayloads(20.0)
+        self.trainer = start_trainer(config)
+        self.records: list[StepRecord] = []
+
+    async def __aenter__(self) -> Run:
+        self.started = await self.trainer.start.remote(self.run_dir, self.resume, self.store)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for actor in (self.trainer, self.queue_actor, self.store):
+            ray.kill(actor)
+
+    async def feed(self, number: int, **fields: Any) -> list[SampleId]:
+        admission = await self.queue.admit(number, timeout_s=10.0)
+        assert len(admission.sample_ids) == number
+        for sample_id in admission.sample_ids:
+            sample = make_sample(sample_id, **fields)
+            await self.queue.offer(sample_meta(sample), await self.payloads.put(sample))
+        return list(admission.sample_ids)
+
+    async def stream(self) -> AsyncIterator[StepRecord]:
+        with anyio.fail_after(60):
+            async for ref in self.trainer.run.options(num_returns="streaming").remote(self.queue_actor, TOTAL_STEPS):
+                record = await ref
+                self.records.append(record)
+                yield record
+
+
+async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(config: Config, tmp_path: Path) -> None:
+    async with Run(config, tmp_path) as first:
+        assert first.started == {"step": 0, "version": 0}
+        await first.feed(5)
+        async for record in first.stream():
+            if record.step == 2:  # the trainer now waits for a sixth sample
+                await first.trainer.stop.remote()
+        status = await first.trainer.status.remote()
+        assert (status["step"], status["version"], status["trained_samples"]) == (2, 2, 4)
+        assert (await first.queue.admit(1, timeout_s=1.0)).closed
+
+    resume = find_resume(config)
+    assert resume is not None
+    async with Run(config, tmp_path, resume) as second:
+        assert second.started == {"step": 2, "version": 2}
+        feed = ObjectStoreFeed(second.store, call_s=20.0)
+        publication = await feed.latest()
+        assert publication is not None and (publication.version, publication.step) == (2, 2)
+        fed = await second.feed(4)
+        assert [sample_id.index for sample_id in fed] == [5, 6, 7, 8]
+        async for _ in second.stream():
+            pass
+        latest = await feed.latest()
+        assert latest is not None and latest.version == 4
+    assert [record.step for record in [*first.records, *second.records]] == [1, 2, 3, 4]
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step_000002", "step_000004"}
+
+
+async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
+    async with Run(config, tmp_path) as run:
+        await run.feed(2, length=30)  # tokens beyond the model's vocabulary
+        with pytest.raises(RayTaskError) as caught:
+            async for _ in run.stream():
+                pass
+        assert isinstance(caught.value.cause, DataError)
+        assert "vocabulary of 24" in str(caught.value.cause)
+
+
+async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RayTaskError) as caught:
+        async with Run(make_config(tmp_path / "nothing"), tmp_path):
+            pass
+    assert isinstance(caught.value.cause, ConfigError)

@@ -1,0 +1,233 @@
+"""Checkpoints: whole or not there, kept and pruned, found again, and refused when they don't fit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.manifest import (
+    Progress,
+    checkpoint_steps,
+    find_latest,
+    find_resume,
+    load_manifest,
+    run_identity,
+)
+from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.types import SampleId
+from tests.fakes.trainer_model import make_config, write_model
+from tests.fakes.trainer_parts import FakeWorker
+from trainer import checkpoint as checkpoint_module
+from trainer.checkpoint import Checkpointer
+from trainer.worker import LocalTrainingWorker
+
+SNAPSHOT = QueueSnapshot(
+    next_index=9,
+    outstanding=(SampleId(0, 7), SampleId(1, 8)),
+    books=Books(fed=8, running=1, ready=1, leased=0, trained=5, dropped={"stale": 1, "failed": 0}),
+    version=3,
+)
+
+
+def progress(step: int) -> Progress:
+    return Progress(step=step, version=3, published_step=step - 1, leases=4, trained_samples=5, trained_tokens=123)
+
+
+def checkpointer(run_dir: Path, config: Config | None = None, keep: int = 2) -> Checkpointer:
+    return Checkpointer(run_dir, identity=run_identity(config or Config()), keep=keep)
+
+
+def save(run_dir: Path, *steps: int, config: Config | None = None, keep: int = 2) -> Path:
+    writer = checkpointer(run_dir, config, keep)
+    return [writer.save(FakeWorker(), progress(step), SNAPSHOT) for step in steps][-1]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_a_manifest_says_everything_again(tmp_path: Path) -> None:
+    path = save(tmp_path, 50)
+    assert path == tmp_path / "checkpoints" / "step_000050"
+    manifest = load_manifest(path)
+    assert manifest.progress == progress(50)
+    assert manifest.queue == SNAPSHOT
+    assert manifest.identity == run_identity(Config())
+    assert manifest.files == {"engine.json": 11, "hf/config.json": 2, "hf/model.safetensors": 70}
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10, 15, 100, keep=2)
+    assert names(tmp_path) == ["step_000015", "step_000100"]
+    assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000100"
+
+
+def test_the_same_step_again_replaces_the_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "checkpoints" / "step_000005" / "old").touch()
+    save(tmp_path, 5)
+    assert names(tmp_path) == ["step_000005"]
+    assert not (tmp_path / "checkpoints" / "step_000005" / "old").exists()
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("crash_at", range(20))
+def test_a_crash_anywhere_leaves_only_whole_checkpoints(
+    tmp_path: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut a save short at its n-th touch of the disk: what is found afterwards is complete, and saving goes on."""
+    save(tmp_path, 1, 2)
+    left = crash_at
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for owner, name in [
+            (os, "fsync"),
+            (Path, "rename"),
+            (Path, "mkdir"),
+            (Path, "write_text"),
+            (Path, "write_bytes"),
+        ]:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        patch.setattr(checkpoint_module.shutil, "rmtree", counted(checkpoint_module.shutil.rmtree))
+        with suppress(Crash):
+            save(tmp_path, 3)
+    steps = checkpoint_steps(tmp_path)
+    assert set(steps) in ({1, 2}, {1, 2, 3}, {2, 3})
+    for path in steps.values():
+        load_manifest(path)
+    save(tmp_path, 4, 5)
+    assert names(tmp_path) == ["step_000004", "step_000005"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "message"),
+    [(errno.ENOSPC, InfraError, "disk is full"), (errno.EACCES, ConfigError, "run_dir=PATH")],
+)
+def test_a_disk_that_takes_nothing(
+    tmp_path: Path, number: int, kind: type[AsyncRLError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint_module.os, "fsync", fail)
+    with pytest.raises(kind, match=message):
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, keep=3)
+    checkpointer(tmp_path).rewind(1)
+    assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001"]
+    assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000001"
+
+
+# ------------------------------------------------------------------------------------------------ torn and foreign
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 1'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 1}'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 9}'), "schema version 9"),
+        (lambda path: (path / "engine.json").unlink(), r"engine\.json is missing"),
+        (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),
+    ],
+)
+def test_a_torn_checkpoint_is_named_with_its_fix(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    path = save(tmp_path, 5)
+    damage(path)
+    with pytest.raises(ConfigError, match=f"(?s){message}.*resume=none"):
+        load_manifest(path)
+
+
+def test_a_run_with_other_data_or_batches_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 5)
+    for change in ({"seed": 1}, {"data": {"shuffle": False}}, {"trainer": {"ppo_mini_batch_size": 7}}):
+        config = Config.model_validate({"resume": str(run)} | change)
+        with pytest.raises(ConfigError, match=r"feed indices and versions would change .*resume=none"):
+            find_resume(config)
+    # what does not change the meaning of an index may change
+    assert find_resume(Config.model_validate({"resume": str(run), "trainer": {"optim": {"lr": 1.0}}})) is not None
+
+
+def test_the_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    small, large = write_model(tmp_path / "small"), write_model(tmp_path / "large", hidden=32)
+    config = make_config(small)
+    writer = checkpointer(tmp_path / "run", config)
+    path = writer.save(LocalTrainingWorker(config), progress(1), SNAPSHOT)
+    assert find_resume(make_config(small, resume=str(tmp_path / "run"))) is not None
+    with pytest.raises(ConfigError, match=r"config\.json has hidden_size=16, .* has 32: .* another model"):
+        find_resume(make_config(large, resume=str(path)))
+
+
+# ------------------------------------------------------------------------------------------------ resume=
+
+
+def test_resume_none_and_auto(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("20260101-000000", "20260102-000000"):
+        save(runs / "quickstart" / name, 5)
+    (runs / "quickstart" / "20260103-000000" / "checkpoints" / ".step_000009.tmp").mkdir(parents=True)
+    assert find_resume(Config(resume="none"), root=runs) is None
+    found = find_resume(Config(resume="auto"), root=runs)
+    assert found is not None
+    assert found.run_dir == runs / "quickstart" / "20260102-000000"
+    assert found.manifest.progress.step == 5
+    assert find_resume(Config(resume="auto", experiment_name="another"), root=runs) is None
+
+
+def test_resume_auto_with_a_run_dir_looks_only_there(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "quickstart" / "20260101-000000", 5)
+    here = tmp_path / "here"
+    config = Config(resume="auto", run_dir=str(here))
+    assert find_resume(config, root=tmp_path / "runs") is None
+    save(here, 7)
+    found = find_resume(config, root=tmp_path / "runs")
+    assert found is not None and found.manifest.progress.step == 7
+
+
+def test_resume_from_a_path(tmp_path: Path) -> None:
+    save(tmp_path, 5, 6)
+    for text, step in [("", 6), ("checkpoints", 6), ("checkpoints/step_000005", 5)]:
+        found = find_resume(Config(resume=str(tmp_path / text)))
+        assert found is not None
+        assert (found.manifest.progress.step, found.run_dir) == (step, tmp_path)
+    with pytest.raises(ConfigError, match="there is no checkpoint to go on from"):
+        find_resume(Config(resume=str(tmp_path / "elsewhere")))
+
+
+def test_reading_a_manifest_imports_no_torch() -> None:
+    code = "import sys, asyncrl.manifest; print({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
