@@ -121,7 +121,7 @@ class Rollouter:
         try:
             with self._scope:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(self._versions.run, name="versions")
+                    await group.start(self._versions.run, name="versions")
                     await self._pump.run()
                     self._versions.finish()
         except ExceptionGroup as failures:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import anyio
+from anyio.abc import TaskStatus
 
 from asyncrl.failures import InfraError
 from asyncrl.ports import ApplyRecord, EngineFleet, Publication, RecordSink, SampleQueue, WeightFeed
@@ -60,8 +61,8 @@ class VersionLoop:
         if self._parked is not None:
             self._parked.cancel()
 
-    async def run(self) -> None:
-        """See the module.
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """See the module. `task_status` is started once the replicas serve what a resumed run goes on from.
 
         Raises:
             InfraError: a version could not be applied, or the feed is gone.
@@ -71,6 +72,8 @@ class VersionLoop:
         resumed = await self._feed.latest()
         if resumed is not None:
             await self._apply(resumed)
+        # Generation may begin: before, a resumed run would sample from the model's files.
+        task_status.started()
         if self._validate_first or (resumed is not None and resumed.validate):
             await self._validate(self.version, resumed.step if resumed else 0)
         while not self._finishing:

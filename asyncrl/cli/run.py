@@ -126,7 +126,8 @@ class Run:
         rollouter = await ask("rollouter", self._rollouter.status.remote(), call_s, doing="telling its status")
         trainer = await ask("trainer", self._trainer.status.remote(), call_s, doing="telling its status")
         self._recorder.tick(queue, rollouter, trainer)
-        progress = (queue.books, queue.version, trainer.get("step"), rollouter.get("generated_tokens"))
+        tokens = (rollouter.get("generated_tokens"), rollouter.get("val_generated_tokens"))
+        progress = (queue.books, queue.version, trainer.get("step"), tokens)
         waits = {part: status.get("waits", ()) for part, status in (("trainer", trainer), ("rollouter", rollouter))}
         self._watchdog.observe(time.monotonic(), repr(progress), waits)
 

@@ -91,7 +91,8 @@ async def _started() -> None:
     while (app := await _status()).status is not ApplicationStatus.RUNNING:
         if app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             reasons = [deployment.message for deployment in app.deployments.values() if deployment.message]
-            raise InfraError("the rollout engines did not start", "\n".join(reasons) or app.message)
+            cause = "\n".join(reasons) or app.message
+            raise InfraError(f"the rollout engines did not start: {cause.strip().splitlines()[-1]}", cause)
         await anyio.sleep(STATUS_PERIOD_S)
 
 

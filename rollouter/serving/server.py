@@ -212,13 +212,13 @@ class RolloutServer(LLMServer):
         """Pause, load, resume. Returns pause seconds, load seconds, requests in flight at the pause."""
         self._gate.clear()
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
-        started = time.perf_counter()
         loading = False
         try:
             async with asyncio.timeout(self._apply_s):
-                await self._llm.pause_generation(mode=mode, clear_cache=clear_kv or mode != "keep")
-                if mode == "wait":
-                    started = time.perf_counter()
+                # `AsyncLLM.pause_generation` is this and 20 ms of sleep, for callers that want outputs delivered first.
+                await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
+                # The steps that were under way (all of a drain) made tokens until here.
+                started = time.perf_counter()
                 loading = True
                 load_s = max(await self._llm.collective_rpc("load_version", args=(version, self._apply_s)))
                 await self._llm.update_weight_version(str(version))
