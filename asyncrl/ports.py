@@ -95,7 +95,7 @@ class SampleQueue(Protocol):
         """Any live state → DROPPED."""
 
     async def lease(self, num_samples: int, *, trainer_version: int, timeout_s: float) -> Lease:
-        """Wait for `num_samples` READY samples and lease them; too stale ones are DROPPED(stale) first, if so configured."""
+        """Wait for `num_samples` READY samples and lease them; if configured, too stale ones are dropped first."""
 
     async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
         """LEASED → TRAINED for these samples of the lease: their gradient is in an optimizer step."""

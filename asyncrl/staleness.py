@@ -76,9 +76,7 @@ def judge(
     return "keep" if max_staleness is None or age <= max_staleness else stale_action
 
 
-def stale_token_mask(
-    spans: Sequence[Span], num_tokens: int, trainer_version: int, max_staleness: int | None
-) -> Mask:
+def stale_token_mask(spans: Sequence[Span], num_tokens: int, trainer_version: int, max_staleness: int | None) -> Mask:
     """bool `[num_tokens]`: True = beyond the bound, so `stale_action: mask` takes the token out of the loss."""
     if max_staleness is None:
         return np.zeros(num_tokens, dtype=np.bool_)

@@ -44,8 +44,8 @@ async def cluster(config: Config, name: str) -> AsyncIterator[str]:
         await to_thread.run_sync(_start, config, namespace, abandon_on_cancel=True)
         yield namespace
     except BaseException:
-        # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray is
-        # left as it is in this process, which is about to exit, and only what it started is ended.
+        # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray
+        # is left as it is in this process, which is about to exit, and only what it started is ended.
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(_abandon, config.ray.address is None)
         raise
@@ -74,8 +74,8 @@ def _start(config: Config, namespace: str) -> None:
         )
     except Exception as error:  # noqa: BLE001  whatever Ray raises here means the same: there is no cluster
         raise InfraError.wrap(
-            f"ray.address={config.ray.address!r}: Ray did not start, so nothing runs: {error}; check the address, or leave "
-            "it null for a private cluster on this machine",
+            f"ray.address={config.ray.address!r}: Ray did not start, so nothing runs: {error}; check the address, or "
+            "leave it null for a private cluster on this machine",
             error,
         ) from None
 

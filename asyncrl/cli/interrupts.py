@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
@@ -14,7 +15,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
-        self.orderly: Callable[[], Awaitable[None]] | None = None
+        self.orderly: Callable[[], Coroutine[Any, Any, None]] | None = None
         """How to end in order, from the moment that is possible; before, the first signal already cancels `scope`."""
         self.came = False
 

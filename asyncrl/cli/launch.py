@@ -63,9 +63,7 @@ async def _run(config: Config, run_dir: RunDir, resume: Resume | None, summary: 
     return outcome.exit_code
 
 
-async def _outcome(
-    config: Config, run_dir: RunDir, resume: Resume | None, recorder: Recorder, view: View
-) -> Outcome:
+async def _outcome(config: Config, run_dir: RunDir, resume: Resume | None, recorder: Recorder, view: View) -> Outcome:
     """Run it; every way it can end becomes a value."""
     interrupts = Interrupts()
     view.phase("starting Ray")
@@ -80,7 +78,7 @@ async def _outcome(
                     await Run(config, run_dir, resume, recorder, view).main(namespace, interrupts)
                     view.phase("shutting down")
                 group.cancel_scope.cancel()
-    except Exception as error:  # noqa: BLE001  whatever ended the run is its outcome, told in summary.json
+    except Exception as error:  # told in summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)
         return Outcome("failed", describe_error(error, "run"))
     finally:

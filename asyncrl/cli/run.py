@@ -142,6 +142,6 @@ class Run:
             await ask("rollouter", self._rollouter.stop.remote(), limit_s, doing="stopping")
             await anyio.sleep_forever()
         raise InfraError(
-            f"the run did not stop within timeouts.stop_s={limit_s:g}: what the trainer did since its last checkpoint is "
-            "lost; raise timeouts.stop_s if a step takes that long"
+            f"the run did not stop within timeouts.stop_s={limit_s:g}: what the trainer did since its last checkpoint "
+            "is lost; raise timeouts.stop_s if a step takes that long"
         )
