@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
@@ -21,14 +21,21 @@ import anyio.to_thread
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from asyncrl.convoy import Convoy
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.payloads import Packed, pack, unpack
 from asyncrl.ports import Admission, Lease, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.types import DropReason, Sample, SampleId, SampleMeta
+from asyncrl.types import DropReason, Sample, SampleId, SampleMeta, sample_meta
 
 # A parked admit or lease holds one of the actor's slots, and so does every call in flight. Concurrency groups would not
 # do: Ray gives each its own event loop, and the queue's conditions belong to one.
 MAX_CONCURRENCY = 1000
+
+MAX_OFFERS = 256
+"""Most samples in one call to the actor."""
+MAX_SHARED_BYTES = 8 << 20
+"""Most payload bytes that share one object of the store: what one unfinished sample can keep alive of the others."""
 
 T = TypeVar("T")
 
@@ -103,21 +110,6 @@ def start_queue(options: QueueOptions, restore: QueueSnapshot | None = None, *, 
     return shell.remote(options, restore)
 
 
-@dataclass(eq=False, slots=True)
-class _Outgoing:
-    sample: QueuedSample
-    sent: bool = False
-    error: AsyncRLError | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Outbox:
-    """Offers that wait while another is on its way; they leave together."""
-
-    lock: anyio.Lock = field(default_factory=anyio.Lock)
-    waiting: list[_Outgoing] = field(default_factory=list)
-
-
 class QueueClient:
     """`ports.SampleQueue` over the actor. Make one per event loop.
 
@@ -133,7 +125,7 @@ class QueueClient:
         self._actor = handle
         self._call_timeout_s = call_timeout_s
         self._asks = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._outbox = _Outbox()
+        self._offers = Convoy(self._offer_many, max_weight=MAX_OFFERS)
 
     async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
         def give_back(admission: Admission) -> Any:
@@ -145,17 +137,7 @@ class QueueClient:
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
         """Offers made while one is on its way travel together in the next call; a lone one leaves at once."""
-        outgoing = _Outgoing(QueuedSample(meta, payload))
-        self._outbox.waiting.append(outgoing)
-        try:
-            async with self._outbox.lock:
-                if not outgoing.sent:
-                    await self._send_waiting()
-        finally:
-            if not outgoing.sent:
-                self._outbox.waiting.remove(outgoing)
-        if outgoing.error is not None:
-            raise outgoing.error
+        await self._offers.join(QueuedSample(meta, payload))
 
     async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
         await self._call("drop", self._actor.drop.remote(sample_id, reason))
@@ -189,19 +171,8 @@ class QueueClient:
     async def status(self) -> QueueStatus:
         return await self._call("status", self._actor.status.remote())
 
-    async def _send_waiting(self) -> None:
-        """One call for all that waits. Shielded: its outcome belongs to every one of them, not only to the caller."""
-        batch, self._outbox.waiting = self._outbox.waiting, []
-        for outgoing in batch:
-            outgoing.sent = True
-        with anyio.CancelScope(shield=True):
-            try:
-                ref = self._actor.offer_many.remote([outgoing.sample for outgoing in batch])
-                errors = await self._call("offer", ref)
-            except AsyncRLError as error:
-                errors = [error] * len(batch)
-        for outgoing, problem in zip(batch, errors, strict=True):
-            outgoing.error = problem
+    async def _offer_many(self, samples: Sequence[QueuedSample]) -> Sequence[AsyncRLError | None]:
+        return await self._call("offer", self._actor.offer_many.remote(list(samples)))
 
     async def _grant(
         self, method: str, ask: str, ref: Any, timeout_s: float, give_back: Callable[[Any], Any]
@@ -243,40 +214,59 @@ def _original(error: RayTaskError, method: str) -> AsyncRLError:
 
 @dataclass(frozen=True, slots=True)
 class PayloadRef:
-    """A payload in the object store. Wrapped, because Ray replaces a bare reference argument by what it refers to."""
+    """A payload in the object store: the place of a sample in an object. Nested, the reference travels as itself; Ray
+
+    would replace a bare reference argument by what it refers to.
+    """
 
     ref: Any
+    position: int
 
 
 class RayPayloads:
-    """`ports.PayloadStore` in Ray's object store, on the machine of whoever puts.
+    """`ports.PayloadStore` in Ray's object store, on the machine of whoever puts. Make one per event loop.
 
-    A payload lives as long as somebody holds its reference: the queue does until the sample ends. It is lost with the
-    process that put it.
+    An object costs the store about as much as copying a few hundred kilobytes, so samples that finish while a put is
+    under way share the next object, up to `MAX_SHARED_BYTES`. It lives until the last of them ends: as long as somebody
+    holds a reference, and the queue does. It is lost with the process that put it.
 
     Raises:
         DeadlineError: a payload could not be fetched within `call_timeout_s`.
-        InfraError: a payload is lost.
+        InfraError: a payload is lost, or the store cannot take it.
     """
 
     def __init__(self, call_timeout_s: float) -> None:
         self._call_timeout_s = call_timeout_s
+        self._puts = Convoy(self._put_many, max_weight=MAX_SHARED_BYTES)
 
     async def put(self, sample: Sample) -> PayloadRef:
-        return PayloadRef(await anyio.to_thread.run_sync(ray.put, sample))
+        return await self._puts.join(sample, weight=sample_meta(sample).payload_bytes)
 
     async def get(self, payloads: Sequence[PayloadRef]) -> list[Sample]:
-        """All of them in one call to the store. Arrays are read-only views of shared memory where Ray allows it."""
-        refs = [payload.ref for payload in payloads]
-        return await anyio.to_thread.run_sync(self._get_blocking, refs, abandon_on_cancel=True)
+        """All of them in one call to the store. Arrays are read-only views of shared memory."""
+        refs = list(dict.fromkeys(payload.ref for payload in payloads))
+        objects = await anyio.to_thread.run_sync(self._get_blocking, refs, abandon_on_cancel=True)
+        packed = dict(zip(refs, objects, strict=True))
+        return [unpack(packed[payload.ref], payload.position) for payload in payloads]
 
-    def _get_blocking(self, refs: list[Any]) -> list[Sample]:
+    async def _put_many(self, samples: Sequence[Sample]) -> Sequence[PayloadRef]:
+        ref = await anyio.to_thread.run_sync(_put_blocking, samples)
+        return [PayloadRef(ref, position) for position in range(len(samples))]
+
+    def _get_blocking(self, refs: list[Any]) -> list[Packed]:
         try:
             return ray.get(refs, timeout=self._call_timeout_s)
         except GetTimeoutError as error:
             raise DeadlineError(
-                f"{len(refs)} sample payloads did not arrive within {self._call_timeout_s:g} s; raise timeouts.call_s "
-                "if they are large or the network is slow"
+                f"sample payloads did not arrive within {self._call_timeout_s:g} s; raise timeouts.call_s if they are "
+                "large or the network is slow"
             ) from error
         except RayError as error:
             raise InfraError.wrap("a sample payload is lost from the object store", error) from None
+
+
+def _put_blocking(samples: Sequence[Sample]) -> Any:
+    try:
+        return ray.put(pack(samples))
+    except RayError as error:
+        raise InfraError.wrap(f"the object store cannot take {len(samples)} sample payloads", error) from None

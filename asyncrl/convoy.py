@@ -1,0 +1,100 @@
+"""Calls that share a trip: what is handed in while one batch is on its way leaves together in the next.
+
+A lone item leaves at once; no timer, no background task. Under load the batches grow until the trips keep up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import anyio
+
+from asyncrl.failures import AsyncRLError, BugError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class _Passenger(Generic[Item, Result]):
+    item: Item
+    weight: int
+    turn: anyio.Event = field(default_factory=anyio.Event)
+    """Its batch has arrived; or, while it has not left, it is the one to carry the next."""
+    left: bool = False
+    outcome: Result | AsyncRLError | None = None
+
+
+class Convoy(Generic[Item, Result]):
+    """`send` carries a batch and returns one result, or error, an item. One batch is under way at a time.
+
+    `max_weight` bounds a batch; an item heavier than that travels alone.
+    """
+
+    def __init__(
+        self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Result | AsyncRLError]]], max_weight: int
+    ) -> None:
+        self._send = send
+        self._max_weight = max_weight
+        self._under_way = False
+        self._waiting: deque[_Passenger[Item, Result]] = deque()
+
+    async def join(self, item: Item, weight: int = 1) -> Result:
+        """The result of `item`, or its error raised.
+
+        A caller cancelled before its item left takes it back; afterwards the item arrives without it.
+        """
+        passenger: _Passenger[Item, Result] = _Passenger(item, weight)
+        self._waiting.append(passenger)
+        if not self._under_way:
+            self._under_way = True
+            passenger.turn.set()
+        await self._wait(passenger)
+        if not passenger.left:
+            await self._carry()
+        if isinstance(passenger.outcome, AsyncRLError):
+            raise passenger.outcome
+        return passenger.outcome  # type: ignore[return-value]
+
+    async def _wait(self, passenger: _Passenger[Item, Result]) -> None:
+        try:
+            # Yields even if it is set: what other tasks hand in during this turn of the loop still comes along.
+            await passenger.turn.wait()
+        except anyio.get_cancelled_exc_class():
+            if not passenger.left:
+                self._waiting.remove(passenger)
+                if passenger.turn.is_set():  # it was to carry; somebody else must
+                    self._hand_over()
+            raise
+
+    async def _carry(self) -> None:
+        """Send the front of the line, the caller's own item first among it."""
+        batch = [self._waiting.popleft()]
+        weight = batch[0].weight
+        while self._waiting and weight + self._waiting[0].weight <= self._max_weight:
+            batch.append(self._waiting.popleft())
+            weight += batch[-1].weight
+        for passenger in batch:
+            passenger.left = True
+        outcomes: Sequence[Result | AsyncRLError] = [BugError("the call broke off")] * len(batch)
+        try:
+            # Shielded: the outcome belongs to everybody in the batch, not only to the caller who happens to carry it.
+            with anyio.CancelScope(shield=True):
+                outcomes = await self._send([passenger.item for passenger in batch])
+        except AsyncRLError as error:
+            outcomes = [error] * len(batch)
+        finally:
+            # In any case, an error of another kind included, which is the carrier's to raise: nobody is left waiting.
+            self._hand_over()
+            for passenger, outcome in zip(batch, outcomes, strict=True):
+                passenger.outcome = outcome
+                passenger.turn.set()
+
+    def _hand_over(self) -> None:
+        if self._waiting:
+            self._waiting[0].turn.set()
+        else:
+            self._under_way = False

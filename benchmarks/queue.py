@@ -1,0 +1,305 @@
+"""Samples per second and latency through the sample queue, against a plain Ray actor around a deque.
+
+    ours      producer ─ put ─▶ object store ◀─ get ─ consumer      the queue actor sees metadata and references
+    deque     producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
+
+Both ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 32 at a time and copies
+their arrays into a batch, at most 128 samples under way, the same samples. The rate is measured at full speed. Latency
+is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 128 divided by the rate.
+Rounds of the two alternate within one run; rates are medians over rounds, latencies percentiles over all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+import ray
+
+from asyncrl.ports import SampleQueue
+from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
+from asyncrl.sample_queue import QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta
+from benchmarks.report import arguments, report
+
+IN_HAND = 64
+LEASE = 32
+UNDER_WAY = 128
+TRAJECTORIES = 8
+CALL_TIMEOUT_S = 120.0
+
+
+def make_sample(num_bytes: int, seed: int = 0) -> Sample:
+    """A group of 8 scored trajectories with about `num_bytes` of arrays."""
+    per_row = num_bytes // TRAJECTORIES
+    prompt_tokens = min(128, per_row // 8)
+    tokens = max(1, (per_row - 4 * prompt_tokens) // 9)
+    rng = np.random.default_rng(seed)
+    rows = tuple(
+        Trajectory(
+            prompt_ids=rng.integers(0, 32000, prompt_tokens, dtype=np.int32),
+            response_ids=rng.integers(0, 32000, tokens, dtype=np.int32),
+            response_mask=np.ones(tokens, dtype=np.bool_),
+            rollout_log_probs=rng.standard_normal(tokens, dtype=np.float32),
+            spans=(Span(0, 0),),
+            finish_reason=FinishReason.STOP,
+            reward=1.0,
+        )
+        for _ in range(TRAJECTORIES)
+    )
+    return Sample(SampleId(0, 1), rows)
+
+
+def into_batch(samples: list[Sample]) -> int:
+    """What any trainer does first: copy every array into one of the batch's. Returns bytes."""
+    rows = [row for sample in samples for row in sample.trajectories]
+    fields = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
+    return sum(np.concatenate([getattr(row, name) for row in rows]).nbytes for name in fields)
+
+
+class Way(Protocol):
+    """One end of either queue."""
+
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None: ...
+
+    async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None: ...
+
+
+class Pace:
+    """Lets one sample go every `interval_s`; 0: at once. Counts from the first."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._start = time.monotonic()
+        self._count = itertools.count()
+
+    async def next(self) -> None:
+        if self._interval_s:
+            due = self._start + next(self._count) * self._interval_s
+            await anyio.sleep(max(0.0, due - time.monotonic()))
+
+
+class ThroughQueue:
+    """The project's own: admit, put, offer; lease, get, commit."""
+
+    def __init__(self, handle: Any) -> None:
+        self._queue: SampleQueue = QueueClient(handle, CALL_TIMEOUT_S)
+        self._payloads = RayPayloads(CALL_TIMEOUT_S)
+
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None:
+        in_hand = anyio.Semaphore(IN_HAND)
+        async with anyio.create_task_group() as tasks:
+            fed = 0
+            while fed < num_samples:
+                admission = await self._queue.admit(min(IN_HAND, num_samples - fed), timeout_s=10)
+                fed += len(admission.sample_ids)
+                for sample_id in admission.sample_ids:
+                    await in_hand.acquire()
+                    await pace.next()
+                    tasks.start_soon(self._one, make(sample_id.index), in_hand)
+
+    async def _one(self, sample: Sample, in_hand: anyio.Semaphore) -> None:
+        await self._queue.offer(sample_meta(sample), await self._payloads.put(sample))
+        in_hand.release()
+
+    async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None:
+        trained = 0
+        while trained < num_samples:
+            version = trained // LEASE
+            lease = await self._queue.lease(min(batch, num_samples - trained), trainer_version=version, timeout_s=10)
+            if not lease.samples:
+                continue
+            took(await self._payloads.get([queued.payload for queued in lease.samples]))
+            trained += len(lease.samples)
+            async with anyio.create_task_group() as tasks:
+                ids = [queued.meta.sample_id for queued in lease.samples]
+                tasks.start_soon(self._queue.commit, lease.lease_id, ids)
+                if trained // LEASE > version:
+                    tasks.start_soon(self._queue.set_applied_version, trained // LEASE)
+
+
+class DequeActor:
+    """The baseline: payloads in a deque, producers wait when it is full, consumers when it is empty."""
+
+    def __init__(self, size: int) -> None:
+        self._deque: deque[bytes] = deque()
+        self._size = size
+        self._changed = asyncio.Condition()
+
+    async def put(self, payload: bytes) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._deque) < self._size)
+            self._deque.append(payload)
+            self._changed.notify_all()
+
+    async def get(self) -> bytes:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._deque) > 0)
+            payload = self._deque.popleft()
+            self._changed.notify_all()
+            return payload
+
+
+class ThroughDeque:
+    """verl's way: the pickled sample travels through the actor's mailbox, in and out."""
+
+    def __init__(self, handle: Any) -> None:
+        self._actor = handle
+
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None:
+        in_hand = anyio.Semaphore(IN_HAND)
+        async with anyio.create_task_group() as tasks:
+            for index in range(1, num_samples + 1):
+                await in_hand.acquire()
+                await pace.next()
+                tasks.start_soon(self._one, make(index), in_hand)
+
+    async def _one(self, sample: Sample, in_hand: anyio.Semaphore) -> None:
+        await self._actor.put.remote(ray.cloudpickle.dumps(sample))
+        in_hand.release()
+
+    async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None:
+        taken = 0
+        while taken < num_samples:
+            wanted = min(batch, num_samples - taken)
+            payloads = await asyncio.gather(*(self._actor.get.remote() for _ in range(wanted)))
+            took([ray.cloudpickle.loads(payload) for payload in payloads])
+            taken += wanted
+
+
+WAYS: dict[str, Callable[[Any], Way]] = {"asyncrl": ThroughQueue, "deque": ThroughDeque}
+
+
+class Producer:
+    async def run(self, way: str, handle: Any, num_samples: int, num_bytes: int, interval_s: float) -> float:
+        """Returns when it began. A sample's `generate_s` carries the time at which it was finished."""
+        # Enough that no two samples put together share an array: pickle would write it once.
+        pool = [make_sample(num_bytes, seed) for seed in range(max(8, min(IN_HAND, (64 << 20) // num_bytes)))]
+        started = time.monotonic()
+
+        def make(index: int) -> Sample:
+            return replace(pool[index % len(pool)], sample_id=SampleId(0, index), generate_s=time.monotonic())
+
+        await WAYS[way](handle).produce(num_samples, make, Pace(interval_s))
+        return started
+
+
+class Consumer:
+    async def run(self, way: str, handle: Any, num_samples: int, batch: int) -> tuple[float, list[float]]:
+        """Returns when it had everything, and each sample's seconds from finished to in hand."""
+        latencies: list[float] = []
+        seen: set[int] = set()
+
+        def took(samples: list[Sample]) -> None:
+            now = time.monotonic()
+            latencies.extend(now - sample.generate_s for sample in samples)
+            seen.update(sample.sample_id.index for sample in samples)
+            into_batch(samples)
+
+        await WAYS[way](handle).consume(num_samples, batch, took)
+        if len(seen) != num_samples:
+            raise RuntimeError(f"{num_samples} samples taken, {len(seen)} different ones")
+        return time.monotonic(), latencies
+
+
+def start(way: str) -> Any:
+    """A fresh queue of that kind; at most `UNDER_WAY` samples fit."""
+    if way == "asyncrl":
+        pacing = Pacing(samples_per_version=LEASE, staleness_threshold=UNDER_WAY / LEASE - 1)
+        return start_queue(QueueOptions(prompts_per_epoch=1 << 40, pacing=pacing))
+    actor: Any = ray.remote(DequeActor)
+    return actor.options(num_cpus=0, max_concurrency=1000).remote(UNDER_WAY)
+
+
+class Round:
+    """Runs one stream from producer to consumer through a fresh queue."""
+
+    def __init__(self) -> None:
+        producer: Any = ray.remote(Producer)
+        consumer: Any = ray.remote(Consumer)
+        self._producer = producer.options(num_cpus=0).remote()
+        self._consumer = consumer.options(num_cpus=0).remote()
+
+    def __call__(
+        self, way: str, num_bytes: int, num_samples: int, *, interval_s: float = 0.0
+    ) -> tuple[float, list[float]]:
+        """Samples per second, and each one's latency in seconds."""
+        handle = start(way)
+        taken = self._consumer.run.remote(way, handle, num_samples, 1 if interval_s else LEASE)
+        started = ray.get(self._producer.run.remote(way, handle, num_samples, num_bytes, interval_s))
+        ended, latencies = ray.get(taken)
+        ray.kill(handle)
+        return num_samples / (ended - started), latencies
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    name: str
+    num_bytes: int
+    num_samples: int
+    """In a round at full speed."""
+    paced: int
+    interval_s: float
+
+
+SIZES = (
+    Size("1 KB", 1_000, 3000, 200, 0.01),
+    Size("100 KB", 100_000, 3000, 200, 0.01),
+    Size("5 MB", 5_000_000, 200, 50, 0.04),
+)
+
+
+def main() -> None:
+    parser = arguments(str(__doc__))
+    parser.add_argument("--rounds", type=int, default=3, help="of each way and size (default 3)")
+    args = parser.parse_args()
+    ray.init(include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
+    try:
+        one_round = Round()
+        rows, ratios = [], {}
+        for size in SIZES:
+            measured = measure(one_round, size, args.rounds)
+            rows += [{"size": size.name, "through": way, **figures} for way, figures in measured.items()]
+            ratios[size.name] = measured["asyncrl"]["samples/s"] / measured["deque"]["samples/s"]
+    finally:
+        ray.shutdown()
+    report("queue", rows, args.json, aim="asyncrl at 3 times the deque's rate or more, at 100 KB and up", ratio=ratios)
+
+
+def measure(one_round: Round, size: Size, rounds: int) -> dict[str, dict[str, float]]:
+    """Figures by way; the ways take turns, after a round of each that does not count."""
+    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    latencies: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):
+        for way in WAYS:
+            rate, _ = one_round(way, size.num_bytes, size.num_samples)
+            _, paced = one_round(way, size.num_bytes, size.paced, interval_s=size.interval_s)
+            if number > 0:
+                rates[way].append(rate)
+                latencies[way] += paced
+    return {way: figures(rates[way], latencies[way], size.num_bytes) for way in WAYS}
+
+
+def figures(rates: list[float], latencies: list[float], num_bytes: int) -> dict[str, float]:
+    rate = statistics.median(rates)
+    return {
+        "samples/s": rate,
+        "min": min(rates),
+        "max": max(rates),
+        "MB/s": rate * num_bytes / 1e6,
+        "p50 ms": 1e3 * float(np.percentile(latencies, 50)),
+        "p99 ms": 1e3 * float(np.percentile(latencies, 99)),
+    }
+
+
+if __name__ == "__main__":
+    main()
