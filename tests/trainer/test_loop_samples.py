@@ -1,0 +1,152 @@
+"""What the loop does with old and empty samples, and how a resumed loop goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.failures import BugError
+from asyncrl.manifest import Progress
+from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.types import SampleId, Span
+from tests.fakes.trainer_parts import feed, make_sample
+from tests.fakes.trainer_rig import Rig
+
+# ------------------------------------------------------------------------------------------------ staleness
+
+
+async def test_staleness_counts_from_the_version_at_lease() -> None:
+    rig = Rig()
+
+    def make(sample_id: SampleId) -> Any:
+        return make_sample(sample_id, spans=[Span(0, (sample_id.index - 1) // 4)])
+
+    await feed(rig.queue, 4, make)
+    rig.publisher.on_publish = lambda version: feed(rig.queue, 4, make) if version == 1 else None
+    records = await rig.run()
+    assert [record.staleness for record in records] == [(0, 0), (1, 1), (1, 1), (2, 2)]
+    assert records[3].metrics["staleness/max"] == 2.0
+
+
+async def test_a_token_from_the_future_is_a_bug() -> None:
+    rig = Rig()
+    await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=[Span(0, 1)]))
+    with pytest.raises(BugError, match="version 1"):
+        await rig.run()
+
+
+async def test_too_old_tokens_leave_the_loss() -> None:
+    rig = Rig(mask_beyond=1, total_steps=3)
+    await feed(
+        rig.queue, 6, lambda sample_id: make_sample(sample_id, spans=[Span(0, 0), Span(3, int(sample_id.index > 4))])
+    )
+    records = await rig.run()
+    assert [record.metrics["tokens/trained"] for record in records] == [16, 16, 4]
+    assert rig.worker.rows[2][0].response_mask.tolist() == [False, False, False, True]
+
+
+async def test_a_sample_masked_whole_is_dropped_and_another_taken_in_its_place() -> None:
+    rig = Rig(mask_beyond=0, total_steps=2)
+
+    def make(sample_id: SampleId) -> Any:
+        return make_sample(sample_id, spans=[Span(0, 1 if sample_id.index in (1, 4, 6) else 0)])
+
+    rig.loop.progress.version = 1
+    rig.loop.progress.trained_samples = 2
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 4, make)
+        await feed(rig.queue, 2, make)
+        with anyio.fail_after(5):
+            while not rig.records:
+                await anyio.lowlevel.checkpoint()
+        rig.loop.stop()
+    assert [[sample_id.index for sample_id in step] for step in rig.worker.steps] == [[1, 4]]
+    books = await rig.books()
+    assert books.trained == 2
+    assert books.dropped["stale"] >= 2
+
+
+async def test_a_sample_without_policy_tokens_is_filtered() -> None:
+    rig = Rig(total_steps=1)
+
+    def make(sample_id: SampleId) -> Any:
+        sample = make_sample(sample_id)
+        if sample_id.index != 1:
+            return sample
+        rows = [replace(row, response_mask=np.zeros(4, dtype=np.bool_)) for row in sample.trajectories]
+        return replace(sample, trajectories=tuple(rows))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 3, make)
+    assert [[sample_id.index for sample_id in step] for step in rig.worker.steps] == [[2, 3]]
+    assert (await rig.books()).dropped["filtered"] == 1
+
+
+async def test_an_ended_stream_of_nothing_trainable() -> None:
+    rig = Rig(mask_beyond=0)
+    rig.loop.progress.version = 1
+    await feed(rig.queue, 3)
+    await rig.queue.end_stream()
+    assert await rig.run() == []
+    assert (await rig.books()).dropped["stale"] == 3
+
+
+# ------------------------------------------------------------------------------------------------ resume
+
+
+async def run_in_two_parts(stop_after: int, **changes: Any) -> tuple[Rig, Rig]:
+    first = Rig(**changes)
+    first.worker.on_step = lambda step: first.loop.stop() if step == stop_after else None
+    await feed(first.queue, 16)
+    await first.run()
+    [(progress, snapshot)] = first.checkpoints.saved
+    second = Rig(progress=progress, restore=snapshot, **changes)
+    async with anyio.create_task_group() as group:
+        group.start_soon(second.run)
+        await feed(second.queue, 2 * second.settings.total_steps - snapshot.books.trained)
+    return first, second
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 5, 6, 7])
+async def test_a_resumed_run_goes_on_in_step_version_and_feed_index(stop_after: int) -> None:
+    first, second = await run_in_two_parts(stop_after, total_steps=10, samples_per_lease=4, samples_per_version=8)
+    records = [*first.records, *second.records]
+    assert [record.step for record in records] == list(range(1, 11))
+    assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
+    trained = [sample_id.index for rig in (first, second) for step in rig.worker.steps for sample_id in step]
+    assert sorted(trained) == list(range(1, 21))
+    books = await second.books()
+    assert (books.fed, books.trained) == (20, 20)
+
+
+async def test_a_resume_of_a_complete_run_does_nothing() -> None:
+    done = Progress(step=4, version=4, published_step=4, trained_samples=8)
+    rig = Rig(progress=done)
+    assert await rig.run() == []
+    assert rig.publisher.published == []
+    assert rig.checkpoints.saved == []
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+async def test_a_resume_in_the_middle_of_a_version_does_not_wait_for_permits_that_never_come(stop_after: int) -> None:
+    """With on-policy pacing exactly `samples_per_version` samples may exist before the next version is applied."""
+    settings: dict[str, Any] = {"total_steps": 8, "samples_per_lease": 4, "samples_per_version": 8}
+    snapshot = QueueSnapshot(
+        next_index=9,
+        outstanding=tuple(SampleId(0, index) for index in range(2 * stop_after + 1, 9)),
+        books=Books(fed=8, trained=2 * stop_after, ready=8 - 2 * stop_after),
+        version=0,
+    )
+    progress = Progress(step=stop_after, trained_samples=2 * stop_after)
+    rig = Rig(progress=progress, restore=snapshot, staleness_threshold=0, **settings)
+    rig.publisher.on_publish = lambda version: rig.queue.set_applied_version(version)
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 16 - 2 * stop_after)
+    assert [record.step for record in rig.records] == list(range(stop_after + 1, 9))
