@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,42 +13,22 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.types import Turn
+from benchmarks.models import Shape, make_llama
 
 NAMESPACE = "e2e-serving"
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
 
 
-def make_model(directory: Path, *, seed: int = 0) -> Path:
-    """A random Llama (2 layers, 2 heads of 32, 1 of keys, tied embeddings) and a tokenizer of single characters."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(seed)
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(shape).save_pretrained(directory)
-    special = ["<pad>", "<s>", "</s>", "<unk>"]
-    words = special + [chr(33 + index) for index in range(VOCABULARY - len(special))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(directory)
-    return directory
+TINY = Shape(
+    hidden_size=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    intermediate_size=160,
+    vocab_size=VOCABULARY,
+    max_positions=MAX_MODEL_LEN,
+)
 
 
 @dataclass
@@ -93,7 +72,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     from rollouter.serving.app import start_app, stop_app
 
     torch.set_num_threads(1)
-    path = make_model(tmp_path_factory.mktemp("model"))
+    path = make_llama(tmp_path_factory.mktemp("model"), TINY)
     config = Config.model_validate(
         {
             "model": {"path": str(path)},

@@ -1,0 +1,56 @@
+"""Random Llamas of given shapes, saved as a model directory: speed and memory don't depend on what was learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int = 2048
+
+
+SHAPES = {
+    "1M": Shape(hidden_size=128, layers=4, heads=4, kv_heads=4, intermediate_size=512, vocab_size=64),
+    "135M": Shape(hidden_size=576, layers=30, heads=9, kv_heads=3, intermediate_size=1536, vocab_size=49152),
+}
+"""About the quickstart's model; SmolLM2-135M's."""
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+
+
+def make_llama(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
+    """Save a random Llama with tied embeddings, and a tokenizer of one character per id, from `!` on."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    words = [*SPECIAL, *(chr(33 + index) for index in range(shape.vocab_size - len(SPECIAL)))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    return directory

@@ -1,0 +1,164 @@
+"""Tokens per second through fleet, Serve handle and replica, against a bare `AsyncLLM` fed with the same requests.
+
+The bare engine lives in a Ray actor, with the same engine arguments and the same way of asking (token ids in, final
+output only, log-probs of sampled tokens). Both engines are up; rounds alternate and the idle one sleeps. Requests come
+in groups of 8, response lengths have a long tail, and `--concurrent` groups are in flight at once. Medians over rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.ports import GenerateRequest
+from benchmarks.models import SHAPES, make_llama
+from benchmarks.report import arguments, report
+from rollouter.serving.app import start_app, stop_app
+from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.options import ServingOptions, serving_options
+
+NAMESPACE = "bench-rollout"
+GROUP = 8
+LONGEST = 400
+
+
+class BareEngine:
+    """`AsyncLLM` and a loop over requests."""
+
+    async def start(self, options: ServingOptions) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        args = AsyncEngineArgs(
+            model=options.llm_config["model_loading_config"]["model_source"],
+            **options.llm_config["engine_kwargs"],
+        )
+        config = args.create_engine_config()
+        # As in a replica: a process less, and the faster of the two.
+        config.parallel_config.distributed_executor_backend = UniProcExecutor
+        self._llm = AsyncLLM(vllm_config=config, executor_class=UniProcExecutor, log_stats=False)
+
+    async def run(self, groups: Sequence[Sequence[GenerateRequest]], concurrent: int) -> int:
+        """Tokens made."""
+        return await _bounded([partial(self._group, group) for group in groups], concurrent)
+
+    async def _group(self, group: Sequence[GenerateRequest]) -> int:
+        return sum(await asyncio.gather(*(self._one(request) for request in group)))
+
+    async def _one(self, request: GenerateRequest) -> int:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **request.sampling,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = 0
+        async for output in self._llm.generate(tokens_input(request.prompt_ids.tolist()), params, request.request_id):
+            tokens = len(output.outputs[0].token_ids)
+        return tokens
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--concurrent", type=int, default=8)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="1M")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_llama(Path(directory) / options.model, SHAPES[options.model])
+        ray.init(namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
+        try:
+            rows = anyio.run(partial(_measure, path, options.rounds, options.groups, options.concurrent))
+        finally:
+            ray.shutdown()
+    report(
+        f"rollout, {options.model}, {options.concurrent * GROUP} requests at once",
+        rows,
+        options.json,
+        aim="aim: ratio of at least 0.9",
+        ratio=rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"],
+    )
+
+
+async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> list[dict[str, Any]]:
+    config = Config.model_validate({"model": {"path": str(path)}, "rollout": {"max_model_len": 512}})
+    options = serving_options(config, namespace=NAMESPACE, gpus=False)
+    bare = ray.remote(BareEngine).options(num_cpus=1, runtime_env={"env_vars": options.env_vars}).remote()
+    await bare.start.remote(options)
+    await start_app(config, namespace=NAMESPACE)
+    fleet = ServeFleet(config)
+
+    async def ours(batch: list[list[GenerateRequest]]) -> int:
+        async def one(group: list[GenerateRequest]) -> int:
+            turns = await fleet.generate(group, session=group[0].request_id)
+            return sum(len(turn.response_ids) for turn in turns)
+
+        return await _bounded([partial(one, group) for group in batch], concurrent)
+
+    async def theirs(batch: list[list[GenerateRequest]]) -> int:
+        return await bare.run.remote(batch, concurrent)
+
+    rates: dict[str, list[float]] = {"fleet and Serve": [], "bare AsyncLLM": []}
+    for number in range(-1, rounds):
+        for name, run in (("fleet and Serve", ours), ("bare AsyncLLM", theirs)):
+            started = time.perf_counter()
+            tokens = await run(_batch(number, groups))
+            if number >= 0:  # the first round warms both up
+                rates[name].append(tokens / (time.perf_counter() - started))
+    ray.kill(bare)
+    await stop_app()
+    return [
+        {"path": name, "tokens_per_s": statistics.median(values), "least": min(values), "most": max(values)}
+        for name, values in rates.items()
+    ]
+
+
+def _batch(number: int, groups: int) -> list[list[GenerateRequest]]:
+    """The same requests for both sides; lengths are geometric, cut at `LONGEST`."""
+    rng = np.random.default_rng(number + 1)
+    prompts = rng.integers(5, 60, (groups, 24), dtype=np.int32)
+    lengths = np.minimum(rng.geometric(1 / 80, (groups, GROUP)), LONGEST)
+    return [
+        [
+            GenerateRequest(
+                f"{number}-{group}-{row}",
+                prompts[group],
+                {"temperature": 1.0, "max_tokens": int(lengths[group, row]), "ignore_eos": True},
+            )
+            for row in range(GROUP)
+        ]
+        for group in range(groups)
+    ]
+
+
+async def _bounded(jobs: Sequence[Callable[[], Awaitable[int]]], concurrent: int) -> int:
+    """Run the jobs, so many at once; the sum of their results."""
+    limit = asyncio.Semaphore(concurrent)
+
+    async def run(job: Callable[[], Awaitable[int]]) -> int:
+        async with limit:
+            return await job()
+
+    return sum(await asyncio.gather(*(run(job) for job in jobs)))
+
+
+if __name__ == "__main__":
+    main()
