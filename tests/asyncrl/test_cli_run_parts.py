@@ -1,0 +1,110 @@
+"""What the driver is made of: signals, processes, errors out of Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from asyncrl.cli.interrupts import Interrupts
+
+
+async def listening(interrupts: Interrupts, during: object) -> None:
+    with anyio.fail_after(10), interrupts.scope:
+        async with anyio.create_task_group() as group:
+            await group.start(interrupts.listen)
+            await during()  # type: ignore[operator]
+            group.cancel_scope.cancel()
+
+
+async def test_the_first_signal_asks_for_an_orderly_end() -> None:
+    interrupts, asked = Interrupts(), anyio.Event()
+
+    async def orderly() -> None:
+        asked.set()
+
+    async def during() -> None:
+        interrupts.orderly = orderly
+        os.kill(os.getpid(), signal.SIGINT)
+        await asked.wait()
+
+    await listening(interrupts, during)
+    assert interrupts.came
+    assert not interrupts.scope.cancelled_caught
+
+
+async def test_the_second_signal_ends_at_once() -> None:
+    interrupts, asked = Interrupts(), anyio.Event()
+
+    async def orderly() -> None:
+        asked.set()
+        await anyio.sleep_forever()
+
+    async def during() -> None:
+        interrupts.orderly = orderly
+        os.kill(os.getpid(), signal.SIGINT)
+        await asked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await anyio.sleep_forever()
+
+    await listening(interrupts, during)
+    assert interrupts.scope.cancelled_caught
+
+
+async def test_before_an_orderly_end_is_possible_the_first_signal_ends_at_once() -> None:
+    interrupts = Interrupts()
+
+    async def during() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep_forever()
+
+    await listening(interrupts, during)
+    assert interrupts.scope.cancelled_caught
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="adoption of orphans is Linux's")
+def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import subprocess, sys
+        from asyncrl.cli.processes import adopt_orphans, end_descendants
+        adopt_orphans()
+        # A child that starts a grandchild in a session of its own, tells its pid and dies.
+        code = (
+            "import subprocess as s;"
+            "print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
+        )
+        child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+        print(int(child.stdout), end_descendants())
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    grandchild, ended = map(int, done.stdout.split())
+    assert ended == 1
+    assert not psutil.pid_exists(grandchild)
+
+
+def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
+    from ray.exceptions import RayTaskError
+
+    from asyncrl.cli.remote import translate
+    from asyncrl.failures import BugError, InfraError, UserCodeError
+
+    def task_error(cause: Exception) -> RayTaskError:
+        return RayTaskError("run", "the remote traceback", cause)
+
+    original = UserCodeError("the reward function raised", "its traceback")
+    assert translate("rollouter", task_error(original)) is original
+    full = translate("trainer", task_error(OSError(28, "No space left on device")))
+    assert isinstance(full, InfraError)
+    assert "No space left" in str(full)
+    bug = translate("trainer", task_error(KeyError("x")))
+    assert isinstance(bug, BugError)
+    assert "the remote traceback" in bug.cause

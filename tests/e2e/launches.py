@@ -1,0 +1,82 @@
+"""Real launches in processes of their own, looked at from outside like a user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SHORT = ("trainer.total_training_steps=4", "data.max_val_samples=16", "logging.console=plain")
+MARK = "ASYNCRL_TEST_RUN"
+"""Environment variable by which a launch's processes are known, whoever their parent is now."""
+
+
+@dataclass
+class Launch:
+    """A running or finished launch."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    output_file: Path
+    mark: str
+
+    def output(self) -> str:
+        return self.output_file.read_text(encoding="utf-8")
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the launch did not end in {timeout_s} s:\n{self.output()}") from None
+
+    def wait_for(self, text: str, timeout_s: float = 180.0) -> None:
+        """Until its output has `text`."""
+        limit = time.monotonic() + timeout_s
+        while text not in self.output():
+            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
+            assert time.monotonic() < limit, f"did not say {text!r} in {timeout_s} s:\n{self.output()}"
+            time.sleep(0.1)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
+
+    def survivors(self) -> list[str]:
+        """Processes of the launch that are still alive, wherever they ended up."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()) or process.name())
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+
+def start(where: Path, *overrides: str, mode: str = "fully_async", run_dir: Path | None = None) -> Launch:
+    """Start `asyncrl launch` on the quickstart with `overrides`; files go below `where`."""
+    mark = f"{where.name}-{time.monotonic_ns()}"
+    run_dir = run_dir or where / "run"
+    output_file = where / f"output-{mark}.txt"
+    with output_file.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}", *overrides],
+            cwd=where,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: mark},
+            text=True,
+        )
+    return Launch(process, run_dir, output_file, mark)
