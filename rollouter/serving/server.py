@@ -204,6 +204,7 @@ class RolloutServer(LLMServer):
                 # Objects on this node first: the workers' own fetch then is a mapping, not a transfer.
                 await asyncio.to_thread(ray.wait, refs, num_returns=len(refs), timeout=self._apply_s)
                 await self._llm.collective_rpc("fetch_version", args=(version,))
+                await self._llm.collective_rpc("await_fetch", args=(self._apply_s,))
         except Exception as error:
             raise InfraError.wrap(f"{self._state()}: fetching version {version} failed", error) from error
         return time.perf_counter() - started
@@ -220,7 +221,7 @@ class RolloutServer(LLMServer):
                 # The steps that were under way (all of a drain) made tokens until here.
                 started = time.perf_counter()
                 loading = True
-                load_s = max(await self._llm.collective_rpc("load_version", args=(version, self._apply_s)))
+                load_s = max(await self._llm.collective_rpc("load_version", args=(version,)))
                 await self._llm.update_weight_version(str(version))
                 self._version = version
                 await self._llm.resume_generation()

@@ -33,6 +33,8 @@ from asyncrl.weights.checksums import MODULUS, add, layer_group
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
 
+_CONNECTING = threading.Lock()
+"""A replica that catches up fetches while it is still joining the cluster, on two threads."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -71,8 +73,9 @@ class _Fetch:
 
 def connect(address: str, namespace: str) -> None:
     """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is)."""
-    if not ray.is_initialized():
-        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+    with _CONNECTING:
+        if not ray.is_initialized():
+            ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
 
 
 class WeightLoader:
@@ -89,16 +92,24 @@ class WeightLoader:
         """Begin to map `version` into this process; returns at once."""
         self._fetch = _Fetch(version, *self._source)
 
-    def load_version(self, version: int, timeout_s: float) -> float:
+    def await_fetch(self, timeout_s: float) -> None:
+        """Wait until the version is mapped: no time at all, once its bytes are on this node.
+
+        Raises:
+            TimeoutError: it is not here in time.
+            Exception: whatever the fetch failed with.
+        """
+        self._fetch.result(timeout_s)
+
+    def load_version(self, version: int) -> float:
         """Load the fetched version in place, inside the pause. Returns seconds.
 
         Raises:
             RuntimeError: another version was fetched.
-            TimeoutError: it is not here in time; nothing is loaded.
         """
         if self._fetch.version != version:
             raise RuntimeError(f"asked to load version {version}, but version {self._fetch.version} was fetched")
-        chunks = self._fetch.result(timeout_s)
+        chunks = self._fetch.result(0.0)
         started = time.perf_counter()
         with torch.no_grad():
             self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
