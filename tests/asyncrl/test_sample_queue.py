@@ -329,7 +329,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.running: dict[SampleId, int] = {}
         self.leased: dict[int, list[SampleId]] = {}
         self.trained: list[SampleId] = []
-        self.parked: list[asyncio.Task[Admission | Lease]] = []
+        self.parked: list[tuple[asyncio.Task[None], anyio.CancelScope]] = []
 
     def do(self, action: Awaitable[Any]) -> Any:
         async def settled() -> Any:
@@ -340,15 +340,11 @@ class QueueMachine(RuleBasedStateMachine):
             return result
 
         result = self.runner.run(settled())
-        self.collect()
+        for task, _ in self.parked:
+            if task.done():
+                task.result()  # it may have failed
+        self.parked = [call for call in self.parked if not call[0].done()]
         return result
-
-    def collect(self) -> None:
-        """Take the answers of the calls that were parked."""
-        for task in [task for task in self.parked if task.done()]:
-            self.parked.remove(task)
-            if not task.cancelled():
-                self.took(task.result())
 
     def took(self, answer: Admission | Lease) -> None:
         if isinstance(answer, Admission):
@@ -360,8 +356,13 @@ class QueueMachine(RuleBasedStateMachine):
             self.leased[answer.lease_id] = [queued.meta.sample_id for queued in answer.samples]
 
     def park(self, call: Awaitable[Admission | Lease]) -> None:
+        async def wait(scope: anyio.CancelScope) -> None:
+            with scope:
+                self.took(await call)
+
         async def start() -> None:
-            self.parked.append(asyncio.ensure_future(call))
+            scope = anyio.CancelScope()
+            self.parked.append((asyncio.ensure_future(wait(scope)), scope))
 
         self.do(start())
 
@@ -398,18 +399,22 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.queue.release(lease_id))
 
     @precondition(lambda self: self.parked)
-    @rule(data=st.data(), sample=st.booleans())
-    def cancel(self, data: st.DataObject, sample: bool) -> None:
-        """Cancel a parked call in the very turn of the loop in which something happens that might answer it."""
-        task = data.draw(st.sampled_from(self.parked))
+    @rule(data=st.data(), offers=st.booleans(), turns=st.integers(0, 4))
+    def cancel(self, data: st.DataObject, offers: bool, turns: int) -> None:
+        """Cancel a parked call while what might answer it is under way: so many turns of the loop after it happened."""
+        scope = self.parked[data.draw(st.integers(0, len(self.parked) - 1))][1]
         sample_id = next(iter(self.running), None)
 
         async def race() -> None:
-            if sample and sample_id is not None:
-                await self.queue.offer(meta(sample_id, self.running.pop(sample_id)), None)
-            else:
-                await self.queue.set_applied_version(self.applied)
-            task.cancel()
+            if sample_id is not None:
+                version = self.running.pop(sample_id)
+                if offers:
+                    await self.queue.offer(meta(sample_id, version), None)
+                else:
+                    await self.queue.drop(sample_id, DropReason.FAILED)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            scope.cancel()
 
         self.do(race())
 
@@ -418,9 +423,8 @@ class QueueMachine(RuleBasedStateMachine):
         """A Trainer that publishes does not wait for a lease at that time: those parked are cancelled."""
 
         async def cancel_all() -> None:
-            for task in self.parked:
-                task.cancel()
-            await asyncio.gather(*self.parked, return_exceptions=True)
+            for _, scope in self.parked:
+                scope.cancel()
 
         self.do(cancel_all())
         self.trainer += 1
@@ -455,4 +459,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
