@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -21,8 +22,8 @@ from asyncrl.ports import Publication
 from asyncrl.weights.checksums import group_checksums
 
 STORE_NAME = "weight_store"
-KEPT_VERSIONS = 2
-"""A replica may still be reading the version before the newest."""
+HANDED_OUT_KEPT = 2
+"""Versions that were handed out and are kept besides the newest: a replica may still be reading them."""
 CHUNK_BYTES = 256 << 20
 """Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
 PARKED_CALLERS = 1000
@@ -33,13 +34,16 @@ class WeightStoreActor:
 
     def __init__(self) -> None:
         self._versions: dict[int, tuple[Publication, list[ray.ObjectRef]]] = {}
+        self._handed_out: list[int] = []
+        self._told = -1
+        """Newest version that `wait_newer` has answered with."""
         self._published = asyncio.Condition()
 
     async def ready(self) -> None:
         """Answers once the actor is up."""
 
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef]) -> None:
-        """Make a version the newest.
+        """Make a version the newest. One that `wait_newer` never told of leaves its wish for validation to this one.
 
         Raises:
             BugError: it is not newer than the newest one.
@@ -50,13 +54,23 @@ class WeightStoreActor:
                     f"version {publication.version} published after version {max(self._versions)}: "
                     "versions must ascend, or replicas would never fetch it"
                 )
+            if self._versions:
+                before = self._versions[max(self._versions)][0]
+                if before.validate and before.version > self._told:
+                    publication = replace(publication, validate=True)
             self._versions[publication.version] = (publication, list(refs))
-            for version in sorted(self._versions)[:-KEPT_VERSIONS]:
-                del self._versions[version]
+            self._forget()
             self._published.notify_all()
 
     async def latest(self) -> Publication | None:
-        return self._versions[max(self._versions)][0] if self._versions else None
+        """The newest publication; it stays fetchable until `HANDED_OUT_KEPT` more have been handed out."""
+        if not self._versions:
+            return None
+        newest = max(self._versions)
+        if newest not in self._handed_out:
+            self._handed_out = [*self._handed_out, newest][-HANDED_OUT_KEPT:]
+            self._forget()
+        return self._versions[newest][0]
 
     async def wait_newer(self, version: int, timeout_s: float) -> Publication | None:
         """The newest publication above `version`; None if none came in time."""
@@ -65,7 +79,15 @@ class WeightStoreActor:
                 await self._published.wait_for(lambda: max(self._versions, default=-1) > version)
         except TimeoutError:
             return None
-        return await self.latest()
+        newest = await self.latest()
+        if newest is not None:
+            self._told = newest.version
+        return newest
+
+    def _forget(self) -> None:
+        newest = max(self._versions)
+        for version in self._versions.keys() - {newest, *self._handed_out}:
+            del self._versions[version]
 
     async def tensors(self, version: int) -> list[ray.ObjectRef]:
         """References to the chunks of a version; each is a dict of parameter name to array.
@@ -131,7 +153,7 @@ class ObjectStorePublisher:
         except ray.exceptions.ObjectStoreFullError as error:
             total = sum(array.nbytes for array in tensors.values())
             raise InfraError.wrap(
-                f"the object store has no room for {total} bytes of weights: {KEPT_VERSIONS + 1} versions must fit; "
+                f"the object store has no room for {total} bytes of weights: {HANDED_OUT_KEPT + 2} versions must fit; "
                 "raise ray.object_store_memory_bytes",
                 error,
             ) from error

@@ -80,12 +80,43 @@ async def test_the_feed_waits_for_something_newer(store: Any) -> None:
     assert (newest.version, newest.validate) == (2, True)
 
 
-async def test_two_versions_are_kept(store: Any) -> None:
+async def held(store: Any) -> set[int]:
+    found = set()
+    for version in range(1, 10):
+        try:
+            await object_store._answer(store.tensors.remote(version), 10, "tensors")
+        except InfraError as error:
+            assert f"does not hold version {version}" in str(error)
+        else:
+            found.add(version)
+    return found
+
+
+async def test_what_was_handed_out_is_kept_while_newer_ones_come(store: Any) -> None:
+    feed = ObjectStoreFeed(store, call_s=10)
+    await publish(store, 1)
+    await feed.latest()
+    for version in (2, 3, 4):
+        await publish(store, version)
+    assert await held(store) == {1, 4}
+    await feed.latest()
+    await publish(store, 5)
+    await feed.latest()
+    await publish(store, 6)
+    assert await held(store) == {4, 5, 6}
+
+
+async def test_an_overtaken_validation_is_not_lost(store: Any) -> None:
+    feed = ObjectStoreFeed(store, call_s=10)
     for version in (1, 2, 3):
         await publish(store, version)
-    with pytest.raises(InfraError, match=r"does not hold version 1 \(it holds: 2, 3\)"):
-        await object_store._answer(store.tensors.remote(1), 10, "tensors")
-    assert len(await object_store._answer(store.tensors.remote(2), 10, "tensors")) == 1
+    newest = await feed.wait_newer(0, timeout_s=10)
+    assert newest is not None
+    assert (newest.version, newest.validate) == (3, True)
+    await publish(store, 4)
+    newest = await feed.wait_newer(3, timeout_s=10)
+    assert newest is not None
+    assert (newest.version, newest.validate) == (4, False)
 
 
 async def test_versions_ascend(store: Any) -> None:
