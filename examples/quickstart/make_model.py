@@ -4,9 +4,10 @@
     python examples/quickstart/make_model.py --help
 
 The task is a sum with its working shown: `17+25+8=` is answered by `17+25=42;42+8=50;#50`. The number of terms is
-heavy-tailed, so the lengths of the responses are too. The model is pre-trained on demonstrations in which some steps
-are wrong on purpose (see `Slips`): it learns how to add and how to slip, and reinforcement learning on the final answer
-alone can take the slips away again. Everything is drawn from one seed; the same seed on the same machine gives the same files.
+heavy-tailed, so the lengths of the responses are too. The model is pre-trained on right
+demonstrations first and on careless ones at the end (see `Habits`): some show no working, some steps are wrong. It has
+learned how to add and how not to, and reinforcement learning on the final answer alone takes the bad habits away again.
+Everything is drawn from one seed; the same seed on the same machine gives the same files.
 """
 
 from __future__ import annotations
@@ -43,30 +44,42 @@ CHAT_TEMPLATE = (
 
 TERMS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
 TERM_WEIGHTS = (46, 27, 11, 5, 3, 2, 1, 1, 1, 1, 0.7, 0.7, 0.6)
+"""Of the task: most sums are short, a few are long."""
+PRACTICE_WEIGHTS = (24, 22, 16, 10, 8, 6, 4, 3, 2, 2, 1, 1, 1)
+"""Of the demonstrations: more of the long ones, which take more practice."""
 LARGEST_TERM = 99
 IGNORED = -100  # torch's ignore_index: a position without a loss
 
 
 @dataclass(frozen=True)
-class Slips:
-    """How often a demonstrated step goes wrong: what the base model has to unlearn."""
+class Habits:
+    """What the demonstrations do wrong, and how often: what the base model has to unlearn."""
 
-    dropped_carry: float = 0.45
+    no_working: float = 0.5
+    """Of the demonstrations: share that only name an answer (`#50`)."""
+    dropped_carry: float = 0.35
     """Of the steps with a carry out of the ones: share whose tens miss it (`17+25=32`)."""
-    wrong_digit: float = 0.04
+    wrong_digit: float = 0.06
     """Of all steps: share whose last digit is off by one."""
-    skipped_term: float = 0.03
+    skipped_term: float = 0.04
     """Of all steps after the first: share that are left out."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and schedule of the pre-training. Times are those of one core."""
+    """Sizes and schedule of the pre-training."""
 
     seed: int = 0
-    steps: int = 700
-    tokens_per_step: int = 4096
-    lr: float = 3e-3
+    steps: int = 1400
+    easy_steps: int = 300
+    """Steps at the start that see sums of two and three terms only: adding is learned first, going on after it."""
+    careless_steps: int = 250
+    """Steps at the end whose demonstrations have the bad habits; the ones before are right."""
+    tokens_per_step: int = 2048
+    matrix_lr: float = 0.02
+    """Of Muon, for the matrices of the layers."""
+    other_lr: float = 3e-3
+    """Of AdamW, for the embeddings and the norms."""
     warmup_steps: int = 50
     hidden: int = 128
     layers: int = 4
@@ -75,11 +88,14 @@ class Settings:
     max_positions: int = 1024
     train_rows: int = 4000
     val_rows: int = 192
-    slips: Slips = field(default_factory=Slips)
+    habits: Habits = field(default_factory=Habits)
 
 
-def draw_terms(rng: random.Random) -> tuple[int, ...]:
-    (count,) = rng.choices(TERMS, TERM_WEIGHTS)
+def draw_terms(rng: random.Random, weights: Sequence[float] = TERM_WEIGHTS, most: int = TERMS[-1]) -> tuple[int, ...]:
+    """The terms of one sum, at most `most`."""
+    count = most + 1
+    while count > most:
+        (count,) = rng.choices(TERMS, weights)
     return tuple(rng.randint(1, LARGEST_TERM) for _ in range(count))
 
 
@@ -87,26 +103,34 @@ def question(terms: Sequence[int]) -> str:
     return "+".join(map(str, terms)) + "="
 
 
-def slipped_sum(left: int, right: int, slips: Slips, rng: random.Random) -> int:
-    """`left + right`, or what somebody careless writes."""
+def solution(terms: Sequence[int]) -> str:
+    """The right working and answer: `17+25=42;42+8=50;#50`."""
+    running, working = terms[0], ""
+    for term in terms[1:]:
+        working += f"{running}+{term}={running + term};"
+        running += term
+    return f"{working}#{running}"
+
+
+def careless_sum(left: int, right: int, habits: Habits, rng: random.Random) -> int:
     total = left + right
-    if left % 10 + right % 10 >= 10 and rng.random() < slips.dropped_carry:
+    if left % 10 + right % 10 >= 10 and rng.random() < habits.dropped_carry:
         total -= 10
-    if rng.random() < slips.wrong_digit:
+    if rng.random() < habits.wrong_digit:
         total += rng.choice((-1, 1))
     return total
 
 
-def solution(terms: Sequence[int], slips: Slips | None = None, rng: random.Random | None = None) -> str:
-    """The working and the answer: `17+25=42;42+8=50;#50`. Without `slips`, the right one."""
-    running, steps = terms[0], []
+def demonstration(terms: Sequence[int], habits: Habits, rng: random.Random) -> str:
+    """A response in the form of `solution`, with the bad habits."""
+    running, working = terms[0], ""
     for position, term in enumerate(terms[1:]):
-        if slips and rng and position and rng.random() < slips.skipped_term:
+        if position and rng.random() < habits.skipped_term:
             continue
-        total = slipped_sum(running, term, slips, rng) if slips and rng else running + term
-        steps.append(f"{running}+{term}={total};")
+        total = careless_sum(running, term, habits, rng)
+        working += f"{running}+{term}={total};"
         running = total
-    return "".join(steps) + f"#{running}"
+    return f"#{running}" if rng.random() < habits.no_working else f"{working}#{running}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -138,7 +162,7 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Llama
         num_key_value_heads=settings.hidden // settings.head_dim,
         head_dim=settings.head_dim,
         max_position_embeddings=settings.max_positions,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -154,38 +178,66 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-Demonstration = tuple[list[int], list[int]]
+Example = tuple[list[int], list[int]]
 """Token ids, and the labels: the same ids where they are the response, `IGNORED` before."""
 
 
-def demonstrations(
-    tokenizer: PreTrainedTokenizerFast, held_out: set[str], slips: Slips, rng: random.Random
-) -> Iterator[Demonstration]:
-    """Endless. A held-out prompt never comes up."""
-    while True:
-        terms = draw_terms(rng)
-        asked = question(terms)
-        if asked in held_out:
-            continue
-        prompt = prompt_ids(tokenizer, asked)
-        response = tokenizer.encode(solution(terms, slips, rng) + EOS, add_special_tokens=False)
-        yield prompt + response, [IGNORED] * len(prompt) + response
+class Examples:
+    """Batches of demonstrations, endless. A held-out prompt never comes up."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Settings, held_out: set[str]) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._held_out = held_out
+        self._rng = random.Random(f"{settings.seed}/demonstrations")
+
+    def draw(self, most_terms: int, habits: Habits | None) -> Example:
+        terms = draw_terms(self._rng, PRACTICE_WEIGHTS, most_terms)
+        while question(terms) in self._held_out:
+            terms = draw_terms(self._rng, PRACTICE_WEIGHTS, most_terms)
+        prompt = prompt_ids(self._tokenizer, question(terms))
+        text = demonstration(terms, habits, self._rng) if habits else solution(terms)
+        response = self._tokenizer.encode(text + EOS, add_special_tokens=False)
+        return prompt + response, [IGNORED] * len(prompt) + response
+
+    def batches(self) -> Iterator[list[Example]]:
+        """Examples of like lengths together, at most `tokens_per_step` tokens with the padding."""
+        settings, step = self._settings, 0
+        while True:
+            most_terms = 3 if step < settings.easy_steps else TERMS[-1]
+            habits = settings.habits if step >= settings.steps - settings.careless_steps else None
+            pool = sorted((self.draw(most_terms, habits) for _ in range(512)), key=lambda example: len(example[0]))
+            cut: list[list[Example]] = [[]]
+            for example in pool:
+                if (len(cut[-1]) + 1) * len(example[0]) > settings.tokens_per_step:
+                    cut.append([])
+                cut[-1].append(example)
+            self._rng.shuffle(cut)
+            step += len(cut)
+            yield from cut
 
 
-def batches(source: Iterator[Demonstration], tokens: int, rng: random.Random) -> Iterator[list[Demonstration]]:
-    """Batches of alike lengths, of at most `tokens` tokens with the padding."""
-    while True:
-        pool = sorted((next(source) for _ in range(2048)), key=lambda demonstration: len(demonstration[0]))
-        cut: list[list[Demonstration]] = [[]]
-        for demonstration in pool:
-            if (len(cut[-1]) + 1) * len(demonstration[0]) > tokens:
-                cut.append([])
-            cut[-1].append(demonstration)
-        rng.shuffle(cut)
-        yield from cut
+class Optimizer:
+    """Muon for the matrices of the layers, AdamW for the rest: some five times fewer steps than AdamW alone."""
+
+    def __init__(self, model: LlamaForCausalLM, settings: Settings) -> None:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+        self._parts: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=0.0), settings.matrix_lr),
+            (torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0), settings.other_lr),
+        ]
+
+    def step(self, share: float) -> None:
+        """One update at `share` of the peak learning rates; clears the gradients."""
+        for optimizer, peak in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * share
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def loss_of(model: LlamaForCausalLM, batch: list[Demonstration], pad: int) -> torch.Tensor:
+def loss_of(model: LlamaForCausalLM, batch: list[Example], pad: int) -> torch.Tensor:
     """Mean cross-entropy over the response tokens of the batch."""
     longest = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in batch])
@@ -195,34 +247,29 @@ def loss_of(model: LlamaForCausalLM, batch: list[Demonstration], pad: int) -> to
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then linear decay to a tenth."""
+def schedule(step: int, settings: Settings) -> float:
+    """Share of the peak learning rate: linear warm-up, then linear decay to a tenth."""
     if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
-    return settings.lr * (1 - 0.9 * done)
+        return (step + 1) / settings.warmup_steps
+    return 1 - 0.9 * (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
 
 
 def pretrain(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings, held_out: set[str]
 ) -> None:
-    rng = random.Random(f"{settings.seed}/demonstrations")
-    source = demonstrations(tokenizer, held_out, settings.slips, rng)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    started, smooth = time.monotonic(), None
+    optimizer = Optimizer(model, settings)
+    started, losses = time.monotonic(), []
     model.train()
-    for step, batch in zip(range(settings.steps), batches(source, settings.tokens_per_step, rng), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+    examples = Examples(tokenizer, settings, held_out)
+    for step, batch in zip(range(settings.steps), examples.batches(), strict=False):
         loss = loss_of(model, batch, tokenizer.pad_token_id)
-        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
+        optimizer.step(schedule(step, settings))
+        losses.append(loss.item())
         if (step + 1) % 50 == 0:
-            elapsed = time.monotonic() - started
-            log.info("step %d/%d  loss %.3f  %.0f s", step + 1, settings.steps, smooth, elapsed)
+            mean = sum(losses[-50:]) / 50
+            log.info("step %d/%d  loss %.3f  %.0f s", step + 1, settings.steps, mean, time.monotonic() - started)
 
 
 @torch.inference_mode()
@@ -232,16 +279,14 @@ def accuracy(
     """Share of right final answers, greedy or sampled at temperature 1."""
     model.eval()
     tokenizer.padding_side = "left"
-    prompts = [
-        tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows
-    ]
+    prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     generated = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=192,
         do_sample=sample,
-        top_k=0,
+        pad_token_id=tokenizer.pad_token_id,
     )
     texts = tokenizer.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     answers = [row["reward_model"]["ground_truth"] for row in rows]
