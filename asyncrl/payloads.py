@@ -1,8 +1,8 @@
 """Samples packed for a trip through shared memory, and unpacked again. Pure.
 
 A group of 8 trajectories is 32 small arrays in 9 objects, and pickling those costs several times what moving the bytes
-of a 100 KB sample does. Packed, any number of samples is four arrays end to end and plain values. Pickle protocol 5
-carries the four out of band, and unpacking makes views of them.
+of a 100 KB sample does. Packed, any number of small samples is four arrays end to end and plain values; large arrays
+travel as they are. Pickle protocol 5 carries the arrays out of band, and unpacking makes views of them.
 """
 
 from __future__ import annotations
@@ -14,99 +14,116 @@ import numpy as np
 
 from asyncrl.types import FinishReason, LogProbs, Mask, Sample, SampleId, Span, TokenIds, Trajectory
 
-_Spans = tuple[tuple[int, int], ...]
-_Row = tuple[int, int, _Spans, str, float, Mapping[str, float]]
-"""Prompt tokens, response tokens, spans, finish reason, reward, reward_extra of one trajectory."""
+JOIN_BELOW_TOKENS = 16_384
+"""Longer responses are not copied: fresh memory to join them in would cost more than four arrays of their own do."""
+
+_Row = tuple[int, int, int, int, int, tuple[tuple[int, int], ...], str, float, Mapping[str, float]]
+"""One trajectory: its chunk; start and number of its prompt tokens there, then of its response tokens; spans, finish
+reason, reward, reward_extra. A plain tuple: a named one takes three times as long to pickle."""
 
 
 class PackedSample(NamedTuple):
     sample_id: tuple[int, int]
     rows: tuple[_Row, ...]
-    first_prompt_token: int
-    """Where its tokens begin in the arrays it shares with others."""
-    first_response_token: int
     data_source: str
     generate_s: float
     reward_s: float
 
 
-class Packed(NamedTuple):
-    samples: tuple[PackedSample, ...]
+class Chunk(NamedTuple):
+    """The arrays of one or more trajectories, end to end."""
+
     prompt_ids: TokenIds
-    """int32, the prompts of all trajectories of all samples end to end."""
     response_ids: TokenIds
-    """int32, likewise; `response_mask` (bool) and `rollout_log_probs` (float32) run along with it."""
     response_mask: Mask
     rollout_log_probs: LogProbs
 
 
+class Packed(NamedTuple):
+    samples: tuple[PackedSample, ...]
+    chunks: tuple[Chunk, ...]
+
+
 def pack(samples: Sequence[Sample]) -> Packed:
-    """Copies every array once.
+    """Any number of samples as one value that is cheap to pickle.
 
     Raises:
         TypeError: an array whose dtype does not become the one `types` gives it without changing its kind.
     """
-    packed, prompt_tokens, response_tokens = [], 0, 0
-    for sample in samples:
-        rows = tuple(_row(row) for row in sample.trajectories)
-        packed.append(
-            PackedSample(
-                (sample.sample_id.epoch, sample.sample_id.index),
-                rows,
-                prompt_tokens,
-                response_tokens,
-                sample.data_source,
-                sample.generate_s,
-                sample.reward_s,
-            )
+    packer = _Packer()
+    packed = tuple(
+        PackedSample(
+            (sample.sample_id.epoch, sample.sample_id.index),
+            tuple(packer.add(row) for row in sample.trajectories),
+            sample.data_source,
+            sample.generate_s,
+            sample.reward_s,
         )
-        prompt_tokens += sum(row[0] for row in rows)
-        response_tokens += sum(row[1] for row in rows)
-    all_rows = [row for sample in samples for row in sample.trajectories]
-    return Packed(
-        tuple(packed),
-        np.concatenate([row.prompt_ids for row in all_rows], dtype=np.int32),
-        np.concatenate([row.response_ids for row in all_rows], dtype=np.int32),
-        np.concatenate([row.response_mask for row in all_rows], dtype=np.bool_),
-        np.concatenate([row.rollout_log_probs for row in all_rows], dtype=np.float32),
+        for sample in samples
     )
+    return Packed(packed, packer.chunks())
 
 
 def unpack(packed: Packed, position: int) -> Sample:
     """The sample at `position`; its arrays are views, read-only if the packed ones are."""
     sample = packed.samples[position]
-    prompt, response = sample.first_prompt_token, sample.first_response_token
-    trajectories = []
-    for prompt_tokens, response_tokens, spans, finish_reason, reward, reward_extra in sample.rows:
-        of_prompt = slice(prompt, prompt := prompt + prompt_tokens)
-        of_response = slice(response, response := response + response_tokens)
-        trajectories.append(
-            Trajectory(
-                prompt_ids=packed.prompt_ids[of_prompt],
-                response_ids=packed.response_ids[of_response],
-                response_mask=packed.response_mask[of_response],
-                rollout_log_probs=packed.rollout_log_probs[of_response],
-                spans=tuple(Span(*span) for span in spans),
-                finish_reason=FinishReason(finish_reason),
-                reward=reward,
-                reward_extra=reward_extra,
-            )
-        )
-    return Sample(
-        SampleId(*sample.sample_id),
-        tuple(trajectories),
-        sample.data_source,
-        sample.generate_s,
-        sample.reward_s,
+    rows = tuple(_unpack_row(row, packed.chunks) for row in sample.rows)
+    return Sample(SampleId(*sample.sample_id), rows, sample.data_source, sample.generate_s, sample.reward_s)
+
+
+class _Packer:
+    """Chunk 0 joins the short trajectories; each long one is a chunk of its own."""
+
+    def __init__(self) -> None:
+        self._short: list[Trajectory] = []
+        self._long: list[Trajectory] = []
+        self._prompt_tokens = 0
+        self._response_tokens = 0
+
+    def add(self, row: Trajectory) -> _Row:
+        prompt_tokens, response_tokens = len(row.prompt_ids), len(row.response_ids)
+        if response_tokens < JOIN_BELOW_TOKENS:
+            place = (0, self._prompt_tokens, prompt_tokens, self._response_tokens, response_tokens)
+            self._short.append(row)
+            self._prompt_tokens += prompt_tokens
+            self._response_tokens += response_tokens
+        else:
+            self._long.append(row)
+            place = (len(self._long), 0, prompt_tokens, 0, response_tokens)
+        spans = tuple((span.first_token, span.version) for span in row.spans)
+        return (*place, spans, str(row.finish_reason), row.reward, row.reward_extra)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        return (_join(self._short), *(_join([row]) for row in self._long))
+
+
+def _join(rows: Sequence[Trajectory]) -> Chunk:
+    return Chunk(
+        _joined([row.prompt_ids for row in rows], np.int32),
+        _joined([row.response_ids for row in rows], np.int32),
+        _joined([row.response_mask for row in rows], np.bool_),
+        _joined([row.rollout_log_probs for row in rows], np.float32),
     )
 
 
-def _row(row: Trajectory) -> _Row:
-    return (
-        len(row.prompt_ids),
-        len(row.response_ids),
-        tuple((span.first_token, span.version) for span in row.spans),
-        str(row.finish_reason),
-        row.reward,
-        row.reward_extra,
+def _joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0].astype(dtype, casting="same_kind", copy=False))
+    return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
+
+
+def _unpack_row(row: _Row, chunks: Sequence[Chunk]) -> Trajectory:
+    number, prompt_start, prompt_tokens, response_start, response_tokens, spans, finish_reason, reward, extra = row
+    prompt = slice(prompt_start, prompt_start + prompt_tokens)
+    response = slice(response_start, response_start + response_tokens)
+    prompt_ids, response_ids, response_mask, rollout_log_probs = chunks[number]
+    return Trajectory(
+        prompt_ids=prompt_ids[prompt],
+        response_ids=response_ids[response],
+        response_mask=response_mask[response],
+        rollout_log_probs=rollout_log_probs[response],
+        spans=tuple([Span(*span) for span in spans]),
+        finish_reason=FinishReason(finish_reason),
+        reward=reward,
+        reward_extra=extra,
     )

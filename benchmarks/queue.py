@@ -234,6 +234,7 @@ class Round:
     ) -> tuple[float, list[float]]:
         """Samples per second, and each one's latency in seconds."""
         handle = start(way)
+        ray.get(handle.__ray_ready__.remote())
         taken = self._consumer.run.remote(way, handle, num_samples, 1 if interval_s else LEASE)
         started = ray.get(self._producer.run.remote(way, handle, num_samples, num_bytes, interval_s))
         ended, latencies = ray.get(taken)
