@@ -15,8 +15,8 @@ GIB = 1024**3
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
-_VERSIONS_HELD = 2
-"""Published versions in the object store: the newest, and the one replicas may still be loading."""
+_VERSIONS_HELD = 3
+"""Published versions in the object store: the newest, and two that replicas may still be loading."""
 
 
 @dataclass(frozen=True, slots=True)

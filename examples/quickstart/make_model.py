@@ -3,7 +3,7 @@
     python examples/quickstart/make_model.py            # writes asyncrl/assets/quickstart, some minutes on one core
     python examples/quickstart/make_model.py --help
 
-The task is a sum with its working shown: `17+25+8=` is answered by `17+25=42;42+8=50;#50`. The number of terms is
+The task is a sum with its working shown: `17+5+8=` is answered by `17+5=22;22+8=30;#30`. The number of terms is
 heavy-tailed, so the lengths of the responses are too. The model is pre-trained on right
 demonstrations first and on careless ones at the end (see `Habits`): some show no working, some steps are wrong. It has
 learned how to add and how not to, and reinforcement learning on the final answer alone takes the bad habits away again.
@@ -42,12 +42,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
-TERMS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14)
-TERM_WEIGHTS = (46, 27, 11, 5, 3, 2, 1, 1, 1, 1, 0.7, 0.7, 0.6)
+TERMS = tuple(range(3, 17))
+TERM_WEIGHTS = (50, 24, 9, 5, 3, 2, 1.5, 1.2, 1, 0.9, 0.7, 0.6, 0.5, 0.6)
 """Of the task: most sums are short, a few are long."""
-PRACTICE_WEIGHTS = (24, 22, 16, 10, 8, 6, 4, 3, 2, 2, 1, 1, 1)
+PRACTICE_WEIGHTS = (20, 18, 14, 10, 8, 6, 4, 3, 3, 2, 2, 2, 2, 2)
 """Of the demonstrations: more of the long ones, which take more practice."""
-LARGEST_TERM = 99
+LARGEST_TERM = 19
 IGNORED = -100  # torch's ignore_index: a position without a loss
 
 
@@ -55,13 +55,13 @@ IGNORED = -100  # torch's ignore_index: a position without a loss
 class Habits:
     """What the demonstrations do wrong, and how often: what the base model has to unlearn."""
 
-    no_working: float = 0.5
-    """Of the demonstrations: share that only name an answer (`#50`)."""
-    dropped_carry: float = 0.35
-    """Of the steps with a carry out of the ones: share whose tens miss it (`17+25=32`)."""
-    wrong_digit: float = 0.06
+    no_working: float = 0.6
+    """Of the demonstrations: share that only name an answer (`#30`)."""
+    dropped_carry: float = 0.02
+    """Of the steps with a carry out of the ones: share whose tens miss it (`17+5=12`)."""
+    wrong_digit: float = 0.01
     """Of all steps: share whose last digit is off by one."""
-    skipped_term: float = 0.04
+    skipped_term: float = 0.01
     """Of all steps after the first: share that are left out."""
 
 
@@ -70,9 +70,9 @@ class Settings:
     """Sizes and schedule of the pre-training."""
 
     seed: int = 0
-    steps: int = 1400
-    easy_steps: int = 300
-    """Steps at the start that see sums of two and three terms only: adding is learned first, going on after it."""
+    steps: int = 1600
+    easy_steps: int = 250
+    """Steps at the start that see sums of three and four terms only: adding is learned first, going on after it."""
     careless_steps: int = 250
     """Steps at the end whose demonstrations have the bad habits; the ones before are right."""
     tokens_per_step: int = 2048
@@ -104,7 +104,7 @@ def question(terms: Sequence[int]) -> str:
 
 
 def solution(terms: Sequence[int]) -> str:
-    """The right working and answer: `17+25=42;42+8=50;#50`."""
+    """The right working and answer: `17+5=22;22+8=30;#30`."""
     running, working = terms[0], ""
     for term in terms[1:]:
         working += f"{running}+{term}={running + term};"
@@ -204,7 +204,7 @@ class Examples:
         """Examples of like lengths together, at most `tokens_per_step` tokens with the padding."""
         settings, step = self._settings, 0
         while True:
-            most_terms = 3 if step < settings.easy_steps else TERMS[-1]
+            most_terms = 4 if step < settings.easy_steps else TERMS[-1]
             habits = settings.habits if step >= settings.steps - settings.careless_steps else None
             pool = sorted((self.draw(most_terms, habits) for _ in range(512)), key=lambda example: len(example[0]))
             cut: list[list[Example]] = [[]]
