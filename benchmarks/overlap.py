@@ -72,7 +72,7 @@ def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Seque
     command = [
         *(sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}"),
         *(f"data.train_files=[{prompts}]", "data.val_files=[]", "data.shuffle=false"),
-        *("reward.function=benchmarks.overlap:reward", "reward.kwargs={}", "logging.console=plain"),
+        *("reward.function=benchmarks.overlap:reward", "logging.console=plain"),
         *(f"trainer.total_training_steps={steps}", f"trainer.ppo_mini_batch_size={MINI_BATCH}"),
         *("trainer.save_last=false", "trainer.val_before_train=false", "trainer.optim.lr=1e-6"),
         *("logging.tensorboard=false", *overrides),

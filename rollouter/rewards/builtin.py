@@ -22,13 +22,14 @@ def exact_match(
     """1.0 where the answer is the ground truth as text, else 0.0; surrounding white space does not count.
 
     `pattern` is a regular expression: the answer is group 1 of its last match, and a response without a match scores
-    0.0. Without one the answer is the whole response.
+    0.0. Without one the answer is what follows the last `#`, as in `#### 42` (GSM8K), or the whole response.
     """
-    answers: list[str | None] = [text.strip() for text in solution_strs]
-    if pattern is not None:
-        answers = [_last_group(pattern, text) for text in solution_strs]
     truths = [_text(truth) for truth in ground_truths]
-    return [float(answer == truth) for answer, truth in zip(answers, truths, strict=True)]
+    if pattern is not None:
+        answers = [(_last_group(pattern, text),) for text in solution_strs]
+    else:
+        answers = [(text.strip(), text.rpartition("#")[2].strip()) for text in solution_strs]
+    return [float(truth in answer) for answer, truth in zip(answers, truths, strict=True)]
 
 
 def _last_group(pattern: str, text: str) -> str | None:

@@ -69,7 +69,7 @@ def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Pa
     reward.write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n", encoding="utf-8"
     )
-    run = start(tmp_path, *SHORT, f"reward.function={reward}:score", "reward.kwargs={}")
+    run = start(tmp_path, *SHORT, f"reward.function={reward}:score")
     assert run.wait() == 1, run.output()
     summary = run.summary()
     assert summary["status"] == "failed"

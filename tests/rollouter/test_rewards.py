@@ -50,6 +50,11 @@ async def test_exact_match() -> None:
     plain = load_reward_function(RewardConfig())
     prompt = make_prompt(1, ground_truth=42)
     assert await rewards(plain, prompt, " 42\n", "42.", "41") == [1.0, 0.0, 0.0]
+    assert await rewards(load_reward_function(RewardConfig()), prompt, "6*7=#42", "#### 42 ", "#42 or #43") == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     pattern = load_reward_function(RewardConfig(kwargs={"pattern": r"=(\d+)"}))
     assert await rewards(pattern, prompt, "1=1 so =42", "=42 or =43", "42") == [1.0, 0.0, 0.0]
     with pytest.raises(UserCodeError, match=r"no reward_model\.ground_truth"):
