@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from asyncrl.failures import AsyncRLError, BugError
 
@@ -22,9 +23,8 @@ Result = TypeVar("Result")
 class _Passenger(Generic[Item, Result]):
     item: Item
     weight: int
-    turn: anyio.Event = field(default_factory=anyio.Event)
-    """Its batch has arrived; or, while it has not left, it is the one to carry the next."""
     left: bool = False
+    arrived: bool = False
     outcome: Result | AsyncRLError | None = None
 
 
@@ -32,6 +32,8 @@ class Convoy(Generic[Item, Result]):
     """`send` carries a batch and returns one result, or error, an item. One batch is under way at a time.
 
     `max_weight` bounds a batch; an item heavier than that travels alone.
+
+        join    waits for the trip under way, again until its item has arrived; if there is none, it carries the next
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Convoy(Generic[Item, Result]):
     ) -> None:
         self._send = send
         self._max_weight = max_weight
-        self._under_way = False
+        self._trip: anyio.Event | None = None
         self._waiting: deque[_Passenger[Item, Result]] = deque()
 
     async def join(self, item: Item, weight: int = 1) -> Result:
@@ -49,34 +51,39 @@ class Convoy(Generic[Item, Result]):
         """
         passenger: _Passenger[Item, Result] = _Passenger(item, weight)
         self._waiting.append(passenger)
-        if not self._under_way:
-            self._under_way = True
-            passenger.turn.set()
-        await self._wait(passenger)
-        if not passenger.left:
-            await self._carry()
+        try:
+            while not passenger.arrived:
+                if self._trip is None:
+                    await self._carry()
+                else:
+                    await self._trip.wait()
+        finally:
+            if not passenger.left:
+                self._waiting.remove(passenger)
         if isinstance(passenger.outcome, AsyncRLError):
             raise passenger.outcome
         return passenger.outcome  # type: ignore[return-value]
 
-    async def _wait(self, passenger: _Passenger[Item, Result]) -> None:
-        try:
-            # Yields even if it is set: what other tasks hand in during this turn of the loop still comes along.
-            await passenger.turn.wait()
-        except anyio.get_cancelled_exc_class():
-            if not passenger.left:
-                self._waiting.remove(passenger)
-                if passenger.turn.is_set():  # it was to carry; somebody else must
-                    self._hand_over()
-            raise
-
     async def _carry(self) -> None:
-        """Send the front of the line, the caller's own item first among it."""
+        """Make one trip with the front of the line."""
+        self._trip = trip = anyio.Event()
+        try:
+            # What other tasks hand in during this turn of the loop still comes along.
+            await anyio.lowlevel.checkpoint()
+            await self._travel(self._board())
+        finally:
+            self._trip = None
+            trip.set()
+
+    def _board(self) -> list[_Passenger[Item, Result]]:
         batch = [self._waiting.popleft()]
         weight = batch[0].weight
         while self._waiting and weight + self._waiting[0].weight <= self._max_weight:
             batch.append(self._waiting.popleft())
             weight += batch[-1].weight
+        return batch
+
+    async def _travel(self, batch: Sequence[_Passenger[Item, Result]]) -> None:
         for passenger in batch:
             passenger.left = True
         outcomes: Sequence[Result | AsyncRLError] = [BugError("the call broke off")] * len(batch)
@@ -88,13 +95,5 @@ class Convoy(Generic[Item, Result]):
             outcomes = [error] * len(batch)
         finally:
             # In any case, an error of another kind included, which is the carrier's to raise: nobody is left waiting.
-            self._hand_over()
             for passenger, outcome in zip(batch, outcomes, strict=True):
-                passenger.outcome = outcome
-                passenger.turn.set()
-
-    def _hand_over(self) -> None:
-        if self._waiting:
-            self._waiting[0].turn.set()
-        else:
-            self._under_way = False
+                passenger.arrived, passenger.outcome = True, outcome

@@ -46,8 +46,7 @@ class Admission(NamedTuple):
     """Nothing will ever be admitted again."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedSample:
+class QueuedSample(NamedTuple):
     meta: SampleMeta
     payload: Any
     """What `PayloadStore.put` returned (a Ray object reference, in a Ray run)."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -212,11 +211,10 @@ def _original(error: RayTaskError, method: str) -> AsyncRLError:
     return BugError.wrap(f"the sample queue failed in `{method}`", error)
 
 
-@dataclass(frozen=True, slots=True)
-class PayloadRef:
-    """A payload in the object store: the place of a sample in an object. Nested, the reference travels as itself; Ray
+class PayloadRef(NamedTuple):
+    """A payload in the object store: the place of a sample in an object that it may share with others.
 
-    would replace a bare reference argument by what it refers to.
+    The reference is nested, so it travels as a reference: Ray replaces a bare one among the arguments by the object.
     """
 
     ref: Any

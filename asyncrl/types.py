@@ -128,8 +128,7 @@ class Sample:
     reward_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SampleMeta:
+class SampleMeta(NamedTuple):
     """What the queue actor knows of a READY sample. The payload itself never passes through the actor."""
 
     sample_id: SampleId

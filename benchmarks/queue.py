@@ -3,9 +3,9 @@
     ours      producer ─ put ─▶ object store ◀─ get ─ consumer      the queue actor sees metadata and references
     deque     producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
 
-Both ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 32 at a time and copies
-their arrays into a batch, at most 128 samples under way, the same samples. The rate is measured at full speed. Latency
-is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 128 divided by the rate.
+Both ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 64 at a time and copies
+their arrays into a batch, at most 256 samples under way, the same samples. The rate is measured at full speed. Latency
+is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 256 divided by the rate.
 Rounds of the two alternate within one run; rates are medians over rounds, latencies percentiles over all of them.
 """
 
@@ -32,8 +32,8 @@ from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, samp
 from benchmarks.report import arguments, report
 
 IN_HAND = 64
-LEASE = 32
-UNDER_WAY = 128
+LEASE = 64
+UNDER_WAY = 4 * LEASE
 TRAJECTORIES = 8
 CALL_TIMEOUT_S = 120.0
 
@@ -253,9 +253,9 @@ class Size:
 
 
 SIZES = (
-    Size("1 KB", 1_000, 3000, 200, 0.01),
-    Size("100 KB", 100_000, 3000, 200, 0.01),
-    Size("5 MB", 5_000_000, 200, 50, 0.04),
+    Size("1 KB", 1_000, 4000, 200, 0.01),
+    Size("100 KB", 100_000, 4000, 200, 0.01),
+    Size("5 MB", 5_000_000, 320, 50, 0.04),
 )
 
 
