@@ -173,9 +173,7 @@ class QueueClient:
     async def _offer_many(self, samples: Sequence[QueuedSample]) -> Sequence[AsyncRLError | None]:
         return await self._call("offer", self._actor.offer_many.remote(list(samples)))
 
-    async def _grant(
-        self, method: str, ask: str, ref: Any, timeout_s: float, give_back: Callable[[Any], Any]
-    ) -> Any:
+    async def _grant(self, method: str, ask: str, ref: Any, timeout_s: float, give_back: Callable[[Any], Any]) -> Any:
         """The answer to a call that may park. If the caller is cancelled, what was granted meanwhile goes back."""
         try:
             return await self._call(method, ref, timeout_s)

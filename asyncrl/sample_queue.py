@@ -42,9 +42,7 @@ class LocalSampleQueue:
     def __init__(self, options: QueueOptions, restore: QueueSnapshot | None = None) -> None:
         self._options = options
         self._ledger = (
-            Ledger(options.prompts_per_epoch)
-            if restore is None
-            else Ledger.restore(restore, options.prompts_per_epoch)
+            Ledger(options.prompts_per_epoch) if restore is None else Ledger.restore(restore, options.prompts_per_epoch)
         )
         self._version = 0 if restore is None else restore.version
         self._stream_ended = False

@@ -26,7 +26,7 @@ def exact_match(
     """
     truths = [_text(truth) for truth in ground_truths]
     if pattern is not None:
-        answers = [(_last_group(pattern, text),) for text in solution_strs]
+        answers: list[tuple[str | None, ...]] = [(_last_group(pattern, text),) for text in solution_strs]
     else:
         answers = [(text.strip(), text.rpartition("#")[2].strip()) for text in solution_strs]
     return [float(truth in answer) for answer, truth in zip(answers, truths, strict=True)]
