@@ -6,7 +6,8 @@
 Both ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 64 at a time and copies
 their arrays into a batch, at most 256 samples under way, the same samples. The rate is measured at full speed. Latency
 is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 256 divided by the rate.
-Rounds of the two alternate within one run; rates are medians over rounds, latencies percentiles over all of them.
+Rounds of the two alternate within one run. Rates are medians over rounds, the ratio is the median of the ratios of
+neighbouring rounds, latencies are percentiles over all rounds.
 """
 
 from __future__ import annotations
@@ -266,18 +267,21 @@ def main() -> None:
     ray.init(include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
     try:
         one_round = Round()
-        rows, ratios = [], {}
+        rows: list[dict[str, Any]] = []
+        ratios: dict[str, float] = {}
         for size in SIZES:
-            measured = measure(one_round, size, args.rounds)
-            rows += [{"size": size.name, "through": way, **figures} for way, figures in measured.items()]
-            ratios[size.name] = measured["asyncrl"]["samples/s"] / measured["deque"]["samples/s"]
+            rates, latencies = measure(one_round, size, args.rounds)
+            for way in WAYS:
+                rows.append({"size": size.name, "through": way, **figures(rates[way], latencies[way], size.num_bytes)})
+            pairs = zip(rates["asyncrl"], rates["deque"], strict=True)
+            ratios[size.name] = round(statistics.median(ours / theirs for ours, theirs in pairs), 2)
     finally:
         ray.shutdown()
     report("queue", rows, args.json, aim="asyncrl at 3 times the deque's rate or more, at 100 KB and up", ratio=ratios)
 
 
-def measure(one_round: Round, size: Size, rounds: int) -> dict[str, dict[str, float]]:
-    """Figures by way; the ways take turns, after a round of each that does not count."""
+def measure(one_round: Round, size: Size, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Rates of the rounds, and latencies of all samples, by way; they take turns, after a round that does not count."""
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     latencies: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
@@ -287,7 +291,7 @@ def measure(one_round: Round, size: Size, rounds: int) -> dict[str, dict[str, fl
             if number > 0:
                 rates[way].append(rate)
                 latencies[way] += paced
-    return {way: figures(rates[way], latencies[way], size.num_bytes) for way in WAYS}
+    return rates, latencies
 
 
 def figures(rates: list[float], latencies: list[float], num_bytes: int) -> dict[str, float]:
