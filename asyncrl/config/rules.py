@@ -213,6 +213,7 @@ def _steps(config: Config, given: Given) -> Iterator[Problem]:
             warmup,
             f"the run has {steps} steps, so the learning rate would never reach its peak",
             f"set it below {steps}",
+            "warning",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import anyio
@@ -64,6 +65,8 @@ async def stop_app() -> None:
 
 
 def _deploy(config: Config, namespace: str, http: bool) -> None:
+    # Serve tells about each start at INFO, on a terminal that belongs to the live view.
+    logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
     if http:
         serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
     else:
