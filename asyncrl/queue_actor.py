@@ -33,7 +33,7 @@ MAX_CONCURRENCY = 1000
 
 MAX_OFFERS = 256
 """Most samples in one call to the actor."""
-MAX_SHARED_BYTES = 8 << 20
+MAX_SHARED_BYTES = 32 << 20
 """Most payload bytes that share one object of the store: what one unfinished sample can keep alive of the others."""
 
 T = TypeVar("T")
