@@ -98,6 +98,10 @@ def _abandon(private: bool) -> None:
 
 def _leave_shared() -> None:
     """A cluster that others use too keeps nothing of this run: its actors end with the driver, the app is deleted."""
+    import ray
     from ray import serve
 
-    serve.shutdown()
+    from rollouter.serving.app import APP_NAME
+
+    if ray.is_initialized():
+        serve.delete(APP_NAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import datetime
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import anyio
@@ -11,12 +12,13 @@ import anyio
 from asyncrl.cli.cluster import cluster
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, ConfigError
 from asyncrl.manifest import Resume, find_resume
 from asyncrl.run_dir import RunDir, create_run_dir, reopen_run_dir
 from asyncrl.telemetry.live import View, make_view
 from asyncrl.telemetry.logs import logging_to
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.telemetry.summary import Resumed, describe_error
+from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, describe_error
 from asyncrl.telemetry.summary_file import SummaryFile
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
@@ -41,7 +43,7 @@ def launch(config: Config) -> int:
         InfraError: likewise, the disk is full.
     """
     resume = find_resume(config)
-    run_dir = reopen_run_dir(resume.run_dir, config) if resume else create_run_dir(config, datetime.now())
+    run_dir = _run_dir(config, resume)
     summary = SummaryFile(run_dir.path)
     summary.reserve()
     title = f"asyncrl {config.mode} · {config.experiment_name}"
@@ -49,12 +51,41 @@ def launch(config: Config) -> int:
         return anyio.run(_run, config, run_dir, resume, summary, view)
 
 
+def _run_dir(config: Config, resume: Resume | None) -> RunDir:
+    """The directory to run in. A run goes on where its checkpoint is.
+
+    Raises:
+        ConfigError: `run_dir` names another place, or one that cannot be used.
+    """
+    named = Path(config.run_dir) if config.run_dir else None
+    if resume is None:
+        if named is None or config.resume != "auto" or not (named / "config.yaml").exists():
+            return create_run_dir(config, datetime.now())
+        # It died before its first checkpoint: it starts anew in its place, and the old records are set aside.
+        run_dir = reopen_run_dir(named, config)
+        if run_dir.metrics.exists():
+            run_dir.metrics.rename(run_dir.path / f"metrics-abandoned-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+        return run_dir
+    if named is not None and named.resolve() != resume.run_dir.resolve():
+        raise ConfigError(
+            f"run_dir={named}: the checkpoint to resume is of the run in {resume.run_dir}, and a run goes on where it is; "
+            "leave run_dir out, or start anew from its weights: "
+            f"resume=none model.path={resume.checkpoint / 'hf'}"
+        )
+    return reopen_run_dir(resume.run_dir, config)
+
+
 async def _run(config: Config, run_dir: RunDir, resume: Resume | None, summary: SummaryFile, view: View) -> int:
     resumed = None
     if resume:
         progress = resume.manifest.progress
         resumed = Resumed(progress.step, progress.version, str(resume.checkpoint))
-    recorder = await Recorder.open(config.logging, run_dir, view, resumed)
+    try:
+        recorder = await Recorder.open(config.logging, run_dir, view, resumed)
+    except AsyncRLError as error:
+        totals = Totals(wall_s=0.0)
+        summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
+        raise
     outcome = await _outcome(config, run_dir, resume, recorder, view)
     told = recorder.summary(outcome.status, outcome.error)
     summary.write(told)

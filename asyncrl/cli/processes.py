@@ -10,6 +10,8 @@ import sys
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+MAX_ROUNDS = 10
+"""A process in uninterruptible sleep survives SIGKILL; it is not waited for without end."""
 
 
 def adopt_orphans() -> None:
@@ -31,11 +33,21 @@ def end_descendants(grace_s: float = 0.0) -> int:
         _signal(found, signal.SIGTERM)
         psutil.wait_procs(found, timeout=grace_s)
     # A killed parent hands its children to us, so look again until a round finds nobody.
-    while found := [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]:
+    for _ in range(MAX_ROUNDS):
+        if not (found := [child for child in me.children(recursive=True) if _alive(child)]):
+            break
         ended += len(found)
         _signal(found, signal.SIGKILL)
         psutil.wait_procs(found, timeout=5.0)
     return ended
+
+
+def _alive(process: psutil.Process) -> bool:
+    """It may vanish between being listed and being asked."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:

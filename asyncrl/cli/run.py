@@ -46,6 +46,7 @@ class Run:
         self._resume = resume
         self._recorder = recorder
         self._view = view
+        self._ended = anyio.Event()
         self._watchdog = Watchdog(config.timeouts.watchdog_s)
 
     async def main(self, namespace: str, interrupts: Interrupts) -> None:
@@ -63,6 +64,9 @@ class Run:
             async with anyio.create_task_group() as streams:
                 streams.start_soon(self._follow, "rollouter", self._rollouter, self._queue_actor, self._store)
                 streams.start_soon(self._follow, "trainer", self._trainer, self._queue_actor, total_steps)
+            # From here on only a bounded end is left, which a signal cannot make more orderly.
+            interrupts.orderly = None
+            self._ended.set()
             group.cancel_scope.cancel()
         # The books at the end: whatever is still live is dropped, and the last figures are taken.
         await self._queue.close()
@@ -140,7 +144,8 @@ class Run:
         with anyio.move_on_after(limit_s):
             await ask("trainer", self._trainer.stop.remote(), limit_s, doing="stopping")
             await ask("rollouter", self._rollouter.stop.remote(), limit_s, doing="stopping")
-            await anyio.sleep_forever()
+            await self._ended.wait()
+            return
         raise InfraError(
             f"the run did not stop within timeouts.stop_s={limit_s:g}: what the trainer did since its last checkpoint "
             "is lost; raise timeouts.stop_s if a step takes that long"

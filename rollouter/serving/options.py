@@ -106,6 +106,7 @@ def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
     kwargs: dict[str, Any] = {
         "dtype": rollout.dtype,
         "enforce_eager": rollout.enforce_eager or not gpus,
+        "load_format": "safetensors",  # never a pickle from disk
         "max_model_len": config.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_parallel_size,

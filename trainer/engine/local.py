@@ -129,6 +129,7 @@ def load_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrain
             source,
             config=_without_dropout(settings),
             dtype=torch.float32,
+            use_safetensors=True,  # never a pickle from disk
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
