@@ -68,8 +68,8 @@ def _run_dir(config: Config, resume: Resume | None) -> RunDir:
         return run_dir
     if named is not None and named.resolve() != resume.run_dir.resolve():
         raise ConfigError(
-            f"run_dir={named}: the checkpoint to resume is of the run in {resume.run_dir}, and a run goes on where it is; "
-            "leave run_dir out, or start anew from its weights: "
+            f"run_dir={named}: the checkpoint to resume is of the run in {resume.run_dir}, and a run goes on "
+            "where it is; leave run_dir out, or start anew from its weights: "
             f"resume=none model.path={resume.checkpoint / 'hf'}"
         )
     return reopen_run_dir(resume.run_dir, config)
