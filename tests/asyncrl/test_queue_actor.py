@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from asyncrl.failures import BugError, DeadlineError, InfraError
+from asyncrl.ports import Lease
 from asyncrl.queue_actor import PayloadRef, QueueActor, QueueClient, RayPayloads, start_queue
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
