@@ -239,34 +239,21 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
-    """One trajectory, ready for the loss. Arrays of `L` response tokens."""
+    """One trajectory, as the Trainer takes it in. Arrays of `L` response tokens."""
 
     sample_id: SampleId
     prompt_ids: TokenIds
     response_ids: TokenIds
     response_mask: NDArray[np.bool_]
+    """Sampled by the policy."""
+    loss_mask: NDArray[np.bool_]
+    """Of these, what may be trained: without tokens masked as too stale."""
     rollout_log_probs: NDArray[np.float32]
-    advantages: NDArray[np.float32]
-
-
-class TrainingWorker(Protocol):
-    """What the loop asks of the model being trained. Blocking; the loop calls it from a worker thread.
-
-    One process implements it today; a group of ranks will.
-    """
-
-    def train_mini_batch(self, rows: Sequence[TrainRow]) -> Metrics:
-        """One optimizer step over `rows`, split into micro-batches by token budget. Denominators span all of `rows`."""
-
-    def infer_batch(self, rows: Sequence[TrainRow]) -> list[NDArray[np.float32]]:
-        """Current policy's log-probs of the response tokens: float32 `[L]` a row."""
-
-    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """HF names and contiguous CPU arrays (bfloat16 as uint16 bits)."""
-
-    def save_checkpoint(self, directory: Path) -> None: ...
-
-    def load_checkpoint(self, directory: Path) -> None: ...
+    versions: NDArray[np.int64]
+    """Weights that sampled each token."""
+    reward: float
+    baseline_reward: float | None = None
+    """Score of the greedy response to the same prompt (ReMax)."""
 
 
 # ------------------------------------------------------------------------------------------------ records of a run

@@ -126,6 +126,8 @@ class Sample:
     generate_s: float = 0.0
     """Seconds from dispatch to the last token of the group."""
     reward_s: float = 0.0
+    baseline_reward: float | None = None
+    """Score of one more response to the prompt, drawn greedily and not trained on (ReMax)."""
 
 
 class SampleMeta(NamedTuple):

@@ -31,6 +31,12 @@ class ModelConfig(Section):
     """File with a Jinja chat template; null: the tokenizer's own."""
     trust_remote_code: bool = False
     """Let the model's directory run its own Python code. Only for sources you trust."""
+    lora_rank: NonNegative = 0
+    """Train low-rank adapters of this rank (LoRA) instead of the weights; 0: the weights themselves."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    """Adapters are scaled by `lora_alpha / lora_rank`."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers that get an adapter: `all-linear`, or names such as `[q_proj, v_proj]`."""
 
 
 class ReasoningGymConfig(Section):
@@ -69,25 +75,101 @@ class DataConfig(Section):
     """Use only the first so many validation rows."""
 
 
-class AlgorithmConfig(Section):
-    """Advantages and losses."""
+class KlControlConfig(Section):
+    """How much the KL divergence from the reference counts in the reward."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages."""
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: the coefficient follows the measured KL towards `target_kl` (https://arxiv.org/abs/1909.08593)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.001
+    """The coefficient, or where the adaptive one starts."""
+    target_kl: Annotated[float, Field(gt=0)] = 0.1
+    """Of the adaptive controller, in nats per response."""
+    horizon: Positive = 10000
+    """Of the adaptive controller: samples over which a constant error of 100 % would change it e-fold or so."""
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): groups that teach nothing are dropped as `filtered` and replaced by others."""
+
+    enable: bool = False
+    """Drop samples whose responses all have the same reward."""
+    max_consecutive: Positive = 256
+    """So many filtered samples in a row, without a usable one, stop the run: the task is too hard or too easy."""
+
+
+class RolloutCorrectionConfig(Section):
+    """Correction for tokens sampled by an older policy, or by an engine that computes differently."""
+
+    bypass_mode: bool = True
+    """true: the proximal policy is the behaviour policy as recorded. false: its log-probs are recomputed by the
+    Trainer when a lease starts (decoupled PPO, https://arxiv.org/abs/2505.24298)."""
+    rollout_is: Literal["none", "token", "sequence"] = "none"
+    """Importance weights proximal / behaviour: none, of each token, or the product over a response."""
+    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
+    """Weights outside the thresholds: cut to the upper one (TIS), or the token or response is masked (MIS, IcePop)."""
+    rollout_is_threshold: Annotated[float, Field(gt=0)] = 2.0
+    """Upper threshold of a weight."""
+    rollout_is_threshold_low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower threshold of a weight, with `rollout_is_mode: mask`; 0: none. IcePop: 0.5 with an upper one of 5."""
+    rollout_is_batch_normalize: bool = False
+    """Divide weights by their mean over the batch."""
+    rollout_rs: Literal[
+        "none", "geometric",
+        "token_k1", "token_k2", "token_k3",
+        "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+        "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+        "seq_max_k1", "seq_max_k2", "seq_max_k3",
+    ] = "none"  # fmt: skip
+    """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
+    of bounds. geometric: by the geometric mean of the token ratios."""
+    rollout_rs_threshold: Annotated[float, Field(gt=0)] = 1.001
+    """Upper bound: of the ratio for `geometric`, of |k1|, k2 or k3 in nats otherwise."""
+    rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower bound of the ratio for `geometric`; 0: one over the upper bound."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and losses. docs/algorithms/ has a page for each name."""
+
+    adv_estimator: Literal[
+        "grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gae"
+    ] = "grpo"
+    """How rewards become advantages. `gae` trains a critic (see `critic`)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (GRPO); false: only subtract the mean (Dr.GRPO)."""
+    gamma: Share = 1.0
+    """Discount per token of `gae` and `reinforce_plus_plus`."""
+    lam: Share = 1.0
+    """Trace decay of `gae`."""
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    """The objective."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The probability ratio is clipped at 1 minus this."""
     clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
     """The probability ratio is clipped at 1 plus this."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
+    """Dual clip: for negative advantages the loss is bounded as if the ratio were at most this; null: off."""
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"  # fmt: skip
     """What a mini-batch's loss is the mean of."""
+    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
+    """Divisor of `seq-mean-token-sum-norm`, in tokens; null: rollout.response_length."""
+    entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
     use_kl_loss: bool = False
-    """Add a KL loss against the frozen initial model."""
+    """Add a KL loss against the frozen reference model."""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k3"
     """Estimator of the KL divergence (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence from the reference model from each token's reward."""
+    kl_penalty: Literal["k1", "k2", "k3", "low_var_kl", "abs"] = "k1"
+    """Estimator of that divergence."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
 class SamplingConfig(Section):
@@ -151,6 +233,17 @@ class RolloutConfig(Section):
     """Tries of one generate call over engine failures; aborts by a weight sync don't count."""
 
 
+class OverlongBufferConfig(Section):
+    """Soft punishment of overlong responses (DAPO, https://arxiv.org/abs/2503.14476, eq. 13)."""
+
+    enable: bool = False
+    """Subtract from the reward of responses that reach into the last `len` tokens before rollout.response_length."""
+    len: Positive = 64
+    """Tokens over which the punishment rises from 0 to `penalty_factor`."""
+    penalty_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Punishment of a response of full length."""
+
+
 class RewardConfig(Section):
     """How a response is scored."""
 
@@ -168,6 +261,26 @@ class RewardConfig(Section):
     """Deadline of one call."""
     max_concurrency: Positive = 8
     """Calls at once."""
+    weight: float = 1.0
+    """Of the function's score in the reward; the rest is `reward_model.weight` times the model's."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+class RewardModelConfig(Section):
+    """A model that scores responses, besides the reward function."""
+
+    placement: Literal["off", "serve", "worker"] = "off"
+    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer."""
+    path: str | None = None
+    """Sequence-classification model with one label, in Hugging Face format."""
+    weight: float = 1.0
+    """Of the model's score in the reward."""
+    num_replicas: Positive = 1
+    """Of the Serve deployment."""
+    max_batch_size: Positive = 32
+    """Responses scored in one forward pass of the Serve deployment."""
+    trust_remote_code: bool = False
+    """Let the model's directory run its own Python code. Only for sources you trust."""
 
 
 class OptimConfig(Section):
@@ -191,8 +304,81 @@ class OptimConfig(Section):
     """Largest global gradient norm."""
 
 
-class TrainerConfig(Section):
-    """The training loop."""
+class EngineConfig(Section):
+    """How a model is run in the Trainer's processes."""
+
+    strategy: str = "fsdp2"
+    """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), or one that a package has registered under the
+    entry point group `asyncrl.engines`, such as `torchtitan` and `megatron`."""
+    num_workers: Positive = 1
+    """Processes (ranks) of the group; with GPUs, one GPU each."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU when there is one."""
+    dtype: Dtype = "float32"
+    """Of the forward and backward pass; master weights and optimizer are float32."""
+    cpu_threads: Positive = 1
+    """Threads of each process on CPU."""
+    ppo_max_token_len: Positive = 16384
+    """Most tokens of one micro-batch of one rank (of a sequence-parallel group, where there is one)."""
+    use_remove_padding: bool = True
+    """Pack sequences without padding where the attention supports it."""
+    gradient_checkpointing: bool = False
+    """Trade compute for activation memory."""
+    activation_offload: bool = False
+    """Keep activations for the backward pass in CPU memory."""
+    param_offload: bool = False
+    """Keep weights in CPU memory while they are not computed with."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in CPU memory between steps."""
+    torch_compile: bool = False
+    """Compile each transformer layer."""
+    use_liger: bool = False
+    """Liger kernels, on GPUs; needs the package liger-kernel."""
+    ulysses_sequence_parallel_size: Positive = 1
+    """Ranks that share one sequence (https://arxiv.org/abs/2309.14509); divides num_workers and the number of heads."""
+
+
+class RoleConfig(Section):
+    """Where another model of the Trainer lives. null: as the trainer's own."""
+
+    placement: Literal["actor", "own"] = "actor"
+    """actor: in the processes of the trained policy; own: in processes of its own."""
+    strategy: str | None = None
+    """See trainer.strategy."""
+    num_workers: Positive | None = None
+    """See trainer.num_workers; with `placement: own`."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """See trainer.device; with `placement: own`."""
+    dtype: Dtype | None = None
+    """See trainer.dtype."""
+    cpu_threads: Positive | None = None
+    """See trainer.cpu_threads; with `placement: own`."""
+    ppo_max_token_len: Positive | None = None
+    """See trainer.ppo_max_token_len."""
+    param_offload: bool | None = None
+    """See trainer.param_offload."""
+
+
+class RefConfig(RoleConfig):
+    """The frozen reference policy. With LoRA and `placement: actor` it is the policy without its adapters."""
+
+
+class CriticConfig(RoleConfig):
+    """The value model, with `algorithm.adv_estimator: gae`."""
+
+    path: str | None = None
+    """Model it starts from; null: model.path. A missing value head starts at 0."""
+    ppo_epochs: Positive = 1
+    """Passes over each lease."""
+    cliprange_value: Annotated[float, Field(gt=0)] | None = 0.5
+    """Values are clipped to so much around those at the lease's start; null: not clipped."""
+    warmup_steps: NonNegative = 0
+    """Steps in which only the critic learns."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+
+class TrainerConfig(EngineConfig):
+    """The training loop, and the engine of the trained policy."""
 
     total_training_steps: Positive | None = None
     """Optimizer steps of the run; null: as many as `total_epochs` gives."""
@@ -200,16 +386,8 @@ class TrainerConfig(Section):
     """Passes over the training prompts, when `total_training_steps` is null."""
     ppo_mini_batch_size: Positive = 32
     """Samples (prompts) per optimizer step."""
-    ppo_max_token_len: Positive = 16384
-    """Most tokens, padding included, of one micro-batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU when torch sees one."""
-    dtype: Dtype = "float32"
-    """Of the forward and backward pass; master weights and optimizer are float32."""
-    cpu_threads: Positive = 1
-    """Threads of the trainer on CPU."""
-    gradient_checkpointing: bool = False
-    """Trade compute for activation memory."""
+    ppo_epochs: Positive = 1
+    """Passes over each lease; every mini-batch of every pass is one optimizer step."""
     optim: OptimConfig = OptimConfig()
     val_before_train: bool = True
     """Validate version 0."""
@@ -275,6 +453,10 @@ class TimeoutsConfig(Section):
     """For a call between parts that should answer at once."""
     generate_s: Seconds = 600.0
     """For one generate call."""
+    train_s: Seconds = 1800.0
+    """For one call to the training processes: a step, or a forward pass over a lease."""
+    collective_s: Seconds = 300.0
+    """For one collective operation between training processes."""
     apply_s: Seconds = 300.0
     """For a replica to load a version."""
     watchdog_s: Seconds = 600.0
@@ -323,7 +505,10 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
     trainer: TrainerConfig = TrainerConfig()
+    ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -339,6 +524,19 @@ class Config(Section):
     def samples_per_version(self) -> int:
         """`S` of docs/design.md §3."""
         return self.samples_per_lease * self.async_training.trigger_parameter_sync_step
+
+    @property
+    def steps_per_lease(self) -> int:
+        """Optimizer steps of the policy that one lease gives."""
+        return self.async_training.require_batches * self.trainer.ppo_epochs
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algorithm.adv_estimator == "gae"
 
     @property
     def max_model_len(self) -> int:

@@ -1,0 +1,78 @@
+"""The batch that travels from the loop to the ranks: a `TensorDict` on CPU of `B` rows (trajectories), padded on the right.
+
+`T`: longest prompt + response, `R`: longest response. Padding is 0, False in masks; nothing is learned from it, and
+engines drop it before they compute (`trainer.engine.packing`).
+
+| key               | dtype, shape     | what                                                                                |
+|-------------------|------------------|-------------------------------------------------------------------------------------|
+| input_ids         | int64 `[B, T]`   | prompt, then response                                                               |
+| prompt_lens       | int64 `[B]`      | prompt tokens, at least 1                                                           |
+| response_lens     | int64 `[B]`      | response tokens, at least 1                                                         |
+| response_mask     | bool `[B, R]`    | sampled by the policy (not a tool's tokens)                                         |
+| loss_mask         | bool `[B, R]`    | of these, what is trained: without what is too stale or rejected                    |
+| rollout_log_probs | float32 `[B, R]` | behaviour policy, nats                                                              |
+| versions          | int64 `[B, R]`   | weights that sampled each token                                                     |
+| groups            | int64 `[B]`      | number of the row's sample in this batch, from 0; rows of a sample are neighbours   |
+| rewards           | float64 `[B]`    | score of the whole response                                                         |
+| baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt                         |
+
+What the Trainer adds before it trains, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
+`values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from asyncrl.ports import TrainRow
+
+
+def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
+    """Lay out `rows`, which are checked (`trainer.rows.check_row`) and grouped by sample."""
+    prompts = np.array([len(row.prompt_ids) for row in rows])
+    responses = np.array([len(row.response_ids) for row in rows])
+    size, longest = len(rows), int(responses.max())
+    input_ids = torch.zeros(size, int((prompts + responses).max()), dtype=torch.int64)
+    response_mask = torch.zeros(size, longest, dtype=torch.bool)
+    loss_mask = torch.zeros(size, longest, dtype=torch.bool)
+    rollout_log_probs = torch.zeros(size, longest)
+    versions = torch.zeros(size, longest, dtype=torch.int64)
+    groups = torch.zeros(size, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        prompt, response = len(row.prompt_ids), len(row.response_ids)
+        input_ids[index, :prompt] = torch.from_numpy(row.prompt_ids)
+        input_ids[index, prompt : prompt + response] = torch.from_numpy(row.response_ids)
+        response_mask[index, :response] = torch.from_numpy(row.response_mask)
+        loss_mask[index, :response] = torch.from_numpy(row.loss_mask)
+        rollout_log_probs[index, :response] = torch.from_numpy(row.rollout_log_probs)
+        versions[index, :response] = torch.from_numpy(row.versions)
+        if index:
+            groups[index] = groups[index - 1] + int(row.sample_id != rows[index - 1].sample_id)
+    batch = TensorDict(
+        {
+            "input_ids": input_ids,
+            "prompt_lens": torch.from_numpy(prompts),
+            "response_lens": torch.from_numpy(responses),
+            "response_mask": response_mask,
+            "loss_mask": loss_mask,
+            "rollout_log_probs": rollout_log_probs,
+            "versions": versions,
+            "groups": groups,
+            "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        },
+        batch_size=[size],
+    )
+    if rows[0].baseline_reward is not None:
+        batch["baseline_rewards"] = torch.tensor([row.baseline_reward for row in rows], dtype=torch.float64)
+    return batch
+
+
+def input_lengths(batch: TensorDict) -> list[int]:
+    """Positions the model has to compute for each row: the last response token predicts nothing."""
+    lengths: Tensor = batch["prompt_lens"] + batch["response_lens"] - 1
+    return lengths.tolist()
