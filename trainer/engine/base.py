@@ -57,7 +57,8 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     """Nats; of a value or reward model: the values."""
     entropy: Tensor
-    """Nats, detached, of the distribution each token was drawn from; of a value or reward model: zeros."""
+    """Nats, of the distribution each token was drawn from; detached unless `Loss.entropy_gradient`; of a value or
+    reward model: zeros."""
 
 
 class Tokens(NamedTuple):
@@ -82,11 +83,13 @@ class LossParts(NamedTuple):
 
 
 class Loss(Protocol):
-    """Picklable. `trainer.losses` has the ones of this project."""
+    """Picklable. `trainer.algorithms.objective` has the ones of this project."""
 
     agg_mode: AggMode
     agg_scale: float
     """Divisor of `seq-mean-token-sum-norm`, in tokens."""
+    entropy_gradient: bool
+    """Whether the loss is differentiated through the entropies, which costs the backward pass another `[N, V]`."""
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
         """bool `[B]`: False where the gradient is exactly 0, so that no backward pass is needed."""
