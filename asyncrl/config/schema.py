@@ -266,23 +266,6 @@ class RewardConfig(Section):
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
-class RewardModelConfig(Section):
-    """A model that scores responses, besides the reward function."""
-
-    placement: Literal["off", "serve", "worker"] = "off"
-    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer."""
-    path: str | None = None
-    """Sequence-classification model with one label, in Hugging Face format."""
-    weight: float = 1.0
-    """Of the model's score in the reward."""
-    num_replicas: Positive = 1
-    """Of the Serve deployment."""
-    max_batch_size: Positive = 32
-    """Responses scored in one forward pass of the Serve deployment."""
-    trust_remote_code: bool = False
-    """Let the model's directory run its own Python code. Only for sources you trust."""
-
-
 class OptimConfig(Section):
     """AdamW."""
 
@@ -357,6 +340,25 @@ class RoleConfig(Section):
     """See trainer.ppo_max_token_len."""
     param_offload: bool | None = None
     """See trainer.param_offload."""
+
+
+class RewardModelConfig(Section):
+    """A model that scores responses, besides the reward function."""
+
+    placement: Literal["off", "serve", "worker"] = "off"
+    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer."""
+    path: str | None = None
+    """Sequence-classification model with one label, in Hugging Face format."""
+    weight: float = 1.0
+    """Of the model's score in the reward."""
+    num_replicas: Positive = 1
+    """Of the Serve deployment."""
+    max_batch_size: Positive = 32
+    """Responses scored in one forward pass of the Serve deployment."""
+    trust_remote_code: bool = False
+    """Let the model's directory run its own Python code. Only for sources you trust."""
+    worker: RoleConfig = RoleConfig()
+    """With `placement: worker`: how and where it runs."""
 
 
 class RefConfig(RoleConfig):
