@@ -1,0 +1,124 @@
+"""Which models the Trainer runs, and in which processes. Pure: a configuration in, plans out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl.config.schema import Config, Dtype, EngineConfig, ModelConfig, OptimConfig, RoleConfig
+
+Role = Literal["actor", "ref", "critic", "reward_model"]
+
+_MODEL_TYPES: dict[Role, Literal["language_model", "value_model", "reward_model"]] = {
+    "actor": "language_model",
+    "ref": "language_model",
+    "critic": "value_model",
+    "reward_model": "reward_model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """One model, on every rank of its group: the fields of `trainer.engine.base.EngineSpec`, without torch."""
+
+    role: Role
+    model: ModelConfig
+    engine: EngineConfig
+    optim: OptimConfig | None
+    """None: forward only."""
+    temperature: float
+    seed: int
+    weights_dtype: Dtype
+    """Of published weights."""
+
+    @property
+    def model_type(self) -> Literal["language_model", "value_model", "reward_model"]:
+        return _MODEL_TYPES[self.role]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Ranks that share one process group, and the models that live in each of them."""
+
+    name: str
+    num_ranks: int
+    device: Literal["auto", "cpu", "cuda"]
+    cpu_threads: int
+    """Of each rank on CPU: the most that any of its models asks for."""
+    roles: tuple[RolePlan, ...]
+
+
+def plan_groups(config: Config) -> list[GroupPlan]:
+    """The actor's group first, then a group for each role with `placement: own`."""
+    others = _other_roles(config)
+    inside = [plan for plan, settings in others if settings.placement == "actor"]
+    outside = [plan for plan, settings in others if settings.placement == "own"]
+    return [_group("actor", [_actor(config), *inside])] + [_group(plan.role, [plan]) for plan in outside]
+
+
+def reference_is_actor(config: Config) -> bool:
+    """Whether reference log-probs come from the policy without its LoRA adapters, so that no second model is loaded."""
+    return config.needs_reference and config.model.lora_rank > 0 and config.ref.placement == "actor"
+
+
+def _other_roles(config: Config) -> list[tuple[RolePlan, RoleConfig]]:
+    roles: list[tuple[RolePlan, RoleConfig]] = []
+    if config.needs_reference and not reference_is_actor(config):
+        roles.append((_forward_only("ref", config, config.ref, path=config.model.path), config.ref))
+    if config.needs_critic:
+        roles.append((_critic(config), config.critic))
+    if config.reward_model.placement == "worker":
+        path = config.reward_model.path or config.model.path
+        plan = _forward_only("reward_model", config, config.reward_model.worker, path=path)
+        roles.append((plan, config.reward_model.worker))
+    return roles
+
+
+def _group(name: str, roles: list[RolePlan]) -> GroupPlan:
+    first = roles[0].engine
+    threads = max(plan.engine.cpu_threads for plan in roles)
+    return GroupPlan(name, first.num_workers, first.device, threads, tuple(roles))
+
+
+def _actor(config: Config) -> RolePlan:
+    return _plan("actor", config, config.model, _trainer_engine(config), config.trainer.optim)
+
+
+def _critic(config: Config) -> RolePlan:
+    """LoRA is the policy's: of the critic all weights are trained, as a value head needs more than adapters."""
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora_rank": 0})
+    return _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)
+
+
+def _forward_only(role: Role, config: Config, settings: RoleConfig, *, path: str) -> RolePlan:
+    changes: dict[str, Any] = {"path": path, "lora_rank": 0}
+    if role == "reward_model":
+        changes["trust_remote_code"] = config.reward_model.trust_remote_code
+    engine = _role_engine(config, settings).model_copy(
+        update={"gradient_checkpointing": False, "activation_offload": False, "optimizer_offload": False}
+    )
+    return _plan(role, config, config.model.model_copy(update=changes), engine, None)
+
+
+def _plan(role: Role, config: Config, model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None) -> RolePlan:
+    return RolePlan(
+        role, model, engine, optim, config.rollout.sampling.temperature, config.seed, config.rollout.dtype
+    )
+
+
+def _trainer_engine(config: Config) -> EngineConfig:
+    return EngineConfig.model_validate(config.trainer.model_dump(include=set(EngineConfig.model_fields)))
+
+
+def _role_engine(config: Config, settings: RoleConfig) -> EngineConfig:
+    """The trainer's engine, with what the role sets for itself. In the actor's ranks their number, device and threads
+    are the actor's."""
+    engine = _trainer_engine(config)
+    own = settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
+    if settings.placement == "actor":
+        return engine.model_copy(update={key: own[key] for key in own.keys() - {"num_workers", "device", "cpu_threads"}})
+    merged = engine.model_copy(update=own)
+    # The trainer's degree may not divide another number of ranks; results are the same with any.
+    degree = math.gcd(merged.ulysses_sequence_parallel_size, merged.num_workers)
+    return merged.model_copy(update={"ulysses_sequence_parallel_size": degree})
