@@ -1,46 +1,232 @@
-"""Rewards of one group → advantages. Pure numpy."""
+"""Token rewards → advantages and returns, by the name of `algorithm.adv_estimator`. Pure torch.
+
+Everything is computed in the dtype of the rewards: give float64, round the result. Outcome estimators take the sum of a
+row's token rewards as its score, as verl does, so a KL penalty in the rewards counts in the score.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.failures import ConfigError
+from asyncrl.failures import BugError, ConfigError
 
 STD_EPSILON = 1e-6
+"""Added to a group's standard deviation."""
+WHITEN_EPSILON = 1e-8
+"""Added to a batch's variance."""
 
-Estimator = Callable[[NDArray[np.float64]], NDArray[np.float32]]
-"""Rewards `[n]` of one sample's trajectories → advantages float32 `[n]`, one for all tokens of a trajectory."""
+
+class AdvantageInputs(NamedTuple):
+    """A whole lease: whitening spans it, and groups are complete."""
+
+    token_rewards: Tensor
+    """`[B, R]`, 0 where `response_mask` is False (`shaping.token_rewards`)."""
+    response_mask: Tensor
+    """bool `[B, R]`: tokens sampled by the policy. Tokens masked as stale count: they were sampled."""
+    groups: Tensor
+    """int64 `[B]`, from 0: the sample of each row."""
+    values: Tensor | None = None
+    """`[B, R]`, before each response token; `gae` only."""
+    baseline_rewards: Tensor | None = None
+    """`[B]`: score of the greedy response; `remax` only."""
 
 
-def grpo_advantages(rewards: NDArray[np.float64], *, norm_by_std: bool) -> NDArray[np.float32]:
-    """Group-relative advantages: `A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, std with n - 1.
+class Advantages(NamedTuple):
+    """Both `[B, R]`, 0 where `response_mask` is False."""
+
+    advantages: Tensor
+    returns: Tensor
+    """What a critic should have said before each token; without a critic, the rewards still to come."""
+
+
+AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
+
+
+def advantage_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
+    """The estimator that `algorithm.adv_estimator` names.
+
+    It raises:
+        ConfigError: groups of one, for an estimator whose baseline is the rest of the group.
+        BugError: values or greedy baselines are missing.
+    """
+    return partial(ESTIMATORS[algorithm.adv_estimator], algorithm=algorithm)
+
+
+def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """`A_i = (r_i - mean(r)) / (std(r) + 1e-6)`, std with n - 1; a group of equal rewards gives exact zeros.
 
     DeepSeekMath (https://arxiv.org/abs/2402.03300) eq. 1 ff.; without the division: Dr.GRPO
-    (https://arxiv.org/abs/2503.20783). A group of equal rewards gives exact zeros.
+    (https://arxiv.org/abs/2503.20783).
+    """
+    group = _Groups(inputs, algorithm)
+    centred = group.centre(group.mean(group.scores))
+    if algorithm.norm_adv_by_std_in_grpo:
+        centred = centred / (group.std() + STD_EPSILON)[inputs.groups]
+    return _outcome(inputs, centred)
+
+
+def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """Only the best of a group gets an advantage: `r_max - r_second`, over `std(r) + 1e-6` as in GRPO.
+
+    Leave-one-out gradient of max(r), https://arxiv.org/abs/2503.19595; two equally good best ones: 0.
+    """
+    group = _Groups(inputs, algorithm)
+    advantages = torch.zeros_like(group.scores)
+    best = group.extreme(group.scores, "amax")
+    is_best = group.scores == best[inputs.groups]
+    second = group.extreme(group.scores.masked_fill(is_best, -torch.inf), "amax")
+    alone = is_best & (group.sum(is_best.to(group.scores.dtype)) == 1)[inputs.groups]
+    gain = best - second
+    if algorithm.norm_adv_by_std_in_grpo:
+        gain = gain / (group.std() + STD_EPSILON)
+    advantages[alone] = gain[inputs.groups][alone]
+    return _outcome(inputs, advantages)
+
+
+def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """`A_i = r_i - mean of the others = (r_i - mean(r)) · n / (n - 1)`. RLOO (https://arxiv.org/abs/2402.14740)."""
+    group = _Groups(inputs, algorithm)
+    return _outcome(inputs, group.centre(group.mean(group.scores)) * (group.size / (group.size - 1))[inputs.groups])
+
+
+def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """`A_i = r_i - Σ l·r / Σ l`, lengths l in sampled tokens. OPO (https://arxiv.org/abs/2505.23585)."""
+    group = _Groups(inputs, algorithm)
+    lengths = inputs.response_mask.sum(dim=1).to(group.scores.dtype)
+    return _outcome(inputs, group.centre(group.sum(lengths * group.scores) / group.sum(lengths).clamp(min=1.0)))
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """`r_i - mean(r)` of the group, then whitened over all tokens of the batch.
+
+    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Whitening shifts: a group of equal rewards is not at 0.
+    """
+    group = _Groups(inputs, algorithm)
+    plain = _outcome(inputs, group.centre(group.mean(group.scores)))
+    return Advantages(whiten(plain.advantages, inputs.response_mask), plain.returns)
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """Discounted rewards to come, whitened over all tokens of the batch. REINFORCE++ (https://arxiv.org/abs/2501.03262).
+
+    The discount counts sampled tokens: a tool's tokens are skipped, so rewards behind them still reach what is before.
+    """
+    returns = discounted(inputs.token_rewards, inputs.response_mask, algorithm.gamma)
+    return Advantages(whiten(returns, inputs.response_mask), returns)
+
+
+def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """Rewards to come minus the score of the greedy response. ReMax (https://arxiv.org/abs/2310.10505)."""
+    if inputs.baseline_rewards is None:
+        raise BugError("algorithm.adv_estimator=remax without baseline_rewards: no greedy response was scored")
+    returns = discounted(inputs.token_rewards, inputs.response_mask, 1.0)
+    baselines = inputs.baseline_rewards.to(returns).unsqueeze(1)
+    return Advantages((returns - baselines) * inputs.response_mask, returns)
+
+
+def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
+    """`δ_t = r_t + γ V_{t+1} - V_t`, `A_t = δ_t + γλ A_{t+1}`, then whitened over the batch; returns: `A_t + V_t` before.
+
+    GAE (https://arxiv.org/abs/1506.02438). `t + 1` is the next token sampled by the policy: tool tokens are skipped.
+    """
+    if inputs.values is None:
+        raise BugError("algorithm.adv_estimator=gae without values: the critic was not asked")
+    rewards, values = inputs.token_rewards, inputs.values.to(inputs.token_rewards)
+    advantages = torch.zeros_like(rewards)
+    next_value, running = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        sampled = inputs.response_mask[:, t]
+        delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
+        running = torch.where(sampled, delta + algorithm.gamma * algorithm.lam * running, running)
+        next_value = torch.where(sampled, values[:, t], next_value)
+        advantages[:, t] = running
+    advantages = advantages * inputs.response_mask
+    returns = (advantages + values) * inputs.response_mask
+    return Advantages(whiten(advantages, inputs.response_mask), returns)
+
+
+ESTIMATORS: dict[str, Callable[[AdvantageInputs, AlgorithmConfig], Advantages]] = {
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gae": gae,
+}
+"""Names of `algorithm.adv_estimator`."""
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """`(x - mean) / sqrt(var + 1e-8)` over the elements where `mask` is True, var with n - 1; 0 elsewhere.
+
+    Equal values give exact zeros.
+    """
+    chosen = values[mask]
+    whitened = torch.zeros_like(values)
+    if chosen.numel() > 1 and bool((chosen != chosen[0]).any()):
+        whitened[mask] = (chosen - chosen.mean()) * torch.rsqrt(chosen.var() + WHITEN_EPSILON)
+    return whitened
+
+
+def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Rewards from each sampled token on, discounted by `gamma` per sampled token; 0 elsewhere. `[B, R]`."""
+    if gamma == 1.0:
+        return token_rewards.flip(1).cumsum(1).flip(1) * response_mask
+    returns = torch.zeros_like(token_rewards)
+    running = torch.zeros_like(token_rewards[:, 0])
+    for t in range(token_rewards.shape[1] - 1, -1, -1):
+        running = torch.where(response_mask[:, t], token_rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return returns * response_mask
+
+
+def _outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
+    """One advantage for all tokens of a row: `[B]` → `[B, R]`."""
+    spread = advantages.unsqueeze(1) * inputs.response_mask
+    return Advantages(spread, discounted(inputs.token_rewards, inputs.response_mask, 1.0))
+
+
+class _Groups:
+    """Scores `[B]` and sums over their groups `[G]`.
 
     Raises:
-        ConfigError: a group of one has no baseline.
+        ConfigError: a group of one.
     """
-    if len(rewards) < 2:
-        raise ConfigError(
-            "rollout.n=1 with algorithm.adv_estimator=grpo: a group of one response has no baseline, so every "
-            "advantage would be 0 and nothing would be learned; set rollout.n to 2 or more"
-        )
-    if np.all(rewards == rewards[0]):  # the mean of equal floats need not be that float
-        return np.zeros(len(rewards), dtype=np.float32)
-    centred = rewards - rewards.mean()
-    if norm_by_std:
-        centred = centred / (rewards.std(ddof=1) + STD_EPSILON)
-    return centred.astype(np.float32)
 
+    def __init__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> None:
+        self.scores = inputs.token_rewards.sum(dim=1)
+        self._groups = inputs.groups
+        self._num_groups = int(inputs.groups.max()) + 1
+        self.size = self.sum(torch.ones_like(self.scores))
+        if bool((self.size == 1).any()):
+            raise ConfigError(
+                f"rollout.n=1 with algorithm.adv_estimator={algorithm.adv_estimator}: a group of one response has no "
+                "baseline, so every advantage would be 0 and nothing would be learned; set rollout.n to 2 or more"
+            )
 
-def estimator(algorithm: AlgorithmConfig) -> Estimator:
-    """The estimator that `algorithm.adv_estimator` names."""
-    by_name: dict[str, Estimator] = {
-        "grpo": lambda rewards: grpo_advantages(rewards, norm_by_std=algorithm.norm_adv_by_std_in_grpo),
-    }
-    return by_name[algorithm.adv_estimator]
+    def sum(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self._num_groups).index_add(0, self._groups, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.size
+
+    def std(self) -> Tensor:
+        centred = self.scores - self.mean(self.scores)[self._groups]
+        return torch.sqrt(self.sum(centred.square()) / (self.size - 1))
+
+    def extreme(self, values: Tensor, which: str) -> Tensor:
+        start = values.new_zeros(self._num_groups)
+        return start.scatter_reduce(0, self._groups, values, which, include_self=False)
+
+    def centre(self, baselines: Tensor) -> Tensor:
+        """Scores minus their group's baseline `[G]`; exactly 0 in a group of equal scores, whose mean may not be it."""
+        flat = self.extreme(self.scores, "amax") == self.extreme(self.scores, "amin")
+        return (self.scores - baselines[self._groups]).masked_fill(flat[self._groups], 0.0)

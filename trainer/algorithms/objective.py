@@ -1,0 +1,163 @@
+"""What the engines are trained with: the `trainer.engine.base.Loss` of the policy and of the critic. Picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.failures import BugError
+from asyncrl.ports import Metrics
+from trainer.algorithms.corrections import by_age, importance_weights, kept, weight_means, with_sample_size
+from trainer.algorithms.kl import kl_estimate, mismatch_kl
+from trainer.algorithms.losses import POLICY_OBJECTIVES, Rows, value_loss
+from trainer.engine.base import AggMode, LossParts, Tokens, TokenScores
+
+
+class PolicyLoss:
+    """`policy objective + kl_loss_coef · KL(current ‖ reference) - entropy_coeff · entropy`.
+
+    All three are aggregated as `algorithm.loss_agg_mode` says. Fields it reads: `advantages`, `old_log_probs`,
+    `rollout_log_probs`, with a KL loss `ref_log_probs`; `is_weights`, where the batch has them, multiply the objective
+    alone; `token_ages`, where it has them, split the mismatch by age.
+
+    With `rollout_correction.bypass_mode` there are no weights in the batch: rejection, and for `reinforce` the weights,
+    are taken between the current and the behaviour policy in here, without a gradient, as verl's bypass mode does. What
+    is rejected here still counts in the denominators, which are fixed before the loss is known.
+
+    Args:
+        response_length: `rollout.response_length`, in tokens: what `seq-mean-token-sum-norm` divides by, unless
+            `algorithm.loss_scale_factor` says otherwise.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, response_length: int) -> None:
+        self.agg_mode: AggMode = algorithm.loss_agg_mode
+        self.agg_scale = float(algorithm.loss_scale_factor or response_length)
+        self.entropy_gradient = algorithm.entropy_coeff > 0
+        self._algorithm = algorithm
+
+    def needs_gradient(self, batch: TensorDict) -> Tensor:
+        """bool `[B]`: rows with a trained token whose advantage, times its weight, is not 0.
+
+        With a KL loss or an entropy bonus: every row with a trained token.
+        """
+        algorithm, mask = self._algorithm, batch["loss_mask"]
+        if self.entropy_gradient or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0):
+            return mask.any(dim=1)
+        signal = batch["advantages"]
+        if "is_weights" in batch:
+            signal = signal * batch["is_weights"]
+        return ((signal != 0) & mask).any(dim=1)
+
+    def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
+        algorithm, fields = self._algorithm, tokens.fields
+        log_probs, rollout_log_probs = scores.log_probs, _field(fields, "rollout_log_probs")
+        terms = POLICY_OBJECTIVES[algorithm.policy_loss](
+            log_probs,
+            _field(fields, "old_log_probs"),
+            _field(fields, "advantages"),
+            Rows(tokens.row, tokens.num_rows),
+            algorithm,
+        )
+        mismatch = mismatch_kl(log_probs.detach(), rollout_log_probs)
+        means = {
+            "actor/entropy": scores.entropy.detach(),
+            "actor/ratio_mean": terms.ratio,
+            "actor/clip_fraction": terms.clipped.to(terms.ratio),
+            "actor/dual_clip_fraction": terms.dual_clipped.to(terms.ratio),
+            "rollout/mismatch_kl": mismatch,
+        }
+        if "token_ages" in fields:
+            shares = by_age(torch.ones_like(mismatch), fields["token_ages"])
+            means |= {f"rollout/token_share_{age}": share for age, share in shares.items()}
+            means |= {f"rollout/mismatch_kl_{age}": share * mismatch for age, share in shares.items()}
+        weights, corrected = self._weights(log_probs.detach(), tokens)
+        per_token = terms.loss if weights is None else terms.loss * weights
+        pg_loss = (per_token * tokens.weight).sum()
+        sums, loss = {"actor/pg_loss": pg_loss.detach()}, pg_loss
+        if algorithm.use_kl_loss:
+            divergence = kl_estimate(log_probs, _field(fields, "ref_log_probs"), algorithm.kl_loss_type)
+            kl_loss = (divergence * tokens.weight).sum()
+            sums["actor/kl_loss"] = kl_loss.detach()
+            loss = loss + algorithm.kl_loss_coef * kl_loss
+        if self.entropy_gradient:
+            loss = loss - algorithm.entropy_coeff * (scores.entropy * tokens.weight).sum()
+        return LossParts(loss, sums, means | corrected)
+
+    def _weights(self, log_probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What multiplies the objective of each token, and what to tell of it."""
+        correction = self._algorithm.rollout_correction
+        if not correction.bypass_mode:
+            return tokens.fields.get("is_weights"), {}
+        rows = Rows(tokens.row, tokens.num_rows)
+        log_ratio = log_probs - _field(tokens.fields, "rollout_log_probs")
+        weights, means = None, {}
+        if correction.rollout_is != "none" and self._algorithm.policy_loss == "reinforce":
+            weighted = importance_weights(log_ratio, rows, correction)
+            weights, means = weighted.weights, weight_means(weighted)
+        if correction.rollout_rs != "none":
+            keep = kept(log_ratio, rows, correction).to(log_ratio)
+            weights = keep if weights is None else weights * keep
+            means["correction/rejected_share"] = 1.0 - keep
+        return weights, means
+
+
+class ValueLoss:
+    """The critic's: squared error against `returns`, clipped around `values`. See `losses.value_loss`."""
+
+    entropy_gradient = False
+
+    def __init__(
+        self, cliprange_value: float | None, *, agg_mode: AggMode = "token-mean", agg_scale: float = 1.0
+    ) -> None:
+        self.agg_mode: AggMode = agg_mode
+        self.agg_scale = agg_scale
+        self._cliprange = cliprange_value
+
+    def needs_gradient(self, batch: TensorDict) -> Tensor:
+        """bool `[B]`: rows with a trained token."""
+        return batch["loss_mask"].any(dim=1)
+
+    def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
+        predicted, returns = scores.log_probs, _field(tokens.fields, "returns")
+        terms = value_loss(predicted, _field(tokens.fields, "values"), returns, cliprange=self._cliprange)
+        loss = (terms.loss * tokens.weight).sum()
+        means = {
+            "critic/value_mean": predicted.detach(),
+            "critic/return_mean": returns,
+            "critic/clip_fraction": terms.clipped.to(predicted),
+        }
+        return LossParts(loss, {"critic/loss": loss.detach()}, means)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """`1 - var(returns - values) / var(returns)` over the masked tokens of a lease: 1 is a perfect critic, 0 one that
+    knows only the mean. 0 when the returns are all equal. Tensors `[B, R]`."""
+    wanted, error = returns[mask].double(), (returns - values)[mask].double()
+    spread = wanted.var(correction=0)
+    if not bool(spread > 0):
+        return 0.0
+    return float(1.0 - error.var(correction=0) / spread)
+
+
+def finish(metrics: Metrics) -> Metrics:
+    """Figures of a step that are neither sums nor means, made of those that are, once these span all ranks.
+
+    `rollout/mismatch_kl_age_*` become means over the tokens of that age (none: left out), and the weights' mean square
+    becomes `correction/effective_sample_size`.
+    """
+    finished = dict(with_sample_size(metrics))
+    for name in [name for name in finished if name.startswith("rollout/mismatch_kl_age_")]:
+        total, share = finished.pop(name), metrics[name.replace("mismatch_kl", "token_share")]
+        if share > 0:
+            finished[name] = total / share
+    return finished
+
+
+def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in fields:
+        raise BugError(f"a batch without {name!r} reached the loss; it has {', '.join(sorted(fields))}")
+    return fields[name]
