@@ -7,7 +7,6 @@ row's token rewards as its score, as verl does, so a KL penalty in the rewards c
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +54,8 @@ def advantage_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
         ConfigError: groups of one, for an estimator whose baseline is the rest of the group.
         BugError: values or greedy baselines are missing.
     """
-    return partial(ESTIMATORS[algorithm.adv_estimator], algorithm=algorithm)
+    estimate = ESTIMATORS[algorithm.adv_estimator]
+    return lambda inputs: estimate(inputs, algorithm)
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
@@ -131,9 +131,10 @@ def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 
 
 def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`δ_t = r_t + γ V_{t+1} - V_t`, `A_t = δ_t + γλ A_{t+1}`, then whitened over the batch; returns: `A_t + V_t` before.
+    """`δ_t = r_t + γ V_{t+1} - V_t`, `A_t = δ_t + γλ A_{t+1}`; returns `A_t + V_t`; then advantages are whitened.
 
-    GAE (https://arxiv.org/abs/1506.02438). `t + 1` is the next token sampled by the policy: tool tokens are skipped.
+    GAE (https://arxiv.org/abs/1506.02438), whitened over all tokens of the batch. `t + 1` is the next token sampled by
+    the policy: tool tokens are skipped.
     """
     if inputs.values is None:
         raise BugError("algorithm.adv_estimator=gae without values: the critic was not asked")

@@ -8,6 +8,7 @@ denominators, as `algorithm.loss_agg_mode` says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from asyncrl.config.schema import AlgorithmConfig
 from trainer.algorithms.kl import MAX_LOG_RATIO, probability_ratio
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
     """Which row each token belongs to."""
 
     row: Tensor
