@@ -17,7 +17,8 @@ engines drop it before they compute (`trainer.engine.packing`).
 | baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt                         |
 
 What the Trainer adds before it trains, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
-`values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss).
+`values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
+(versions between the Trainer and the weights that sampled each token).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class KlControlConfig(Section):
     target_kl: Annotated[float, Field(gt=0)] = 0.1
     """Of the adaptive controller, in nats per response."""
     horizon: Positive = 10000
-    """Of the adaptive controller: samples over which a constant error of 100 % would change it e-fold or so."""
+    """Of the adaptive controller: responses over which an error of 20 % or more changes it by a factor of about 1.2."""
 
 
 class FilterGroupsConfig(Section):
@@ -106,13 +106,13 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weights proximal / behaviour: none, of each token, or the product over a response."""
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """Weights outside the thresholds: cut to the upper one (TIS), or the token or response is masked (MIS, IcePop)."""
+    """Weights outside the thresholds: cut to the upper one (TIS), or set to 0 (MIS, IcePop)."""
     rollout_is_threshold: Annotated[float, Field(gt=0)] = 2.0
     """Upper threshold of a weight."""
     rollout_is_threshold_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower threshold of a weight, with `rollout_is_mode: mask`; 0: none. IcePop: 0.5 with an upper one of 5."""
     rollout_is_batch_normalize: bool = False
-    """Divide weights by their mean over the batch."""
+    """Divide weights by their mean over the lease; needs `bypass_mode: false`."""
     rollout_rs: Literal[
         "none", "geometric",
         "token_k1", "token_k2", "token_k3",
