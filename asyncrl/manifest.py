@@ -19,7 +19,7 @@ from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.run_dir import RUNS, RunDir, newest_resumable
 from asyncrl.types import SampleId
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 HF_DIRECTORY = "hf"
@@ -50,7 +50,9 @@ class Progress:
     leases: int = 0
     trained_samples: int = 0
     trained_tokens: int = 0
-    """Response tokens with gradient."""
+    """Response tokens with gradient; one of `trainer.ppo_epochs` passes counts it once more."""
+    kl_coef: float | None = None
+    """Coefficient of the KL in the reward, where `algorithm.kl_ctrl` adapts it; None: `kl_ctrl.kl_coef`."""
 
 
 @dataclass(frozen=True, slots=True)

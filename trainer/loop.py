@@ -1,17 +1,26 @@
 """The training loop, on ports.
 
-    lease ─▶ payloads ─▶ rows: staleness, masks, advantages ─▶ a step for each mini-batch ─▶ checkpoint?
-      ▲                    │                                     │  train ─▶ commit ─▶ publish? ─▶ record
-      ├──── drop ◀─────────┘ nothing to train on                 │
-      └──────────────────────────────────────────────────────────┘ until total_steps, stop(), or the stream ends
+    lease ─▶ payloads ─▶ rows ─▶ experience ─▶ critic ─▶ a step for each mini-batch of each pass ─▶ checkpoint?
+      ▲                   │                                │  train ─▶ commit ─▶ publish? ─▶ record
+      ├──── drop ◀────────┘ nothing to train on            │
+      └────────────────────────────────────────────────────┘ until total_steps, stop(), or the stream ends
 
-    lease     unblocked by READY samples, the end of the stream, stop()
-    train     the worker's thread; never cancelled
-    publish   unblocked when the version can be fetched: one copy of the weights and one call; nobody waits for replicas
+    lease       unblocked by READY samples, the end of the stream, stop()
+    experience  forward passes of the ranks: log-probs, values, scores (`trainer.experience`)
+    train       the ranks; never cancelled, bounded by `timeouts.train_s`
+    publish     unblocked when the version can be fetched: one copy of the weights and one call; nobody waits for replicas
+    checkpoint  begun between turns, written while the next ones train
 
-A mini-batch is always full, save the last one of a stream that ends: a sample without a token to train on is dropped
+A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
+mini-batch is always full, save the last one of a stream that ends: a sample without a token to train on is dropped
 (`stale` or `filtered`) and another is leased in its place, so `trained` means that a gradient was taken, and books stay
-exact. A version is published whenever `samples_per_version` more samples are trained, and after the last step.
+exact. A sample is committed with its first step. A version is published at the end of the turn that brings
+`samples_per_version` more samples, and after the last step.
+
+With a critic, the first `critic_warmup_steps` steps leave the policy as it is: they count like any other, their samples
+are committed (the gradient is the critic's), and their versions have equal weights, because pacing goes by versions.
+The critic learns from the whole turn before the policy's first step on it, so after a stop in the middle of a turn it
+sees the samples that were given back once more; the policy never does.
 
 What is not committed when the loop ends, for whatever reason, goes back to the queue.
 """
@@ -19,39 +28,53 @@ What is not committed when the loop ends, for whatever reason, goes back to the 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import anyio
-import anyio.to_thread
+import anyio.lowlevel
+import torch
+from anyio.abc import TaskGroup
+from tensordict import TensorDict
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError
+from asyncrl.failures import DataError, first_failure
 from asyncrl.manifest import Progress
-from asyncrl.ports import (
-    Lease,
-    Metrics,
-    PayloadStore,
-    QueueSnapshot,
-    SampleQueue,
-    StepRecord,
-    TrainingWorker,
-    WeightPublisher,
-)
+from asyncrl.ports import Metrics, QueueSnapshot, RecordSink, SampleQueue, StepRecord
 from asyncrl.waits import WaitBoard
-from trainer.algorithms.advantages import Estimator
-from trainer.rows import TrainSample, prepare, sample_metrics
+from trainer.algorithms.objective import finish
+from trainer.batching import mini_batches
+from trainer.experience import Experience
+from trainer.intake import Intake, Turn
+from trainer.roles import RoleGroup
+from trainer.rows import TrainSample, sample_metrics
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointWriter(Protocol):
-    def save(self, worker: TrainingWorker, progress: Progress, queue: QueueSnapshot) -> Path: ...
+class ExperienceMaker(Protocol):
+    async def make(
+        self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None
+    ) -> Experience: ...
+
+
+class Checkpoints(Protocol):
+    """One at a time: `finish` before the next `begin`."""
+
+    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+        """Copy every role's state, so that training may go on, and start to write it."""
+
+    async def finish(self) -> Path:
+        """Wait until it is written, and give it its name.
+
+        Raises:
+            InfraError: it could not be written.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,74 +84,64 @@ class LoopSettings:
     total_steps: int
     """Of the whole run, steps before a resume included."""
     mini_batch_samples: int
+    ppo_epochs: int
     samples_per_lease: int
     samples_per_version: int
-    mask_beyond: int | None
-    """`max_staleness`, where `stale_action` is `mask`."""
+    critic_epochs: int
+    critic_warmup_steps: int
     has_validation: bool
     test_freq: int
     save_freq: int
     save_last: bool
-    weights_dtype: Literal["float32", "bfloat16", "float16"]
-    call_s: float
-    """Longest single wait for samples; the loop asks again."""
+    seed: int
 
     @classmethod
     def of(cls, config: Config, *, total_steps: int) -> LoopSettings:
-        training, mode = config.trainer, config.async_training
+        training = config.trainer
         return cls(
             total_steps=total_steps,
             mini_batch_samples=training.ppo_mini_batch_size,
+            ppo_epochs=training.ppo_epochs,
             samples_per_lease=config.samples_per_lease,
             samples_per_version=config.samples_per_version,
-            mask_beyond=mode.max_staleness if mode.stale_action == "mask" else None,
+            critic_epochs=config.critic.ppo_epochs,
+            critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
             has_validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
             test_freq=training.test_freq,
             save_freq=training.save_freq,
             save_last=training.save_last,
-            weights_dtype=config.rollout.dtype,
-            call_s=config.timeouts.call_s,
+            seed=config.seed,
         )
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What one turn of the loop trains on."""
-
-    samples: list[TrainSample]
-    leases: list[int]
-    wait_s: float
-    ended: bool
-    """No sample will come after these."""
-
-
 class TrainLoop:
-    """Drives a `TrainingWorker` over a `SampleQueue`. One `run()` per object; everything on one event loop."""
+    """Drives the roles over a `SampleQueue`. One `run()` per object; everything on one event loop."""
 
     def __init__(
         self,
         settings: LoopSettings,
         *,
         queue: SampleQueue,
-        payloads: PayloadStore,
-        publisher: WeightPublisher,
-        worker: TrainingWorker,
-        checkpoints: CheckpointWriter,
-        estimate: Estimator,
+        intake: Intake,
+        actor: RoleGroup,
+        critic: RoleGroup | None,
+        experience: ExperienceMaker,
+        checkpoints: Checkpoints,
         progress: Progress | None = None,
         waits: WaitBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._queue = queue
-        self._payloads = payloads
-        self._publisher = publisher
-        self._worker = worker
+        self._intake = intake
+        self._actor = actor
+        self._critic = critic
+        self._experience = experience
         self._checkpoints = checkpoints
-        self._estimate = estimate
         self._clock = clock
         self._stopping = False
-        self._wait_scope: anyio.CancelScope | None = None
+        self._written = anyio.Event()
+        self._written.set()
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
         self._first_step = self._saved_step = self.progress.step
@@ -137,33 +150,24 @@ class TrainLoop:
     def stop(self) -> None:
         """End soon and in order: the current step is finished, the rest of its lease released, a checkpoint written."""
         self._stopping = True
-        if self._wait_scope is not None:
-            self._wait_scope.cancel()
+        self._intake.stop()
 
-    async def run(self) -> AsyncGenerator[StepRecord, None]:
+    async def run(self, sink: RecordSink) -> None:
         """Train to the end; one record per optimizer step, right after it.
 
         Raises:
             AsyncRLError: whatever a part raised. What was leased and not committed has been released.
         """
-        ended = False
-        while not ended and not self._stopping and self._samples_wanted() > 0:
-            batch = _Batch([], [], 0.0, ended=False)
-            try:
-                await self._fill(batch)
-                async with aclosing(self._train(batch)) as records:
-                    async for record in records:
-                        yield record
-            except BaseException:
-                await self._release_after_failure(batch)
-                raise
-            if self._stopping:
-                await self._release(batch)
-            ended = batch.ended
-            await self._checkpoint_if_due()
-        await self._finish()
-
-    # ------------------------------------------------------------------------------------------------ samples
+        try:
+            # Owns the one background task there is: the writing of a checkpoint.
+            async with anyio.create_task_group() as tasks:
+                ended = False
+                while not ended and not self._stopping and self._samples_wanted() > 0:
+                    ended = await self._turn(sink)
+                    await self._checkpoint_if_due(tasks)
+                await self._finish(tasks)
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
 
     def _samples_wanted(self) -> int:
         """Samples of the next turn; 0: the run is over.
@@ -173,109 +177,119 @@ class TrainLoop:
         """
         settings, progress = self._settings, self.progress
         to_next_version = (progress.version + 1) * settings.samples_per_version - progress.trained_samples
-        to_end = (settings.total_steps - progress.step) * settings.mini_batch_samples
+        # A stop may have left out passes over its last samples; the steps they would have been go to other samples.
+        to_end = math.ceil((settings.total_steps - progress.step) / settings.ppo_epochs) * settings.mini_batch_samples
         return max(0, min(settings.samples_per_lease, to_next_version, to_end))
 
-    async def _fill(self, batch: _Batch) -> None:
-        """Lease until `batch` is full, the stream ends or stop() is called."""
-        started = self._clock()
-        wanted = self._samples_wanted()
-        with self.waits.waiting("samples"):
-            while len(batch.samples) < wanted and not self._stopping:
-                lease = await self._lease(wanted - len(batch.samples))
-                if lease is None:
-                    continue
-                num_dropped = await self._take(batch, lease)
-                # A drop may bring a replacement even behind the end of the stream.
-                if lease.ended and num_dropped == 0:
-                    batch.ended = True
-                    break
-        batch.wait_s = self._clock() - started
-
-    async def _lease(self, num_samples: int) -> Lease | None:
-        """One ask; None if stop() came first. A cancelled ask leaves nothing leased."""
-        lease = None
-        with anyio.CancelScope() as self._wait_scope:
-            lease = await self._queue.lease(
-                num_samples, trainer_version=self.progress.version, timeout_s=self._settings.call_s
-            )
-        self._wait_scope = None
-        return lease
-
-    async def _take(self, batch: _Batch, lease: Lease) -> int:
-        """Fetch and prepare a lease's samples into `batch`; returns how many had nothing to train on."""
-        if not lease.samples:
-            return 0
-        batch.leases.append(lease.lease_id)
-        self.progress.leases += 1
-        num_dropped = 0
-        for sample in await self._payloads.get([queued.payload for queued in lease.samples]):
-            prepared = prepare(
-                sample,
-                lease_id=lease.lease_id,
-                trainer_version=self.progress.version,
-                mask_beyond=self._settings.mask_beyond,
-                estimate=self._estimate,
-            )
-            if prepared.untrainable is None:
-                batch.samples.append(prepared)
-            else:
-                num_dropped += 1
-                await self._queue.drop(prepared.sample_id, prepared.untrainable)
-        return num_dropped
-
-    async def _release(self, batch: _Batch) -> None:
-        for lease_id in batch.leases:
-            await self._queue.release(lease_id)
-
-    async def _release_after_failure(self, batch: _Batch) -> None:
-        """Shielded: a cancelled run still gives back what it holds; the queue's own deadline bounds it."""
-        with anyio.CancelScope(shield=True):
-            try:
-                await self._release(batch)
-            except AsyncRLError:
-                logger.exception(
-                    "leases %s could not be released; the failure before this one is what counts", batch.leases
-                )
+    async def _turn(self, sink: RecordSink) -> bool:
+        """One lease's worth; returns whether the stream has ended."""
+        turn = Turn()
+        try:
+            await self._intake.fill(turn, self._samples_wanted(), trainer_version=self.progress.version)
+            self.progress.leases += len(turn.leases)
+            if turn.samples and not self._stopping:
+                await self._train(turn, sink)
+        except BaseException:
+            await self._intake.release_after_failure(turn)
+            raise
+        if self._stopping:
+            await self._intake.release(turn)
+        return turn.ended
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    async def _train(self, batch: _Batch) -> AsyncGenerator[StepRecord, None]:
-        size = self._settings.mini_batch_samples
-        started, wait_s = self._clock() - batch.wait_s, batch.wait_s
-        for first in range(0, len(batch.samples), size):
-            if self._stopping:
-                return
-            mini_batch = batch.samples[first : first + size]
-            metrics = await self._step(mini_batch)
-            at_end = batch.ended and first + size >= len(batch.samples)
-            metrics["timing/publish_s"] = await self._publish_if_due(at_end=at_end)
+    async def _train(self, turn: Turn, sink: RecordSink) -> None:
+        settings = self._settings
+        started, wait_s = self._clock() - turn.wait_s, turn.wait_s
+        batch, metrics, kl_coef = await self._make_experience(turn)
+        groups = batch["groups"].tolist()
+        # Seeded by what a resume knows too, so that it goes through its leases in the order it would have.
+        seed = settings.seed * 1_000_003 + self.progress.trained_samples
+        size, left = settings.mini_batch_samples, settings.total_steps - self.progress.step
+        passes = mini_batches(groups, size=size, epochs=settings.ppo_epochs, seed=seed)[:left]
+        if self._stopping:
+            return
+        metrics |= await self._train_critic(batch, groups, seed)
+        self.progress.kl_coef = kl_coef
+        num_first = math.ceil(len(turn.samples) / size)
+        for number, rows in enumerate(passes):
+            samples = [turn.samples[group] for group in dict.fromkeys(groups[row] for row in rows)]
+            first_pass = number < num_first
+            metrics |= await self._step(batch[torch.tensor(rows)], samples, commits=first_pass)
+            last = number == len(passes) - 1
+            ends = last or self._stopping
+            metrics["timing/publish_s"] = await self._publish_if_due(at_end=last and turn.ended) if ends else 0.0
             now = self._clock()
             metrics |= {"timing/wait_samples_s": wait_s, "timing/step_s": now - started, "time/monotonic_s": now}
-            yield StepRecord(
-                step=self.progress.step,
-                version=self.progress.version,
-                metrics=metrics,
-                rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in mini_batch),
-                staleness=tuple(sample.staleness for sample in mini_batch),
+            counted = samples if first_pass else []
+            await sink.put(
+                StepRecord(
+                    step=self.progress.step,
+                    version=self.progress.version,
+                    metrics=metrics,
+                    rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in counted),
+                    staleness=tuple(sample.staleness for sample in counted),
+                )
             )
-            started, wait_s = self._clock(), 0.0
+            if ends:
+                return
+            started, wait_s, metrics = self._clock(), 0.0, {}
 
-    async def _step(self, mini_batch: Sequence[TrainSample]) -> Metrics:
-        """One optimizer step, and its samples committed."""
+    async def _make_experience(self, turn: Turn) -> Experience:
         started = self._clock()
-        rows = [row for sample in mini_batch for row in sample.rows]
-        metrics = await anyio.to_thread.run_sync(self._worker.train_mini_batch, rows)
-        metrics = metrics | sample_metrics(mini_batch) | {"timing/update_s": self._clock() - started}
-        progress = self.progress
-        progress.step += 1
-        progress.trained_samples += len(mini_batch)
-        progress.trained_tokens += int(metrics["tokens/trained"])
-        # Shielded: the gradient is in the weights now, so the ledger has to hear of it even if the run is cancelled.
+        with self.waits.waiting("experience"):
+            batch, metrics, kl_coef = await self._experience.make(
+                turn.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
+            )
+        if not batch["loss_mask"].any():
+            raise DataError(
+                f"the off-policy correction rejected every token of a lease of {len(turn.samples)} samples, so there "
+                "is nothing to train on: raise algorithm.rollout_correction.rollout_rs_threshold or "
+                "rollout_is_threshold, or bound async_training.max_staleness"
+            )
+        return Experience(batch, metrics | {"timing/experience_s": self._clock() - started}, kl_coef)
+
+    async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> Metrics:
+        """All passes of the critic; means over its steps."""
+        if self._critic is None:
+            return {}
+        started = self._clock()
+        steps = mini_batches(
+            groups, size=self._settings.mini_batch_samples, epochs=self._settings.critic_epochs, seed=seed + 1
+        )
+        trainable = [rows for rows in steps if batch["loss_mask"][rows].any()]
+        with self.waits.waiting("critic"), anyio.CancelScope(shield=True):
+            results = await self._critic.train_mini_batch(batch, trainable)
+        means = {name: math.fsum(result[name] for result in results) / len(results) for name in results[0]}
+        return _named("critic", means) | {"timing/update_critic_s": self._clock() - started}
+
+    async def _step(self, batch: TensorDict, samples: Sequence[TrainSample], *, commits: bool) -> Metrics:
+        """One optimizer step of the policy, and its samples committed.
+
+        No step is taken in the critic's warm-up, nor where the off-policy correction left no token; it counts as one
+        all the same.
+        """
+        started = self._clock()
+        progress, trained_tokens = self.progress, int(batch["loss_mask"].sum())
+        metrics: Metrics = {}
+        # Shielded: once the gradient is in the weights the ledger has to hear of it, even if the run is cancelled.
         with anyio.CancelScope(shield=True):
-            for lease_id, samples in groupby(mini_batch, key=lambda sample: sample.lease_id):
-                await self._queue.commit(lease_id, [sample.sample_id for sample in samples])
-        return metrics
+            if progress.step >= self._settings.critic_warmup_steps and trained_tokens:
+                with self.waits.waiting("train"):
+                    metrics = finish(_named("actor", await self._actor.train_batch(batch)))
+            progress.step += 1
+            progress.trained_tokens += trained_tokens
+            if commits:
+                progress.trained_samples += len(samples)
+                for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
+                    await self._queue.commit(lease_id, [sample.sample_id for sample in held])
+        await anyio.lowlevel.checkpoint()  # where a cancellation from meanwhile arrives
+        return {
+            **metrics,
+            **sample_metrics(samples),
+            **_batch_metrics(batch),
+            "timing/update_s": self._clock() - started,
+        }
 
     # ------------------------------------------------------------------------------------------------ versions
 
@@ -294,17 +308,36 @@ class TrainLoop:
         crossed = freq > 0 and progress.step // freq > progress.published_step // freq
         validate = settings.has_validation and (last or crossed)
         with self.waits.waiting("publish"):
-            tensors = await anyio.to_thread.run_sync(lambda: dict(self._worker.weights(settings.weights_dtype)))
-            await self._publisher.publish(progress.version + 1, progress.step, tensors, validate=validate)
+            await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
         progress.published_step = progress.step
         if validate:
             self._validated_step = progress.step
         return self._clock() - started
 
-    # ------------------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------------------ checkpoints
 
-    async def _finish(self) -> None:
+    async def _checkpoint_if_due(self, tasks: TaskGroup) -> None:
+        freq = self._settings.save_freq
+        if freq > 0 and self.progress.step // freq > self._saved_step // freq:
+            await self._checkpoint(tasks)
+
+    async def _checkpoint(self, tasks: TaskGroup) -> None:
+        """Between turns: nothing is leased, so the snapshot counts every sample as trained, dropped or outstanding."""
+        with self.waits.waiting("checkpoint"):
+            await self._written.wait()
+            self._written = anyio.Event()
+            await self._checkpoints.begin(replace(self.progress), await self._queue.snapshot())
+        self._saved_step = self.progress.step
+        tasks.start_soon(self._write, self._written)
+
+    async def _write(self, written: anyio.Event) -> None:
+        # A failure reaches `run` through the task group, which ends the turn that is under way.
+        path = await self._checkpoints.finish()
+        logger.info("checkpoint %s", path)
+        written.set()
+
+    async def _finish(self, tasks: TaskGroup) -> None:
         """The last version (unless stopped), the last checkpoint, and word to whoever waits on the queue."""
         progress = self.progress
         if not self._stopping and progress.step > self._first_step:
@@ -313,20 +346,22 @@ class TrainLoop:
             if progress.published_step < progress.step or unvalidated:
                 await self._publish(last=True)
         if self._settings.save_last and self._saved_step < progress.step:
-            await self._checkpoint()
+            await self._checkpoint(tasks)
         await self._queue.close()
-
-    async def _checkpoint_if_due(self) -> None:
-        freq = self._settings.save_freq
-        if freq > 0 and self.progress.step // freq > self._saved_step // freq:
-            await self._checkpoint()
-
-    async def _checkpoint(self) -> None:
-        """Between turns: nothing is leased, so the snapshot counts every sample as trained, dropped or outstanding."""
         with self.waits.waiting("checkpoint"):
-            snapshot = await self._queue.snapshot()
-            path = await anyio.to_thread.run_sync(
-                self._checkpoints.save, self._worker, replace(self.progress), snapshot
-            )
-        self._saved_step = self.progress.step
-        logger.info("checkpoint %s", path)
+            await self._written.wait()
+
+
+def _named(role: str, metrics: Metrics) -> Metrics:
+    """A role's own figures under its name; those that have a family of their own keep it."""
+    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items() if name != "tokens"}
+
+
+def _batch_metrics(batch: TensorDict) -> Metrics:
+    learns = ((batch["advantages"] != 0) & batch["loss_mask"]).any(dim=1)
+    groups = batch["groups"]
+    silent = [not bool(learns[groups == group].any()) for group in groups.unique()]
+    return {
+        "advantages/zero_share": sum(silent) / len(silent),
+        "tokens/trained": float(batch["loss_mask"].sum()),
+    }

@@ -1,4 +1,4 @@
-"""Leased samples → rows for the loss: staleness, masks, advantages; and a step's samples in numbers. Pure."""
+"""Leased samples → rows for the loss: staleness, masks, what cannot be trained on; and a step's samples in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.failures import DataError
 from asyncrl.ports import Metrics, TrainRow
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Sample, SampleId
-from trainer.algorithms.advantages import Estimator
+from asyncrl.types import DropReason, Sample, SampleId, versions_per_token
+from trainer.algorithms.filtering import group_is_flat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,56 +22,97 @@ class TrainSample:
     lease_id: int
     rows: tuple[TrainRow, ...]
     rewards: tuple[float, ...]
+    """As the Rollouter scored them: without what the Trainer adds (`trainer.experience`)."""
     staleness: int
     """Trainer version at lease minus the version of its oldest token, masked tokens included."""
     untrainable: DropReason | None
-    """Why none of its tokens can be trained on: `stale` if the bound masked them, else `filtered`."""
-
-    @property
-    def trained_tokens(self) -> int:
-        return sum(int(row.response_mask.sum()) for row in self.rows)
+    """Why it is not trained on: `stale` if the bound masked all its tokens, `filtered` if it has none or if its group
+    teaches nothing."""
 
 
-def prepare(
-    sample: Sample, *, lease_id: int, trainer_version: int, mask_beyond: int | None, estimate: Estimator
-) -> TrainSample:
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What `prepare` goes by."""
+
+    mask_beyond: int | None
+    """With `stale_action: mask`, tokens more versions old than this leave the loss; None: none do."""
+    filter_groups: bool
+    """Samples whose responses all have the same reward are `filtered` (DAPO, https://arxiv.org/abs/2503.14476). Judged
+    by the Rollouter's score: overlong punishment, KL and the Trainer's own reward model come after it."""
+    vocab_size: int | None
+    """Of the model; None: not known here, so token ids are only checked for being no less than 0."""
+
+
+def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRules) -> TrainSample:
     """Turn a sample into rows.
-
-    Args:
-        mask_beyond: with `stale_action: mask`, tokens more versions old than this leave the loss; None: none do.
-        estimate: advantages of the whole group. A masked row still counts in its group's mean.
 
     Raises:
         BugError: tokens of a version the trainer has not reached.
-        ConfigError: a group too small for the estimator.
+        DataError: see `check_row`.
     """
-    advantages = estimate(np.array([row.reward for row in sample.trajectories], dtype=np.float64))
     rows, was_stale = [], False
-    for trajectory, advantage in zip(sample.trajectories, advantages, strict=True):
+    for trajectory in sample.trajectories:
         length = len(trajectory.response_ids)
-        stale = stale_token_mask(trajectory.spans, length, trainer_version, mask_beyond)
+        stale = stale_token_mask(trajectory.spans, length, trainer_version, rules.mask_beyond)
         was_stale |= bool((stale & trajectory.response_mask).any())
-        rows.append(
-            TrainRow(
-                sample_id=sample.sample_id,
-                prompt_ids=trajectory.prompt_ids,
-                response_ids=trajectory.response_ids,
-                response_mask=trajectory.response_mask & ~stale,
-                rollout_log_probs=trajectory.rollout_log_probs,
-                advantages=np.full(length, advantage, dtype=np.float32),
-            )
+        row = TrainRow(
+            sample_id=sample.sample_id,
+            prompt_ids=trajectory.prompt_ids,
+            response_ids=trajectory.response_ids,
+            response_mask=trajectory.response_mask,
+            loss_mask=trajectory.response_mask & ~stale,
+            rollout_log_probs=trajectory.rollout_log_probs,
+            versions=versions_per_token(trajectory.spans, length),
+            reward=float(trajectory.reward),
+            baseline_reward=sample.baseline_reward,
         )
+        check_row(row, vocab_size=rules.vocab_size)
+        rows.append(row)
+    rewards = tuple(row.reward for row in rows)
     untrainable = None
-    if not any(row.response_mask.any() for row in rows):
+    if not any(row.loss_mask.any() for row in rows):
         untrainable = DropReason.STALE if was_stale else DropReason.FILTERED
+    elif rules.filter_groups and group_is_flat(rewards):
+        untrainable = DropReason.FILTERED
     return TrainSample(
         sample_id=sample.sample_id,
         lease_id=lease_id,
         rows=tuple(rows),
-        rewards=tuple(float(row.reward) for row in sample.trajectories),
+        rewards=rewards,
         staleness=staleness(trainer_version, min(row.oldest_version for row in sample.trajectories)),
         untrainable=untrainable,
     )
+
+
+def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
+    """Refuse what would train on nonsense or crash in the model.
+
+    Raises:
+        DataError: empty prompt or response, arrays of unequal length, a token id outside the vocabulary, a behaviour
+            log-prob of a sampled token or a reward that is not finite.
+    """
+    length = len(row.response_ids)
+    problem = ""
+    if len(row.prompt_ids) == 0 or length == 0:
+        problem = f"prompt of {len(row.prompt_ids)} and response of {length} tokens; both need at least one"
+    elif {len(row.response_mask), len(row.loss_mask), len(row.rollout_log_probs), len(row.versions)} != {length}:
+        problem = (
+            f"{length} response tokens but masks, rollout_log_probs and versions of {len(row.response_mask)}, "
+            f"{len(row.loss_mask)}, {len(row.rollout_log_probs)} and {len(row.versions)}"
+        )
+    else:
+        low = int(min(row.prompt_ids.min(), row.response_ids.min()))
+        high = int(max(row.prompt_ids.max(), row.response_ids.max()))
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            problem = (
+                f"token id {low if low < 0 else high} outside the model's vocabulary of {vocab_size or 'any size'}"
+            )
+        elif not np.all(np.isfinite(row.rollout_log_probs[row.response_mask])):
+            problem = "a behaviour log-prob that is not finite: its probability ratio would be 0 or infinite"
+        elif not np.isfinite(row.reward) or (row.baseline_reward is not None and not np.isfinite(row.baseline_reward)):
+            problem = f"a reward of {row.reward} (baseline {row.baseline_reward}), which is not finite"
+    if problem:
+        raise DataError(f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.")
 
 
 def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
@@ -78,7 +120,6 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
     rewards = np.array([reward for sample in samples for reward in sample.rewards])
     lengths = np.array([len(row.response_ids) for sample in samples for row in sample.rows])
     ages = np.array([sample.staleness for sample in samples])
-    without_signal = [not any(row.advantages.any() for row in sample.rows) for sample in samples]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -86,6 +127,4 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "response_tokens/max": float(lengths.max()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "advantages/zero_share": float(np.mean(without_signal)),
-        "tokens/trained": float(sum(sample.trained_tokens for sample in samples)),
     }

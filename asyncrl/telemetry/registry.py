@@ -26,23 +26,28 @@ class Metric(NamedTuple):
 
 
 STEP = "On every `step` line: the Trainer's own"
+LEASE = "On the first `step` line of each lease: what the lease gave, where it applies"
+CORRECTION = "Off-policy correction: on the first `step` line of a lease, in bypass mode on every one"
 DRIVER = "On every `step` line: the other parts, as last seen (at most about a second old)"
 APPLY = "On every `apply` line: one version reached all replicas"
 VALIDATION = "On every `validation` line: the validation set, answered by one version"
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     STEP: (
-        Metric("reward/mean", "1", "mean reward of the step's trajectories"),
+        Metric("reward/mean", "1", "mean reward of the step's trajectories, as the Rollouter scored them"),
         Metric("reward/std", "1", "standard deviation of those rewards"),
-        Metric("actor/loss", "1", "what the optimizer minimized: policy loss plus weighted KL loss"),
-        Metric("actor/pg_loss", "1", "clipped policy loss"),
+        Metric("actor/loss", "1", "what the optimizer minimized: policy loss, weighted KL loss, entropy bonus"),
+        Metric("actor/pg_loss", "1", "policy loss"),
         Metric("actor/kl_loss", "nats", "estimated KL divergence from the reference policy, before its weight"),
         Metric("actor/entropy", "nats", "mean entropy of the current policy per trained token"),
         Metric("actor/grad_norm", "1", "global gradient norm before clipping"),
         Metric("actor/clip_fraction", "1", "share of trained tokens whose probability ratio was clipped"),
-        Metric("actor/ratio_mean", "1", "mean probability ratio, current over behaviour policy"),
+        Metric("actor/dual_clip_fraction", "1", "share of trained tokens whose loss `clip_ratio_c` bounded"),
+        Metric("actor/ratio_mean", "1", "mean probability ratio, current over proximal policy"),
         Metric("actor/lr", "1", "learning rate of this step"),
-        Metric("rollout/mismatch_kl", "nats", "estimated KL divergence, behaviour policy from the one at lease"),
+        Metric("rollout/mismatch_kl", "nats", "estimated KL divergence per token, behaviour from current policy"),
+        Metric("rollout/mismatch_kl_age_<n>", "nats", "the same, of tokens `<n>` versions old; 3: 3 and more"),
+        Metric("rollout/token_share_age_<n>", "1", "share of trained tokens that are so old"),
         Metric("response_tokens/mean", "tokens", "mean response length of the step's trajectories"),
         Metric("response_tokens/max", "tokens", "longest response"),
         Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),
@@ -50,10 +55,44 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("advantages/zero_share", "1", "share of samples with all advantages 0: nothing to learn from"),
         Metric("tokens/trained", "tokens", "response tokens with gradient in this step"),
         Metric("timing/wait_samples_s", "s", "wait for the lease this step opens; 0 for the later steps of a lease"),
-        Metric("timing/update_s", "s", "forward, backward and optimizer"),
+        Metric("timing/update_s", "s", "forward, backward and optimizer of the policy"),
         Metric("timing/publish_s", "s", "publishing a version; 0 where none was due"),
         Metric("timing/step_s", "s", "the whole step, waits included"),
         Metric("time/monotonic_s", "s", "the Trainer's monotonic clock after the step; for use within one process"),
+    ),
+    LEASE: (
+        Metric("reward/model_mean", "1", "mean score of the Trainer's reward model, before its weight"),
+        Metric("reward/baseline_mean", "1", "mean score of the greedy responses (ReMax)"),
+        Metric("reward/overlong_mean", "1", "mean punishment of overlong responses"),
+        Metric("reward/kl", "nats", "KL divergence from the reference in the reward, before its weight, per response"),
+        Metric("reward/kl_coef", "1", "its weight"),
+        Metric("reward/shaped_mean", "1", "mean reward after all of these; absent where there are none"),
+        Metric("advantages/mean", "1", "over the tokens that come in for training"),
+        Metric("advantages/std", "1", "the same: standard deviation"),
+        Metric("advantages/min", "1", "the same: least"),
+        Metric("advantages/max", "1", "the same: greatest"),
+        Metric("critic/loss", "1", "mean over the critic's steps"),
+        Metric("critic/grad_norm", "1", "global gradient norm before clipping, mean over the critic's steps"),
+        Metric("critic/lr", "1", "learning rate, mean over the critic's steps"),
+        Metric("critic/value_mean", "1", "mean value, as the critic learns"),
+        Metric("critic/return_mean", "1", "mean of what the values should have been"),
+        Metric("critic/clip_fraction", "1", "share of values whose loss was clipped"),
+        Metric(
+            "critic/explained_variance", "1", "of the returns, by the values at lease; 1: perfect, 0: only the mean"
+        ),
+        Metric("timing/experience_s", "s", "log-probs, values and scores of the lease, advantages, correction"),
+        Metric("timing/update_critic_s", "s", "all of the critic's steps on the lease"),
+    ),
+    CORRECTION: (
+        Metric("correction/mismatch_kl", "nats", "estimated KL divergence per token, behaviour from proximal policy"),
+        Metric("correction/mismatch_kl_age_<n>", "nats", "the same, of tokens `<n>` versions old; 3: 3 and more"),
+        Metric("correction/prob_gap_mean", "1", "mean absolute difference of a token's two probabilities"),
+        Metric("correction/prob_gap_max", "1", "the greatest"),
+        Metric("correction/is_weight_mean", "1", "mean importance weight of a token, as it multiplies the loss"),
+        Metric("correction/effective_sample_size", "1", "mean(w)² / mean(w²) of those weights: 1 when all are equal"),
+        Metric("correction/clipped_share", "1", "share of tokens whose weight was cut to the threshold"),
+        Metric("correction/rejected_share", "1", "share of tokens that `rollout_rs` leaves out"),
+        Metric("correction/masked_share", "1", "share of tokens that lose their gradient, by weight or rejection"),
     ),
     DRIVER: (
         Metric("queue/fed", "samples", "admitted since the start of the run"),

@@ -1,76 +1,146 @@
-"""Stand-ins for what the train loop drives: worker, publisher, checkpoints; and samples to feed it."""
+"""Stand-ins for what the train loop drives: a role's ranks, experience, checkpoints; and samples to feed it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from tensordict import TensorDict
 
 from asyncrl.manifest import Progress
-from asyncrl.ports import Metrics, Publication, QueueSnapshot, TrainingWorker, TrainRow
+from asyncrl.ports import Metrics, Publication, QueueSnapshot, StepRecord
 from asyncrl.sample_queue import LocalSampleQueue
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta
+from trainer.engine.base import Loss
+from trainer.experience import Experience
+from trainer.rows import TrainSample
+from trainer.tensors import to_batch
 
 
-class FakeWorker:
-    """`TrainingWorker` whose weights are the number of steps. `on_step` runs in each step, before it counts."""
+class FakeGroup:
+    """`RoleGroup` whose weights are the number of steps. `on_step` runs in each step, before it counts."""
 
-    def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[int], None] = lambda step: None,
+        on_publish: Callable[[int], Any] = lambda version: None,
+    ) -> None:
         self.on_step = on_step
-        self.steps: list[list[SampleId]] = []
-        self.rows: list[Sequence[TrainRow]] = []
+        self.on_publish = on_publish
+        self.steps: list[list[int]] = []
+        """Of each step, the first response token of its rows: `make_sample` puts the feed index there."""
+        self.batches: list[TensorDict] = []
+        self.published: list[tuple[int, int, int, bool]] = []
+        """`(version, step, the weights' step, validate)`."""
+        self.total_steps = 0
+        self.scores: Callable[[TensorDict], TensorDict] = lambda batch: TensorDict({}, batch_size=batch.batch_size)
+        self.asked: list[tuple[str, bool]] = []
 
-    def train_mini_batch(self, rows: Sequence[TrainRow]) -> Metrics:
-        self.on_step(len(self.steps) + 1)
-        self.steps.append(list(dict.fromkeys(row.sample_id for row in rows)))
-        self.rows.append(rows)
-        return {"actor/loss": 0.5, "actor/lr": 0.1}
-
-    def infer_batch(self, rows: Sequence[TrainRow]) -> list[NDArray[np.float32]]:
-        return [np.zeros(len(row.response_ids), dtype=np.float32) for row in rows]
-
-    def weights(self, dtype: str) -> Iterator[tuple[str, NDArray[Any]]]:
-        yield "steps", np.array([len(self.steps)], dtype=dtype)
-
-    def save_checkpoint(self, directory: Path) -> None:
-        (directory / "hf").mkdir()
-        (directory / "hf" / "config.json").write_text("{}")
-        (directory / "hf" / "model.safetensors").write_bytes(b"weights" * 10)
-        (directory / "engine.json").write_text(f'{{"step": {len(self.steps)}}}')
-
-    def load_checkpoint(self, directory: Path) -> None:
+    async def set_loss_fn(self, loss: Loss) -> None:
         raise NotImplementedError
 
+    async def plan(self, total_steps: int) -> None:
+        self.total_steps = total_steps
 
-class FakePublisher:
-    """`WeightPublisher` that remembers `(version, step, weights' step, validate)`."""
+    async def train_batch(self, batch: TensorDict) -> Metrics:
+        await anyio.lowlevel.checkpoint()
+        self.on_step(len(self.steps) + 1)
+        indices = batch["input_ids"][torch.arange(len(batch)), batch["prompt_lens"]].tolist()
+        self.steps.append(list(dict.fromkeys(indices)))
+        self.batches.append(batch)
+        return {"loss": 0.5, "lr": 0.1, "tokens": float(batch["loss_mask"].sum())}
 
-    def __init__(self, on_publish: Callable[[int], Any] = lambda version: None) -> None:
-        self.on_publish = on_publish
-        self.published: list[tuple[int, int, int, bool]] = []
+    async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
+        return [await self.train_batch(batch[torch.tensor(rows)]) for rows in mini_batches]
 
-    async def publish(
-        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
-    ) -> Publication:
-        self.published.append((version, step, int(tensors["steps"][0]), validate))
+    async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
+        self.asked.append(("infer", adapters))
+        return self.scores(batch)
+
+    async def forward_backward(self, batch: TensorDict) -> Metrics:
+        raise NotImplementedError
+
+    async def optim_step(self) -> Metrics:
+        raise NotImplementedError
+
+    async def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        raise NotImplementedError
+
+    async def reset(self) -> None:
+        raise NotImplementedError
+
+    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+        self.published.append((version, step, len(self.steps), validate))
         outcome = self.on_publish(version)
         if outcome is not None:
             await outcome
         return Publication(version, step, 0, {}, validate=validate)
 
+    async def save_checkpoint(self, directory: Path) -> None:
+        (directory / "hf").mkdir()
+        (directory / "hf" / "config.json").write_text("{}")
+        (directory / "hf" / "model.safetensors").write_bytes(b"weights" * 10)
+        (directory / "engine.json").write_text(f'{{"step": {len(self.steps)}}}')
 
-class FakeCheckpoints:
-    """Keeps what would be written."""
+    async def finish_checkpoint(self) -> None:
+        pass
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    async def step(self) -> int:
+        return len(self.steps)
+
+
+class FakeExperience:
+    """Advantage of a row: its reward minus its group's mean. `change` may alter the batch."""
 
     def __init__(self) -> None:
-        self.saved: list[tuple[Progress, QueueSnapshot]] = []
+        self.change: Callable[[TensorDict], Any] = lambda batch: None
+        self.kl_coefs: list[float | None] = []
 
-    def save(self, worker: TrainingWorker, progress: Progress, queue: QueueSnapshot) -> Path:
-        self.saved.append((progress, queue))
+    async def make(
+        self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None = None
+    ) -> Experience:
+        self.kl_coefs.append(kl_coef)
+        batch = to_batch([row for sample in samples for row in sample.rows])
+        rewards, groups = batch["rewards"], batch["groups"]
+        means = torch.stack([rewards[groups == group].mean() for group in groups])
+        batch["advantages"] = (rewards - means).float()[:, None].expand(batch["loss_mask"].shape).contiguous()
+        self.change(batch)
+        return Experience(batch, {}, None if kl_coef is None else kl_coef / 2)
+
+
+class FakeCheckpoints:
+    """Keeps what would be written; `on_finish` runs while it is."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Progress, QueueSnapshot]] = []
+        self.saved: list[tuple[Progress, QueueSnapshot]] = []
+        self.on_finish: Callable[[], Any] = lambda: None
+
+    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+        assert len(self.begun) == len(self.saved), "one checkpoint at a time"
+        self.begun.append((progress, queue))
+
+    async def finish(self) -> Path:
+        outcome = self.on_finish()
+        if outcome is not None:
+            await outcome
+        progress, _ = self.begun[-1]
+        self.saved.append(self.begun[-1])
         return Path(f"step_{progress.step}")
+
+
+class Records(list[StepRecord]):
+    """`RecordSink` that keeps the records."""
+
+    async def put(self, record: Any) -> None:
+        self.append(record)
 
 
 def make_sample(
@@ -80,11 +150,11 @@ def make_sample(
     spans: Sequence[Span] = (Span(0, 0),),
     length: int = 4,
 ) -> Sample:
-    """One trajectory per reward, `length` response tokens each."""
+    """One trajectory per reward, `length` response tokens each, the first of which is the feed index."""
     rows = tuple(
         Trajectory(
             prompt_ids=np.array([1, 2], dtype=np.int32),
-            response_ids=np.arange(length, dtype=np.int32),
+            response_ids=np.arange(length, dtype=np.int32) + sample_id.index,
             response_mask=np.ones(length, dtype=np.bool_),
             rollout_log_probs=np.full(length, -1.0, dtype=np.float32),
             spans=tuple(spans),

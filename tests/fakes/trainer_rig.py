@@ -7,29 +7,32 @@ from typing import Any
 
 import anyio
 
-from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.manifest import Progress
-from asyncrl.ports import Books, QueueSnapshot, StepRecord
+from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
+from asyncrl.waits import WaitBoard
 from tests.fakes.parts import ManualClock, MemoryPayloads
-from tests.fakes.trainer_parts import FakeCheckpoints, FakePublisher, FakeWorker
-from trainer.algorithms.advantages import estimator
+from tests.fakes.trainer_parts import FakeCheckpoints, FakeExperience, FakeGroup, Records
+from trainer.intake import Intake
 from trainer.loop import LoopSettings, TrainLoop
+from trainer.rows import RowRules
 
 SETTINGS = LoopSettings(
     total_steps=4,
     mini_batch_samples=2,
+    ppo_epochs=1,
     samples_per_lease=2,
     samples_per_version=2,
-    mask_beyond=None,
+    critic_epochs=1,
+    critic_warmup_steps=0,
     has_validation=True,
     test_freq=-1,
     save_freq=-1,
     save_last=True,
-    weights_dtype="float32",
-    call_s=5.0,
+    seed=0,
 )
+RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 
 
 class Rig:
@@ -40,33 +43,48 @@ class Rig:
         progress: Progress | None = None,
         restore: QueueSnapshot | None = None,
         staleness_threshold: float = 100,
+        rules: RowRules = RULES,
+        max_consecutive_filtered: int = 100,
+        call_s: float = 5.0,
+        with_critic: bool = False,
         **changes: Any,
     ) -> None:
         self.settings = replace(SETTINGS, **changes)
-        total = self.settings.total_steps * self.settings.mini_batch_samples
+        total = self.settings.total_steps * self.settings.mini_batch_samples // self.settings.ppo_epochs
         pacing = Pacing(self.settings.samples_per_version, staleness_threshold, total)
         self.queue = LocalSampleQueue(QueueOptions(1000, pacing), restore)
-        self.worker = FakeWorker()
-        self.publisher = FakePublisher()
+        self.actor = FakeGroup()
+        self.critic = FakeGroup() if with_critic else None
+        self.experience = FakeExperience()
         self.checkpoints = FakeCheckpoints()
         self.clock = ManualClock()
+        waits = WaitBoard(self.clock)
+        intake = Intake(
+            self.queue,
+            MemoryPayloads(),
+            rules,
+            max_consecutive_filtered=max_consecutive_filtered,
+            call_s=call_s,
+            waits=waits,
+            clock=self.clock,
+        )
         self.loop = TrainLoop(
             self.settings,
             queue=self.queue,
-            payloads=MemoryPayloads(),
-            publisher=self.publisher,
-            worker=self.worker,
+            intake=intake,
+            actor=self.actor,
+            critic=self.critic,
+            experience=self.experience,
             checkpoints=self.checkpoints,
-            estimate=estimator(AlgorithmConfig()),
             progress=progress,
+            waits=waits,
             clock=self.clock,
         )
-        self.records: list[StepRecord] = []
+        self.records = Records()
 
-    async def run(self) -> list[StepRecord]:
+    async def run(self) -> Records:
         with anyio.fail_after(10):
-            async for record in self.loop.run():
-                self.records.append(record)
+            await self.loop.run(self.records)
         return self.records
 
     async def books(self) -> Books:

@@ -8,8 +8,8 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config
-from asyncrl.failures import DivergenceError, InfraError
+from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.failures import DataError, DivergenceError, InfraError
 from asyncrl.manifest import Progress
 from asyncrl.telemetry.registry import describe
 from asyncrl.types import SampleId
@@ -23,9 +23,9 @@ async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
     await feed(rig.queue, 8)
     records = await rig.run()
     assert [(record.step, record.version) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 4)]
-    assert [[sample_id.index for sample_id in step] for step in rig.worker.steps] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert rig.actor.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
     # version, its step, the step of the weights in it, validate
-    assert rig.publisher.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 3, 3, False), (4, 4, 4, True)]
+    assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 3, 3, False), (4, 4, 4, True)]
     [(progress, snapshot)] = rig.checkpoints.saved
     assert progress == Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8, trained_tokens=64)
     assert (snapshot.books.trained, snapshot.outstanding) == (8, ())
@@ -41,7 +41,7 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
     def take_time(step: int) -> None:
         rig.clock.now_s += 3.0
 
-    rig.worker.on_step = take_time
+    rig.actor.on_step = take_time
     await feed(rig.queue, 2, make)
     [record] = await rig.run()
     for name in record.metrics:
@@ -63,17 +63,6 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
     assert {name: record.metrics[name] for name in expected} == pytest.approx(expected)
 
 
-async def test_advantages_are_those_of_the_group() -> None:
-    rig = Rig(total_steps=1)
-    await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, (0.0, 1.0, float(sample_id.index))))
-    await rig.run()
-    for index, rows in ((1, rig.worker.rows[0][:3]), (2, rig.worker.rows[0][3:])):
-        rewards = np.array([0.0, 1.0, index])
-        expected = (rewards - rewards.mean()) / rewards.std(ddof=1)
-        np.testing.assert_allclose([row.advantages[0] for row in rows], expected, rtol=1e-5)
-        assert all((row.advantages == row.advantages[0]).all() for row in rows)
-
-
 async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases() -> None:
     rig = Rig(total_steps=10, samples_per_lease=4, samples_per_version=8)
     await feed(rig.queue, 20)
@@ -81,7 +70,7 @@ async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases()
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
     # five leases of two steps
     assert rig.loop.progress.leases == 5
-    assert [step for _, step, _, _ in rig.publisher.published] == [4, 8, 10]
+    assert [step for _, step, _, _ in rig.actor.published] == [4, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +82,14 @@ async def test_validation_is_asked_of_the_first_version_at_or_after_each_multipl
     rig = Rig(total_steps=10, samples_per_version=4, test_freq=test_freq)
     await feed(rig.queue, 20)
     await rig.run()
-    assert [step for _, step, _, validate in rig.publisher.published if validate] == expected
+    assert [step for _, step, _, validate in rig.actor.published if validate] == expected
 
 
 async def test_without_a_validation_set_none_is_asked_for() -> None:
     rig = Rig(has_validation=False, test_freq=1)
     await feed(rig.queue, 8)
     await rig.run()
-    assert not any(validate for *_, validate in rig.publisher.published)
+    assert not any(validate for *_, validate in rig.actor.published)
 
 
 async def test_checkpoints_come_between_leases_every_save_freq_steps() -> None:
@@ -127,23 +116,23 @@ async def test_an_ended_stream_trains_what_is_there() -> None:
     await rig.queue.end_stream()
     records = await rig.run()
     assert [len(record.rewards) for record in records] == [2, 2, 2, 1]
-    assert rig.publisher.published == [(1, 2, 2, False), (2, 4, 4, True)]
+    assert rig.actor.published == [(1, 2, 2, False), (2, 4, 4, True)]
     assert (await rig.books()).trained == 7
 
 
 async def test_a_stream_that_ends_right_after_a_publication_still_has_its_last_version_validated() -> None:
     rig = Rig(total_steps=100)
     await feed(rig.queue, 4)
-    rig.publisher.on_publish = lambda version: rig.queue.end_stream() if version == 2 else None
+    rig.actor.on_publish = lambda version: rig.queue.end_stream() if version == 2 else None
     await rig.run()
-    assert rig.publisher.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 2, 2, True)]
+    assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 2, 2, True)]
 
 
 async def test_an_empty_stream() -> None:
     rig = Rig()
     await rig.queue.end_stream()
     assert await rig.run() == []
-    assert rig.publisher.published == []
+    assert rig.actor.published == []
     assert rig.checkpoints.saved == []
 
 
@@ -152,11 +141,11 @@ async def test_an_empty_stream() -> None:
 
 async def test_stop_finishes_the_step_releases_the_rest_and_saves() -> None:
     rig = Rig(total_steps=8, samples_per_lease=6, samples_per_version=6)
-    rig.worker.on_step = lambda step: rig.loop.stop() if step == 2 else None
+    rig.actor.on_step = lambda step: rig.loop.stop() if step == 2 else None
     await feed(rig.queue, 16)
     records = await rig.run()
     assert [record.step for record in records] == [1, 2]
-    assert rig.publisher.published == []
+    assert rig.actor.published == []
     [(progress, snapshot)] = rig.checkpoints.saved
     assert (progress.step, progress.trained_samples) == (2, 4)
     assert snapshot.books.leased == 0
@@ -198,7 +187,7 @@ def diverge(step: int) -> None:
 
 async def test_a_failed_step_gives_back_its_lease_and_is_raised() -> None:
     rig = Rig(total_steps=8, samples_per_lease=6, samples_per_version=6)
-    rig.worker.on_step = diverge
+    rig.actor.on_step = diverge
     await feed(rig.queue, 6)
     with pytest.raises(DivergenceError):
         await rig.run()
@@ -212,7 +201,7 @@ async def test_a_failed_publication_is_raised() -> None:
         raise InfraError("no room")
 
     rig = Rig()
-    rig.publisher.on_publish = lambda version: fail()
+    rig.actor.on_publish = lambda version: fail()
     await feed(rig.queue, 2)
     with pytest.raises(InfraError, match="no room"):
         await rig.run()
@@ -224,7 +213,7 @@ async def test_a_queue_that_is_gone_does_not_hide_the_first_failure(monkeypatch:
         raise InfraError("the queue is gone")
 
     rig = Rig()
-    rig.worker.on_step = lambda step: diverge(2)
+    rig.actor.on_step = lambda step: diverge(2)
     monkeypatch.setattr(rig.queue, "release", gone)
     await feed(rig.queue, 2)
     with pytest.raises(DivergenceError):
@@ -235,7 +224,7 @@ async def test_a_cancelled_run_commits_the_step_it_was_in_and_gives_back_the_res
     rig = Rig(samples_per_lease=4, samples_per_version=4)
     await feed(rig.queue, 4)
     scope = anyio.CancelScope()
-    rig.worker.on_step = lambda step: anyio.from_thread.run_sync(scope.cancel)
+    rig.actor.on_step = lambda step: scope.cancel()
     with scope:
         await rig.run()
     assert scope.cancelled_caught
@@ -243,45 +232,163 @@ async def test_a_cancelled_run_commits_the_step_it_was_in_and_gives_back_the_res
     assert (books.trained, books.leased, books.ready) == (2, 0, 2)
 
 
-async def test_closing_the_stream_of_records_gives_back_the_lease() -> None:
-    rig = Rig(samples_per_lease=4, samples_per_version=4)
+async def test_a_lease_rejected_whole_is_an_error_that_names_the_thresholds() -> None:
+    rig = Rig()
+    rig.experience.change = lambda batch: batch["loss_mask"].zero_()
+    await feed(rig.queue, 2)
+    with pytest.raises(DataError, match="rollout_rs_threshold"):
+        await rig.run()
+    assert (await rig.books()).ready == 2
+
+
+async def test_a_mini_batch_rejected_whole_counts_as_a_step_without_one_being_taken() -> None:
+    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4)
+    rig.experience.change = lambda batch: batch["loss_mask"][:4].zero_()
     await feed(rig.queue, 4)
-    records = rig.loop.run()
-    await anext(records)
-    await records.aclose()
+    records = await rig.run()
+    assert rig.actor.steps == [[3, 4]]
+    assert [record.metrics["tokens/trained"] for record in records] == [0, 16]
+    assert "actor/loss" not in records[0].metrics
+    assert (await rig.books()).trained == 4
+
+
+# ------------------------------------------------------------------------------------------------ passes
+
+
+async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first() -> None:
+    rig = Rig(total_steps=12, ppo_epochs=3, samples_per_lease=4, samples_per_version=4)
+    trained: list[int] = []
+    rig.actor.on_step = lambda step: trained.append(rig.queue._ledger.books().trained)
+    await feed(rig.queue, 8)
+    records = await rig.run()
+    assert [record.version for record in records] == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]
+    assert [len(record.rewards) for record in records] == [2, 2, 0, 0, 0, 0] * 2
+    assert [len(record.staleness) for record in records] == [2, 2, 0, 0, 0, 0] * 2
+    assert trained == [0, 2, 4, 4, 4, 4, 4, 6, 8, 8, 8, 8]
+    assert rig.actor.steps[:2] == [[1, 2], [3, 4]]
+    for first in (0, 6):
+        for epoch in range(3):
+            steps = rig.actor.steps[first + 2 * epoch : first + 2 * epoch + 2]
+            assert sorted(index for step in steps for index in step) == [1 + first // 6 * 4 + n for n in range(4)]
+    assert (rig.loop.progress.trained_samples, rig.loop.progress.trained_tokens) == (8, 12 * 16)
+
+
+@pytest.mark.parametrize("stop_after", range(1, 8))
+async def test_a_stop_between_passes_leaves_a_run_that_can_go_on(stop_after: int) -> None:
+    settings: dict[str, Any] = {"total_steps": 8, "ppo_epochs": 2, "samples_per_lease": 4, "samples_per_version": 4}
+    first = Rig(**settings)
+    first.actor.on_step = lambda step: first.loop.stop() if step == stop_after else None
+    await feed(first.queue, 8)
+    await first.run()
+    [(progress, snapshot)] = first.checkpoints.saved
+    assert progress.step == stop_after
+    second = Rig(progress=progress, restore=snapshot, **settings)
+    await feed(second.queue, 8 - snapshot.books.trained)
+    await second.run()
+    books = await second.books()
+    assert (books.trained, books.num_dropped) == (8, 0)
+    assert second.loop.progress.version >= 2
+    assert second.loop.progress.published_step == second.loop.progress.step <= 8
+
+
+# ------------------------------------------------------------------------------------------------ critic
+
+
+async def test_the_critic_learns_from_a_whole_lease_before_the_policy() -> None:
+    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=2)
+    assert rig.critic is not None
+    order: list[str] = []
+    rig.critic.on_step = lambda step: order.append("critic")
+    rig.actor.on_step = lambda step: order.append("actor")
+    await feed(rig.queue, 4)
+    records = await rig.run()
+    assert order == ["critic"] * 4 + ["actor"] * 2
+    assert rig.critic.steps[:2] == [[1, 2], [3, 4]]
+    assert [("critic/loss" in record.metrics, "actor/loss" in record.metrics) for record in records] == [
+        (True, True),
+        (False, True),
+    ]
+
+
+async def test_the_first_steps_leave_the_policy_as_it_is() -> None:
+    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_warmup_steps=3)
+    assert rig.critic is not None
+    await feed(rig.queue, 8)
+    records = await rig.run()
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    assert rig.critic.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert rig.actor.steps == [[7, 8]]
+    assert rig.actor.published == [(1, 2, 0, False), (2, 4, 1, True)]
+    assert (await rig.books()).trained == 8
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_it_tells_of_the_moment_it_was_begun() -> None:
+    rig = Rig(total_steps=4, save_freq=1)
+    release = anyio.Event()
+    rig.actor.on_step = lambda step: release.set() if step == 2 else None
+    rig.checkpoints.on_finish = release.wait
+    await feed(rig.queue, 8)
+    await rig.run()
+    assert [progress.step for progress, _ in rig.checkpoints.saved] == [1, 2, 3, 4]
+    assert [snapshot.books.trained for _, snapshot in rig.checkpoints.saved] == [2, 4, 6, 8]
+
+
+async def test_the_run_ends_only_when_the_last_checkpoint_is_written() -> None:
+    rig = Rig()
+    release = anyio.Event()
+    rig.checkpoints.on_finish = release.wait
+    await feed(rig.queue, 8)
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        while not (await rig.queue.admit(1, timeout_s=0.01)).closed:  # all is done but the writing
+            pass
+        assert len(rig.records) == 4 and rig.checkpoints.saved == []
+        assert [wait.edge for wait in rig.loop.waits.snapshot()] == ["checkpoint"]
+        release.set()
+    assert len(rig.checkpoints.saved) == 1
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_even_while_it_waits_for_samples() -> None:
+    async def fail() -> None:
+        raise InfraError("the disk is full")
+
+    rig = Rig(call_s=1000.0, save_freq=1)
+    rig.checkpoints.on_finish = fail
+    await feed(rig.queue, 3)
+    with pytest.raises(InfraError, match="the disk is full"):
+        await rig.run()
     books = await rig.books()
-    assert (books.trained, books.leased, books.ready) == (2, 0, 2)
+    assert (books.trained, books.leased, books.ready) == (2, 0, 1)
 
 
 def test_settings_from_the_configuration() -> None:
     config = Config.model_validate(
         {
-            "trainer": {"ppo_mini_batch_size": 4, "test_freq": 5, "save_freq": 6, "save_last": False},
-            "async_training": {
-                "require_batches": 3,
-                "trigger_parameter_sync_step": 2,
-                "max_staleness": 7,
-                "stale_action": "mask",
-            },
+            "seed": 3,
+            "algorithm": {"adv_estimator": "gae"},
+            "trainer": {"ppo_mini_batch_size": 4, "ppo_epochs": 2, "test_freq": 5, "save_freq": 6, "save_last": False},
+            "critic": {"ppo_epochs": 7, "warmup_steps": 8},
+            "async_training": {"require_batches": 3, "trigger_parameter_sync_step": 2},
             "data": {"val_files": ["val.jsonl"]},
-            "timeouts": {"call_s": 8},
         }
     )
     expected = LoopSettings(
         total_steps=9,
         mini_batch_samples=4,
+        ppo_epochs=2,
         samples_per_lease=12,
         samples_per_version=24,
-        mask_beyond=7,
+        critic_epochs=7,
+        critic_warmup_steps=8,
         has_validation=True,
         test_freq=5,
         save_freq=6,
         save_last=False,
-        weights_dtype="float32",
-        call_s=8.0,
+        seed=3,
     )
     assert LoopSettings.of(config, total_steps=9) == expected
-    dropping = config.model_copy(
-        update={"async_training": config.async_training.model_copy(update={"stale_action": "drop"})}
-    )
-    assert LoopSettings.of(dropping, total_steps=9).mask_beyond is None
+    without = config.model_copy(update={"algorithm": AlgorithmConfig()})
+    assert LoopSettings.of(without, total_steps=9).critic_warmup_steps == 0

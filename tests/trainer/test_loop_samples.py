@@ -9,12 +9,12 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.failures import BugError
+from asyncrl.failures import BugError, DataError
 from asyncrl.manifest import Progress
 from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.types import SampleId, Span
 from tests.fakes.trainer_parts import feed, make_sample
-from tests.fakes.trainer_rig import Rig
+from tests.fakes.trainer_rig import RULES, Rig
 
 # ------------------------------------------------------------------------------------------------ staleness
 
@@ -26,7 +26,7 @@ async def test_staleness_counts_from_the_version_at_lease() -> None:
         return make_sample(sample_id, spans=[Span(0, (sample_id.index - 1) // 4)])
 
     await feed(rig.queue, 4, make)
-    rig.publisher.on_publish = lambda version: feed(rig.queue, 4, make) if version == 1 else None
+    rig.actor.on_publish = lambda version: feed(rig.queue, 4, make) if version == 1 else None
     records = await rig.run()
     assert [record.staleness for record in records] == [(0, 0), (1, 1), (1, 1), (2, 2)]
     assert records[3].metrics["staleness/max"] == 2.0
@@ -40,17 +40,17 @@ async def test_a_token_from_the_future_is_a_bug() -> None:
 
 
 async def test_too_old_tokens_leave_the_loss() -> None:
-    rig = Rig(mask_beyond=1, total_steps=3)
+    rig = Rig(rules=replace(RULES, mask_beyond=1), total_steps=3)
     await feed(
         rig.queue, 6, lambda sample_id: make_sample(sample_id, spans=[Span(0, 0), Span(3, int(sample_id.index > 4))])
     )
     records = await rig.run()
     assert [record.metrics["tokens/trained"] for record in records] == [16, 16, 4]
-    assert rig.worker.rows[2][0].response_mask.tolist() == [False, False, False, True]
+    assert rig.actor.batches[2]["loss_mask"][0].tolist() == [False, False, False, True]
 
 
 async def test_a_sample_masked_whole_is_dropped_and_another_taken_in_its_place() -> None:
-    rig = Rig(mask_beyond=0, total_steps=2)
+    rig = Rig(rules=replace(RULES, mask_beyond=0), total_steps=2)
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, spans=[Span(0, 1 if sample_id.index in (1, 4, 6) else 0)])
@@ -65,7 +65,7 @@ async def test_a_sample_masked_whole_is_dropped_and_another_taken_in_its_place()
             while not rig.records:
                 await anyio.lowlevel.checkpoint()
         rig.loop.stop()
-    assert [[sample_id.index for sample_id in step] for step in rig.worker.steps] == [[1, 4]]
+    assert rig.actor.steps == [[1, 4]]
     books = await rig.books()
     assert books.trained == 2
     assert books.dropped["stale"] >= 2
@@ -84,12 +84,44 @@ async def test_a_sample_without_policy_tokens_is_filtered() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
         await feed(rig.queue, 3, make)
-    assert [[sample_id.index for sample_id in step] for step in rig.worker.steps] == [[2, 3]]
+    assert rig.actor.steps == [[2, 3]]
     assert (await rig.books()).dropped["filtered"] == 1
 
 
+async def test_groups_that_teach_nothing_are_replaced() -> None:
+    rig = Rig(rules=replace(RULES, filter_groups=True), total_steps=1)
+
+    def make(sample_id: SampleId) -> Any:
+        return make_sample(sample_id, (1.0, 1.0) if sample_id.index in (1, 3) else (0.0, 1.0))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 4, make)
+    assert rig.actor.steps == [[2, 4]]
+    books = await rig.books()
+    assert (books.dropped["filtered"], books.trained) == (2, 2)
+
+
+async def test_too_many_of_them_in_a_row_stop_the_run() -> None:
+    def make(sample_id: SampleId) -> Any:
+        return make_sample(sample_id, (1.0, 1.0) if sample_id.index != 3 else (0.0, 1.0))
+
+    rig = Rig(rules=replace(RULES, filter_groups=True), max_consecutive_filtered=3)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.run)
+            await feed(rig.queue, 20, make)
+    assert isinstance(caught.value.exceptions[0], DataError)
+    assert "3 samples in a row were filtered (algorithm.filter_groups.max_consecutive = 3)" in str(
+        caught.value.exceptions
+    )
+    assert "sample_0_6" in str(caught.value.exceptions)
+    books = await rig.books()
+    assert (books.leased, books.trained) == (0, 0)
+
+
 async def test_an_ended_stream_of_nothing_trainable() -> None:
-    rig = Rig(mask_beyond=0)
+    rig = Rig(rules=replace(RULES, mask_beyond=0))
     rig.loop.progress.version = 1
     await feed(rig.queue, 3)
     await rig.queue.end_stream()
@@ -102,7 +134,7 @@ async def test_an_ended_stream_of_nothing_trainable() -> None:
 
 async def run_in_two_parts(stop_after: int, **changes: Any) -> tuple[Rig, Rig]:
     first = Rig(**changes)
-    first.worker.on_step = lambda step: first.loop.stop() if step == stop_after else None
+    first.actor.on_step = lambda step: first.loop.stop() if step == stop_after else None
     await feed(first.queue, 16)
     await first.run()
     [(progress, snapshot)] = first.checkpoints.saved
@@ -119,7 +151,7 @@ async def test_a_resumed_run_goes_on_in_step_version_and_feed_index(stop_after: 
     records = [*first.records, *second.records]
     assert [record.step for record in records] == list(range(1, 11))
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
-    trained = [sample_id.index for rig in (first, second) for step in rig.worker.steps for sample_id in step]
+    trained = [index for rig in (first, second) for step in rig.actor.steps for index in step]
     assert sorted(trained) == list(range(1, 21))
     books = await second.books()
     assert (books.fed, books.trained) == (20, 20)
@@ -129,7 +161,7 @@ async def test_a_resume_of_a_complete_run_does_nothing() -> None:
     done = Progress(step=4, version=4, published_step=4, trained_samples=8)
     rig = Rig(progress=done)
     assert await rig.run() == []
-    assert rig.publisher.published == []
+    assert rig.actor.published == []
     assert rig.checkpoints.saved == []
 
 
@@ -145,7 +177,7 @@ async def test_a_resume_in_the_middle_of_a_version_does_not_wait_for_permits_tha
     )
     progress = Progress(step=stop_after, trained_samples=2 * stop_after)
     rig = Rig(progress=progress, restore=snapshot, staleness_threshold=0, **settings)
-    rig.publisher.on_publish = lambda version: rig.queue.set_applied_version(version)
+    rig.actor.on_publish = lambda version: rig.queue.set_applied_version(version)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
         await feed(rig.queue, 16 - 2 * stop_after)

@@ -1,0 +1,197 @@
+"""A turn's samples → everything that its steps need.
+
+    rows ─▶ batch ─▶ ask the roles ─▶ token rewards ─▶ advantages, returns ─▶ off-policy correction
+                     old_log_probs    score + reward model                    is_weights, loss_mask
+                     ref_log_probs    overlong punishment, KL
+                     values, scores
+
+The roles are asked in forward passes of their ranks; what follows is plain float64 arithmetic on whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from anyio import to_thread
+from tensordict import TensorDict
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import DataError
+from asyncrl.ports import Metrics
+from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
+from trainer.algorithms.corrections import correct
+from trainer.algorithms.objective import explained_variance
+from trainer.algorithms.shaping import (
+    combined_scores,
+    kl_penalised,
+    next_kl_coefficient,
+    overlong_penalty,
+    token_rewards,
+)
+from trainer.placement import reference_is_actor
+from trainer.roles import RoleGroup
+from trainer.rows import TrainSample
+from trainer.tensors import to_batch
+
+
+class Experience(NamedTuple):
+    batch: TensorDict
+    """Rows in the samples' order, with what the Trainer adds (`trainer.tensors`)."""
+    metrics: Metrics
+    kl_coef: float | None
+    """The KL coefficient from the next turn on; None: no KL in the reward."""
+
+
+class ExperienceBuilder:
+    """Asks the roles and does the arithmetic.
+
+    Args:
+        ref: None where the actor without its adapters is the reference, or where there is none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        actor: RoleGroup,
+        ref: RoleGroup | None = None,
+        critic: RoleGroup | None = None,
+        reward_model: RoleGroup | None = None,
+    ) -> None:
+        self._config = config
+        self._actor = actor
+        self._ref = ref
+        self._critic = critic
+        self._reward_model = reward_model
+
+    async def make(
+        self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None = None
+    ) -> Experience:
+        """See the head of this file. `kl_coef`: where an adaptive coefficient stands; None: at its start.
+
+        Raises:
+            DataError: a role answered with a number that is not finite, for a token or response that counts.
+            InfraError, DeadlineError: a role's ranks died or did not answer.
+        """
+        rows = [row for sample in samples for row in sample.rows]
+        batch = await to_thread.run_sync(to_batch, rows)
+        await self._ask(batch)
+        return await to_thread.run_sync(learn_from, batch, self._config, trainer_version, kl_coef)
+
+    async def _ask(self, batch: TensorDict) -> None:
+        """Add what the roles say to `batch`. One after the other: most roles share their ranks."""
+        # In bypass mode the behaviour policy is the proximal one, so nobody has to compute it.
+        batch["old_log_probs"] = batch["rollout_log_probs"]
+        if not self._config.algorithm.rollout_correction.bypass_mode:
+            batch["old_log_probs"] = (await self._actor.infer_batch(batch))["log_probs"]
+        if self._ref is not None:
+            batch["ref_log_probs"] = (await self._ref.infer_batch(batch))["log_probs"]
+        elif reference_is_actor(self._config):
+            batch["ref_log_probs"] = (await self._actor.infer_batch(batch, adapters=False))["log_probs"]
+        if self._critic is not None:
+            batch["values"] = (await self._critic.infer_batch(batch))["values"]
+        if self._reward_model is not None:
+            batch["model_scores"] = (await self._reward_model.infer_batch(batch))["scores"]
+
+
+def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef: float | None) -> Experience:
+    """Rewards, advantages and correction of a lease whose roles have answered. Changes `batch`.
+
+    Raises:
+        DataError: see `ExperienceBuilder.make`.
+    """
+    _check_finite(batch)
+    algorithm = config.algorithm
+    rewards, metrics, kl_coef = _token_rewards(batch, config, kl_coef)
+    inputs = AdvantageInputs(
+        token_rewards=rewards,
+        response_mask=batch["response_mask"],
+        groups=batch["groups"],
+        values=batch.get("values"),
+        baseline_rewards=batch.get("baseline_rewards"),
+    )
+    estimated = advantage_estimator(algorithm)(inputs)
+    batch["advantages"], batch["returns"] = estimated.advantages.float(), estimated.returns.float()
+    ages = trainer_version - batch["versions"]
+    corrected = correct(
+        batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_mask"], ages, algorithm.rollout_correction
+    )
+    metrics |= corrected.metrics | _advantage_metrics(batch)
+    batch["loss_mask"] = corrected.loss_mask
+    if corrected.is_weights is not None:
+        batch["is_weights"] = corrected.is_weights
+    batch["token_ages"] = (ages * batch["response_mask"]).float()
+    return Experience(batch, metrics, kl_coef)
+
+
+def _token_rewards(batch: TensorDict, config: Config, kl_coef: float | None) -> tuple[Tensor, Metrics, float | None]:
+    """Rewards of tokens, float64 `[B, R]`, what to tell of them, and the next KL coefficient."""
+    algorithm, mask = config.algorithm, batch["response_mask"]
+    scores, metrics = batch["rewards"], Metrics()
+    if "model_scores" in batch:
+        # The Rollouter has weighted its own share already.
+        scores = combined_scores(scores, batch["model_scores"], weight=1.0, model_weight=config.reward_model.weight)
+        metrics["reward/model_mean"] = float(batch["model_scores"].mean())
+    if "baseline_rewards" in batch:
+        metrics["reward/baseline_mean"] = float(batch["baseline_rewards"].mean())
+    if config.reward.overlong_buffer.enable:
+        lengths = batch["response_lens"]
+        punishment = overlong_penalty(lengths, config.rollout.response_length, config.reward.overlong_buffer)
+        scores = scores + punishment
+        metrics["reward/overlong_mean"] = float(punishment.mean())
+    rewards = token_rewards(scores, mask)
+    if algorithm.use_kl_in_reward:
+        kl_coef = algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
+        penalised = kl_penalised(
+            rewards,
+            batch["old_log_probs"],
+            batch["ref_log_probs"],
+            mask,
+            kind=algorithm.kl_penalty,
+            coefficient=kl_coef,
+        )
+        rewards = penalised.token_rewards
+        metrics |= {"reward/kl": penalised.kl, "reward/kl_coef": kl_coef}
+        kl_coef = next_kl_coefficient(kl_coef, penalised.kl, len(batch), algorithm.kl_ctrl)
+    if metrics:
+        metrics["reward/shaped_mean"] = float(rewards.sum(dim=1).mean())
+    return rewards, metrics, kl_coef if algorithm.use_kl_in_reward else None
+
+
+def _advantage_metrics(batch: TensorDict) -> Metrics:
+    """Over the tokens that came in for training, before any is rejected."""
+    mask = batch["loss_mask"]
+    advantages = batch["advantages"][mask].double()
+    metrics = {
+        "advantages/mean": float(advantages.mean()),
+        "advantages/std": float(advantages.std(correction=0)),
+        "advantages/max": float(advantages.max()),
+        "advantages/min": float(advantages.min()),
+    }
+    if "values" in batch:
+        metrics["critic/explained_variance"] = explained_variance(batch["values"], batch["returns"], mask)
+    return metrics
+
+
+_ANSWERS = {
+    "old_log_probs": "log-probs of the policy",
+    "ref_log_probs": "log-probs of the reference",
+    "values": "values of the critic",
+}
+
+
+def _check_finite(batch: TensorDict) -> None:
+    for key, what in _ANSWERS.items():
+        if key in batch:
+            wrong = (~batch[key].isfinite() & batch["response_mask"]).sum().item()
+            if wrong:
+                raise DataError(
+                    f"{wrong} {what} are not finite, in a lease of {len(batch)} responses: nothing can be learned from "
+                    "them. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
+                )
+    if "model_scores" in batch and not batch["model_scores"].isfinite().all():
+        raise DataError(
+            "the reward model's scores are not all finite: check reward_model.path and reward_model.worker.dtype"
+        )

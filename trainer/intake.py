@@ -1,0 +1,135 @@
+"""Samples for one turn of the loop: leased, fetched, checked; what cannot be trained on is dropped and replaced."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from asyncrl.failures import AsyncRLError, DataError
+from asyncrl.ports import Lease, PayloadStore, SampleQueue
+from asyncrl.types import DropReason
+from asyncrl.waits import WaitBoard
+from trainer.rows import RowRules, TrainSample, prepare
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn of the loop trains on."""
+
+    samples: list[TrainSample] = field(default_factory=list)
+    leases: list[int] = field(default_factory=list)
+    wait_s: float = 0.0
+    ended: bool = False
+    """No sample will come after these."""
+
+
+class Intake:
+    """The loop's side of the queue. Everything on one event loop, one `fill` at a time."""
+
+    def __init__(
+        self,
+        queue: SampleQueue,
+        payloads: PayloadStore,
+        rules: RowRules,
+        *,
+        max_consecutive_filtered: int,
+        call_s: float,
+        waits: WaitBoard,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`call_s`: longest single wait for samples; after it the queue is asked again."""
+        self._queue = queue
+        self._payloads = payloads
+        self._rules = rules
+        self._max_consecutive_filtered = max_consecutive_filtered
+        self._num_filtered = 0
+        """Filtered samples since the last one that was not."""
+        self._call_s = call_s
+        self._waits = waits
+        self._clock = clock
+        self._stopping = False
+        self._wait_scope: anyio.CancelScope | None = None
+
+    def stop(self) -> None:
+        """No more waiting: `fill` returns with what it has."""
+        self._stopping = True
+        if self._wait_scope is not None:
+            self._wait_scope.cancel()
+
+    async def fill(self, turn: Turn, num_samples: int, *, trainer_version: int) -> None:
+        """Lease until `turn` has `num_samples`, the stream ends or `stop` is called.
+
+        Raises:
+            DataError: too many filtered samples in a row, or one that cannot be used (`rows.check_row`).
+        """
+        started = self._clock()
+        with self._waits.waiting("samples"):
+            while len(turn.samples) < num_samples and not self._stopping:
+                lease = await self._lease(num_samples - len(turn.samples), trainer_version)
+                if lease is None:
+                    continue
+                num_dropped = await self._take(turn, lease, trainer_version)
+                # A drop may bring a replacement even behind the end of the stream.
+                if lease.ended and num_dropped == 0:
+                    turn.ended = True
+                    break
+        turn.wait_s = self._clock() - started
+
+    async def release(self, turn: Turn) -> None:
+        """Give back what is not committed."""
+        for lease_id in turn.leases:
+            await self._queue.release(lease_id)
+
+    async def release_after_failure(self, turn: Turn) -> None:
+        """Shielded: a cancelled run still gives back what it holds; the queue's own deadline bounds it."""
+        with anyio.CancelScope(shield=True):
+            try:
+                await self.release(turn)
+            except AsyncRLError:
+                logger.exception(
+                    "leases %s could not be released; the failure before this one is what counts", turn.leases
+                )
+
+    async def _lease(self, num_samples: int, trainer_version: int) -> Lease | None:
+        """One ask; None if stop() came first. A cancelled ask leaves nothing leased."""
+        lease = None
+        with anyio.CancelScope() as self._wait_scope:
+            lease = await self._queue.lease(num_samples, trainer_version=trainer_version, timeout_s=self._call_s)
+        self._wait_scope = None
+        return lease
+
+    async def _take(self, turn: Turn, lease: Lease, trainer_version: int) -> int:
+        """Fetch and prepare a lease's samples into `turn`; returns how many had nothing to train on."""
+        if not lease.samples:
+            return 0
+        turn.leases.append(lease.lease_id)
+        num_dropped = 0
+        for sample in await self._payloads.get([queued.payload for queued in lease.samples]):
+            prepared = prepare(sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules)
+            if prepared.untrainable is None:
+                turn.samples.append(prepared)
+                self._num_filtered = 0
+            else:
+                num_dropped += 1
+                await self._queue.drop(prepared.sample_id, prepared.untrainable)
+                self._count(prepared)
+        return num_dropped
+
+    def _count(self, dropped: TrainSample) -> None:
+        if dropped.untrainable is not DropReason.FILTERED:
+            return
+        self._num_filtered += 1
+        if self._num_filtered >= self._max_consecutive_filtered:
+            raise DataError(
+                f"{self._num_filtered} samples in a row were filtered (algorithm.filter_groups.max_consecutive = "
+                f"{self._max_consecutive_filtered}), the last one {dropped.sample_id} with rewards "
+                f"{', '.join(f'{reward:g}' for reward in dropped.rewards[:8])}: the task is too hard or too easy for "
+                "this model, so there is nothing to train on. Take other data, check reward.function, raise rollout.n "
+                "or that limit, or set algorithm.filter_groups.enable=false"
+            )
