@@ -28,6 +28,7 @@ class PackedSample(NamedTuple):
     data_source: str
     generate_s: float
     reward_s: float
+    baseline_reward: float | None
 
 
 class Chunk(NamedTuple):
@@ -58,6 +59,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
             sample.data_source,
             sample.generate_s,
             sample.reward_s,
+            sample.baseline_reward,
         )
         for sample in samples
     )
@@ -68,7 +70,14 @@ def unpack(packed: Packed, position: int) -> Sample:
     """The sample at `position`; its arrays are views, read-only if the packed ones are."""
     sample = packed.samples[position]
     rows = tuple(_unpack_row(row, packed.chunks) for row in sample.rows)
-    return Sample(SampleId(*sample.sample_id), rows, sample.data_source, sample.generate_s, sample.reward_s)
+    return Sample(
+        SampleId(*sample.sample_id),
+        rows,
+        sample.data_source,
+        sample.generate_s,
+        sample.reward_s,
+        sample.baseline_reward,
+    )
 
 
 class _Packer:

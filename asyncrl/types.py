@@ -77,7 +77,8 @@ class Prompt:
     data_source: str = "default"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, overrides the config's for this prompt."""
+    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, may say where responses end: `max_tokens`,
+    `stop`, `stop_token_ids`, `ignore_eos`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +106,9 @@ class Trajectory:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     reward: float
+    """Of the whole response: `reward.weight` times the function's score, and what a reward model adds to it."""
     reward_extra: Mapping[str, float] = field(default_factory=dict)
+    """What the function tells besides its score; with a reward model, the parts of `reward`: `rule`, and `model`."""
 
     @property
     def oldest_version(self) -> int:
@@ -126,8 +129,9 @@ class Sample:
     generate_s: float = 0.0
     """Seconds from dispatch to the last token of the group."""
     reward_s: float = 0.0
+    """Seconds in which the group was scored, waiting for a place included."""
     baseline_reward: float | None = None
-    """Score of one more response to the prompt, drawn greedily and not trained on (ReMax)."""
+    """Of one more response to the prompt, drawn greedily and not trained on (ReMax); None with other estimators."""
 
 
 class SampleMeta(NamedTuple):

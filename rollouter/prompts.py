@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, SamplingConfig
 from asyncrl.failures import ConfigError
 from asyncrl.types import Prompt, SampleId
 from rollouter.dataset import FileRows, GymRows, Rows, parse_row
+from rollouter.sampling import refuse_own_distribution
 from rollouter.template import Overlong, encode, fit
 
 if TYPE_CHECKING:
@@ -37,11 +38,13 @@ class PromptSet:
         max_prompt_length: int,
         overlong: Overlong,
         max_samples: int | None = None,
+        train_sampling: SamplingConfig | None = None,
     ) -> None:
-        """Check and tokenize every row.
+        """Check and tokenize every row; `train_sampling`: of a set that is trained on, how it is sampled.
 
         Raises:
-            DataError: a row is malformed, or too long and `overlong` is `error`; names file, row and field.
+            DataError: a row is malformed, asks for another distribution than `train_sampling`, or is too long and
+                `overlong` is `error`; names file, row and field.
         """
         self._rows = rows
         kept, flat, ends = array("q"), array("i"), array("q", [0])
@@ -50,7 +53,10 @@ class PromptSet:
         num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
         for index in range(num_rows):
             where = rows.where(index)
-            full = encode(tokenizer, parse_row(rows.row(index), where).messages, where)
+            row = parse_row(rows.row(index), where)
+            if train_sampling is not None:
+                refuse_own_distribution(row.extra_info, where, train_sampling)
+            full = encode(tokenizer, row.messages, where)
             ids = fit(full, max_prompt_length, overlong, where)
             self.num_overlong += len(full) > max_prompt_length
             if ids is None:
@@ -124,7 +130,7 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: 
 
     Raises:
         ConfigError: no data, a missing file, or nothing left after filtering.
-        DataError: a malformed row.
+        DataError: a malformed row, or one with sampling of its own.
     """
     data = config.data
 
@@ -142,6 +148,7 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: 
             max_prompt_length=data.max_prompt_length,
             overlong=data.overlong_prompts,
             max_samples=max_samples,
+            train_sampling=config.rollout.sampling if split == "train" else None,
         )
         if prompts.num_overlong:
             logger.warning(

@@ -3,6 +3,9 @@
     admit (permit) ─▶ slot ─▶ generate n turns ─▶ slot free ─▶ score ─▶ payload ─▶ offer
                                    └── DataError, UserCodeError ──▶ drop(reason), or stop
 
+With ReMax one more turn is drawn, greedily, and scored with the others: its score is the sample's baseline, and it is
+no trajectory (https://arxiv.org/abs/2310.10505).
+
 Each sample is one task. No lock and no order between them: a straggler holds nothing but its own slot and permit.
 The loop is unblocked by a free slot, by a permit, and by the queue's end.
 """
@@ -26,7 +29,7 @@ from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.group import generate_group
 from rollouter.meters import BusyMeter, PumpCounts
-from rollouter.sampling import sampling_params
+from rollouter.sampling import greedy, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Pump:
         self._drops = drops
         self._waits = waits
         self._clock = clock
+        self._wants_baseline = config.algorithm.adv_estimator == "remax"
         self._slots = anyio.Semaphore(config.rollout.max_concurrent_samples)
         self._in_flight: set[SampleId] = set()
         self.generation = BusyMeter(clock)
@@ -131,16 +135,24 @@ class Pump:
             scores = await self._scorer.score(prompt, turns)
         reward_s = self._clock() - started
         self.counts.reward_s += reward_s
+        baseline = None
+        if self._wants_baseline:
+            *turns, _ = turns
+            *scores, baseline = scores
         return Sample(
             sample_id=sample_id,
             trajectories=tuple(trajectory(prompt, turn, score) for turn, score in zip(turns, scores, strict=True)),
             data_source=prompt.data_source,
             generate_s=generate_s,
             reward_s=reward_s,
+            baseline_reward=None if baseline is None else baseline.reward,
         )
 
     async def _generate(self, sample_id: SampleId) -> tuple[Prompt, list[Turn], float]:
-        """The slot is held for generation only: slow rewards don't keep the engines waiting."""
+        """Turns of the group, the greedy one last if there is one, and the seconds they took.
+
+        The slot is held for generation only: slow rewards don't keep the engines waiting.
+        """
         rollout = self._config.rollout
         try:
             prompt = self._prompts.at(sample_id)
@@ -149,10 +161,14 @@ class Pump:
                 prompt,
                 response_length=rollout.response_length,
                 max_model_len=self._config.max_model_len,
+                training=True,
             )
+            baseline = greedy(sampling) if self._wants_baseline else None
             started = self._clock()
             with self._waits.waiting("engine"), self.generation.busy():
-                turns = await generate_group(self._fleet, str(sample_id), prompt, sampling, n=rollout.n)
+                turns = await generate_group(
+                    self._fleet, str(sample_id), prompt, sampling, n=rollout.n, baseline=baseline
+                )
             generate_s = self._clock() - started
         finally:
             self._slots.release()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, DataError, UserCodeError
@@ -41,6 +42,17 @@ class Answer(NamedTuple):
     scores: Sequence[Score]
 
 
+class Superseded(Exception):
+    """Some replica serves a newer version than the one to validate, so the validation of that one cannot be had.
+
+    Replicas are replaced when they fail, and a new one starts with the newest version there is.
+    """
+
+    def __init__(self, version: int, newer: int) -> None:
+        super().__init__(f"validation of version {version}: replicas answer with version {newer}")
+        self.newer = newer
+
+
 class Validator:
     """Generates and scores the validation set with `rollout.val` sampling. It shares fleet and scorer with the pump."""
 
@@ -70,22 +82,33 @@ class Validator:
     async def run(self, version: int, step: int) -> ValidationRecord:
         """Validate `version`. The caller applies no other version meanwhile.
 
-        Raises (inside an exception group):
-            BugError: a token was made by another version.
+        A prompt that a newer version has answered is asked again, up to `rollout.max_attempts` times: another replica
+        may still serve `version`. Figures are of one version or none.
+
+        Raises (the first alone, others inside an exception group):
+            Superseded: replicas of a newer version keep answering.
+            BugError: a token was made by an older version.
             InfraError, UserCodeError, DataError: as for training samples.
         """
         started = self._clock()
         answers: list[Answer | None] = [None] * len(self._prompts)
         limit = anyio.CapacityLimiter(self._config.rollout.max_concurrent_samples)
+        superseded: list[Superseded] = []
 
-        async def answer(number: int) -> None:
-            async with limit:
-                answers[number] = await self._answer(f"val_{version}_{number}", self._prompts[number], version)
+        async def answer(number: int, group: TaskGroup) -> None:
+            try:
+                async with limit:
+                    answers[number] = await self._answer(f"val_{version}_{number}", self._prompts[number], version)
+            except Superseded as error:
+                superseded.append(error)
+                group.cancel_scope.cancel()
 
         with self._waits.waiting("validation"):
             async with anyio.create_task_group() as group:
                 for number in range(len(self._prompts)):
-                    group.start_soon(answer, number)
+                    group.start_soon(answer, number, group)
+        if superseded:
+            raise superseded[0]
         answered = [one for one in answers if one is not None]
         if not answered:
             raise DataError(f"validation of version {version}: no prompt of {len(self._prompts)} could be answered")
@@ -95,18 +118,8 @@ class Validator:
 
     async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | None:
         """None: dropped, and logged."""
-        sampling = self._config.rollout.val
         try:
-            params = sampling_params(
-                sampling,
-                prompt,
-                response_length=self._config.rollout.response_length,
-                max_model_len=self._config.max_model_len,
-            )
-            turns = await generate_group(self._fleet, name, prompt, params, n=sampling.n)
-            self.generated_tokens += sum(len(turn.response_ids) for turn in turns)
-            if strays := {span.version for turn in turns for span in turn.spans} - {version}:
-                raise BugError(f"{name}: tokens of version {min(strays)} in the validation of version {version}")
+            turns = await self._generate(name, prompt, version)
             scores = await self._scorer.score(prompt, turns)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(name, error)
@@ -114,6 +127,27 @@ class Validator:
             return None
         self._drops.passed()
         return Answer(prompt, turns, scores)
+
+    async def _generate(self, name: str, prompt: Prompt, version: int) -> list[Turn]:
+        """Turns of `version` alone. Every try has a session of its own, which may lead it to another replica."""
+        rollout = self._config.rollout
+        params = sampling_params(
+            rollout.val,
+            prompt,
+            response_length=rollout.response_length,
+            max_model_len=self._config.max_model_len,
+            training=False,
+        )
+        for attempt in range(1, rollout.max_attempts + 1):
+            session = name if attempt == 1 else f"{name}_try_{attempt}"
+            turns = await generate_group(self._fleet, session, prompt, params, n=rollout.val.n)
+            self.generated_tokens += sum(len(turn.response_ids) for turn in turns)
+            made_by = {span.version for turn in turns for span in turn.spans}
+            if min(made_by) < version:
+                raise BugError(f"{name}: tokens of version {min(made_by)} in the validation of version {version}")
+            if made_by == {version}:
+                return turns
+        raise Superseded(version, max(made_by))
 
     def _example(self, answer: Answer) -> Mapping[str, Any]:
         return {

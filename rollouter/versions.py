@@ -3,7 +3,8 @@
     wait_newer ─▶ fleet.apply ─▶ queue.set_applied_version ─▶ ApplyRecord ─▶ validate? ─▶ ValidationRecord ─▶ again
 
 Validation stands between two applies, so it is answered by one version from its first to its last token, while training
-generation goes on beside it. The loop is unblocked by a publication, and by `finish()`.
+generation goes on beside it. If a replica is replaced meanwhile and starts with a newer version, every replica is
+brought to the newest, and that is validated in its place. The loop is unblocked by a publication, and by `finish()`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable
 import anyio
 from anyio.abc import TaskStatus
 
-from asyncrl.failures import InfraError
+from asyncrl.failures import BugError, InfraError
 from asyncrl.ports import ApplyRecord, EngineFleet, Publication, RecordSink, SampleQueue, WeightFeed
 from asyncrl.waits import WaitBoard
-from rollouter.validation import Validator
+from rollouter.validation import Superseded, Validator
 
 logger = logging.getLogger(__name__)
 
@@ -113,5 +114,19 @@ class VersionLoop:
         await self._sink.put(ApplyRecord(publication.version, tuple(reports), publish_to_applied_s))
 
     async def _validate(self, version: int, step: int) -> None:
-        if self._validator is not None:
-            await self._sink.put(await self._validator.run(version, step))
+        """Validate what every replica serves, and where a replaced replica has gone ahead, what that one serves."""
+        if self._validator is None:
+            return
+        while True:
+            try:
+                record = await self._validator.run(version, step)
+            except Superseded as error:
+                newest = await self._feed.latest()
+                if newest is None or newest.version <= version:
+                    raise BugError(f"{error}, which nobody has published") from error
+                logger.warning("%s, as some were replaced; version %d is validated instead", error, newest.version)
+                await self._apply(newest)
+                version, step = newest.version, newest.step
+            else:
+                await self._sink.put(record)
+                return

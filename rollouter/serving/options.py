@@ -7,24 +7,9 @@ from typing import Any, Literal
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
 
 DEPLOYMENT_NAME = "rollout"
 WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
-OWNED_KEYS = {
-    "dtype": "rollout.dtype",
-    "enforce_eager": "rollout.enforce_eager",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "logprobs_mode": "nothing: log-probs must be those the loss expects",
-    "max_model_len": "rollout.max_model_len",
-    "max_num_seqs": "rollout.max_num_seqs",
-    "model": "model.path",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "tokenizer": "model.tokenizer_path",
-    "trust_remote_code": "model.trust_remote_code",
-    "worker_extension_cls": "nothing: weight updates need it",
-}
-"""Engine arguments that have a key of their own, and that key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +33,11 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
     """What to deploy for `config`.
 
     Args:
-        config: The run.
+        config: The run; its rules see to it that `rollout.engine_kwargs` sets nothing that another key owns.
         namespace: Ray namespace of its weight store.
         gpus: Whether the cluster has GPUs to run engines on.
-
-    Raises:
-        ConfigError: `rollout.engine_kwargs` sets what another key owns, or quantizes while weights are checked.
     """
     rollout = config.rollout
-    for key in rollout.engine_kwargs.keys() & OWNED_KEYS.keys():
-        raise ConfigError(f"rollout.engine_kwargs.{key}={rollout.engine_kwargs[key]!r}: set {OWNED_KEYS[key]} instead")
-    if rollout.engine_kwargs.get("quantization") and config.weight_sync.verify != "off":
-        raise ConfigError(
-            f"rollout.engine_kwargs.quantization={rollout.engine_kwargs['quantization']!r}: quantized weights never "
-            "equal the published ones; set weight_sync.verify=off"
-        )
     bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)
     env_vars = _env_vars(config, gpus)
     path = resolve(config.model.path)

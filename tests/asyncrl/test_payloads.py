@@ -40,6 +40,7 @@ def samples(draw: st.DrawFn) -> Sample:
         data_source=draw(st.text(max_size=5)),
         generate_s=draw(rewards),
         reward_s=draw(rewards),
+        baseline_reward=draw(st.none() | rewards),
     )
 
 
@@ -49,11 +50,8 @@ def test_what_was_packed_comes_back(originals: list[Sample]) -> None:
     for position, original in enumerate(originals):
         sample = unpack(packed, position)
         assert sample.sample_id == original.sample_id
-        assert (sample.data_source, sample.generate_s, sample.reward_s) == (
-            original.data_source,
-            original.generate_s,
-            original.reward_s,
-        )
+        for field in ("data_source", "generate_s", "reward_s", "baseline_reward"):
+            assert getattr(sample, field) == getattr(original, field)
         for row, expected in zip(sample.trajectories, original.trajectories, strict=True):
             assert (row.spans, row.finish_reason, row.reward, row.reward_extra) == (
                 expected.spans,

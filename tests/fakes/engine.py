@@ -59,6 +59,8 @@ class FakeFleet:
         self.apply_error: Exception | None = None
         self.stuck_at: int | None = None
         """Replicas stay at this version and say so."""
+        self.replaced: dict[str, int] = {}
+        """Sessions whose replica was replaced, and the version that the new one has started with."""
         self.apply_gate: anyio.Event | None = None
         """Set one to hold the next apply until the test sets the event."""
         self._answer = answer
@@ -83,7 +85,9 @@ class FakeFleet:
                 await self._pace(session)
             if errors := self._errors.get(session):
                 raise errors.pop(0)
-            return [self._turn(request, call.version) for request in requests]
+            began_at = self.replaced.get(session, call.version)
+            serves = self.replaced.get(session, self.version)
+            return [self._turn(request, began_at, serves) for request in requests]
         except anyio.get_cancelled_exc_class():
             self.cancelled.append(session)
             raise
@@ -148,12 +152,12 @@ class FakeFleet:
         async with self._changed:
             self._changed.notify_all()
 
-    def _turn(self, request: GenerateRequest, began_at: int) -> Turn:
+    def _turn(self, request: GenerateRequest, began_at: int, serves: int) -> Turn:
         ids = np.asarray(self._answer(request), dtype=np.int32)
         self.generated_tokens += len(ids)
         spans = [Span(0, began_at)] if len(ids) else []
-        if len(ids) > 1 and self.version != began_at:
-            spans.append(Span(len(ids) // 2, self.version))
+        if len(ids) > 1 and serves != began_at:
+            spans.append(Span(len(ids) // 2, serves))
         full = len(ids) >= request.sampling["max_tokens"]
         return Turn(
             response_ids=ids,

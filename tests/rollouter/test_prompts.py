@@ -119,6 +119,8 @@ def test_nothing_is_written_outside_the_cache(tmp_path: Path, tokenizer: Any) ->
         (question("1", extra_info=[1]), "field 'extra_info' is [1]"),
         (question("1", extra_info={"sampling_params": {"seed": 1}}), "sampling_params.seed"),
         (question("1", extra_info={"sampling_params": {"max_tokens": 0}}), "sampling_params.max_tokens' is 0"),
+        (question("1", extra_info={"sampling_params": {"top_p": 0.5}}), "sampling_params.top_p' is 0.5"),
+        (question("1", extra_info={"sampling_params": {"logit_bias": {"3": 1}}}), "sampling_params.logit_bias' is"),
         ('{"prompt": ', "not JSON"),
         ("[1]", "not a JSON object"),
     ],

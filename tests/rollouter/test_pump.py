@@ -11,9 +11,16 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, SamplingConfig, ValSamplingConfig
+from asyncrl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ValSamplingConfig,
+)
 from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import Lease, RewardScorer
+from asyncrl.ports import GenerateRequest, Lease, RewardScorer
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import FinishReason, Prompt, Sample, Turn
@@ -42,8 +49,10 @@ class Rig:
         scorer: RewardScorer | None = None,
         prompts: list[Prompt] | None = None,
         reward: RewardConfig | None = None,
+        algorithm: AlgorithmConfig | None = None,
     ) -> None:
         self.config = Config(
+            algorithm=algorithm or AlgorithmConfig(),
             rollout=RolloutConfig(
                 n=n, response_length=16, max_model_len=32, max_concurrent_samples=max_concurrent_samples
             ),
@@ -324,31 +333,87 @@ def test_drop_rule_counts_a_row_of_drops_from_the_last_success() -> None:
 # ------------------------------------------------------------------------------------------------ sampling, counts
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("own", "length", "expected"),
     [
         (None, 10, {"max_tokens": 16}),
         (None, 20, {"max_tokens": 12}),
         ({"max_tokens": 5, "ignore_eos": True}, 10, {"max_tokens": 5, "ignore_eos": True}),
-        ({"max_tokens": 100, "temperature": 0.1}, 10, {"max_tokens": 22, "temperature": 0.1}),
+        ({"max_tokens": 100, "stop": "\n"}, 10, {"max_tokens": 16, "stop": ["\n"]}),
+        ({"max_tokens": 100, "stop_token_ids": [3]}, 20, {"max_tokens": 12, "stop_token_ids": [3]}),
+        ({"temperature": 0.7, "top_k": 5}, 10, {"max_tokens": 16}),
     ],
 )
-def test_sampling_is_the_prompts_own_over_the_configs_within_the_context(
-    own: dict[str, Any] | None, length: int, expected: dict[str, Any]
+def test_a_prompt_says_where_its_responses_end_within_the_configs_bounds(
+    own: dict[str, Any] | None, length: int, expected: dict[str, Any], training: bool
 ) -> None:
     prompt = make_prompt(*range(length), extra_info={"sampling_params": own} if own else {})
     config = SamplingConfig(temperature=0.7, top_k=5)
     base = {"temperature": 0.7, "top_p": 1.0, "top_k": 5, "min_p": 0.0}
-    assert sampling_params(config, prompt, response_length=16, max_model_len=32) == base | expected
+    params = sampling_params(config, prompt, response_length=16, max_model_len=32, training=training)
+    assert params == base | expected
+
+
+@pytest.mark.parametrize(
+    "own", [{"temperature": 0.1}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
+)
+def test_a_prompt_cannot_change_the_distribution_it_is_trained_under(own: dict[str, Any]) -> None:
+    """Log-probs of the engine and of the Trainer are tempered for all rows alike."""
+    (name,) = own
+    prompt = make_prompt(1, data_source="math", extra_info={"index": 7, "sampling_params": own})
+    with pytest.raises(DataError, match=f"'math', row 7: field 'extra_info.sampling_params.{name}' is"):
+        sampling_params(SamplingConfig(), prompt, response_length=4, max_model_len=8, training=True)
+    # Validation has its own sampling, which a training row's wish is nothing to.
+    params = sampling_params(ValSamplingConfig(), prompt, response_length=4, max_model_len=8, training=False)
+    assert params == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 4}
 
 
 def test_sampling_carries_stop_strings_and_no_seed() -> None:
-    params = sampling_params(ValSamplingConfig(stop=("\n",)), make_prompt(1), response_length=4, max_model_len=8)
+    params = sampling_params(
+        ValSamplingConfig(stop=("\n",)), make_prompt(1), response_length=4, max_model_len=8, training=False
+    )
     assert params["stop"] == ["\n"]
     assert params["temperature"] == 0.0
     assert "seed" not in params
     with pytest.raises(OverlongError, match="no room for a response"):
-        sampling_params(SamplingConfig(), make_prompt(*range(8)), response_length=4, max_model_len=8)
+        sampling_params(SamplingConfig(), make_prompt(*range(8)), response_length=4, max_model_len=8, training=True)
+
+
+# ------------------------------------------------------------------------------------------------ ReMax
+
+
+def greedy_is_longer(request: GenerateRequest) -> list[int]:
+    return [1] * (6 if request.sampling["temperature"] == 0 else 2)
+
+
+async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() -> None:
+    prompt = make_prompt(5, 6, extra_info={"sampling_params": {"stop": "#", "max_tokens": 9}})
+    fleet = FakeFleet(answer=greedy_is_longer)
+    rig = Rig(permits=1, n=3, fleet=fleet, prompts=[prompt], algorithm=AlgorithmConfig(adv_estimator="remax"))
+    async with rig.running():
+        lease = await rig.lease(1)
+        status = rig.pump.status()
+    (sample,) = samples(lease)
+    assert [row.reward for row in sample.trajectories] == [2.0] * 3
+    assert sample.baseline_reward == 6.0
+    assert fleet.sessions == ["sample_0_1"]  # one call: the prompt is prefilled once
+    assert [request.sampling["temperature"] for request in fleet.requests] == [1.0, 1.0, 1.0, 0.0]
+    assert fleet.requests[3].sampling == {
+        "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": ["#"], "max_tokens": 9,
+    }  # fmt: skip
+    # Its tokens were generated, and nobody trains on them.
+    assert status["generated_tokens"] == 3 * 2 + 6
+    assert lease.samples[0].meta.response_tokens == 3 * 2
+    assert lease.samples[0].meta.num_trajectories == 3
+
+
+async def test_without_remax_there_is_no_baseline() -> None:
+    rig = Rig(permits=1, n=3, fleet=FakeFleet())
+    async with rig.running():
+        (sample,) = samples(await rig.lease(1))
+    assert sample.baseline_reward is None
+    assert len(rig.fleet.requests) == 3
 
 
 def test_busy_meter_splits_time() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
 from rollouter.serving.options import deployment_options, serving_options
 
 
@@ -51,18 +50,6 @@ def test_log_probs_are_those_of_the_tempered_policy(temperature: float, mode: st
 def test_engine_kwargs_pass_through() -> None:
     built = options(rollout={"engine_kwargs": {"max_num_batched_tokens": 1024}})
     assert built.llm_config["engine_kwargs"]["max_num_batched_tokens"] == 1024
-
-
-def test_engine_kwargs_that_another_key_owns_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.dtype='float16': set rollout\.dtype instead"):
-        options(rollout={"engine_kwargs": {"dtype": "float16"}})
-
-
-def test_quantized_engines_cannot_be_verified() -> None:
-    quantized = {"rollout": {"engine_kwargs": {"quantization": "fp8"}}}
-    with pytest.raises(ConfigError, match=r"weight_sync\.verify=off"):
-        options(**quantized)
-    assert options(**quantized, weight_sync={"verify": "off"}).verify == "off"
 
 
 def test_the_driver_side_does_not_import_vllm() -> None:

@@ -144,19 +144,57 @@ async def test_validation_is_pinned_to_its_version() -> None:
     assert (first.version, first.step) == (1, 5)
 
 
-async def test_tokens_of_another_version_in_a_validation_are_a_bug() -> None:
-    rig = Rig(fleet=FakeFleet(hold=True), validate_first=True)
+async def test_a_prompt_that_a_replaced_replica_answered_is_asked_again() -> None:
+    """The replica came back with version 2 while version 1 is validated; another one still serves version 1."""
+    rig = Rig()
+    rig.fleet.replaced = {"val_1_0": 2, "val_1_2": 2, "val_1_2_try_2": 2}
+    async with rig.running():
+        await rig.feed.publish(1, step=5, validate=True)
+        await rig.sink.until(2)
+    assert rig.told == ["apply 1", "validate 1"]
+    record = rig.sink.records[1]
+    assert isinstance(record, ValidationRecord)
+    assert record.metrics["num_prompts"] == 3
+    assert sorted(rig.fleet.sessions) == [
+        "val_1_0", "val_1_0_try_2", "val_1_1", "val_1_2", "val_1_2_try_2", "val_1_2_try_3",
+    ]  # fmt: skip
+    assert rig.fleet.generated_tokens == 2 * (2 + 2 + 4 + 6 + 6 + 6)
 
-    async def meddle() -> None:
-        await rig.fleet.until_in_flight("val_0_0", "val_0_1", "val_0_2")
-        rig.fleet.version = 1
-        rig.fleet.release()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(meddle)
-        error = await rig.fails()
+async def test_a_validation_that_replaced_replicas_make_impossible_is_of_the_newer_version() -> None:
+    """No replica is left that serves version 1: the newest is applied everywhere and validated, once, in its place."""
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(1, step=5, validate=True)
+        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.feed.publish(2, step=9, validate=True)
+        rig.fleet.replaced = {"val_1_1": 2, "val_1_1_try_2": 2, "val_1_1_try_3": 2}
+        rig.fleet.release("val_1_1")
+        await rig.fleet.until_in_flight("val_1_1_try_2")
+        rig.fleet.release("val_1_1_try_2")
+        await rig.fleet.until_in_flight("val_1_1_try_3")
+        rig.fleet.release("val_1_1_try_3")
+        await rig.fleet.until_in_flight("val_2_0", "val_2_1", "val_2_2")
+        assert sorted(rig.fleet.cancelled) == ["val_1_0", "val_1_2"]
+        rig.fleet.release_all()
+    assert rig.told == ["apply 1", "apply 2", "validate 2"]
+    record = rig.sink.records[2]
+    assert isinstance(record, ValidationRecord)
+    assert (record.version, record.step, record.metrics["num_prompts"]) == (2, 9, 3)
+
+
+async def test_tokens_of_an_older_version_or_of_one_that_was_never_published_are_a_bug() -> None:
+    rig = Rig()
+    rig.fleet.replaced = {"val_3_0": 2}
+    await rig.feed.publish(3, validate=True)
+    error = await rig.fails()
     assert isinstance(error, BugError)
-    assert "tokens of version 1 in the validation of version 0" in error.message
+    assert "tokens of version 2 in the validation of version 3" in error.message
+    rig = Rig(validate_first=True)
+    rig.fleet.replaced = dict.fromkeys(("val_0_0", "val_0_0_try_2", "val_0_0_try_3"), 4)
+    error = await rig.fails()
+    assert isinstance(error, BugError)
+    assert "version 4, which nobody has published" in error.message
 
 
 async def test_the_last_publication_is_applied_and_validated_at_the_end() -> None:
