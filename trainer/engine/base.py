@@ -6,13 +6,12 @@ so. A rank gets the rows of its data group (`Layout.data_rank`): ranks that shar
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -37,6 +36,8 @@ class EngineSpec:
     seed: int = 0
     float64: bool = False
     """Weights and arithmetic in float64, for comparisons."""
+    collective_s: float = 300.0
+    """Deadline of one collective operation, if the engine has to make the process group."""
 
 
 class Layout(NamedTuple):
@@ -107,25 +108,19 @@ class StepOutcome(NamedTuple):
 class BaseEngine(ABC):
     """One model, its optimizer and its schedule. One call at a time.
 
-    A concrete subclass sets `backend` and implements every abstract method; otherwise defining it fails with a
-    TypeError. Subclasses of the torch backends (`trainer.engine.torch_engine`) only have to wrap the model.
+    Defining a subclass that leaves something abstract fails with a TypeError, unless it says `abstract=True` and is
+    meant to be subclassed again: `class TorchEngine(BaseEngine, abstract=True)`. Subclasses of the torch backends
+    (`trainer.engine.torch_engine`) only have to wrap the model.
 
     Raises (on construction):
         ConfigError: the model cannot be loaded, or the configuration asks for what this backend cannot do.
     """
 
-    backend: ClassVar[str] = ""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # __abstractmethods__ is set after this hook runs, so it is worked out here.
-        missing = sorted(
-            name
-            for name in BaseEngine.__abstractmethods__
-            if getattr(getattr(cls, name, None), "__isabstractmethod__", False)
-        )
-        if cls.backend and missing and not inspect.isabstract(cls):
-            raise TypeError(f"{cls.__name__} (backend {cls.backend!r}) lacks {', '.join(missing)}")
+        missing = missing_methods(cls)  # __abstractmethods__ is set after this hook runs, so it is worked out here
+        if missing and not abstract:
+            raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}: an engine implements all of BaseEngine")
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -180,17 +175,18 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
-        """Collective, to be run to its end on every rank. Hugging Face checkpoint names and whole contiguous CPU tensors
-        on rank 0 (other ranks: empty tensors), LoRA merged in. A tied head appears once, under the embedding's name.
+        """Hugging Face checkpoint names and whole contiguous CPU tensors on rank 0; other ranks: empty tensors. LoRA is
+        merged in. A tied head appears once, under the embedding's name. Collective: run it to its end on every rank.
 
         On CPU these may be the live weights: use them before the next optimizer step.
         """
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, hf: Path | None = None) -> None:
         """Begin a checkpoint: copy the state, so that training may go on, and write it in the background. Collective.
 
-        Waits for the one before. `directory` exists and all ranks see it.
+        Waits for the one before. `directory` exists and all ranks see it. `hf`: where rank 0 writes the whole model in
+        Hugging Face format too.
         """
 
     @abstractmethod
@@ -216,3 +212,8 @@ class BaseEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up the process group, if it is this engine's."""
+
+
+def missing_methods(engine: type[BaseEngine]) -> list[str]:
+    """Names that `engine` leaves abstract."""
+    return sorted(name for name in dir(engine) if getattr(getattr(engine, name), "__isabstractmethod__", False))

@@ -1,17 +1,16 @@
-"""Learning-rate schedule, AdamW, and its state as named tensors."""
+"""Learning-rate schedule, AdamW, and the gradient's norm over all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import BugError, ConfigError
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+from asyncrl.failures import BugError
 
 
 def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> float:
@@ -34,42 +33,42 @@ def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> flo
 
 
 def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101) over all parameters, weight decay included, one fused kernel a step."""
+    """AdamW (https://arxiv.org/abs/1711.05101) over what is trained, weight decay included, one fused kernel a step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `{parameter}.{moment}`; empty before the first step."""
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
-        for name, parameter in model.named_parameters()
-        for moment in MOMENTS
-        if moment in optimizer.state[parameter]
-    }
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's part of each gradient; where there is none, zeros are put.
 
-
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave, bit for bit.
-
-    Raises:
-        ConfigError: the tensors belong to another model.
+    A gradient of 0 still moves AdamW by its momentum; None would not.
     """
-    expected = {f"{name}.{moment}" for name, _ in model.named_parameters() for moment in MOMENTS}
-    if tensors and set(tensors) != expected:
-        odd = sorted(set(tensors) ^ expected)[:3]
-        raise ConfigError(
-            f"the optimizer state is of another model: {', '.join(odd)} on one side only; use resume=none"
-        )
-    optimizer.state.clear()
-    if not tensors:
-        return
-    for name, parameter in model.named_parameters():
-        state = {moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
-        if state["exp_avg"].shape != parameter.shape:
-            raise ConfigError(
-                f"the optimizer state of {name} has shape {tuple(state['exp_avg'].shape)}, the parameter "
-                f"{tuple(parameter.shape)}: it is of another model; use resume=none"
-            )
-        optimizer.state[parameter] = state
+    parts = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parts.append(local_part(parameter.grad))
+    return parts
+
+
+def squared_norm(parts: Iterable[Tensor]) -> Tensor:
+    """Sum of squares of all elements: scalar, float64."""
+    norms = torch._foreach_norm([part for part in parts if part.numel()])
+    return (
+        torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    )
+
+
+def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:
+    """Scale in place, as torch's `clip_grad_norm_` does, to a norm of at most `max_norm`."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0 and parts:
+        torch._foreach_mul_(parts, factor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,37 @@
+"""`DistributedDataParallel`: every rank has the whole model; gradients are summed while the backward pass runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.engine.registry import EngineRegistry
+from trainer.engine.torch_engine import TorchEngine
+
+
+@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="ddp", device=("cpu", "cuda"))
+class DdpEngine(TorchEngine):
+    sharded: ClassVar[bool] = False
+    averages: ClassVar[bool] = True
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        model.to(self.device)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # nothing to sum; DDP refuses such a model
+        devices = [self.device] if self.device.type == "cuda" else None
+        # Experts that got no token, or a layer whose output a loss does not use, have no gradient in a pass.
+        unused = bool(getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None))
+        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=unused)
+
+    def _sync(self, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(self._model, DistributedDataParallel):
+            return nullcontext()
+        return self._model.no_sync()
+
+    def _move_model(self, device: torch.device) -> None:
+        for tensor in [*self._model.parameters(), *self._model.buffers()]:
+            tensor.data = tensor.data.to(device)

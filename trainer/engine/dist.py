@@ -1,0 +1,110 @@
+"""The process group, seen by an engine: who is in it, sums over it, and what to say when it breaks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncrl.failures import ConfigError, InfraError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BROKEN = (
+    "gloo",
+    "NCCL",
+    "Connection",
+    "connection",
+    "Timed out",
+    "timed out",
+    "Socket",
+    "socket",
+    "Broken pipe",
+    "store",
+)
+"""What torch's plain RuntimeErrors of a failed collective say; it has no type of its own for most of them."""
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`: a GPU when torch sees one; of several, the one of this process's LOCAL_RANK."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch sees no GPU here; use trainer.device=auto or cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def join(device: torch.device, *, timeout_s: float) -> bool:
+    """Be in a process group: the one there is, the one torchrun's variables describe, or one of this process alone.
+
+    Returns whether it was made here, and so is the caller's to leave.
+
+    Raises:
+        InfraError: the other ranks did not come within `timeout_s`.
+    """
+    if dist.is_initialized():
+        return False
+    alone = "WORLD_SIZE" not in os.environ
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            timeout=timedelta(seconds=timeout_s),
+            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InfraError.wrap(
+            f"no process group of {os.environ.get('WORLD_SIZE', '1')} ranks within {timeout_s:g} s; look for a rank "
+            "that did not start, or raise timeouts.collective_s",
+            error,
+        ) from None
+    return True
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """Of all ranks, in place. Nothing to do for one."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def all_max(value: int, device: torch.device) -> int:
+    """Of all ranks."""
+    if world_size() == 1:
+        return value
+    reduced = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return int(reduced)
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Turn torch's errors of a broken collective into InfraError. After one, the process group is of no more use."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() == 1 or not (isinstance(error, dist.DistError) or any(word in str(error) for word in BROKEN)):
+            raise
+        raise InfraError.wrap(
+            f"{what}: a collective operation of rank {rank()} of {world_size()} failed: another rank died, or did not "
+            "answer within timeouts.collective_s; resume from the last checkpoint",
+            error,
+        ) from None

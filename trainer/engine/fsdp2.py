@@ -1,0 +1,62 @@
+"""`fully_shard`: weights, gradients and optimizer state split over all ranks, layer by layer, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainer.engine.models import decoder_layers
+from trainer.engine.registry import EngineRegistry
+from trainer.engine.torch_engine import TorchEngine
+
+
+@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp2", device=("cpu", "cuda"))
+class Fsdp2Engine(TorchEngine):
+    """Between calls weights are sharded, always: what is stepped, loaded or exported is what the next pass gathers.
+
+    On CPU a call gathers each layer once and sums its gradient over the ranks once, however many micro-batches it has;
+    on a GPU memory goes first, and every micro-batch does both.
+    """
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("shard",))
+        dtype = self._compute_dtype()
+        # A value or reward head is small; it stays in float32 with the gradients' sums.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._on_gpu)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        for unit in _units(model):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # otherwise gloo is asked for a scaled sum, which it has not
+        return model
+
+    @contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        model = self._model
+        assert isinstance(model, FSDPModule)
+        if not self._on_gpu:
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+        yield
+
+    def _settle(self) -> None:
+        for unit in _units(self._model):
+            unit.reshard()
+
+    def _autocast(self) -> None:
+        return None
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,136 @@
+"""Models from files: a causal LM, a value model or a reward model, checked and without dropout."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import EngineConfig
+from asyncrl.failures import ConfigError
+from trainer.engine.base import ModelType
+from trainer.engine.scorer import find_head
+
+CLASSES = {
+    "language_model": (AutoModelForCausalLM, "causal language model"),
+    "value_model": (AutoModelForTokenClassification, "value model (token classification, one label)"),
+    "reward_model": (AutoModelForSequenceClassification, "reward model (sequence classification, one label)"),
+}
+
+
+def load_model(
+    path: str,
+    model_type: ModelType = "language_model",
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """A model on CPU without dropout: dropout would make the current policy differ from the served one.
+
+    A value head that the files lack (they are of a language model) starts at 0.
+
+    Raises:
+        ConfigError: no such model there, or its files lack weights.
+    """
+    kind, name = CLASSES[model_type]
+    try:
+        source = resolve(path)
+        settings = _settings(source, model_type, trust_remote_code)
+        model, report = kind.from_pretrained(
+            source,
+            config=settings,
+            dtype=dtype,
+            use_safetensors=True,  # never a pickle from disk
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError.wrap(
+            f"model.path={path}: no {name} could be loaded from there; give a directory in Hugging Face format with "
+            "config.json and safetensors, or a hub name",
+            error,
+        ) from None
+    _check_complete(path, model, set(report["missing_keys"]), model_type)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers: what is sharded, compiled and checkpointed one by one.
+
+    Raises:
+        ConfigError: the model does not name them (`_no_split_modules`).
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(model).__name__}: names no repeated layers; use trainer.strategy=ddp or local")
+    return layers
+
+
+def speed_up(model: PreTrainedModel, engine: EngineConfig, device: torch.device) -> None:
+    """Gradient checkpointing, Liger kernels and compilation, as configured, in place and before the model is wrapped.
+
+    Raises:
+        ConfigError: Liger kernels without a GPU or without the package.
+    """
+    if engine.use_liger:
+        _apply_liger(model, device)
+    if engine.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if engine.torch_compile:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
+
+
+def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError("trainer.use_liger=true: Liger kernels run on GPUs only; set trainer.use_liger=false")
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise ConfigError.wrap(
+            "trainer.use_liger=true: the package liger-kernel is missing; pip install liger-kernel, or set "
+            "trainer.use_liger=false",
+            error,
+        ) from None
+    # Its fused losses take the whole forward pass over; ours is computed outside of the model.
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> PretrainedConfig:
+    settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    for part in (settings, settings.get_text_config()):
+        for key, value in vars(part).items():
+            if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+                setattr(part, key, 0.0)
+    if model_type != "language_model":
+        settings.num_labels = 1
+    return settings
+
+
+def _check_complete(path: str, model: PreTrainedModel, missing: set[str], model_type: ModelType) -> None:
+    if missing and model_type == "value_model":
+        head = find_head(model, model_type)
+        own = {name for name, parameter in model.named_parameters() if any(parameter is p for p in head.parameters())}
+        if own & missing:
+            with torch.no_grad():
+                for parameter in head.parameters():
+                    parameter.zero_()
+        missing = missing - own
+    if missing:
+        names = ", ".join(sorted(missing)[:3])
+        raise ConfigError(f"{path}: {len(missing)} weights are missing ({names}, …), so they would be random")

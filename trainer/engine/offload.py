@@ -1,0 +1,47 @@
+"""Where weights, gradients, optimizer state and activations are kept. On a CPU engine all of it is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+MIN_ACTIVATION_BYTES = 1 << 20
+"""Smaller ones stay: the copy's start costs more than the memory is worth."""
+
+
+def move_gradients(model: nn.Module, device: torch.device) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(device)
+
+
+@contextmanager
+def activations_on_cpu(min_bytes: int = MIN_ACTIVATION_BYTES) -> Iterator[None]:
+    """What the forward pass within keeps for the backward pass is copied to (pinned) CPU memory, weights excepted.
+
+    Together with gradient checkpointing only the layers' inputs are kept at all, and so copied.
+    """
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if weight or tensor.nbytes < min_bytes:
+            return tensor.device, tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, copy.copy_(tensor)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,107 @@
+"""Backends by name: those of this project, and those that a package announces under an entry point."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import ClassVar, Literal, TypeVar, get_args
+
+from asyncrl.failures import ConfigError
+from trainer.engine.base import BaseEngine, EngineSpec, ModelType, missing_methods
+from trainer.engine.dist import pick_device
+
+DeviceType = Literal["cpu", "cuda"]
+Engine = TypeVar("Engine", bound=type[BaseEngine])
+
+ENTRY_POINTS = "asyncrl.engines"
+"""Group of the entry points. One is named as its backend and refers to the module that registers it."""
+BUILT_IN = {name: f"trainer.engine.{name}" for name in ("local", "ddp", "fsdp", "fsdp2")}
+
+
+class EngineRegistry:
+    """(backend, model type, device) → engine class. A backend's module is imported when it is first asked for."""
+
+    _engines: ClassVar[dict[tuple[str, ModelType, DeviceType], type[BaseEngine]]] = {}
+
+    @classmethod
+    def register(
+        cls,
+        model_type: ModelType | Sequence[ModelType],
+        backend: str,
+        device: DeviceType | Sequence[DeviceType],
+    ) -> Callable[[Engine], Engine]:
+        """Class decorator: this engine runs these model types on these devices as `trainer.strategy=<backend>`.
+
+        Raises:
+            TypeError: the class is no engine or leaves something abstract; an unknown model type or device.
+        """
+        model_types = [model_type] if isinstance(model_type, str) else list(model_type)
+        devices = [device] if isinstance(device, str) else list(device)
+        for value, known in [*((name, ModelType) for name in model_types), *((name, DeviceType) for name in devices)]:
+            if value not in get_args(known):
+                raise TypeError(f"engine {backend}: {value!r} is none of {', '.join(get_args(known))}")
+
+        def add(engine: Engine) -> Engine:
+            if not issubclass(engine, BaseEngine):
+                raise TypeError(f"engine {backend}: {engine.__name__} is no BaseEngine")
+            if missing := missing_methods(engine):
+                raise TypeError(f"engine {backend}: {engine.__name__} is abstract, it lacks {', '.join(missing)}")
+            cls._engines.update({(backend, name, kind): engine for name in model_types for kind in devices})
+            return engine
+
+        return add
+
+    @classmethod
+    def new(cls, spec: EngineSpec) -> BaseEngine:
+        """The engine that `spec` describes, on `spec.engine.device`.
+
+        Raises:
+            ConfigError: no such backend (the nearest is named), its package is missing or broken, or it does not run
+                this model type on this device; and whatever the engine itself refuses.
+        """
+        return cls.find(spec.engine.strategy, spec.model_type, pick_device(spec.engine.device).type)(spec)
+
+    @classmethod
+    def find(cls, backend: str, model_type: ModelType, device: str) -> type[BaseEngine]:
+        """The class, its module imported if need be. Raises as `new` does."""
+        _load(backend)
+        combinations = {key[1:]: engine for key, engine in cls._engines.items() if key[0] == backend}
+        for key, engine in combinations.items():
+            if key == (model_type, device):
+                return engine
+        able = ", ".join(f"{name} on {kind}" for name, kind in sorted(combinations)) or "nothing"
+        raise ConfigError(
+            f"trainer.strategy={backend}: does not run a {model_type} on {device}, only {able}; choose another strategy"
+        )
+
+    @classmethod
+    def backends(cls) -> list[str]:
+        """Names that `trainer.strategy` may have here."""
+        return sorted(BUILT_IN | _outside() | {key[0]: "" for key in cls._engines})
+
+
+def _load(backend: str) -> None:
+    if any(key[0] == backend for key in EngineRegistry._engines):
+        return
+    if backend in BUILT_IN:
+        importlib.import_module(BUILT_IN[backend])
+        return
+    point = _outside().get(backend)
+    if point is None:
+        known = EngineRegistry.backends()
+        near = get_close_matches(backend, known, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"trainer.strategy={backend}: no such engine; did you mean {near[0]}? Known: {', '.join(known)}"
+        )
+    try:
+        point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError.wrap(
+            f"trainer.strategy={backend}: its entry point {point.value} cannot be loaded; install what it needs", error
+        ) from None
+
+
+def _outside() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
