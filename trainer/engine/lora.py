@@ -1,0 +1,134 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): y = W x + alpha / rank * B A x, with W frozen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.failures import ConfigError
+
+ADAPTER = "default"
+ALL_LINEAR = "all-linear"
+HEADS = ("score", "classifier", "v_head", "lm_head")
+"""Output layers of value, reward and language models: they never get an adapter."""
+
+
+class Adapter(NamedTuple):
+    """What one adapted layer adds to its weight. The tensors are the live parameters, sharded ones too."""
+
+    a: Tensor
+    """`[rank, in]`."""
+    b: Tensor
+    """`[out, rank]`."""
+    scale: float
+    transposed: bool
+    """The layer's weight is `[in, out]` (GPT-2)."""
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """`weight` with the adapter added, of whole tensors, in the wider of float32 and the weight's dtype."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        delta = self.scale * (b.to(wide) @ a.to(wide))
+        return weight.to(wide) + (delta.T if self.transposed else delta)
+
+
+def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Freeze `model` and give its linear layers adapters, in place. Before it is wrapped for several ranks.
+
+    A head that is not part of the pretrained model (`score` of a value model) stays trainable. Adapters are float32,
+    or float64 where the weights are. B starts at 0, so the model computes what it did; A is drawn from torch's
+    generator, so ranks have to be seeded alike. Without adapters to add (`lora_rank=0`) the model comes back as it is.
+
+    Raises:
+        ConfigError: a name in `model.target_modules` fits no linear layer.
+    """
+    if config.lora_rank == 0:
+        return model
+    targets = _targets(model, config.target_modules)
+    heads = [module for name, module in model.named_children() if name in HEADS and name != "lm_head"]
+    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
+    inject_adapter_in_model(lora, model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():
+        adapter = is_adapter(name)
+        parameter.requires_grad_(adapter)
+        if adapter:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    for head in heads:
+        head.requires_grad_(True)
+    return model
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within: the model without its adapters, whatever wraps it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if not layers:
+        raise ConfigError(
+            "model.lora_rank=0: there are no adapters to switch off, so the policy cannot be its own reference; "
+            "set model.lora_rank, or give the reference a model of its own"
+        )
+    # Not enable_adapters(): that flips requires_grad as well, which parameters that FSDP has flattened refuse.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter called `name` belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_of(layer: LoraLayer) -> Adapter:
+    return Adapter(
+        a=layer.lora_A[ADAPTER].weight,
+        b=layer.lora_B[ADAPTER].weight,
+        scale=layer.scaling[ADAPTER],
+        transposed=bool(layer.fan_in_fan_out),
+    )
+
+
+def _targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:
+    """Full names of the layers to adapt."""
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rpartition(".")[2] not in HEADS
+    ]
+    if wanted == ALL_LINEAR:
+        return linear
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    found = []
+    for target in names:
+        fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not fitting:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            nearest = difflib.get_close_matches(target, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"model.target_modules={target}: no linear layer of that name in {type(model).__name__}, so it would "
+                f"get no adapter; did you mean {', '.join(nearest)}? There are {', '.join(known)}; or {ALL_LINEAR}"
+            )
+        found += fitting
+    return sorted(set(found))
