@@ -1,0 +1,181 @@
+"""Policy objectives and the value loss against plain loops in float64, and gradient checks of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import AlgorithmConfig
+from trainer.algorithms.losses import POLICY_OBJECTIVES, PolicyTerms, Rows, value_loss
+
+OLD = [-1.0, -2.0, -0.5, -3.0, -0.1, -1.0, -0.7, -400.0]
+LOG_RATIOS = [0.0, 0.5, 0.5, -0.5, -0.5, 0.25, 1.4, 300.0]
+ADVANTAGES = [1.0, 1.0, -1.0, 1.0, -2.0, 1.0, -1.5, 1.0]
+ROW = [0, 0, 0, 1, 1, 3, 3, 3]
+"""Row 2 has no trained token."""
+KEYS: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+
+
+def tensor(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def current() -> list[float]:
+    return [old + ratio for old, ratio in zip(OLD, LOG_RATIOS, strict=True)]
+
+
+def terms(name: str, log_probs: torch.Tensor, **keys: Any) -> PolicyTerms:
+    algorithm = AlgorithmConfig(policy_loss=name, **(KEYS | keys))
+    return POLICY_OBJECTIVES[name](log_probs, tensor(OLD), tensor(ADVANTAGES), Rows(torch.tensor(ROW), 4), algorithm)
+
+
+def close(actual: torch.Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(actual, tensor(expected), rtol=1e-11, atol=1e-12)
+
+
+def clipped(ratio: float, advantage: float) -> float:
+    return -min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+
+
+@pytest.mark.parametrize("bound", [3.0, None])
+def test_ppo(bound: float | None) -> None:
+    expected = []
+    for log_ratio, advantage in zip(LOG_RATIOS, ADVANTAGES, strict=True):
+        loss = clipped(math.exp(min(log_ratio, 20.0)), advantage)
+        expected.append(min(loss, -advantage * bound) if bound and advantage < 0 else loss)
+    actual = terms("ppo", tensor(current()), clip_ratio_c=bound)
+    close(actual.loss, expected)
+    close(actual.ratio, [math.exp(min(log_ratio, 20.0)) for log_ratio in LOG_RATIOS])
+    assert actual.clipped.tolist() == [False, True, False, False, True, False, False, True]
+    assert actual.dual_clipped.tolist() == [False] * 6 + [bound is not None, False]
+
+
+def test_a_dual_clipped_token_has_no_gradient_and_without_the_bound_it_has() -> None:
+    for bound, moved in ((3.0, False), (None, True)):
+        log_probs = tensor(current()).requires_grad_()
+        (gradient,) = torch.autograd.grad(terms("ppo", log_probs, clip_ratio_c=bound).loss[6], log_probs)
+        assert bool(gradient.any()) is moved
+
+
+def gspo_ratio(row: int) -> float:
+    mine = [log_ratio for log_ratio, other in zip(LOG_RATIOS, ROW, strict=True) if other == row]
+    return math.exp(min(sum(mine) / len(mine), 20.0))
+
+
+def test_gspo_clips_the_geometric_mean_of_a_rows_ratios() -> None:
+    actual = terms("gspo", tensor(current()))
+    close(actual.ratio, [gspo_ratio(row) for row in ROW])
+    close(actual.loss, [clipped(gspo_ratio(row), advantage) for row, advantage in zip(ROW, ADVANTAGES, strict=True)])
+    assert not actual.dual_clipped.any()
+
+
+def test_gspos_gradient_is_that_of_the_sequence_ratio() -> None:
+    """With one advantage a row and token means, as in the paper: L = -A · s(θ), s = exp(mean log ratio)."""
+    log_probs = tensor([-1.0, -2.1, -0.6]).requires_grad_()
+    old, rows = tensor([-1.1, -2.0, -0.65]), Rows(torch.zeros(3, dtype=torch.int64), 1)
+    algorithm = AlgorithmConfig(policy_loss="gspo", **KEYS)
+    token_level = POLICY_OBJECTIVES["gspo"](log_probs, old, tensor([0.7] * 3), rows, algorithm).loss.mean()
+    sequence_level = -0.7 * torch.exp((log_probs - old).mean())
+    (actual,), (wanted,) = (torch.autograd.grad(loss, log_probs) for loss in (token_level, sequence_level))
+    torch.testing.assert_close(token_level, sequence_level)
+    torch.testing.assert_close(actual, wanted)
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+    log_probs = tensor(current()).requires_grad_()
+    actual = terms("cispo", log_probs)
+    weights = [min(max(math.exp(min(log_ratio, 20.0)), 0.8), 1.3) for log_ratio in LOG_RATIOS]
+    close(actual.loss.detach(), [-w * a * p for w, a, p in zip(weights, ADVANTAGES, current(), strict=True)])
+    (gradient,) = torch.autograd.grad(actual.loss.sum(), log_probs)
+    close(gradient, [-w * a for w, a in zip(weights, ADVANTAGES, strict=True)])
+    assert actual.clipped.tolist() == [False, True, True, True, True, False, True, True]
+
+
+def test_reinforce() -> None:
+    log_probs = tensor(current()).requires_grad_()
+    actual = terms("reinforce", log_probs)
+    close(actual.loss.detach(), [-a * p for a, p in zip(ADVANTAGES, current(), strict=True)])
+    (gradient,) = torch.autograd.grad(actual.loss.sum(), log_probs)
+    close(gradient, [-a for a in ADVANTAGES])
+    assert not actual.clipped.any()
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
+def test_gradcheck(name: str) -> None:
+    """A stop-gradient makes a loss and its gradient disagree on purpose, so those are checked with it held fixed."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(12, generator=generator, dtype=torch.float64)
+    old, advantages = (torch.randn(12, generator=generator, dtype=torch.float64) for _ in range(2))
+    rows, algorithm = Rows(torch.arange(12) // 4, 3), AlgorithmConfig(policy_loss=name, **KEYS)
+
+    def surrogate(log_probs: torch.Tensor) -> torch.Tensor:
+        if name == "cispo":
+            fixed = (start - old).exp().clamp(0.8, 1.3)
+            return -fixed * advantages * log_probs
+        if name == "gspo":
+            sequence = (start - old).reshape(3, 4).mean(1).repeat_interleave(4).exp()
+            ratio = sequence * (log_probs - start).exp()
+            return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.3))
+        return POLICY_OBJECTIVES[name](log_probs, old, advantages, rows, algorithm).loss
+
+    log_probs = start.clone().requires_grad_()
+    assert torch.autograd.gradcheck(surrogate, (log_probs,))
+    loss = POLICY_OBJECTIVES[name](log_probs, old, advantages, rows, algorithm).loss
+    torch.testing.assert_close(loss, surrogate(log_probs))
+    probe = torch.arange(1.0, 13.0, dtype=torch.float64)
+    (actual,) = torch.autograd.grad(loss, log_probs, probe)
+    (wanted,) = torch.autograd.grad(surrogate(log_probs), log_probs, probe)
+    torch.testing.assert_close(actual, wanted)
+
+
+finite = st.floats(-30, 0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
+@given(log_probs=st.lists(finite, min_size=8, max_size=8), silent=st.integers(0, 7))
+def test_zero_advantage_means_exactly_zero_gradient(name: str, log_probs: list[float], silent: int) -> None:
+    """The engines skip the backward pass of rows without an advantage: it must be exactly 0, not small."""
+    values = tensor(log_probs).requires_grad_()
+    advantages = tensor(ADVANTAGES)
+    advantages[silent] = 0.0
+    rows, algorithm = Rows(torch.tensor(ROW), 4), AlgorithmConfig(policy_loss=name, **KEYS)
+    loss = POLICY_OBJECTIVES[name](values, tensor(OLD), advantages, rows, algorithm).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), values)
+    assert torch.isfinite(gradient).all()
+    assert gradient[silent] == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_OBJECTIVES))
+def test_no_tokens_at_all(name: str) -> None:
+    nothing, rows = torch.zeros(0, requires_grad=True), Rows(torch.zeros(0, dtype=torch.int64), 2)
+    loss = POLICY_OBJECTIVES[name](nothing, nothing.detach(), nothing.detach(), rows, AlgorithmConfig()).loss
+    loss.sum().backward()
+    assert loss.shape == (0,)
+
+
+PREDICTED, VALUES, RETURNS = [0.1, 1.5, -0.4, 2.0], [0.0, 0.8, 0.5, 0.5], [1.0, 1.0, -1.0, 0.9]
+
+
+@pytest.mark.parametrize("cliprange", [0.5, None])
+def test_value_loss(cliprange: float | None) -> None:
+    expected, bound = [], []
+    for predicted, value, wanted in zip(PREDICTED, VALUES, RETURNS, strict=True):
+        plain = (predicted - wanted) ** 2
+        near = plain if cliprange is None else (min(max(predicted, value - cliprange), value + cliprange) - wanted) ** 2
+        expected.append(0.5 * max(plain, near))
+        bound.append(near > plain)
+    actual = value_loss(tensor(PREDICTED), tensor(VALUES), tensor(RETURNS), cliprange=cliprange)
+    close(actual.loss, expected)
+    assert actual.clipped.tolist() == bound == [False, False, cliprange is not None, False]
+
+
+def test_value_loss_gradcheck() -> None:
+    predicted = tensor(PREDICTED).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda values: value_loss(values, tensor(VALUES), tensor(RETURNS), cliprange=0.5).loss, (predicted,)
+    )
