@@ -8,7 +8,7 @@
     lease       unblocked by READY samples, the end of the stream, stop()
     experience  forward passes of the ranks: log-probs, values, scores (`trainer.experience`)
     train       the ranks; never cancelled, bounded by `timeouts.train_s`
-    publish     unblocked when the version can be fetched: one copy of the weights and one call; nobody waits for replicas
+    publish     unblocked when the version can be fetched: one copy of the weights; nobody waits for replicas
     checkpoint  begun between turns, written while the next ones train
 
 A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A

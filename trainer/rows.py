@@ -1,4 +1,4 @@
-"""Leased samples → rows for the loss: staleness, masks, what cannot be trained on; and a step's samples in numbers. Pure."""
+"""Leased samples → rows for the loss: staleness, masks, what is not trained on; a step's samples in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
         low = int(min(row.prompt_ids.min(), row.response_ids.min()))
         high = int(max(row.prompt_ids.max(), row.response_ids.max()))
         if low < 0 or (vocab_size is not None and high >= vocab_size):
-            problem = (
-                f"token id {low if low < 0 else high} outside the model's vocabulary of {vocab_size or 'any size'}"
-            )
+            vocabulary = "vocabulary" if vocab_size is None else f"vocabulary of {vocab_size}"
+            problem = f"token id {low if low < 0 else high} outside the model's {vocabulary}"
         elif not np.all(np.isfinite(row.rollout_log_probs[row.response_mask])):
             problem = "a behaviour log-prob that is not finite: its probability ratio would be 0 or infinite"
         elif not np.isfinite(row.reward) or (row.baseline_reward is not None and not np.isfinite(row.baseline_reward)):

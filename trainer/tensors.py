@@ -1,24 +1,25 @@
-"""The batch that travels from the loop to the ranks: a `TensorDict` on CPU of `B` rows (trajectories), padded on the right.
+"""The batch that travels from the loop to the ranks: a `TensorDict` on CPU of `B` rows (trajectories), padded right.
 
 `T`: longest prompt + response, `R`: longest response. Padding is 0, False in masks; nothing is learned from it, and
 engines drop it before they compute (`trainer.engine.packing`).
 
-| key               | dtype, shape     | what                                                                                |
-|-------------------|------------------|-------------------------------------------------------------------------------------|
-| input_ids         | int64 `[B, T]`   | prompt, then response                                                               |
-| prompt_lens       | int64 `[B]`      | prompt tokens, at least 1                                                           |
-| response_lens     | int64 `[B]`      | response tokens, at least 1                                                         |
-| response_mask     | bool `[B, R]`    | sampled by the policy (not a tool's tokens)                                         |
-| loss_mask         | bool `[B, R]`    | of these, what is trained: without what is too stale or rejected                    |
-| rollout_log_probs | float32 `[B, R]` | behaviour policy, nats                                                              |
-| versions          | int64 `[B, R]`   | weights that sampled each token                                                     |
-| groups            | int64 `[B]`      | number of the row's sample in this batch, from 0; rows of a sample are neighbours   |
-| rewards           | float64 `[B]`    | score of the whole response                                                         |
-| baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt                         |
+| key               | dtype, shape     | what                                                                  |
+|-------------------|------------------|-----------------------------------------------------------------------|
+| input_ids         | int64 `[B, T]`   | prompt, then response                                                 |
+| prompt_lens       | int64 `[B]`      | prompt tokens, at least 1                                             |
+| response_lens     | int64 `[B]`      | response tokens, at least 1                                           |
+| response_mask     | bool `[B, R]`    | sampled by the policy (not a tool's tokens)                           |
+| loss_mask         | bool `[B, R]`    | of these, what is trained: without what is too stale or rejected      |
+| rollout_log_probs | float32 `[B, R]` | behaviour policy, nats                                                |
+| versions          | int64 `[B, R]`   | weights that sampled each token                                       |
+| groups            | int64 `[B]`      | number of the row's sample in this batch, from 0; rows of a sample are neighbours|
+| rewards           | float64 `[B]`    | score of the whole response                                           |
+| baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt           |
 
 What the Trainer adds before it trains, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
-(versions between the Trainer and the weights that sampled each token).
+(versions between the Trainer and the weights that sampled each token). And `model_scores`, float32 `[B]`, where the
+Trainer runs a reward model.
 """
 
 from __future__ import annotations

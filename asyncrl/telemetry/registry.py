@@ -78,7 +78,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/return_mean", "1", "mean of what the values should have been"),
         Metric("critic/clip_fraction", "1", "share of values whose loss was clipped"),
         Metric(
-            "critic/explained_variance", "1", "of the returns, by the values at lease; 1: perfect, 0: only the mean"
+            "critic/explained_variance", "1", "of the returns, by the values at lease; 1: perfect"
         ),
         Metric("timing/experience_s", "s", "log-probs, values and scores of the lease, advantages, correction"),
         Metric("timing/update_critic_s", "s", "all of the critic's steps on the lease"),

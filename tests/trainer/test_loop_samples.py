@@ -112,10 +112,9 @@ async def test_too_many_of_them_in_a_row_stop_the_run() -> None:
             group.start_soon(rig.run)
             await feed(rig.queue, 20, make)
     assert isinstance(caught.value.exceptions[0], DataError)
-    assert "3 samples in a row were filtered (algorithm.filter_groups.max_consecutive = 3)" in str(
-        caught.value.exceptions
-    )
-    assert "sample_0_6" in str(caught.value.exceptions)
+    message = str(caught.value.exceptions[0])
+    assert "3 samples in a row were filtered (algorithm.filter_groups.max_consecutive = 3)" in message
+    assert "sample_0_6 with rewards 1, 1" in message
     books = await rig.books()
     assert (books.leased, books.trained) == (0, 0)
 

@@ -1,0 +1,223 @@
+"""From samples to what a step needs: who is asked, and the arithmetic against plain float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import DataError
+from asyncrl.telemetry.registry import describe
+from asyncrl.types import Sample, SampleId, Span
+from tests.fakes.trainer_parts import FakeGroup, make_sample
+from trainer.experience import Experience, ExperienceBuilder
+from trainer.rows import RowRules, TrainSample, prepare
+
+RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+VERSION = 5
+LENGTHS = (4, 2, 3)
+REWARDS = ((1.0, 0.0), (0.5, 0.25), (0.0, 0.0))
+
+
+def samples(**changes: Any) -> list[TrainSample]:
+    """Three groups of two responses, of different lengths and ages; a tool spoke in the first."""
+    made: list[Sample] = []
+    for index, (length, rewards) in enumerate(zip(LENGTHS, REWARDS, strict=True), start=1):
+        sample = make_sample(SampleId(0, index), rewards, length=length, spans=[Span(0, index)])
+        made.append(replace(sample, **changes))
+    mask = np.array([True, False, True, True])
+    made[0] = replace(made[0], trajectories=tuple(replace(row, response_mask=mask) for row in made[0].trajectories))
+    return [prepare(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
+
+
+def answers(key: str, seed: int, *, scale: float = 0.2, offset: float = -1.0) -> FakeGroup:
+    """A role that answers `key` with numbers drawn from `seed`; the same for the same batch."""
+
+    def score(batch: TensorDict) -> TensorDict:
+        shape = (len(batch),) if key == "scores" else tuple(batch["response_mask"].shape)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = offset + scale * torch.randn(shape, generator=generator)
+        return TensorDict({key: drawn}, batch_size=[len(batch)])
+
+    group = FakeGroup()
+    group.scores = score
+    return group
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate({"rollout": {"n": 2, "response_length": 4}, **sections})
+
+
+async def make(config: Config, made: list[TrainSample] | None = None, **roles: FakeGroup) -> Experience:
+    roles = {"actor": FakeGroup()} | roles
+    builder = ExperienceBuilder(config, **roles)
+    kl_coef = None
+    experience = await builder.make(made or samples(), trainer_version=VERSION, kl_coef=kl_coef)
+    for name in experience.metrics:
+        describe(name)
+    return experience
+
+
+def array(experience: Experience, key: str) -> np.ndarray:
+    return experience.batch[key].double().numpy()
+
+
+async def test_by_default_nobody_is_asked_and_advantages_are_those_of_the_group() -> None:
+    actor = FakeGroup()
+    batch, metrics, kl_coef = await make(config_of(), actor=actor)
+    assert actor.asked == []
+    assert kl_coef is None
+    assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
+    assert "is_weights" not in batch
+    for group, rewards in enumerate(REWARDS):
+        r = np.array(rewards)
+        expected = np.zeros(2) if r[0] == r[1] else (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+        for row in range(2):
+            mask = batch["response_mask"][2 * group + row].numpy()
+            wanted = np.where(mask, expected[row], 0.0)
+            np.testing.assert_allclose(batch["advantages"][2 * group + row].numpy(), wanted, rtol=1e-6)
+    assert batch["token_ages"][:, 0].tolist() == [4, 4, 3, 3, 2, 2]
+    assert batch["token_ages"][0].tolist() == [4, 0, 4, 4]  # 0 where nothing was sampled
+    assert batch["advantages"].dtype is batch["returns"].dtype is batch["token_ages"].dtype is torch.float32
+    assert metrics["advantages/max"] == pytest.approx(float(batch["advantages"].max()))
+    assert "reward/shaped_mean" not in metrics
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+async def test_the_reference_is_a_model_of_its_own_or_the_actor_without_its_adapters(adapters: bool) -> None:
+    config = config_of(algorithm={"use_kl_loss": True}, model={"lora_rank": 4 if adapters else 0})
+    actor, ref = answers("log_probs", 1), answers("log_probs", 2)
+    batch, _, _ = await make(config, actor=actor, **({} if adapters else {"ref": ref}))
+    assert (actor.asked, ref.asked) == (([("infer", False)], []) if adapters else ([], [("infer", True)]))
+    asked = actor if adapters else ref
+    torch.testing.assert_close(batch["ref_log_probs"], asked.scores(batch)["log_probs"])
+
+
+async def test_decoupled_proximal_policy_is_asked_and_weighs_what_is_off_policy() -> None:
+    correction = {"bypass_mode": False, "rollout_is": "token", "rollout_is_threshold": 1.05}
+    experience = await make(
+        config_of(algorithm={"rollout_correction": correction}), actor=answers("log_probs", 3, scale=0.1)
+    )
+    old, behaviour = array(experience, "old_log_probs"), array(experience, "rollout_log_probs")
+    mask = experience.batch["loss_mask"].numpy()
+    ratio = np.exp(old - behaviour)
+    wanted = np.where(mask, np.minimum(ratio, 1.05), 0.0)
+    np.testing.assert_allclose(array(experience, "is_weights"), wanted, rtol=1e-5)
+    inside = ratio[mask]
+    assert experience.metrics["correction/clipped_share"] == pytest.approx(np.mean(inside > 1.05))
+    assert experience.metrics["correction/is_weight_mean"] == pytest.approx(np.minimum(inside, 1.05).mean(), rel=1e-5)
+    log_ratio = (old - behaviour)[mask]
+    # k3 of KL(behaviour || proximal), from tokens of the behaviour policy
+    assert experience.metrics["correction/mismatch_kl"] == pytest.approx(
+        (np.expm1(log_ratio) - log_ratio).mean(), rel=1e-3
+    )
+
+
+async def test_rejected_tokens_leave_the_loss_and_stay_in_their_groups_baseline() -> None:
+    correction = {"bypass_mode": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 0.1}
+    config = config_of(algorithm={"rollout_correction": correction})
+    experience = await make(config, actor=answers("log_probs", 3, scale=0.2))
+    plain = await make(config_of())
+    old, behaviour = array(experience, "old_log_probs"), array(experience, "rollout_log_probs")
+    before = plain.batch["loss_mask"].numpy()
+    wanted = before & (np.abs(old - behaviour) <= 0.1)
+    assert 0 < wanted.sum() < before.sum()
+    assert np.array_equal(experience.batch["loss_mask"].numpy(), wanted)
+    assert torch.equal(experience.batch["response_mask"], plain.batch["response_mask"])
+    assert torch.equal(experience.batch["advantages"], plain.batch["advantages"])
+    assert experience.metrics["correction/rejected_share"] == pytest.approx(1 - wanted.sum() / before.sum())
+
+
+async def test_rewards_of_a_model_punishment_and_kl_add_up() -> None:
+    config = config_of(
+        algorithm={
+            "use_kl_in_reward": True,
+            "adv_estimator": "rloo",
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
+        },
+        reward={"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 0.5}},
+        reward_model={"placement": "worker", "path": "rm", "weight": 2.0},
+    )
+    ref, model = answers("log_probs", 4), answers("scores", 5, offset=0.5)
+    experience = await make(config, ref=ref, reward_model=model)
+    batch = experience.batch
+    mask = batch["response_mask"].numpy()
+    kl = np.where(mask, array(experience, "old_log_probs") - array(experience, "ref_log_probs"), 0.0)
+    lengths = np.repeat(LENGTHS, 2)
+    punishment = -0.5 * np.clip((lengths - 2) / 2, 0, 1)
+    model_scores = array(experience, "model_scores")
+    scores = np.ravel(REWARDS) + 2.0 * model_scores + punishment - 0.1 * kl.sum(axis=1)
+    for row in range(6):
+        other = row ^ 1  # of two, the baseline is the other one
+        wanted = np.where(mask[row], scores[row] - scores[other], 0.0)
+        np.testing.assert_allclose(batch["advantages"][row].numpy(), wanted, rtol=1e-4, atol=1e-6)
+    metrics = experience.metrics
+    assert metrics["reward/kl"] == pytest.approx(kl.sum(axis=1).mean(), rel=1e-5)
+    assert metrics["reward/kl_coef"] == 0.1
+    assert metrics["reward/overlong_mean"] == pytest.approx(punishment.mean())
+    assert metrics["reward/model_mean"] == pytest.approx(model_scores.mean())
+    assert metrics["reward/shaped_mean"] == pytest.approx(scores.mean(), rel=1e-5)
+    error = np.clip(metrics["reward/kl"] / 0.01 - 1, -0.2, 0.2)
+    assert experience.kl_coef == pytest.approx(0.1 * (1 + error * 6 / 100))
+
+
+async def test_a_coefficient_goes_on_from_where_it_is() -> None:
+    config = config_of(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}})
+    builder = ExperienceBuilder(config, actor=FakeGroup(), ref=answers("log_probs", 4))
+    experience = await builder.make(samples(), trainer_version=VERSION, kl_coef=0.7)
+    assert experience.metrics["reward/kl_coef"] == 0.7
+    assert experience.kl_coef is not None and 0.69 < experience.kl_coef < 0.71
+
+
+async def test_generalized_advantages_with_a_critic() -> None:
+    gamma, lam = 0.9, 0.8
+    config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})
+    critic = answers("values", 6, offset=0.3)
+    experience = await make(config, critic=critic)
+    batch, values = experience.batch, array(experience, "values")
+    mask = batch["response_mask"].numpy()
+    raw, returns = np.zeros_like(values), np.zeros_like(values)
+    for row, reward in enumerate(np.ravel(REWARDS)):
+        tokens = np.flatnonzero(mask[row])
+        running, next_value = 0.0, 0.0
+        for token in tokens[::-1]:
+            delta = (reward if token == tokens[-1] else 0.0) + gamma * next_value - values[row, token]
+            running = delta + gamma * lam * running
+            raw[row, token], returns[row, token] = running, running + values[row, token]
+            next_value = values[row, token]
+    chosen = raw[mask]
+    wanted = np.where(mask, (raw - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8), 0.0)
+    np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-5)
+    np.testing.assert_allclose(array(experience, "returns"), returns, atol=1e-6)
+    explained = 1 - (returns - values)[mask].var() / returns[mask].var()
+    assert experience.metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
+
+
+async def test_the_greedy_baseline_is_subtracted() -> None:
+    experience = await make(config_of(algorithm={"adv_estimator": "remax"}), samples(baseline_reward=0.5))
+    mask = experience.batch["response_mask"].numpy()
+    wanted = np.where(mask, (np.ravel(REWARDS) - 0.5)[:, None], 0.0)
+    np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-6)
+    assert experience.metrics["reward/baseline_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "role", "algorithm", "message"),
+    [
+        ("log_probs", "actor", {"rollout_correction": {"bypass_mode": False}}, "log-probs of the policy"),
+        ("log_probs", "ref", {"use_kl_loss": True}, "log-probs of the reference"),
+        ("values", "critic", {"adv_estimator": "gae"}, "values of the critic"),
+        ("scores", "reward_model", {}, "reward model's scores"),
+    ],
+)
+async def test_answers_that_are_no_numbers_are_refused(
+    key: str, role: str, algorithm: dict[str, Any], message: str
+) -> None:
+    config = config_of(algorithm=algorithm, reward_model={"placement": "worker" if key == "scores" else "off"})
+    with pytest.raises(DataError, match=message):
+        await make(config, **{role: answers(key, 1, offset=float("nan"))})

@@ -1,0 +1,129 @@
+"""Samples → rows: masks, versions, what is not trained on, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.failures import BugError, DataError
+from asyncrl.ports import TrainRow
+from asyncrl.types import DropReason, Sample, SampleId, Span
+from tests.fakes.trainer_parts import make_sample
+from trainer.rows import RowRules, TrainSample, check_row, prepare, sample_metrics
+
+RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+VOCAB = 24
+
+
+def prepared(sample: Sample, *, version: int = 3, rules: RowRules = RULES) -> TrainSample:
+    return prepare(sample, lease_id=7, trainer_version=version, rules=rules)
+
+
+def test_a_row_says_what_was_sampled_when_and_for_which_reward() -> None:
+    sample = make_sample(SampleId(0, 5), (0.25, 1.0), spans=[Span(0, 1), Span(3, 2)])
+    mask = np.array([True, False, True, True])
+    sample = replace(
+        sample,
+        baseline_reward=0.5,
+        trajectories=tuple(replace(row, response_mask=mask) for row in sample.trajectories),
+    )
+    found = prepared(sample)
+    assert (found.sample_id, found.lease_id, found.rewards, found.staleness) == (SampleId(0, 5), 7, (0.25, 1.0), 2)
+    assert found.untrainable is None
+    for row, reward in zip(found.rows, (0.25, 1.0), strict=True):
+        assert row.versions.tolist() == [1, 1, 1, 2]
+        assert row.response_mask.tolist() == row.loss_mask.tolist() == mask.tolist()
+        assert (row.reward, row.baseline_reward) == (reward, 0.5)
+
+
+@given(
+    ages=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    sampled=st.lists(st.booleans(), min_size=8, max_size=8),
+    bound=st.none() | st.integers(0, 5),
+)
+def test_what_is_masked_is_what_is_too_old(ages: list[int], sampled: list[bool], bound: int | None) -> None:
+    versions = sorted(9 - age for age in ages)
+    spans = [Span(index, version) for index, version in enumerate(versions)]
+    sample = make_sample(SampleId(0, 1), (0.0, 1.0), spans=spans, length=len(ages))
+    mask = np.array(sampled[: len(ages)])
+    sample = replace(sample, trajectories=tuple(replace(row, response_mask=mask) for row in sample.trajectories))
+    found = prepared(sample, version=9, rules=replace(RULES, mask_beyond=bound))
+    expected = [
+        taken and (bound is None or 9 - version <= bound) for taken, version in zip(mask, versions, strict=True)
+    ]
+    assert found.rows[0].loss_mask.tolist() == expected
+    assert found.rows[0].response_mask.tolist() == mask.tolist()
+    if any(expected):
+        assert found.untrainable is None
+    else:
+        assert found.untrainable is (DropReason.STALE if mask.any() else DropReason.FILTERED)
+
+
+def test_a_token_from_the_future_is_a_bug() -> None:
+    with pytest.raises(BugError, match="version 4"):
+        prepared(make_sample(SampleId(0, 1), spans=[Span(0, 4)]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "filtered"), [((1.0, 1.0, 1.0), True), ((0.0, 0.0), True), ((0.0, 0.0, 0.1), False), ((0.5,), True)]
+)
+def test_groups_of_equal_rewards_are_filtered_only_if_so_wished(rewards: tuple[float, ...], filtered: bool) -> None:
+    sample = make_sample(SampleId(0, 1), rewards)
+    assert prepared(sample).untrainable is None
+    wished = prepared(sample, rules=replace(RULES, filter_groups=True))
+    assert wished.untrainable is (DropReason.FILTERED if filtered else None)
+
+
+def make_row() -> TrainRow:
+    return prepared(make_sample(SampleId(0, 1))).rows[0]
+
+
+def test_bad_rows_are_refused_by_name() -> None:
+    row = make_row()
+    nan = row.rollout_log_probs.copy()
+    nan[0] = np.nan
+    empty = np.empty(0, dtype=np.int32)
+    bad = {
+        "prompt of 0": replace(row, prompt_ids=empty),
+        "response of 0": replace(row, response_ids=empty),
+        "masks": replace(row, response_mask=row.response_mask[:-1]),
+        "and 5": replace(row, versions=np.zeros(5, dtype=np.int64)),
+        "vocabulary of 24": replace(row, prompt_ids=np.array([VOCAB], dtype=np.int32)),
+        "token id -1": replace(row, response_ids=np.array([1, 2, 3, -1], dtype=np.int32)),
+        "behaviour log-prob": replace(row, rollout_log_probs=nan),
+        "reward of inf": replace(row, reward=float("inf")),
+        "baseline nan": replace(row, baseline_reward=float("nan")),
+    }
+    check_row(row, vocab_size=VOCAB)
+    for reason, broken in bad.items():
+        with pytest.raises(DataError, match=f"sample_0_1 .*{reason}"):
+            check_row(broken, vocab_size=VOCAB)
+    check_row(bad["vocabulary of 24"], vocab_size=None)
+    # what the policy did not sample may be anything
+    check_row(replace(row, rollout_log_probs=nan, response_mask=np.zeros_like(row.response_mask)), vocab_size=VOCAB)
+
+
+def test_a_sample_is_refused_with_its_rows() -> None:
+    with pytest.raises(DataError, match="sample_0_30 cannot be trained on: token id 33"):
+        prepared(make_sample(SampleId(0, 30)), rules=replace(RULES, vocab_size=31))
+
+
+def test_figures_of_a_step() -> None:
+    samples = [
+        prepared(make_sample(SampleId(0, 1), (1.0, 0.0), spans=[Span(0, 0)])),
+        prepared(make_sample(SampleId(0, 2), (0.5,), spans=[Span(0, 2)], length=10)),
+    ]
+    assert sample_metrics(samples) == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/std": np.std([1.0, 0.0, 0.5]),
+            "response_tokens/mean": 6.0,
+            "response_tokens/max": 10.0,
+            "staleness/mean": 2.0,
+            "staleness/max": 3.0,
+        }
+    )
