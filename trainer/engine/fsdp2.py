@@ -31,10 +31,7 @@ class Fsdp2Engine(TorchEngine):
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._on_gpu)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        assert isinstance(model, FSDPModule)
-        for unit in _units(model):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # otherwise gloo is asked for a scaled sum, which it has not
+        sum_gradients(model)
         return model
 
     @contextmanager
@@ -56,6 +53,13 @@ class Fsdp2Engine(TorchEngine):
     @property
     def _on_gpu(self) -> bool:
         return self.device.type != "cpu"
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Over the ranks, where FSDP would average."""
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # otherwise gloo is asked for a scaled sum, which it has not
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

@@ -1,0 +1,120 @@
+"""Language models of other libraries, with the face that the torch backends know: a Hugging Face model's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrl.failures import ConfigError
+
+INNER = "inner."
+
+
+class ForeignModel(PreTrainedModel):
+    """Another library's causal language model as `self.inner`: called as a Hugging Face model is, with the same
+    configuration, input embeddings and head. Its attention goes through `Attention`, so packing and sequence
+    parallelism are those of every other model.
+
+    A subclass sets `layer_class` and implements the abstract methods.
+    """
+
+    layer_class = ""
+    """Name of the class of the repeated layers."""
+    config_class = PretrainedConfig
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self._no_split_modules = [self.layer_class]
+        self.inner: nn.Module
+
+    @abstractmethod
+    def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by parameter name of `inner` → by Hugging Face checkpoint name. One layer at a time will do."""
+
+    @abstractmethod
+    def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """`[B, T, V]` of `input_ids` and `position_ids`, int64 `[B, T]`."""
+
+    def checkpoint_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`to_hf` of this model's own parameter names."""
+        return self.to_hf({name.removeprefix(INNER): tensor for name, tensor in weights.items()})
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        """`kwargs`: what the attention function wants to know."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                # Kept after the pass: a checkpointed layer computes again during the backward pass.
+                module.arguments = {"position_ids": position_ids, **kwargs}
+        return CausalLMOutput(logits=self.logits(input_ids, position_ids))
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Every layer computes again in the backward pass."""
+        layers = {id(layer) for layer in self.modules() if type(layer).__name__ == self.layer_class}
+        for parent in [module for module in self.modules() if not isinstance(module, CheckpointWrapper)]:
+            for name, child in list(parent.named_children()):
+                if id(child) in layers:
+                    setattr(parent, name, checkpoint_wrapper(child))
+
+
+class Attention(nn.Module):
+    """Causal attention with the function that the model's configuration names (`attn_implementation`).
+
+    Args:
+        config: of the Hugging Face model.
+        queries_per_key: heads that share one key and value head.
+    """
+
+    is_causal = True
+
+    def __init__(self, config: PretrainedConfig, queries_per_key: int, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.num_key_value_groups = queries_per_key
+        self.layer_idx = layer_idx
+        self.arguments: dict[str, Any] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[B, heads, T, head_dim]`, keys and values with their fewer heads → `[B, T, heads, head_dim]`."""
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        arguments = {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, **self.arguments}
+        output, _ = function(self, query, key, value, **arguments)
+        return output
+
+
+def require(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -> None:
+    """Check that a model has nothing that a backend's version of it would leave out.
+
+    Args:
+        wanted: values that keys of `config` must have, where it has them.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for key, value in wanted.items():
+        if (found := getattr(config, key, value)) != value:
+            raise ConfigError(
+                f"trainer.strategy={backend}: its {config.model_type} has no {key}={found!r} (only {value!r}), so it "
+                "would compute something else; use trainer.strategy=fsdp2"
+            )
+
+
+def missing(backend: str, package: str, error: ImportError) -> ConfigError:
+    """The library is not there, or is broken."""
+    return ConfigError.wrap(
+        f"trainer.strategy={backend}: it needs {package}, which cannot be imported; pip install 'asyncrl[{backend}]', "
+        "or use trainer.strategy=fsdp2",
+        error,
+    )

@@ -1,0 +1,188 @@
+"""torchtitan's Llama 3 and Qwen 3 (https://github.com/pytorch/torchtitan), sharded by torchtitan's own FSDP2 recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PretrainedConfig, PreTrainedModel
+
+from asyncrl.failures import ConfigError
+from trainer.engine.foreign import Attention, ForeignModel, missing, require
+from trainer.engine.fsdp2 import Fsdp2Engine, sum_gradients
+from trainer.engine.registry import EngineRegistry
+
+if TYPE_CHECKING:
+    from torchtitan.models.common.decoder import Decoder
+
+BACKEND = "torchtitan"
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+"""What torchtitan's two models are, where a Hugging Face configuration leaves a choice."""
+
+
+@EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
+class TorchtitanEngine(Fsdp2Engine):
+    """Weights come from and go to Hugging Face names through torchtitan's state-dict adapters.
+
+    Raises:
+        ConfigError: torchtitan is not installed, or the model is none of those it has.
+    """
+
+    def _load(self) -> PreTrainedModel:
+        try:
+            return TitanModel(super()._load())
+        except ImportError as error:
+            raise missing(BACKEND, "torchtitan", error) from None
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+        dtype = self._compute_dtype() or self._master_dtype
+        mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("fsdp",))
+        assert isinstance(model, TitanModel)
+        apply_fsdp_to_decoder(
+            model.inner,
+            mesh,
+            param_dtype=dtype,
+            reduce_dtype=self._master_dtype,
+            pp_enabled=False,
+            reshard_after_forward_policy="default" if self._on_gpu else "never",
+        )
+        fully_shard(model, mesh=mesh)
+        sum_gradients(model)
+        return model
+
+
+class TitanModel(ForeignModel):
+    """A torchtitan decoder with the weights of `source`, whose memory it may share."""
+
+    def __init__(self, source: PreTrainedModel) -> None:
+        parts = _parts(source.config)
+        self.layer_class = parts.block.__name__
+        super().__init__(source.config)
+        settings = _decoder_settings(source.config, parts)
+        self._adapter = parts.adapter(settings, None)
+        with torch.device("meta"):
+            self.inner: Decoder = settings.build()
+        self.inner.load_state_dict(self._adapter.from_hf(source.state_dict()), assign=True)
+        if settings.enable_weight_tying:
+            self.inner.tok_embeddings.weight = self.inner.lm_head.weight
+        for module in self.inner.modules():
+            if isinstance(module, parts.rope):
+                module._init_self_buffers(buffer_device=torch.device("cpu"))
+        for number, layer in enumerate(self.inner.layers.values()):
+            layer.attention.inner_attention = _InnerAttention(source.config, number)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.tok_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.lm_head
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.inner(input_ids, positions=position_ids)
+
+    def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._adapter.to_hf(dict(weights))
+
+
+class _InnerAttention(Attention):
+    """In place of torchtitan's, which masks only on GPUs."""
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, config.num_attention_heads // config.num_key_value_heads, layer_idx)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        """All `[B, T, heads, head_dim]`."""
+        return self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+
+
+class _Parts(NamedTuple):
+    """What torchtitan makes one architecture of."""
+
+    model: Any
+    block: type
+    rope: Any
+    adapter: Any
+
+
+def _parts(config: PretrainedConfig) -> _Parts:
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+
+    require(config, BACKEND, FIXED)
+    if config.model_type == "llama":
+        from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+        from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
+        return _Parts(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter)
+    if config.model_type == "qwen3":
+        from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+        from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+        return _Parts(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
+    raise ConfigError(
+        f"trainer.strategy={BACKEND}: runs models of type llama and qwen3, this one is {config.model_type}; "
+        "use trainer.strategy=fsdp2"
+    )
+
+
+def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:
+    from torchtitan.models.common import Embedding, Linear
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+    from torchtitan.models.common.nn_modules import RMSNorm
+
+    def norm(size: int) -> Any:
+        return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps)
+
+    size, heads, vocab = config.hidden_size, config.num_attention_heads, config.vocab_size
+    head_dim = getattr(config, "head_dim", None) or size // heads
+    block = parts.block.Config(
+        attention_norm=norm(size),
+        ffn_norm=norm(size),
+        attention=make_gqa_config(
+            dim=size,
+            n_heads=heads,
+            n_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            wqkv_param_init={},
+            wo_param_init={},
+            inner_attention=ScaledDotProductAttention.Config(),
+            rope=_rope_settings(config, parts.rope, head_dim),
+            qk_norm=norm(head_dim) if config.model_type == "qwen3" else None,
+        ),
+        feed_forward=make_ffn_config(
+            dim=size, hidden_dim=config.intermediate_size, w1_param_init={}, w2w3_param_init={}
+        ),
+    )
+    return parts.model.Config(
+        dim=size,
+        vocab_size=vocab,
+        enable_weight_tying=config.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=size),
+        norm=norm(size),
+        lm_head=Linear.Config(in_features=size, out_features=vocab),
+        layers=[block] * config.num_hidden_layers,
+    )
+
+
+def _rope_settings(config: PretrainedConfig, kind: Any, head_dim: int) -> Any:
+    rope = config.rope_parameters
+    settings = kind.Config(dim=head_dim, max_seq_len=config.max_position_embeddings, theta=rope["rope_theta"])
+    scaling = rope.get("rope_type", "default")
+    if scaling == "llama3" and config.model_type == "llama":
+        settings.scaling = "llama"
+        settings.scaling_factor = rope["factor"]
+        settings.low_freq_factor = rope["low_freq_factor"]
+        settings.high_freq_factor = rope["high_freq_factor"]
+        settings.original_max_position_embeddings = rope["original_max_position_embeddings"]
+    elif scaling != "default":
+        raise ConfigError(
+            f"trainer.strategy={BACKEND}: does not scale the positions of a {config.model_type} as {scaling!r}; "
+            "use trainer.strategy=fsdp2"
+        )
+    return settings
