@@ -113,11 +113,16 @@ def find_resume(config: Config, *, root: Path = RUNS) -> Resume | None:
     manifest = load_manifest(checkpoint)
     _check_identity(checkpoint, manifest.identity, run_identity(config))
     _check_architecture(checkpoint, config.model.path)
+    _check_critic(checkpoint, manifest, config)
     return Resume(checkpoint, manifest)
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """The settings by which a feed index names a prompt and a version counts samples."""
+    """The settings by which a feed index names a prompt and a version counts samples.
+
+    How the model is spread over ranks may change: engines load what any number of ranks wrote. So may whatever only
+    shapes the steps to come, as the optimizer, the passes over a lease, and the algorithm.
+    """
     data = config.data.model_dump(mode="json", exclude={"val_files", "max_val_samples"})
     return {
         "seed": config.seed,
@@ -218,6 +223,15 @@ def _check_identity(checkpoint: Path, saved: Mapping[str, Any], present: Mapping
                 f"indices and versions would change their meaning. Set it back, or start anew with resume=none "
                 f"(model.path={checkpoint / HF_DIRECTORY} starts from its weights)."
             )
+
+
+def _check_critic(checkpoint: Path, manifest: Manifest, config: Config) -> None:
+    if config.needs_critic and not any(name.startswith("critic/") for name in manifest.files):
+        raise ConfigError(
+            f"{checkpoint} has no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} needs: it was "
+            "written with another estimator. Set that back, or start anew with resume=none "
+            f"(model.path={checkpoint / HF_DIRECTORY} starts from its weights)."
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,17 +1,23 @@
-"""Checkpoints on disk: whole or not there at all. Blocking."""
+"""Checkpoints on disk: whole or not there at all.
+
+step_000050/
+  manifest.json     `asyncrl.manifest`: written last
+  actor/, critic/   what each engine needs to go on (`trainer.engine.state`)
+  hf/               the policy as a model directory
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from anyio import to_thread
 
-from asyncrl.failures import InfraError
+from asyncrl.failures import BugError
 from asyncrl.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -21,17 +27,56 @@ from asyncrl.manifest import (
     checkpoint_steps,
     dump_manifest,
 )
-from asyncrl.ports import QueueSnapshot, TrainingWorker
+from asyncrl.ports import QueueSnapshot
 from asyncrl.run_dir import disk_error
+from trainer.roles import RoleGroup
 
 logger = logging.getLogger(__name__)
 
 
+class RoleCheckpoints:
+    """Every trained role's state with the manifest of the moment it was begun. `loop.Checkpoints`.
+
+    All ranks have to see the run directory.
+    """
+
+    def __init__(self, files: Checkpointer, groups: Sequence[RoleGroup]) -> None:
+        self._files = files
+        self._groups = groups
+        self._begun: tuple[Path, Progress, QueueSnapshot] | None = None
+
+    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+        """Have every role copy its state and start to write it.
+
+        Raises:
+            InfraError: the disk is full or failing, or a rank died. ConfigError: the run directory is not writable.
+        """
+        if self._begun is not None:
+            raise BugError(f"a checkpoint begun before {self._begun[0]} was finished")
+        building = await to_thread.run_sync(self._files.open, progress.step)
+        for group in self._groups:
+            await group.save_checkpoint(building)
+        self._begun = (building, progress, queue)
+
+    async def finish(self) -> Path:
+        """Wait until every role has written its part, and make it a checkpoint.
+
+        Raises:
+            InfraError, ConfigError: as `begin`. The checkpoints from before are untouched.
+        """
+        if self._begun is None:
+            raise BugError("no checkpoint was begun")
+        (building, progress, queue), self._begun = self._begun, None
+        for group in self._groups:
+            await group.finish_checkpoint()
+        return await to_thread.run_sync(self._files.commit, building, progress, queue)
+
+
 class Checkpointer:
-    """Writes a run's checkpoints and deletes the old ones.
+    """A run's checkpoint directory. Blocking.
 
     A checkpoint is built under a name that nobody takes for one, made durable, then renamed. So is the reverse: it
-    loses its name before its files go. A crash at any point leaves whole checkpoints, and rubbish that the next save
+    loses its name before its files go. A crash at any point leaves whole checkpoints, and rubbish that the next one
     sweeps away.
     """
 
@@ -41,33 +86,35 @@ class Checkpointer:
         self._identity = identity
         self._keep = keep
 
-    def save(self, worker: TrainingWorker, progress: Progress, queue: QueueSnapshot) -> Path:
-        """Write `step_NNNNNN` and delete all but the newest `keep`.
+    def open(self, step: int) -> Path:
+        """A directory to write the checkpoint of `step` into.
 
         Raises:
-            InfraError: the disk is full or failing; the checkpoints from before are untouched.
-            ConfigError: the run directory is not writable.
+            InfraError: the disk is full or failing. ConfigError: the run directory is not writable.
         """
-        building = self._root / f".{checkpoint_name(progress.step)}.tmp"
+        building = (self._root / f".{checkpoint_name(step)}.tmp").absolute()
         try:
             self._sweep()
             building.mkdir(parents=True)
-            worker.save_checkpoint(building)
+        except OSError as error:
+            raise disk_error(Path(error.filename or building), error) from error
+        return building
+
+    def commit(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
+        """What `open` gave and the roles have filled becomes `step_NNNNNN`; all but the newest `keep` are deleted.
+
+        Raises:
+            InfraError, ConfigError: as `open`; the checkpoints from before are untouched.
+        """
+        try:
             files = {str(path.relative_to(building)): path.stat().st_size for path in _files(building)}
             manifest = Manifest(progress, queue, self._identity, files)
             (building / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
-            target = self._commit(building, progress.step)
+            target = self._name(building, progress.step)
             self._prune()
         except OSError as error:
             shutil.rmtree(building, ignore_errors=True)
             raise disk_error(Path(error.filename or building), error) from error
-        except SafetensorError as error:
-            shutil.rmtree(building, ignore_errors=True)
-            raise InfraError.wrap(
-                f"{building}: the weights could not be written ({error}). Free some space, or put the run "
-                "elsewhere with run_dir=PATH",
-                error,
-            ) from error
         return target
 
     def rewind(self, step: int) -> None:
@@ -82,7 +129,7 @@ class Checkpointer:
                 path.rename(aside)
                 logger.warning("going on from step %d: %s is now %s", step, path, aside.name)
 
-    def _commit(self, building: Path, step: int) -> Path:
+    def _name(self, building: Path, step: int) -> Path:
         for path in _files(building):
             _sync(path)
         for directory in sorted((path for path in building.rglob("*") if path.is_dir()), reverse=True):

@@ -12,7 +12,7 @@ engines drop it before they compute (`trainer.engine.packing`).
 | loss_mask         | bool `[B, R]`    | of these, what is trained: without what is too stale or rejected      |
 | rollout_log_probs | float32 `[B, R]` | behaviour policy, nats                                                |
 | versions          | int64 `[B, R]`   | weights that sampled each token                                       |
-| groups            | int64 `[B]`      | number of the row's sample in this batch, from 0; rows of a sample are neighbours|
+| groups            | int64 `[B]`      | number of the row's sample, from 0; rows of a sample are neighbours         |
 | rewards           | float64 `[B]`    | score of the whole response                                           |
 | baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt           |
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.failures import AsyncRLError, BugError, ConfigError, InfraError
 from asyncrl.manifest import (
     Progress,
     checkpoint_steps,
@@ -26,10 +27,9 @@ from asyncrl.manifest import (
 from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.types import SampleId
 from tests.fakes.trainer_model import make_config, write_model
-from tests.fakes.trainer_parts import FakeWorker
+from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoint as checkpoint_module
-from trainer.checkpoint import Checkpointer
-from trainer.worker import LocalTrainingWorker
+from trainer.checkpoint import Checkpointer, RoleCheckpoints
 
 SNAPSHOT = QueueSnapshot(
     next_index=9,
@@ -47,9 +47,23 @@ def checkpointer(run_dir: Path, config: Config | None = None, keep: int = 2) -> 
     return Checkpointer(run_dir, identity=run_identity(config or Config()), keep=keep)
 
 
-def save(run_dir: Path, *steps: int, config: Config | None = None, keep: int = 2) -> Path:
+def fill(building: Path, *, critic: bool = False) -> None:
+    """What roles write."""
+    files = {"actor/engine.json": '{"step": 1}', "hf/config.json": "{}", "hf/model.safetensors": "weights" * 10}
+    if critic:
+        files["critic/engine.json"] = "{}"
+    for name, text in files.items():
+        (building / name).parent.mkdir(exist_ok=True)
+        (building / name).write_text(text)
+
+
+def save(run_dir: Path, *steps: int, config: Config | None = None, keep: int = 2, critic: bool = False) -> Path:
     writer = checkpointer(run_dir, config, keep)
-    return [writer.save(FakeWorker(), progress(step), SNAPSHOT) for step in steps][-1]
+    for step in steps:
+        building = writer.open(step)
+        fill(building, critic=critic)
+        path = writer.commit(building, progress(step), SNAPSHOT)
+    return path
 
 
 def names(run_dir: Path) -> list[str]:
@@ -63,7 +77,7 @@ def test_a_manifest_says_everything_again(tmp_path: Path) -> None:
     assert manifest.progress == progress(50)
     assert manifest.queue == SNAPSHOT
     assert manifest.identity == run_identity(Config())
-    assert manifest.files == {"engine.json": 11, "hf/config.json": 2, "hf/model.safetensors": 70}
+    assert manifest.files == {"actor/engine.json": 11, "hf/config.json": 2, "hf/model.safetensors": 70}
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -147,6 +161,55 @@ def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: P
     assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000001"
 
 
+# ------------------------------------------------------------------------------------------------ several roles
+
+
+class SavingGroup(FakeGroup):
+    """Writes a file of its name: half of it when begun, the rest when finished."""
+
+    def __init__(self, name: str, error: AsyncRLError | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.error = error
+        self.file = Path()
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        self.file = directory / self.name / "state"
+        self.file.parent.mkdir()
+        self.file.write_text("half")
+
+    async def finish_checkpoint(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.file.write_text("whole")
+
+
+async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: Path) -> None:
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), [SavingGroup("actor"), SavingGroup("critic")])
+    await checkpoints.begin(progress(7), SNAPSHOT)
+    assert checkpoint_steps(tmp_path) == {}
+    with pytest.raises(BugError, match=r"before .*step_000007.* was finished"):
+        await checkpoints.begin(progress(8), SNAPSHOT)
+    path = await checkpoints.finish()
+    manifest = load_manifest(path)
+    assert manifest.files == {"actor/state": 5, "critic/state": 5}
+    assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
+    with pytest.raises(BugError, match="no checkpoint was begun"):
+        await checkpoints.finish()
+
+
+async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    failing = SavingGroup("critic", InfraError("the disk is full"))
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), [SavingGroup("actor"), failing])
+    await checkpoints.begin(progress(2), SNAPSHOT)
+    with pytest.raises(InfraError, match="the disk is full"):
+        await checkpoints.finish()
+    assert list(checkpoint_steps(tmp_path)) == [1]
+    save(tmp_path, 2)  # what was left is swept away
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
 # ------------------------------------------------------------------------------------------------ torn and foreign
 
 
@@ -154,10 +217,10 @@ def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: P
     ("damage", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 1'), r"manifest\.json is damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 1}'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 2'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 2}'), r"manifest\.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 9}'), "schema version 9"),
-        (lambda path: (path / "engine.json").unlink(), r"engine\.json is missing"),
+        (lambda path: (path / "actor" / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),
     ],
 )
@@ -178,14 +241,29 @@ def test_a_run_with_other_data_or_batches_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"feed indices and versions would change .*resume=none"):
             find_resume(config)
     # what does not change the meaning of an index may change
-    assert find_resume(Config.model_validate({"resume": str(run), "trainer": {"optim": {"lr": 1.0}}})) is not None
+    free = {"optim": {"lr": 1.0}, "num_workers": 4, "strategy": "ddp", "ppo_epochs": 3}
+    assert find_resume(Config.model_validate({"resume": str(run), "trainer": free})) is not None
+
+
+def test_a_critic_cannot_be_made_up(tmp_path: Path) -> None:
+    wanted = Config.model_validate({"resume": str(tmp_path), "algorithm": {"adv_estimator": "gae"}})
+    save(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"step_000005 has no critic, which .*adv_estimator=gae needs"):
+        find_resume(wanted)
+    save(tmp_path, 6, critic=True)
+    assert find_resume(wanted) is not None
+    # a critic that is not wanted any more is let be
+    assert find_resume(wanted.model_copy(update={"algorithm": AlgorithmConfig()})) is not None
 
 
 def test_the_checkpoint_of_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     small, large = write_model(tmp_path / "small"), write_model(tmp_path / "large", hidden=32)
     config = make_config(small)
     writer = checkpointer(tmp_path / "run", config)
-    path = writer.save(LocalTrainingWorker(config), progress(1), SNAPSHOT)
+    building = writer.open(1)
+    fill(building)
+    shutil.copy(small / "config.json", building / "hf")
+    path = writer.commit(building, progress(1), SNAPSHOT)
     assert find_resume(make_config(small, resume=str(tmp_path / "run"))) is not None
     with pytest.raises(ConfigError, match=r"config\.json has hidden_size=16, .* has 32: .* another model"):
         find_resume(make_config(large, resume=str(path)))
