@@ -102,9 +102,7 @@ def _forward_only(role: Role, config: Config, settings: RoleConfig, *, path: str
 
 
 def _plan(role: Role, config: Config, model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None) -> RolePlan:
-    return RolePlan(
-        role, model, engine, optim, config.rollout.sampling.temperature, config.seed, config.rollout.dtype
-    )
+    return RolePlan(role, model, engine, optim, config.rollout.sampling.temperature, config.seed, config.rollout.dtype)
 
 
 def _trainer_engine(config: Config) -> EngineConfig:
@@ -117,7 +115,8 @@ def _role_engine(config: Config, settings: RoleConfig) -> EngineConfig:
     engine = _trainer_engine(config)
     own = settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
     if settings.placement == "actor":
-        return engine.model_copy(update={key: own[key] for key in own.keys() - {"num_workers", "device", "cpu_threads"}})
+        own = {key: value for key, value in own.items() if key not in ("num_workers", "device", "cpu_threads")}
+        return engine.model_copy(update=own)
     merged = engine.model_copy(update=own)
     # The trainer's degree may not divide another number of ranks; results are the same with any.
     degree = math.gcd(merged.ulysses_sequence_parallel_size, merged.num_workers)

@@ -1,18 +1,23 @@
-"""What the loop asks of a role's ranks, as awaitables. `trainer.group` answers with Ray actors, `trainer.inline` in this
-process. Every call has its deadline inside; a dead rank is an `InfraError`."""
+"""What the loop asks of a role's ranks, as awaitables. Every call has its deadline inside, and a
+dead rank is an `InfraError`.
+
+`trainer.group` answers with Ray actors, `trainer.inline` in this process.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
 from asyncrl.ports import Metrics, Publication
 from trainer.engine.base import Loss
+from trainer.placement import Role
 
-Role = Literal["actor", "ref", "critic", "reward_model"]
+__all__ = ["Role", "RoleCalls", "RoleGroup"]
 
 
 class RoleGroup(Protocol):
@@ -48,10 +53,62 @@ class RoleGroup(Protocol):
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
         """Offer the weights as `version`, straight from rank 0 to the weight store."""
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        """Begin: returns once training may go on."""
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        """Begin: returns once training may go on. See `BaseEngine.save`."""
 
     async def finish_checkpoint(self) -> None:
         """Wait until it is written."""
 
     async def load_checkpoint(self, directory: Path) -> None: ...
+
+    async def step(self) -> int:
+        """Optimizer steps taken, over resumes."""
+
+
+class RoleCalls(ABC):
+    """`RoleGroup` in terms of one `call`: a method of `trainer.worker.TrainingWorker` by name, with its arguments."""
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+    @abstractmethod
+    async def publish(self, version: int, step: int, *, validate: bool) -> Publication: ...
+
+    async def set_loss_fn(self, loss: Loss) -> None:
+        await self.call("set_loss_fn", loss)
+
+    async def plan(self, total_steps: int) -> None:
+        await self.call("plan", total_steps)
+
+    async def train_batch(self, batch: TensorDict) -> Metrics:
+        return await self.call("train_batch", batch)
+
+    async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
+        return await self.call("train_mini_batch", batch, mini_batches)
+
+    async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
+        return await self.call("infer_batch", batch, adapters=adapters)
+
+    async def forward_backward(self, batch: TensorDict) -> Metrics:
+        return await self.call("forward_backward", batch)
+
+    async def optim_step(self) -> Metrics:
+        return await self.call("optim_step")
+
+    async def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        await self.call("to", device, model=model, optimizer=optimizer, grad=grad)
+
+    async def reset(self) -> None:
+        await self.call("reset")
+
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        await self.call("save_checkpoint", directory, hf=hf)
+
+    async def finish_checkpoint(self) -> None:
+        await self.call("finish_checkpoint")
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        await self.call("load_checkpoint", directory)
+
+    async def step(self) -> int:
+        return await self.call("step")

@@ -1,153 +1,206 @@
-"""One training process behind `ports.TrainingWorker`: rows in, one optimizer step and its metrics out."""
+"""One rank of a role: an engine behind calls that a group of any kind can make.
+
+Every rank of the role makes the same calls in the same order, with its own rows (`trainer.dispatch` says which). All
+calls block. `python`, `torchrun` and Ray ranks use it alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
+import torch.distributed
 from numpy.typing import NDArray
-from torch import Tensor
+from tensordict import TensorDict
 
-from asyncrl.config.schema import Config
-from asyncrl.failures import DataError
-from asyncrl.ports import Metrics, TrainRow
-from trainer.algorithms.kl import kl_loss
-from trainer.algorithms.losses import clipped_policy_loss, mismatch_kl
-from trainer.batching import check_row, input_length, loss_weights, pack, split
-from trainer.engine.local import LocalEngine
-from trainer.engine.state import export_weights, load_engine, save_engine
+from asyncrl.failures import BugError, DataError
+from asyncrl.ports import Metrics
+from trainer.dispatch import dispatched
+from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss
+from trainer.engine.dist import guarded
+from trainer.engine.registry import EngineRegistry
+from trainer.placement import RolePlan
 
-SUMS = (
-    "actor/loss",
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "actor/entropy",
-    "actor/ratio_mean",
-    "actor/clip_fraction",
-    "rollout/mismatch_kl",
-)
+NEEDED = ("input_ids", "prompt_lens", "response_lens", "response_mask", "loss_mask")
 
 
-class LocalTrainingWorker:
-    """`ports.TrainingWorker` on `LocalEngine`. Blocking, one call at a time.
+class TrainingWorker:
+    """See the head of this file.
 
-    Args:
-        config: of the run.
-
-    Raises:
-        ConfigError: see `LocalEngine`.
+    Raises (on construction):
+        ConfigError: see `EngineRegistry.new`.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.engine = LocalEngine(config)
-        self._model = config.model
-        self._algorithm = config.algorithm
+    def __init__(self, spec: EngineSpec) -> None:
+        self.engine: BaseEngine = EngineRegistry.new(spec)
+        self._loss: Loss | None = None
+        self._pending_loss = 0.0
+        """Of the `forward_backward` calls since the last step."""
 
+    @property
+    def layout(self) -> Layout:
+        return self.engine.layout
+
+    @dispatched("rank_zero")
+    def step(self) -> int:
+        """Optimizer steps taken, over resumes."""
+        return self.engine.step
+
+    @dispatched("all")
+    def reset(self) -> None:
+        """Back to the model files, with a fresh optimizer, step 0."""
+        self._pending_loss = 0.0
+        self.engine.reset()
+
+    @dispatched("all")
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move what is named to `device`, `cpu` or `cuda`; the next batch moves it back as needed."""
+        self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
+
+    @dispatched("all")
+    def set_loss_fn(self, loss: Loss) -> None:
+        self._loss = loss
+
+    @dispatched("all")
     def plan(self, total_steps: int) -> None:
-        """Before the first step: how many the whole run has, which is where the learning rate's decay ends."""
-        self.engine.total_steps = total_steps
+        """Before the first step: how many there will be, which is where the learning rate's decay ends."""
+        self.engine.plan(total_steps)
 
-    def train_mini_batch(self, rows: Sequence[TrainRow]) -> Metrics:
-        """One optimizer step. Rows without a trained token are left out of every mean.
+    @dispatched("mini_batches")
+    def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
+        """One optimizer step for each list of row numbers, in order.
+
+        Raises (on every rank):
+            DataError: a batch without the keys it takes, or a mini-batch without a trained token on any rank; no step
+                was taken.
+            DivergenceError: loss or gradient not finite; the steps before that one were taken.
+        """
+        parts = [batch[torch.tensor(list(rows), dtype=torch.int64)] for rows in mini_batches]
+        self._check(batch, parts)
+        return [self._train(part) for part in parts]
+
+    @dispatched("rows")
+    def train_batch(self, batch: TensorDict) -> Metrics:
+        """One optimizer step on all rows: `loss`, the loss's own figures, `tokens`, `grad_norm`, `lr`, of all ranks."""
+        self._check(batch, [batch])
+        return self._train(batch)
+
+    @dispatched("rows")
+    def forward_backward(self, batch: TensorDict) -> Metrics:
+        """Add this batch's gradient to what `optim_step` will apply. Denominators are this batch's own."""
+        self._check(batch, [batch])
+        return self._accumulate(batch)
+
+    @dispatched("all")
+    def optim_step(self) -> Metrics:
+        """Apply what has accumulated: `grad_norm`, `lr`.
 
         Raises:
-            DataError: a malformed row, or no trained token at all.
-            DivergenceError: loss or gradient not finite; no step was taken.
+            DivergenceError: loss or gradient not finite; no step was taken, and the gradient is forgotten.
         """
-        self._check(rows)
-        rows = [row for row in rows if row.response_mask.any()]
-        if not rows:
-            raise DataError(
-                "a mini-batch without a single trained token: response_mask is 0 everywhere; no step was taken"
-            )
-        trained = [int(row.response_mask.sum()) for row in rows]
-        weights = loss_weights(trained, self._algorithm.loss_agg_mode)
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.engine.device)
-        for needs_grad, group in self._by_gradient(rows):
-            for numbers in self._split([rows[number] for number in group]):
-                chosen = [group[number] for number in numbers]
-                sums += self._micro_batch([rows[i] for i in chosen], weights[chosen], 1.0 / sum(trained), needs_grad)
-        metrics = dict(zip(SUMS, sums.tolist(), strict=True))
-        outcome = self.engine.optimizer_step(metrics["actor/loss"])
-        return metrics | {"actor/grad_norm": outcome.grad_norm, "actor/lr": outcome.lr}
+        loss, self._pending_loss = self._pending_loss, 0.0
+        outcome = self.engine.optim_step(loss)
+        return {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
 
-    def infer_batch(self, rows: Sequence[TrainRow]) -> list[NDArray[np.float32]]:
-        """Current policy's log-probs of all response tokens, masked ones too: float32 `[L]` a row."""
-        self._check(rows)
-        results: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(rows)
-        for numbers in self._split(rows):
-            chosen = [rows[number] for number in numbers]
-            scores = self.engine.infer(pack(chosen, [np.ones(len(row.response_ids), np.bool_) for row in chosen]))
-            ends = np.cumsum([len(row.response_ids) for row in chosen])[:-1]
-            for number, log_probs in zip(numbers, np.split(scores.log_probs.cpu().numpy(), ends), strict=True):
-                results[number] = log_probs
-        return results
+    @dispatched("rows", collect="rows")
+    def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
+        """Forward only: see `BaseEngine.infer`. `adapters=False`: the model without its LoRA adapters.
 
-    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """See `export_weights`: on CPU in float32 these are views, valid until the next `train_mini_batch`."""
-        return export_weights(self.engine, dtype)
+        Raises:
+            ConfigError: there are no adapters to switch off.
+        """
+        self._check(batch, [])
+        with nullcontext() if adapters else self.engine.adapters_off():
+            return self.engine.infer(batch)
 
-    def save_checkpoint(self, directory: Path) -> None:
-        save_engine(self.engine, directory, self._model)
+    @dispatched("all")
+    def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        """Begin; training may go on when this returns. See `BaseEngine.save`."""
+        self.engine.save(directory, hf=hf)
 
+    @dispatched("all")
+    def finish_checkpoint(self) -> None:
+        """Wait until it is written.
+
+        Raises:
+            InfraError: it could not be.
+        """
+        self.engine.finish_save()
+
+    @dispatched("all")
     def load_checkpoint(self, directory: Path) -> None:
-        load_engine(self.engine, directory)
+        """See `BaseEngine.load`."""
+        self.engine.load(directory)
 
-    def _micro_batch(
-        self, rows: Sequence[TrainRow], weights: NDArray[np.float64], token_share: float, needs_grad: bool
-    ) -> Tensor:
-        """Forward, and backward if asked; returns this part of `SUMS`, float64."""
-        masks = [row.response_mask for row in rows]
-        batch = pack(rows, masks)
-        rollout_log_probs = self._trained_tokens([row.rollout_log_probs for row in rows], masks)
-        advantages = self._trained_tokens([row.advantages for row in rows], masks)
-        weight = self._to_device(np.repeat(weights, [int(mask.sum()) for mask in masks]).astype(np.float32))
-        reference = self.engine.reference_log_probs(batch)
-        with torch.set_grad_enabled(needs_grad):
-            log_probs, entropy = self.engine.policy.score(batch)
-            policy = clipped_policy_loss(
-                log_probs,
-                rollout_log_probs,
-                advantages,
-                clip_ratio_low=self._algorithm.clip_ratio_low,
-                clip_ratio_high=self._algorithm.clip_ratio_high,
-            )
-            pg_loss = (policy.loss * weight).sum()
-            divergence = torch.zeros_like(pg_loss)
-            if reference is not None:
-                divergence = (kl_loss(log_probs, reference, self._algorithm.kl_loss_type) * weight).sum()
-            loss = pg_loss + self._algorithm.kl_loss_coef * divergence
-        if needs_grad:
-            loss.backward()
-        mismatch = mismatch_kl(log_probs.detach(), rollout_log_probs)
-        per_token = torch.stack([entropy, policy.ratio, policy.clipped.float(), mismatch])
-        parts = torch.stack([loss, pg_loss, divergence]).detach()
-        return torch.cat([parts.double(), per_token.double().sum(dim=1) * token_share])
+    def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
+        """Collective. Of rank 0 the whole weights by Hugging Face names, bfloat16 as its bits in uint16; else empty.
 
-    def _by_gradient(self, rows: Sequence[TrainRow]) -> list[tuple[bool, list[int]]]:
-        """Row numbers with and without a gradient.
-
-        Without a KL loss a row whose advantages are all 0 has a gradient of exactly 0: its backward pass is not run.
+        On CPU these may be the live weights: use them before the next call.
         """
-        learns = [self.engine.reference is not None or bool(row.advantages[row.response_mask].any()) for row in rows]
-        return [(flag, [i for i, learn in enumerate(learns) if learn is flag]) for flag in (True, False)]
+        keep = self.layout.rank == 0
+        whole = {name: tensor for name, tensor in self.engine.weights(dtype) if keep}
+        bits = torch.uint16 if dtype == "bfloat16" else None
+        return {name: (tensor.view(bits) if bits else tensor).numpy() for name, tensor in whole.items()}
 
-    def _split(self, rows: Sequence[TrainRow]) -> list[list[int]]:
-        return split(
-            [input_length(row) for row in rows],
-            max_tokens=self.engine.micro_batch_tokens,
-            overhead_tokens=self.engine.overhead_tokens,
-        )
+    def close(self) -> None:
+        self.engine.close()
 
-    def _check(self, rows: Sequence[TrainRow]) -> None:
-        for row in rows:
-            check_row(row, vocab_size=self.engine.policy.vocab_size)
+    def _train(self, batch: TensorDict) -> Metrics:
+        return self._accumulate(batch) | self.optim_step()
 
-    def _trained_tokens(self, values: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> Tensor:
-        return self._to_device(np.concatenate([value[mask] for value, mask in zip(values, masks, strict=True)]))
+    def _accumulate(self, batch: TensorDict) -> Metrics:
+        if self._loss is None:
+            raise BugError("a worker was asked to train before set_loss_fn")
+        try:
+            metrics = self.engine.forward_backward(batch, self._loss)
+        except BaseException:
+            # A part of this gradient must not find its way into a later step.
+            self.engine.zero_grad()
+            self._pending_loss = 0.0
+            raise
+        self._pending_loss += metrics["loss"]
+        return metrics
 
-    def _to_device(self, values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values).to(self.engine.device)
+    def _check(self, batch: TensorDict, steps: Sequence[TensorDict]) -> None:
+        """Refuse on every rank what is bad on any, before one of them is left alone in a collective operation."""
+        missing = [key for key in NEEDED if key not in batch]
+        problem = f"a batch lacks {', '.join(missing)}" if missing else ""
+        if not problem and len(batch) == 0:
+            problem = "a batch without rows"
+        counts = [] if problem else [int(part["loss_mask"].sum()) for part in steps]
+        views = self._views_of_all((problem, counts))
+        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(views) if text]
+        if not problems and len({len(counted) for _, counted in views}) > 1:
+            problems = ["ranks were given different numbers of mini-batches"]
+        if problems:
+            raise DataError(f"{problems[0]}; nothing was computed. `trainer.tensors` says what a batch holds")
+        for number in range(len(steps)):
+            if not sum(counts[number] for _, counts in views):
+                which = f"mini-batch {number}" if len(steps) > 1 else "a batch"
+                raise DataError(
+                    f"{which} without a single trained token: loss_mask is False everywhere; no step was taken"
+                )
+
+    def _views_of_all(self, view: tuple[str, list[int]]) -> list[tuple[str, list[int]]]:
+        if self.layout.world_size == 1:
+            return [view]
+        views: list[Any] = [None] * self.layout.world_size
+        with guarded("comparing batches"):
+            torch.distributed.all_gather_object(views, view)
+        return views
+
+
+def engine_spec(plan: RolePlan, *, collective_s: float) -> EngineSpec:
+    """What a role's engine is made from."""
+    return EngineSpec(
+        model_type=plan.model_type,
+        model=plan.model,
+        engine=plan.engine,
+        optim=plan.optim,
+        temperature=plan.temperature,
+        seed=plan.seed,
+        collective_s=collective_s,
+    )

@@ -1,0 +1,65 @@
+"""A role in this process: for tests, benchmarks and scripts under `python` or `torchrun`."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import anyio
+
+from asyncrl.config.schema import Dtype
+from asyncrl.ports import Publication, WeightPublisher
+from trainer.engine.base import EngineSpec, Layout
+from trainer.placement import Role
+from trainer.rank import Answer, Rank
+from trainer.roles import RoleCalls
+
+
+class InlineGroup(RoleCalls):
+    """`RoleGroup` of one worker on a thread of this process. `await InlineGroup.start(spec)` makes one.
+
+    Under torchrun every process has one, and gives it its own rows.
+    """
+
+    def __init__(self, rank: Rank, role: Role, layout: Layout, weights_dtype: Dtype) -> None:
+        self._rank = rank
+        self._role: Role = role
+        self._weights_dtype = weights_dtype
+        self.layout = layout
+
+    @classmethod
+    async def start(
+        cls,
+        spec: EngineSpec,
+        *,
+        role: Role = "actor",
+        publisher: WeightPublisher | None = None,
+        weights_dtype: Dtype = "float32",
+    ) -> Self:
+        """Load the model.
+
+        Args:
+            publisher: where `publish` puts weights, in `weights_dtype`.
+
+        Raises:
+            ConfigError: see `EngineRegistry.new`.
+        """
+        rank = Rank(publisher)
+        layouts = _value(await rank.load({role: spec}))
+        return cls(rank, role, layouts[role], weights_dtype)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _value(await self._rank.call(self._role, method, args, kwargs))
+
+    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+        return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
+
+    async def close(self) -> None:
+        """Give up the engine and its thread, once what runs has ended."""
+        with anyio.CancelScope(shield=True):
+            await self._rank.close()
+
+
+def _value(answer: Answer) -> Any:
+    if answer.error is not None:
+        raise answer.error
+    return answer.value

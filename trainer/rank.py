@@ -1,0 +1,183 @@
+"""One process of a group: the workers of the roles placed there, on one thread, and what became of each call.
+
+Nothing here knows Ray: `trainer.group` puts a `Rank` into an actor, `trainer.inline` keeps one in the caller's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import anyio
+import torch
+import torch.distributed as dist
+
+from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.ports import Publication, WeightPublisher
+from trainer.engine.base import EngineSpec, Layout
+from trainer.engine.dist import BACKENDS, guarded, leave
+from trainer.placement import Role
+from trainer.worker import TrainingWorker
+
+T = TypeVar("T")
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of a group find each other."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+
+class Answer(NamedTuple):
+    """What became of a call. A failure is a value: it reaches the caller as it is, whatever the transport."""
+
+    value: Any
+    error: AsyncRLError | None
+
+
+class Rank:
+    """Calls run one at a time, in the order in which they come; `status` answers beside them.
+
+    Args:
+        publisher: where `publish` of rank 0 puts weights.
+    """
+
+    def __init__(self, publisher: WeightPublisher | None = None) -> None:
+        # One thread for good: torch keeps the number of threads, the current GPU and more by thread.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._publisher = publisher
+        self._workers: dict[Role, TrainingWorker] = {}
+        self._store: dist.TCPStore | None = None
+        self._meeting = Meeting(0, 1, "", 0)
+        self._doing = ""
+        self._since = time.monotonic()
+
+    async def host(self, host: str, timeout_s: float) -> Answer:
+        """Rank 0: open the place to meet at `host`, an address of this machine; answers with its port.
+
+        The store takes a port itself and keeps it: one that is merely found to be free may be taken by others.
+        """
+
+        def open_store() -> int:
+            self._store = dist.TCPStore(
+                host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+            return self._store.port
+
+        return await self._answer("opening the meeting place", open_store)
+
+    async def join(self, meeting: Meeting, device: Literal["cpu", "cuda"], timeout_s: float) -> Answer:
+        """Be in a process group with the others; `timeout_s` bounds this and every collective operation."""
+        self._meeting = meeting
+        return await self._answer("joining the group", _join, meeting, self._store, device, timeout_s)
+
+    async def load(self, specs: Mapping[Role, EngineSpec]) -> Answer:
+        """Make the roles' workers, one after the other; answers with `{role: Layout}`. Collective."""
+
+        def make() -> dict[Role, Layout]:
+            for role, spec in specs.items():
+                with guarded(f"loading {role}"):
+                    self._workers[role] = TrainingWorker(spec)
+            return {role: worker.layout for role, worker in self._workers.items()}
+
+        return await self._answer("loading", make)
+
+    async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
+        """Call a method of the role's worker."""
+        worker = self._workers[role]
+        return await self._answer(f"{role}.{method}", lambda: getattr(worker, method)(*args, **kwargs))
+
+    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Answer:
+        """Collect the role's weights on rank 0, which offers them as `version` and answers with the `Publication`."""
+        collected = await self._answer(f"{role}.weights", self._workers[role].weights, dtype)
+        if collected.error is not None or self._workers[role].layout.rank != 0:
+            return collected._replace(value=None)
+        try:
+            return Answer(await self._offer(version, step, collected.value, validate), None)
+        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
+            return Answer(None, typed(error, f"publishing version {version}"))
+
+    async def status(self) -> dict[str, Any]:
+        """`rank`, `pid`, `doing` (empty: nothing) and since when, `for_s`."""
+        return {
+            "rank": self._meeting.rank,
+            "pid": os.getpid(),
+            "doing": self._doing,
+            "for_s": time.monotonic() - self._since,
+        }
+
+    async def close(self) -> None:
+        """Leave the process group and end the thread."""
+
+        def end() -> None:
+            for worker in self._workers.values():
+                worker.close()
+            if self._store is not None or self._meeting.world_size > 1:
+                leave()
+
+        await self._answer("closing", end)
+        self._thread.shutdown(wait=False)
+
+    async def _offer(self, version: int, step: int, tensors: Mapping[str, Any], validate: bool) -> Publication:
+        if self._publisher is None:
+            raise BugError("a rank without a publisher was asked to publish")
+        return await self._publisher.publish(version, step, tensors, validate=validate)
+
+    async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
+        try:
+            return Answer(await self._run(what, function, *args), None)
+        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
+            return Answer(None, typed(error, what))
+
+    async def _run(self, what: str, function: Callable[..., T], *args: Any) -> T:
+        """On the thread. A call that was cancelled is waited for all the same: a model has one user at a time."""
+
+        def run() -> T:
+            self._doing, self._since = what, time.monotonic()
+            try:
+                with guarded(what):
+                    return function(*args)
+            finally:
+                self._doing, self._since = "", time.monotonic()
+
+        with anyio.CancelScope(shield=True):
+            return await asyncio.wrap_future(self._thread.submit(run))
+
+
+def typed(error: Exception, what: str) -> AsyncRLError:
+    """The failure as one of ours, its traceback as text."""
+    if isinstance(error, AsyncRLError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return InfraError.wrap(
+            f"{what}: out of GPU memory; lower ppo_max_token_len, or use gradient_checkpointing, param_offload, "
+            "optimizer_offload or more ranks",
+            error,
+        )
+    return BugError.wrap(f"{what} failed: {type(error).__name__}: {error}", error)
+
+
+def _join(meeting: Meeting, store: dist.TCPStore | None, device: Literal["cpu", "cuda"], timeout_s: float) -> None:
+    limit = timedelta(seconds=timeout_s)
+    try:
+        if store is None:
+            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(
+            BACKENDS[device], store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
+        )
+    except RuntimeError as error:
+        raise DeadlineError.wrap(
+            f"rank {meeting.rank} of {meeting.world_size} found no process group at {meeting.host}:{meeting.port} "
+            f"within {timeout_s:g} s; look for a rank that did not start, or raise timeouts.collective_s",
+            error,
+        ) from None
