@@ -1,61 +1,89 @@
-"""Rows → micro-batches. Pure numpy: which rows go together, how they are laid out, what each token weighs."""
+"""Which rows go together: mini-batches of whole samples, micro-batches within a token budget, shares of equal cost.
+
+Pure numpy: it sees row numbers and lengths, never tokens.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.failures import DataError
-from asyncrl.ports import TrainRow
+QUADRATIC_COST = 1 / 12288
+"""What L² costs against L in a row of L tokens. Of a layer of hidden size h, dense parts take 24h² operations a token
+and causal attention 2hL: L / 12h of them; this is h = 1024."""
 
-AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
+def mini_batches(groups: Sequence[int], *, size: int, epochs: int = 1, seed: int = 0) -> list[list[int]]:
+    """Row numbers of each optimizer step: `size` whole samples each, the last one of an epoch perhaps fewer.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """Rows laid out for one forward pass: `B` rows padded on the right to `T`, `N` tokens to score.
+    The first epoch takes samples in their order, later ones in an order drawn from `seed`; every epoch gives the same
+    number of mini-batches.
 
-    Causal attention never looks right, so padding needs no attention mask.
+    Args:
+        groups: each row's sample (`groups` of `trainer.tensors`).
     """
-
-    input_ids: NDArray[np.int64]
-    """`[B, T]`: prompt and response without its last token, which predicts nothing; padded with 0."""
-    positions: NDArray[np.int64]
-    """`[N]`: flat index into `B·T` of the position that predicts each scored token."""
-    targets: NDArray[np.int64]
-    """`[N]`: the scored tokens."""
-
-
-def pack(rows: Sequence[TrainRow], selected: Sequence[NDArray[np.bool_]]) -> MicroBatch:
-    """Lay out `rows`; `selected[i]`, bool `[L]`, says which response tokens of row i are scored."""
-    width = max(input_length(row) for row in rows)
-    input_ids = np.zeros((len(rows), width), dtype=np.int64)
-    positions, targets = [], []
-    for number, (row, chosen) in enumerate(zip(rows, selected, strict=True)):
-        prompt = len(row.prompt_ids)
-        input_ids[number, :prompt] = row.prompt_ids
-        input_ids[number, prompt : input_length(row)] = row.response_ids[:-1]
-        offsets = np.flatnonzero(chosen)
-        positions.append(number * width + prompt - 1 + offsets)
-        targets.append(row.response_ids[offsets].astype(np.int64))
-    return MicroBatch(input_ids, np.concatenate(positions), np.concatenate(targets))
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(int(group), []).append(row)
+    order, rng = np.array(list(rows_of), dtype=np.int64), np.random.default_rng(seed)
+    batches = []
+    for epoch in range(epochs):
+        if epoch:
+            order = rng.permutation(order)
+        for first in range(0, len(order), size):
+            batches.append([row for group in order[first : first + size] for row in rows_of[int(group)]])
+    return batches
 
 
-def input_length(row: TrainRow) -> int:
-    """Positions the model has to compute for `row`."""
-    return len(row.prompt_ids) + len(row.response_ids) - 1
+def split(
+    lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int, num_parts: int | None = None, packed: bool
+) -> list[list[int]]:
+    """Group row numbers into micro-batches of at most `max_tokens` tokens; a longer row is one of its own.
 
-
-def split(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int) -> list[list[int]]:
-    """Group row numbers into micro-batches of at most `max_tokens` tokens, padding included; the longest rows first.
-
-    Rows are sorted by length and cut where padding plus `overhead_tokens` per micro-batch (what one pass costs beyond
-    its tokens) is least: shortest path over the cuts. A row longer than `max_tokens` is a micro-batch of its own.
+    Args:
+        lengths: positions to compute for each row, at least 1.
+        overhead_tokens: what one pass costs beyond its tokens, in tokens. It decides how finely padded rows are cut.
+        num_parts: at least so many, as far as there are rows, because other ranks have as many; None: as few as is best.
+        packed: sequences lie one after another, so that parts are balanced by cost; else rows are padded to the longest
+            of their micro-batch, so that rows of like length go together.
     """
+    if packed:
+        parts = _balanced_within(lengths, max_tokens, num_parts or 1)
+    else:
+        parts = _cheapest_cuts(lengths, max_tokens, overhead_tokens)
+    return _at_least(parts, num_parts or 1, lengths)
+
+
+def balance(lengths: Sequence[int], num_parts: int, *, quadratic: float = QUADRATIC_COST) -> list[list[int]]:
+    """Share rows out into `num_parts` parts of like cost; with at least as many rows as parts none is empty.
+
+    A row of `L` tokens costs `L + quadratic * L²`. Largest differencing method (Karmarkar and Karp 1982): the two most
+    uneven partial partitions are joined, heavy parts of one with light parts of the other. Deterministic; rows of a part
+    are in ascending order, parts in the order of their first row.
+    """
+    costs = np.asarray(lengths, dtype=np.float64)
+    costs = costs + quadratic * costs**2
+    # A heap entry is one partition: (-spread, first row, parts as (cost, rows), heaviest first).
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for row, cost in enumerate(costs.tolist()):
+        heap.append((-cost, row, [(cost, [row])] + [(0.0, [])] * (num_parts - 1)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first, left = heapq.heappop(heap)
+        _, second, right = heapq.heappop(heap)
+        joined = [(a + b, rows + more) for (a, rows), (b, more) in zip(left, reversed(right), strict=True)]
+        joined.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
+    parts = [sorted(rows) for _, rows in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+    return sorted(parts, key=lambda rows: rows or [len(costs)])
+
+
+def _cheapest_cuts(lengths: Sequence[int], max_tokens: int, overhead_tokens: int) -> list[list[int]]:
+    """Rows sorted by length, the longest first, cut where padding and overhead are least: shortest path over the cuts."""
     order = np.argsort(np.asarray(lengths), kind="stable")
     ordered = np.asarray(lengths)[order]
     best = np.zeros(len(order) + 1)
@@ -75,47 +103,37 @@ def split(lengths: Sequence[int], *, max_tokens: int, overhead_tokens: int) -> l
     return groups
 
 
-def loss_weights(trained_tokens: Sequence[int], mode: AggMode) -> NDArray[np.float64]:
-    """What one token of each row weighs in the mini-batch's loss, so that the loss is a plain weighted sum.
+def _balanced_within(lengths: Sequence[int], max_tokens: int, num_parts: int) -> list[list[int]]:
+    """The fewest balanced parts, at least `num_parts`, of which none is over the budget; the largest first."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    over = [int(row) for row in np.flatnonzero(tokens >= max_tokens)]
+    rest = [int(row) for row in np.flatnonzero(tokens < max_tokens)]
+    parts = [[row] for row in over]
+    if rest:
+        kept = tokens[rest]
+        count = min(len(rest), max(num_parts - len(over), -(-int(kept.sum()) // max_tokens), 1))
+        shares = balance(kept.tolist(), count)
+        while max(int(kept[share].sum()) for share in shares) > max_tokens:
+            count += 1
+            shares = balance(kept.tolist(), count)
+        parts += [[rest[index] for index in share] for share in shares]
+    return sorted(parts, key=lambda part: -int(tokens[part].sum()))
 
-    Args:
-        trained_tokens: per row of the whole mini-batch, its number of trained tokens, all > 0. Because denominators
-            span the mini-batch, the loss does not depend on how it is cut into micro-batches.
-        mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over rows of the row's token mean;
-            `seq-mean-token-sum`: mean over rows of the row's token sum.
-    """
-    tokens = np.asarray(trained_tokens, dtype=np.float64)
-    if mode == "token-mean":
-        return np.full(len(tokens), 1.0 / tokens.sum())
-    if mode == "seq-mean-token-mean":
-        return 1.0 / (len(tokens) * tokens)
-    return np.full(len(tokens), 1.0 / len(tokens))
+
+def _at_least(parts: list[list[int]], num_parts: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Halve the largest part that has two rows until there are `num_parts`, or no part has two."""
+    parts = list(parts)
+    while len(parts) < num_parts:
+        sizes = [_width(part, lengths) * (len(part) > 1) for part in parts]
+        largest = int(np.argmax(sizes)) if sizes else 0
+        if not sizes or sizes[largest] == 0:
+            break
+        rows = parts[largest]
+        edges = [0, len(rows) // 2, len(rows)]
+        parts[largest : largest + 1] = [rows[start:end] for start, end in pairwise(edges)]
+    return parts
 
 
-def check_row(row: TrainRow, *, vocab_size: int) -> None:
-    """Refuse what would train on nonsense or crash in the model.
-
-    Raises:
-        DataError: empty prompt or response, arrays of unequal length, a token id outside the vocabulary, or a
-            behaviour log-prob or advantage of a trained token that is not finite.
-    """
-    length = len(row.response_ids)
-    problem = ""
-    if len(row.prompt_ids) == 0 or length == 0:
-        problem = f"prompt of {len(row.prompt_ids)} and response of {length} tokens; both need at least one"
-    elif {len(row.response_mask), len(row.rollout_log_probs), len(row.advantages)} != {length}:
-        problem = (
-            f"{length} response tokens but mask, rollout_log_probs and advantages of "
-            f"{len(row.response_mask)}, {len(row.rollout_log_probs)} and {len(row.advantages)}"
-        )
-    else:
-        low = int(min(row.prompt_ids.min(), row.response_ids.min()))
-        high = int(max(row.prompt_ids.max(), row.response_ids.max()))
-        if low < 0 or high >= vocab_size:
-            problem = f"token id {low if low < 0 else high} outside the model's vocabulary of {vocab_size}"
-        elif not np.all(np.isfinite(row.rollout_log_probs[row.response_mask])):
-            problem = "a behaviour log-prob that is not finite: its probability ratio would be 0 or infinite"
-        elif not np.all(np.isfinite(row.advantages[row.response_mask])):
-            problem = "an advantage that is not finite"
-    if problem:
-        raise DataError(f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.")
+def _width(part: Sequence[int], lengths: Sequence[int]) -> int:
+    chosen: NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)[list(part)]
+    return int(chosen.max()) * len(part)

@@ -1,0 +1,142 @@
+"""Rows of a batch → one forward pass and back: padded rows, or all sequences one after another without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from trainer.engine.base import AggMode, Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Some rows of a batch laid out for one forward pass, on CPU.
+
+    Padded: `B` rows padded on the right to `T`. Causal attention never looks right, so padding needs no mask. Packed:
+    one row of `T` positions; attention has to keep the sequences apart (`trainer.engine.attention`).
+    """
+
+    input_ids: Tensor
+    """int64 `[B, T]`, packed `[1, T]`."""
+    position_ids: Tensor | None
+    """Packed: int64 `[1, T]`, from 0 in each sequence. Padded: None."""
+    lengths: tuple[int, ...]
+    """Packed: positions of each sequence, of a filler at the end too. Padded: empty."""
+    positions: Tensor
+    """int64 `[N]`, ascending: flat index into `B·T` of the position that each score is read from."""
+    targets: Tensor
+    """int64 `[N]`: the scored tokens."""
+    rows: Tensor
+    """int64 `[rows]`: numbers of these rows in the batch."""
+    row: Tensor
+    """int64 `[N]`: each scored token's row, as an index into `rows`."""
+    offset: Tensor
+    """int64 `[N]`: each scored token's place in its response."""
+
+
+def lay_out(
+    batch: TensorDict, rows: Sequence[int], mask: Tensor, *, packed: bool = False, multiple: int = 1
+) -> MicroBatch:
+    """Score response tokens: each is read from the position before it, so that the last token is not computed.
+
+    Args:
+        batch: see `trainer.tensors`.
+        rows: row numbers, at least one.
+        mask: bool `[B, R]` over the whole batch: which response tokens are scored; False beyond a response.
+        packed: without padding, but for a filler that makes `T` a multiple of `multiple`.
+    """
+    chosen = torch.as_tensor(rows, dtype=torch.int64)
+    prompts, responses = batch["prompt_lens"][chosen], batch["response_lens"][chosen]
+    row, offset = mask[chosen].nonzero(as_tuple=True)
+    return _lay_out(
+        batch["input_ids"][chosen], prompts + responses - 1, chosen, row, offset, prompts, -1, packed, multiple
+    )
+
+
+def lay_out_ends(batch: TensorDict, rows: Sequence[int], *, packed: bool = False, multiple: int = 1) -> MicroBatch:
+    """Score whole responses: one score a row, read from the last token's own position."""
+    chosen = torch.as_tensor(rows, dtype=torch.int64)
+    prompts, responses = batch["prompt_lens"][chosen], batch["response_lens"][chosen]
+    row = torch.arange(len(chosen))
+    return _lay_out(
+        batch["input_ids"][chosen], prompts + responses, chosen, row, responses - 1, prompts, 0, packed, multiple
+    )
+
+
+def unpack(values: Tensor, micro: MicroBatch, width: int) -> Tensor:
+    """Scores `[N]` → `[rows, width]`, the response tokens of the micro-batch's rows; 0 where nothing was scored."""
+    result = values.new_zeros(len(micro.rows), width)
+    result[micro.row.to(values.device), micro.offset.to(values.device)] = values
+    return result
+
+
+def select_tokens(
+    batch: TensorDict, micro: MicroBatch, weights: Tensor, *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tokens:
+    """What a loss sees of the scored tokens.
+
+    Args:
+        weights: `[B]`: what each token of a row weighs, see `token_weights`.
+        dtype: of the weights; float64 in comparisons.
+    """
+    numbers = micro.rows[micro.row]
+    fields = {
+        key: value[numbers, micro.offset].to(device)
+        for key, value in batch.items()
+        if value.ndim == 2 and value.is_floating_point()
+    }
+    return Tokens(fields, weights[numbers].to(device, dtype), micro.row.to(device), len(micro.rows))
+
+
+def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggMode, scale: float) -> Tensor:
+    """What one trained token of each row weighs, so that the loss of an optimizer step is a plain sum. float64 `[B]`.
+
+    Args:
+        totals: trained tokens, and rows with a trained token, of the whole optimizer step over all ranks. Because
+            denominators span the step, the loss does not depend on how it is cut up or laid out.
+        agg_mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over rows of the row's token mean;
+            `seq-mean-token-sum`: mean over rows of the row's token sum; `seq-mean-token-sum-norm`: that, divided by
+            `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
+        scale: tokens.
+    """
+    num_tokens, num_rows = totals
+    trained = batch["loss_mask"].sum(dim=1).double()
+    if agg_mode == "token-mean":
+        return torch.full_like(trained, 1.0 / num_tokens)
+    if agg_mode == "seq-mean-token-mean":
+        return 1.0 / (num_rows * trained.clamp(min=1.0))
+    divisor = num_rows * (scale if agg_mode == "seq-mean-token-sum-norm" else 1.0)
+    return torch.full_like(trained, 1.0 / divisor)
+
+
+def _lay_out(
+    ids: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    row: Tensor,
+    offset: Tensor,
+    prompts: Tensor,
+    shift: int,
+    packed: bool,
+    multiple: int,
+) -> MicroBatch:
+    """`ids` `[rows, T]` of the rows, of which `lengths` positions are computed; `shift`: where a score is read from."""
+    width = int(lengths.max())
+    places = torch.arange(width).expand(len(rows), -1)
+    real = places < lengths[:, None]
+    tokens = torch.where(real, ids[:, :width], 0)
+    targets = ids[row, prompts[row] + offset]
+    if not packed:
+        positions = row * width + prompts[row] + offset + shift
+        return MicroBatch(tokens, None, (), positions, targets, rows, row, offset)
+    starts = lengths.cumsum(0) - lengths
+    positions = starts[row] + prompts[row] + offset + shift
+    filler = -int(lengths.sum()) % multiple
+    input_ids = torch.cat([tokens[real], tokens.new_zeros(filler)])
+    position_ids = torch.cat([places[real], torch.arange(filler)])
+    parts = (*lengths.tolist(), *([filler] if filler else []))
+    return MicroBatch(input_ids[None], position_ids[None], parts, positions, targets, rows, row, offset)

@@ -1,0 +1,203 @@
+"""A model as a function from micro-batches to scores: log-probs and entropies, values, or rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from asyncrl.failures import ConfigError
+from trainer.engine.attention import Packing
+from trainer.engine.base import ModelType, TokenScores
+from trainer.engine.logits import behind_head, score_logits
+from trainer.engine.models import head_of
+from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends
+from trainer.engine.ulysses import KEY, Shard, check_heads, gather_scores
+
+MAX_LOGITS = 2**28
+"""Above so many logits in one pass (1 GiB in float32), they are computed piece by piece and again in the backward pass."""
+
+
+class Scorer:
+    """Wraps a Hugging Face model with a language-model, token-classification or sequence-classification head.
+
+    The head sees only the hidden states of scored positions: a pre-hook picks them, so prompt and padding cost no
+    logits, and whatever the architecture does behind the head (soft caps, scales) still happens.
+
+    Log-probs are those of `softmax(logits / temperature)`: with a sampling temperature the behaviour policy is the
+    tempered one. Top-p, top-k and min-p are not modelled.
+
+    Args:
+        model: the Hugging Face model itself, where hooks go; also inside LoRA or another wrapper.
+        module: what is called: the wrapped model (DDP, FSDP), or `model`.
+        autocast: dtype of the forward pass; None: that of the weights.
+        packed: sequences without padding; only if `attention.enable_packing(model)` said that it can.
+        sp_group: ranks that share each sequence (`trainer.engine.ulysses`); needs `packed`.
+
+    Raises:
+        ConfigError: the model has no head of that type, or the ranks of `sp_group` cannot share its sequences.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        module: nn.Module | None = None,
+        model_type: ModelType,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        temperature: float = 1.0,
+        packed: bool = False,
+        sp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if sp_group is not None:
+            _check_shareable(model, packed, dist.get_world_size(sp_group))
+        self.module = module if module is not None else model
+        self.packed = packed
+        self._model_type = model_type
+        self._device = device
+        self._autocast = autocast
+        self._temperature = temperature
+        self._sp_group = sp_group
+        self._pass: _Pass | None = None
+        if model_type == "language_model":
+            head, self._behind_head = model.get_output_embeddings(), behind_head(model)
+            assert head is not None, "a causal language model has an output head"
+        else:
+            head, self._behind_head = head_of(model), None
+            text = model.config.get_text_config()
+            if text.pad_token_id is None:  # sequence classification asks for one, for a pooling that is not used here
+                text.pad_token_id = 0
+        self._head: nn.Module = head
+        head.register_forward_pre_hook(self._pick_scored)
+        head.register_forward_hook(self._take_scores, prepend=True)  # while FSDP still has the head's weights gathered
+
+    def lay_out(self, batch: TensorDict, rows: Sequence[int], mask: Tensor) -> MicroBatch:
+        """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says."""
+        multiple = dist.get_world_size(self._sp_group) if self._sp_group is not None else 1
+        if self._model_type == "reward_model":
+            return lay_out_ends(batch, rows, packed=self.packed, multiple=multiple)
+        return lay_out(batch, rows, mask, packed=self.packed, multiple=multiple)
+
+    def __call__(self, micro: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        """One forward pass; differentiable unless the caller turned gradients off.
+
+        float32, or float64 where the model is. With sequence parallelism every rank of the group gets all scores, and
+        its backward pass gives its share of the gradient: the sum over the group is the whole (`gather_scores`).
+        """
+        inputs, positions, targets, counts = self._inputs(micro)
+        self._pass = current = _Pass(positions, targets, inputs["input_ids"].shape[:2], entropy_gradient)
+        try:
+            with self._precision():
+                logits = self.module(**inputs, use_cache=False).logits
+        finally:
+            self._pass = None
+        scores = current.scores
+        if scores is None:
+            scores = torch.stack(self._score(logits.squeeze(0), targets, entropy_gradient))
+        elif torch.is_grad_enabled():
+            # FSDP hangs its backward hooks on the module's own output, so the scores have to depend on it
+            scores = scores + 0.0 * logits.sum()
+        if counts is not None and self._sp_group is not None:
+            scores = gather_scores(scores, counts, self._sp_group)
+        log_probs, entropy = scores
+        return TokenScores(log_probs, entropy if entropy_gradient else entropy.detach())
+
+    def _inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor, Tensor, list[int] | None]:
+        """Keyword arguments of the model; this rank's scored positions and targets; how many each rank has."""
+        device, counts = self._device, None
+        ids, places, positions, targets = micro.input_ids, micro.position_ids, micro.positions, micro.targets
+        inputs: dict[str, Any] = {}
+        if places is not None:
+            inputs = Packing(micro.lengths, device, self._sp_group).inputs()
+            if self._sp_group is not None:
+                shard = Shard(ids.shape[1], self._sp_group)
+                ids, places = shard.cut(ids), shard.cut(places)
+                mine, counts = shard.scored(positions)
+                positions, targets = positions[mine] - shard.start, targets[mine]
+            inputs["position_ids"] = places.to(device)
+        return inputs | {"input_ids": ids.to(device)}, positions.to(device), targets.to(device), counts
+
+    def _pick_scored(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before the head: of all hidden states `[B, T, H]` those of scored positions, `[1, N, H]`."""
+        if self._pass is None:  # the model is being called by someone else, for all its logits
+            return inputs
+        hidden = inputs[0].flatten(0, 1).index_select(0, self._pass.positions).unsqueeze(0)
+        if self._in_pieces(hidden):
+            self._pass.hidden = hidden
+            hidden = hidden[:, :0]
+        return (hidden, *inputs[1:])
+
+    def _take_scores(self, _head: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """After the head: keep what would not get through the model's own output, and give that something to work on."""
+        current = self._pass
+        if current is None:
+            return None
+        if self._model_type != "language_model":
+            values = output.squeeze(0).squeeze(-1)
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+            current.scores = torch.stack([values, torch.zeros_like(values)])
+            return output.sum(dim=1, keepdim=True).expand(*current.shape, output.shape[-1])
+        if current.hidden is None:
+            return None
+        current.scores = self._score_in_pieces(current)
+        return current.scores.sum().to(output.dtype).expand(1, 1, 1)
+
+    def _in_pieces(self, hidden: Tensor) -> bool:
+        vocab = getattr(self._head, "out_features", 0)
+        return self._behind_head is not None and hidden.shape[1] * vocab > MAX_LOGITS
+
+    def _score_in_pieces(self, current: _Pass) -> Tensor:
+        """float32 `[2, N]`; logits are dropped after each piece and computed again in the backward pass."""
+        assert current.hidden is not None and self._behind_head is not None
+        size = max(1, MAX_LOGITS // int(self._head.out_features))  # type: ignore[arg-type]
+        pieces = []
+        for hidden, targets in zip(current.hidden.split(size, dim=1), current.targets.split(size), strict=True):
+            pieces.append(
+                checkpoint(self._score_piece, hidden, targets, current.entropy_gradient, use_reentrant=False)
+                if torch.is_grad_enabled()
+                else self._score_piece(hidden, targets, current.entropy_gradient)
+            )
+        return torch.cat(pieces, dim=1)
+
+    def _score_piece(self, hidden: Tensor, targets: Tensor, entropy_gradient: bool) -> Tensor:
+        assert self._behind_head is not None
+        logits = self._behind_head(self._head.forward(hidden)).squeeze(0)  # not by calling it: without its hooks
+        return torch.stack(self._score(logits, targets, entropy_gradient))
+
+    def _score(self, logits: Tensor, targets: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        return score_logits(logits, targets, self._temperature, entropy_gradient=entropy_gradient)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+
+class _Pass:
+    """State of one forward pass, between the hooks and the call."""
+
+    def __init__(self, positions: Tensor, targets: Tensor, shape: torch.Size, entropy_gradient: bool) -> None:
+        self.positions = positions
+        self.targets = targets
+        self.shape = shape
+        """Of the model's input, `[B, T]`."""
+        self.entropy_gradient = entropy_gradient
+        self.hidden: Tensor | None = None
+        """`[1, N, H]`, where logits are computed in pieces."""
+        self.scores: Tensor | None = None
+        """`[2, N]`: log-probs (or values) and entropies, where the hooks have them already."""
+
+
+def _check_shareable(model: PreTrainedModel, packed: bool, size: int) -> None:
+    if not packed:
+        raise ConfigError(
+            f"trainer.{KEY}={size}: ranks share packed sequences only, and {type(model).__name__} runs padded ones here; "
+            f"set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
+        )
+    check_heads(model, size)
