@@ -216,4 +216,4 @@ class BaseEngine(ABC):
 
 def missing_methods(engine: type[BaseEngine]) -> list[str]:
     """Names that `engine` leaves abstract."""
-    return sorted(name for name in dir(engine) if getattr(getattr(engine, name), "__isabstractmethod__", False))
+    return sorted(name for name in dir(engine) if getattr(getattr(engine, name, None), "__isabstractmethod__", False))

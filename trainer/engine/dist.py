@@ -14,18 +14,7 @@ from torch import Tensor
 from asyncrl.failures import ConfigError, InfraError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-BROKEN = (
-    "gloo",
-    "NCCL",
-    "Connection",
-    "connection",
-    "Timed out",
-    "timed out",
-    "Socket",
-    "socket",
-    "Broken pipe",
-    "store",
-)
+BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 """What torch's plain RuntimeErrors of a failed collective say; it has no type of its own for most of them."""
 
 
@@ -101,7 +90,9 @@ def guarded(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if world_size() == 1 or not (isinstance(error, dist.DistError) or any(word in str(error) for word in BROKEN)):
+        if world_size() == 1 or not (
+            isinstance(error, dist.DistError) or any(word in str(error).lower() for word in BROKEN)
+        ):
             raise
         raise InfraError.wrap(
             f"{what}: a collective operation of rank {rank()} of {world_size()} failed: another rank died, or did not "

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -20,6 +21,8 @@ class FsdpEngine(TorchEngine):
     averages: ClassVar[bool] = True
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        if self._alone:
+            return model.to(self.device)
         dtype = self._compute_dtype()
         precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
         return FullyShardedDataParallel(
@@ -27,13 +30,20 @@ class FsdpEngine(TorchEngine):
             auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in decoder_layers(model)}),
             mixed_precision=precision,
             device_id=self.device,
+            # With a mesh, its state dicts are of DTensors, which checkpoints can reshard.
+            device_mesh=init_device_mesh(self.device.type, (self.layout.world_size,)),
             use_orig_params=True,
         )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        if last or self.device.type != "cpu":
+        if last or self._alone or self.device.type != "cpu":
             return nullcontext()
         return self._model.no_sync()
 
-    def _autocast(self) -> None:
-        return None
+    def _autocast(self) -> torch.dtype | None:
+        return self._compute_dtype() if self._alone else None
+
+    @property
+    def _alone(self) -> bool:
+        """FSDP1 does not shard over one rank, and then lacks what it does otherwise; the plain model is used."""
+        return self.layout.world_size == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -13,6 +16,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import EngineConfig
@@ -45,16 +49,16 @@ def load_model(
     kind, name = CLASSES[model_type]
     try:
         source = resolve(path)
-        settings = _settings(source, model_type, trust_remote_code)
-        model, report = kind.from_pretrained(
-            source,
-            config=settings,
-            dtype=dtype,
-            use_safetensors=True,  # never a pickle from disk
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with _quiet():
+            model, report = kind.from_pretrained(
+                source,
+                config=_settings(source, model_type, trust_remote_code),
+                dtype=dtype,
+                use_safetensors=True,  # never a pickle from disk
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError.wrap(
             f"model.path={path}: no {name} could be loaded from there; give a directory in Hugging Face format with "
@@ -109,6 +113,20 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
         ) from None
     # Its fused losses take the whole forward pass over; ours is computed outside of the model.
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no report of what is missing, which is checked here."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
 
 
 def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> PretrainedConfig:

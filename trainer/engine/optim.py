@@ -58,9 +58,9 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def squared_norm(parts: Iterable[Tensor]) -> Tensor:
     """Sum of squares of all elements: scalar, float64."""
     norms = torch._foreach_norm([part for part in parts if part.numel()])
-    return (
-        torch.stack([norm.double() for norm in norms]).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-    )
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:

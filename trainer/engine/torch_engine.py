@@ -1,6 +1,6 @@
 """What the torch backends share: all but how a model is spread over the ranks.
 
-    batch ─ micro-batches of this rank, as many as any rank has ─▶ scores ─▶ loss · weights ─▶ gradient, summed over ranks
+    batch ─ micro-batches of this rank, as many as any rank has ─▶ scores ─▶ loss · weights ─▶ gradient over all ranks
           └ tokens and rows of all ranks ─▶ each token's weight ───────────────┘
 
 Ranks meet in fixed places: the totals of a batch, the number of its micro-batches, the model's own collectives, the
@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
 from asyncrl.config.schema import OptimConfig
 from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError
@@ -134,12 +135,7 @@ class TorchEngine(BaseEngine, abstract=True):
                 parts = gradients(self._model.parameters())
                 norm, all_finite = self._agree(parts, loss)
                 if not all_finite:
-                    optim = self._optim
-                    raise DivergenceError(
-                        f"step {self._step + 1}: loss {loss}, gradient norm {norm}. The step was not taken; the weights "
-                        f"are those of step {self._step}; resume from a checkpoint with a smaller optim.lr "
-                        f"(now {optim.lr:g}) or clip_grad (now {optim.clip_grad:g})"
-                    )
+                    raise self._diverged(loss, norm)
                 rate = learning_rate(self._step + 1, self._total_steps, self._optim)
                 clip_(parts, norm, self._optim.clip_grad)
                 for group in optimizer.param_groups:
@@ -204,6 +200,16 @@ class TorchEngine(BaseEngine, abstract=True):
 
     # ------------------------------------------------------------------------------------------ of a backend
 
+    def _load(self) -> PreTrainedModel:
+        """The model, on CPU, in `_master_dtype`."""
+        spec = self.spec
+        return load_model(
+            spec.model.path,
+            spec.model_type,
+            dtype=self._master_dtype,
+            trust_remote_code=spec.model.trust_remote_code,
+        )
+
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Spread `model`, which is on CPU, over the ranks, each part on `self.device`. Returns what is to be called."""
@@ -233,12 +239,7 @@ class TorchEngine(BaseEngine, abstract=True):
         spec = self.spec
         torch.manual_seed(spec.seed)
         self._step = 0
-        hf = load_model(
-            spec.model.path,
-            spec.model_type,
-            dtype=self._master_dtype,
-            trust_remote_code=spec.model.trust_remote_code,
-        )
+        hf = self._load()
         self._vocab_size = int(hf.get_input_embeddings().weight.shape[0])
         if spec.optim is None:
             hf.requires_grad_(False)
@@ -366,6 +367,13 @@ class TorchEngine(BaseEngine, abstract=True):
         total, num_bad = self._sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan
         return norm, num_bad == 0 and math.isfinite(norm)
+
+    def _diverged(self, loss: float, norm: float) -> DivergenceError:
+        return DivergenceError(
+            f"step {self._step + 1}: loss {loss}, gradient norm {norm}. The step was not taken; the weights are those "
+            f"of step {self._step}; resume from a checkpoint with a smaller trainer.optim.lr (now {self._optim.lr:g}) "
+            f"or clip_grad (now {self._optim.clip_grad:g})"
+        )
 
     def _sum(self, values: Tensor) -> Tensor:
         return dist.all_sum(values) if self.distributed else values
