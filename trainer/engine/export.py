@@ -155,11 +155,9 @@ def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield from _grouped(_own(unwrapped(model), "", set()))
     seen: set[int] = set()
     for name, unit in units.items():
-        with FullyShardedDataParallel.summon_full_params(
-            unit, recurse=False, writeback=False, rank0_only=True, offload_to_cpu=True
-        ):
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             # Copies: the whole tensors lose their memory with the context.
-            weights = [(key, tensor.clone()) for key, tensor in _own(unit, name, seen)]
+            weights = [(key, tensor.to("cpu", copy=True)) for key, tensor in _own(unit, name, seen)]
         yield from _grouped(weights)
 
 

@@ -1,17 +1,18 @@
 """The trained weights and optimizer moments of a live engine under names that don't depend on how it is sharded.
 
 `model.{parameter}` and `optimizer.{parameter}.{moment}`; the parameter's name is that of the unwrapped model. Sharded
-tensors are DTensors (FSDP2) or ShardedTensors (FSDP).
+tensors are DTensors.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -114,7 +115,7 @@ class _PlainState(LiveState):
 
 
 class _FlatState(LiveState):
-    """FSDP with flat parameters: torch's own functions know what is where."""
+    """FSDP keeps flat parameters; torch's own functions know what is where; given a mesh, they make DTensors."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self._weights() | (self._moments() if self._stepped else {})
@@ -132,9 +133,10 @@ class _FlatState(LiveState):
     def restore(self, staged: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
         for name, tensor in wanted.items():
             if name in staged:
-                _local(tensor).copy_(staged[name])
+                local_part(tensor).copy_(staged[name])
         weights = {name.removeprefix("model."): wanted[name] for name in wanted if name.startswith("model.")}
-        set_model_state_dict(self._model, weights, options=TRAINED)
+        with _quiet():
+            set_model_state_dict(self._model, weights, options=TRAINED)
         if self._optimizer is None:
             return
         self._optimizer.state.clear()
@@ -164,10 +166,16 @@ class _FlatState(LiveState):
         }
 
 
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, ShardedTensor):
-        return tensor.local_shards()[0].tensor
-    return local_part(tensor)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a warning for each weight left alone on purpose: frozen ones, and the second name of tied ones."""
+    noisy = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
 
 
 def _like(parameter: Tensor, part: Tensor | None) -> Tensor:
