@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from anyio import to_thread
 from asyncrl.failures import BugError
 from asyncrl.manifest import (
     CHECKPOINTS,
+    HF_DIRECTORY,
     MANIFEST,
     Manifest,
     Progress,
@@ -29,9 +30,20 @@ from asyncrl.manifest import (
 )
 from asyncrl.ports import QueueSnapshot
 from asyncrl.run_dir import disk_error
+from trainer.placement import Role
 from trainer.roles import RoleGroup
 
 logger = logging.getLogger(__name__)
+
+
+async def load_roles(checkpoint: Path, roles: Mapping[Role, RoleGroup]) -> None:
+    """Put back what `RoleCheckpoints` wrote, whatever the number of ranks then and now. `roles`: the trained ones.
+
+    Raises:
+        ConfigError: files are missing or damaged, or belong to another model.
+    """
+    for role, group in roles.items():
+        await group.load_checkpoint(checkpoint / role)
 
 
 class RoleCheckpoints:
@@ -40,9 +52,10 @@ class RoleCheckpoints:
     All ranks have to see the run directory.
     """
 
-    def __init__(self, files: Checkpointer, groups: Sequence[RoleGroup]) -> None:
+    def __init__(self, files: Checkpointer, roles: Mapping[Role, RoleGroup]) -> None:
+        """`roles`: those that are trained."""
         self._files = files
-        self._groups = groups
+        self._roles = roles
         self._begun: tuple[Path, Progress, QueueSnapshot] | None = None
 
     async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
@@ -54,8 +67,9 @@ class RoleCheckpoints:
         if self._begun is not None:
             raise BugError(f"a checkpoint begun before {self._begun[0]} was finished")
         building = await to_thread.run_sync(self._files.open, progress.step)
-        for group in self._groups:
-            await group.save_checkpoint(building)
+        for role, group in self._roles.items():
+            await to_thread.run_sync((building / role).mkdir)
+            await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
         self._begun = (building, progress, queue)
 
     async def finish(self) -> Path:
@@ -67,7 +81,7 @@ class RoleCheckpoints:
         if self._begun is None:
             raise BugError("no checkpoint was begun")
         (building, progress, queue), self._begun = self._begun, None
-        for group in self._groups:
+        for group in self._roles.values():
             await group.finish_checkpoint()
         return await to_thread.run_sync(self._files.commit, building, progress, queue)
 

@@ -80,14 +80,11 @@ class FakeGroup:
             await outcome
         return Publication(version, step, 0, {}, validate=validate)
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        (directory / "hf").mkdir()
-        (directory / "hf" / "config.json").write_text("{}")
-        (directory / "hf" / "model.safetensors").write_bytes(b"weights" * 10)
-        (directory / "engine.json").write_text(f'{{"step": {len(self.steps)}}}')
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        raise NotImplementedError
 
     async def finish_checkpoint(self) -> None:
-        pass
+        raise NotImplementedError
 
     async def load_checkpoint(self, directory: Path) -> None:
         raise NotImplementedError

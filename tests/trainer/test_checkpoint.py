@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from asyncrl.config.schema import AlgorithmConfig, Config
@@ -29,7 +30,7 @@ from asyncrl.types import SampleId
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
 from trainer import checkpoint as checkpoint_module
-from trainer.checkpoint import Checkpointer, RoleCheckpoints
+from trainer.checkpoint import Checkpointer, RoleCheckpoints, load_roles
 
 SNAPSHOT = QueueSnapshot(
     next_index=9,
@@ -165,43 +166,51 @@ def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: P
 
 
 class SavingGroup(FakeGroup):
-    """Writes a file of its name: half of it when begun, the rest when finished."""
+    """Writes half of its state when a checkpoint is begun, the rest when it is finished."""
 
-    def __init__(self, name: str, error: AsyncRLError | None = None) -> None:
+    def __init__(self, error: AsyncRLError | None = None) -> None:
         super().__init__()
-        self.name = name
         self.error = error
         self.file = Path()
+        self.loaded = ""
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        self.file = directory / self.name / "state"
-        self.file.parent.mkdir()
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        self.file = directory / "state"
         self.file.write_text("half")
+        if hf is not None:
+            await anyio.Path(hf).mkdir()
+            (hf / "config.json").write_text("{}")
 
     async def finish_checkpoint(self) -> None:
         if self.error is not None:
             raise self.error
         self.file.write_text("whole")
 
+    async def load_checkpoint(self, directory: Path) -> None:
+        self.loaded = f"{directory.name}: {(directory / 'state').read_text()}"
+
 
 async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: Path) -> None:
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), [SavingGroup("actor"), SavingGroup("critic")])
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()})
     await checkpoints.begin(progress(7), SNAPSHOT)
     assert checkpoint_steps(tmp_path) == {}
     with pytest.raises(BugError, match=r"before .*step_000007.* was finished"):
         await checkpoints.begin(progress(8), SNAPSHOT)
     path = await checkpoints.finish()
     manifest = load_manifest(path)
-    assert manifest.files == {"actor/state": 5, "critic/state": 5}
+    assert manifest.files == {"actor/state": 5, "critic/state": 5, "hf/config.json": 2}
     assert (manifest.progress, manifest.queue) == (progress(7), SNAPSHOT)
     with pytest.raises(BugError, match="no checkpoint was begun"):
         await checkpoints.finish()
+    actor, critic = SavingGroup(), SavingGroup()
+    await load_roles(path, {"actor": actor, "critic": critic})
+    assert (actor.loaded, critic.loaded) == ("actor: whole", "critic: whole")
 
 
 async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    failing = SavingGroup("critic", InfraError("the disk is full"))
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), [SavingGroup("actor"), failing])
+    failing = SavingGroup(InfraError("the disk is full"))
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": failing})
     await checkpoints.begin(progress(2), SNAPSHOT)
     with pytest.raises(InfraError, match="the disk is full"):
         await checkpoints.finish()
