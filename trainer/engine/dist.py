@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.failures import ConfigError, InfraError
+from asyncrl.failures import ConfigError, DeadlineError, InfraError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
@@ -86,7 +86,10 @@ def all_max(value: int, device: torch.device) -> int:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Turn torch's errors of a broken collective into InfraError. After one, the process group is of no more use."""
+    """Turn torch's errors of a broken collective into InfraError, DeadlineError if it was for lack of an answer.
+
+    After one, the process group is of no more use.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -94,7 +97,8 @@ def guarded(what: str) -> Iterator[None]:
             isinstance(error, dist.DistError) or any(word in str(error).lower() for word in BROKEN)
         ):
             raise
-        raise InfraError.wrap(
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        raise (DeadlineError if late else InfraError).wrap(
             f"{what}: a collective operation of rank {rank()} of {world_size()} failed: another rank died, or did not "
             "answer within timeouts.collective_s; resume from the last checkpoint",
             error,
