@@ -119,7 +119,7 @@ def find_store(namespace: str) -> ray.actor.ActorHandle | None:
 
 
 class ObjectStorePublisher:
-    """The Trainer's side (`ports.WeightPublisher`)."""
+    """The Trainer's side (`ports.WeightPublisher`). Travels to the process that has the weights; use it on one loop."""
 
     def __init__(self, store: ray.actor.ActorHandle, *, call_s: float) -> None:
         self._store = store
@@ -132,10 +132,10 @@ class ObjectStorePublisher:
 
         Raises:
             InfraError: the object store has no room.
-            DeadlineError: the store actor did not answer within `call_s`.
+            DeadlineError: the object store did not take a chunk, or the store actor did not answer, within `call_s`.
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
-        refs = await anyio.to_thread.run_sync(self._put, tensors)
+        refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
         publication = Publication(
             version=version,
             step=step,
@@ -147,15 +147,21 @@ class ObjectStorePublisher:
         await _answer(self._store.publish.remote(publication, refs), self._call_s, f"publishing version {version}")
         return publication
 
-    def _put(self, tensors: Mapping[str, NDArray[Any]]) -> list[ray.ObjectRef]:
+    async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ray.ObjectRef:
+        size = sum(array.nbytes for array in chunk.values())
+        room = f"{HANDED_OUT_KEPT + 2} versions must fit; raise ray.object_store_memory_bytes"
         try:
-            return [ray.put(chunk) for chunk in _chunks(tensors)]
+            with anyio.fail_after(self._call_s):
+                # Nothing can interrupt a put: on its thread it may go on, but nobody waits for it any more.
+                return await anyio.to_thread.run_sync(ray.put, chunk, abandon_on_cancel=True)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the object store did not take {size} bytes of version {version} within {self._call_s:g} s: {room}, "
+                "or timeouts.call_s if the machine is overloaded"
+            ) from error
         except ray.exceptions.ObjectStoreFullError as error:
-            total = sum(array.nbytes for array in tensors.values())
             raise InfraError.wrap(
-                f"the object store has no room for {total} bytes of weights: {HANDED_OUT_KEPT + 2} versions must fit; "
-                "raise ray.object_store_memory_bytes",
-                error,
+                f"the object store has no room for {size} bytes of version {version}: {room}", error
             ) from error
 
 
