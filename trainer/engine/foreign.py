@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.failures import ConfigError
@@ -28,7 +28,7 @@ class ForeignModel(PreTrainedModel):
 
     layer_class = ""
     """Name of the class of the repeated layers."""
-    config_class = PretrainedConfig
+    base_model_prefix = "body"
     _supports_sdpa = True
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
@@ -43,8 +43,8 @@ class ForeignModel(PreTrainedModel):
         """Whole tensors by parameter name of `inner` → by Hugging Face checkpoint name. One layer at a time will do."""
 
     @abstractmethod
-    def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """`[B, T, V]` of `input_ids` and `position_ids`, int64 `[B, T]`."""
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """`[B, T, H]`, what the head takes, of `input_ids` and `position_ids`, int64 `[B, T]`."""
 
     def checkpoint_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`to_hf` of this model's own parameter names."""
@@ -52,13 +52,18 @@ class ForeignModel(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
         """`kwargs`: what the attention function wants to know."""
+        head = self.get_output_embeddings()
+        return CausalLMOutput(logits=head(self.body(input_ids, position_ids, **kwargs).last_hidden_state))
+
+    def body(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
+        """All but the head."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         for module in self.modules():
             if isinstance(module, Attention):
                 # Kept after the pass: a checkpointed layer computes again during the backward pass.
-                module.arguments = {"position_ids": position_ids, **kwargs}
-        return CausalLMOutput(logits=self.logits(input_ids, position_ids))
+                module.arguments = kwargs
+        return BaseModelOutput(last_hidden_state=self.hidden_states(input_ids, position_ids))
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Every layer computes again in the backward pass."""
@@ -92,6 +97,11 @@ class Attention(nn.Module):
         arguments = {"attention_mask": None, "scaling": query.shape[-1] ** -0.5, **self.arguments}
         output, _ = function(self, query, key, value, **arguments)
         return output
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def require(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.failures import ConfigError
-from trainer.engine.foreign import Attention, ForeignModel, missing, require
+from trainer.engine.foreign import Attention, ForeignModel, head_dim, missing, require
 from trainer.engine.fsdp2 import Fsdp2Engine, sum_gradients
 from trainer.engine.registry import EngineRegistry
 
@@ -68,6 +68,7 @@ class TitanModel(ForeignModel):
         self._adapter = parts.adapter(settings, None)
         with torch.device("meta"):
             self.inner: Decoder = settings.build()
+        self.inner._skip_lm_head = True  # it is called apart, on the positions that are scored
         self.inner.load_state_dict(self._adapter.from_hf(source.state_dict()), assign=True)
         if settings.enable_weight_tying:
             self.inner.tok_embeddings.weight = self.inner.lm_head.weight
@@ -83,7 +84,7 @@ class TitanModel(ForeignModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.inner.lm_head
 
-    def logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.inner(input_ids, positions=position_ids)
 
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +141,6 @@ def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:
         return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps)
 
     size, heads, vocab = config.hidden_size, config.num_attention_heads, config.vocab_size
-    head_dim = getattr(config, "head_dim", None) or size // heads
     block = parts.block.Config(
         attention_norm=norm(size),
         ffn_norm=norm(size),
@@ -148,12 +148,12 @@ def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:
             dim=size,
             n_heads=heads,
             n_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=head_dim(config),
             wqkv_param_init={},
             wo_param_init={},
             inner_attention=ScaledDotProductAttention.Config(),
-            rope=_rope_settings(config, parts.rope, head_dim),
-            qk_norm=norm(head_dim) if config.model_type == "qwen3" else None,
+            rope=_rope_settings(config, parts.rope),
+            qk_norm=norm(head_dim(config)) if config.model_type == "qwen3" else None,
         ),
         feed_forward=make_ffn_config(
             dim=size, hidden_dim=config.intermediate_size, w1_param_init={}, w2w3_param_init={}
@@ -170,9 +170,9 @@ def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:
     )
 
 
-def _rope_settings(config: PretrainedConfig, kind: Any, head_dim: int) -> Any:
+def _rope_settings(config: PretrainedConfig, kind: Any) -> Any:
     rope = config.rope_parameters
-    settings = kind.Config(dim=head_dim, max_seq_len=config.max_position_embeddings, theta=rope["rope_theta"])
+    settings = kind.Config(dim=head_dim(config), max_seq_len=config.max_position_embeddings, theta=rope["rope_theta"])
     scaling = rope.get("rope_type", "default")
     if scaling == "llama3" and config.model_type == "llama":
         settings.scaling = "llama"

@@ -1,0 +1,241 @@
+"""Megatron-Core's GPT (https://github.com/NVIDIA/Megatron-LM), one whole model on each rank.
+
+Megatron-Core's tensor, pipeline, context and expert parallelism are not used: its own buffers for them need CUDA.
+Layers are Megatron-Core's own (its "local" specification), so Transformer Engine is not needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from asyncrl.failures import ConfigError
+from trainer.engine.base import EngineSpec
+from trainer.engine.ddp import DdpEngine
+from trainer.engine.foreign import Attention, ForeignModel, head_dim, missing, require
+from trainer.engine.registry import EngineRegistry
+
+BACKEND = "megatron"
+MODELS = ("llama", "qwen2", "qwen3")
+FIXED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+"""What is built here, where a Hugging Face configuration leaves a choice."""
+NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+    "input_layernorm": ("input_layernorm",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+}
+"""Megatron-Core's names of modules and Hugging Face's, within a layer."""
+
+
+@EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
+class MegatronEngine(DdpEngine):
+    """Raises ConfigError: megatron-core is not installed, or the model is none that is mapped to it here."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.model.lora_rank and spec.optim is not None:
+            raise ConfigError(
+                f"model.lora_rank={spec.model.lora_rank} with trainer.strategy={BACKEND}: its linear layers take no "
+                "adapters; set model.lora_rank=0, or use trainer.strategy=fsdp2"
+            )
+        super().__init__(spec)
+
+    def _load(self) -> PreTrainedModel:
+        try:
+            _initialize()
+            return MegatronModel(super()._load())
+        except ImportError as error:
+            raise missing(BACKEND, "megatron-core", error) from None
+
+    def close(self) -> None:
+        if self._owns_group:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+        super().close()
+
+
+class MegatronModel(ForeignModel):
+    """A Megatron-Core GPT with a copy of the weights of `source`.
+
+    `inner` ends in hidden states; the head is this model's own, a plain linear layer.
+    """
+
+    layer_class = "TransformerLayer"
+
+    def __init__(self, source: PreTrainedModel) -> None:
+        config = source.config
+        if config.model_type not in MODELS:
+            raise ConfigError(
+                f"trainer.strategy={BACKEND}: runs models of type {', '.join(MODELS)}, not {config.model_type}; use "
+                "trainer.strategy=fsdp2"
+            )
+        require(config, BACKEND, FIXED)
+        super().__init__(config)
+        self._joined = _Joined(config)
+        self.inner = _build_gpt(config, source.dtype)
+        self.inner.output_layer = _HiddenStates()
+        self.inner.rotary_pos_emb = _Rotary(source.get_decoder().rotary_emb)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=source.dtype, device="meta")
+        self._copy_weights(source.state_dict())
+        for number, layer in enumerate(self.inner.decoder.layers):
+            layer.self_attention.core_attention = _CoreAttention(config, number)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.embedding.word_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        self.inner.rotary_pos_emb.position_ids = position_ids
+        return self.inner(input_ids, position_ids, None)
+
+    def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            key: part
+            for name, tensor in weights.items()
+            for key, part in zip(_hf_names(name), self._joined.split(name, tensor), strict=True)
+        }
+
+    def _copy_weights(self, source: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.inner.named_parameters():
+                parameter.copy_(self._joined.join(name, [source[key] for key in _hf_names(name)]))
+        tied = self.config.tie_word_embeddings
+        self.head.weight = self.get_input_embeddings().weight if tied else nn.Parameter(source["lm_head.weight"])
+
+
+class _Joined:
+    """Projections that Megatron-Core joins: gate and up; and queries, keys and values, by key group `[q…, k, v]`."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._groups = config.num_key_value_heads
+        self._queries = config.num_attention_heads // self._groups
+        self._head_dim = head_dim(config)
+
+    def split(self, name: str, joined: Tensor) -> Sequence[Tensor]:
+        """Hugging Face's tensors, in the order of `_hf_names`."""
+        if ".linear_qkv." in name:
+            grouped = joined.unflatten(0, (self._groups, self._queries + 2, self._head_dim))
+            return [part.flatten(0, 2) for part in grouped.split([self._queries, 1, 1], dim=1)]
+        return joined.chunk(2) if ".linear_fc1." in name else [joined]
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        if ".linear_qkv." in name:
+            grouped = [part.unflatten(0, (self._groups, -1, self._head_dim)) for part in parts]
+            return torch.cat(grouped, dim=1).flatten(0, 2)
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+class _HiddenStates(nn.Module):
+    """In place of Megatron-Core's head: what reaches it, leaves."""
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+class _Rotary(nn.Module):
+    """Angles from the positions that are asked for; Megatron-Core's own count from 0 and live on GPUs only."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        if source.attention_scaling != 1.0:
+            raise ConfigError(
+                f"trainer.strategy={BACKEND}: does not scale attention with the positions, as this model does "
+                f"({source.attention_scaling:g}); use trainer.strategy=fsdp2"
+            )
+        self.register_buffer("inv_freq", source.inv_freq.clone().float(), persistent=False)
+        self.position_ids = torch.zeros(1, 1, dtype=torch.int64)
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self.position_ids.shape[1]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """float32 `[T, B, 1, head_dim]`, radians."""
+        angles = self.position_ids.T[..., None].to(self.inv_freq) * self.inv_freq
+        return torch.cat([angles, angles], dim=-1)[:, :, None, :]
+
+
+class _CoreAttention(Attention):
+    """In place of Megatron-Core's, which masks on GPUs only."""
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, config.num_attention_heads // config.num_key_value_heads, layer_idx)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""
+        output = self.attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))
+        return output.flatten(2).transpose(0, 1).contiguous()
+
+
+def _hf_names(name: str) -> list[str]:
+    """Hugging Face's names of the tensors that make up Megatron-Core's `name`."""
+    if name in NAMES:
+        return [NAMES[name]]
+    number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+    module, _, kind = rest.rpartition(".")
+    return [f"model.layers.{number}.{part}.{kind}" for part in LAYER_NAMES[module]]
+
+
+def _initialize() -> None:
+    """Megatron-Core's process groups, of one rank each but for the data-parallel one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
+        from megatron.core import parallel_state
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+
+
+def _build_gpt(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    qwen3 = config.model_type == "qwen3"
+    settings = TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_dim(config),
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=qwen3,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+    return GPTModel(
+        settings,
+        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qwen3),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="rope",
+    )
