@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainer.engine.models import decoder_layers
 from trainer.engine.registry import EngineRegistry
 from trainer.engine.torch_engine import TorchEngine
+
+# A head with a bias gives a view of its product; nothing writes into it.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 @EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp2", device=("cpu", "cuda"))
@@ -56,7 +60,7 @@ class Fsdp2Engine(TorchEngine):
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Over the ranks, where FSDP would average."""
+    """Gradients become sums over the ranks instead of means."""
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # otherwise gloo is asked for a scaled sum, which it has not

@@ -22,13 +22,14 @@ from asyncrl.assets import resolve
 from asyncrl.config.schema import EngineConfig
 from asyncrl.failures import ConfigError
 from trainer.engine.base import ModelType
-from trainer.engine.scorer import find_head
 
 CLASSES = {
     "language_model": (AutoModelForCausalLM, "causal language model"),
     "value_model": (AutoModelForTokenClassification, "value model (token classification, one label)"),
     "reward_model": (AutoModelForSequenceClassification, "reward model (sequence classification, one label)"),
 }
+HEADS = ("score", "classifier")
+"""What Hugging Face calls the head of a classification model."""
 
 
 def load_model(
@@ -70,6 +71,18 @@ def load_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The value or reward head of a classification model.
+
+    Raises:
+        ConfigError: its architecture calls it something unknown.
+    """
+    for name in HEADS:
+        if isinstance(head := getattr(model, name, None), nn.Module):
+            return head
+    raise ConfigError(f"{type(model).__name__}: has no head called {' or '.join(HEADS)}; use another architecture")
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -142,7 +155,7 @@ def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> Pr
 
 def _check_complete(path: str, model: PreTrainedModel, missing: set[str], model_type: ModelType) -> None:
     if missing and model_type == "value_model":
-        head = find_head(model, model_type)
+        head = head_of(model)
         own = {name for name, parameter in model.named_parameters() if any(parameter is p for p in head.parameters())}
         if own & missing:
             with torch.no_grad():

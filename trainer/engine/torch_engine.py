@@ -201,13 +201,10 @@ class TorchEngine(BaseEngine, abstract=True):
     # ------------------------------------------------------------------------------------------ of a backend
 
     def _load(self) -> PreTrainedModel:
-        """The model, on CPU, in `_master_dtype`."""
-        spec = self.spec
+        """On CPU, whole, in the master weights' dtype."""
+        model = self.spec.model
         return load_model(
-            spec.model.path,
-            spec.model_type,
-            dtype=self._master_dtype,
-            trust_remote_code=spec.model.trust_remote_code,
+            model.path, self.spec.model_type, dtype=self._master_dtype, trust_remote_code=model.trust_remote_code
         )
 
     @abstractmethod
