@@ -27,6 +27,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from asyncrl.assets import resolve
 from asyncrl.config.schema import ModelConfig
 from trainer.engine.dist import rank
+from trainer.engine.foreign import ForeignModel
 from trainer.engine.lora import Adapter, adapter_of
 from trainer.engine.optim import local_part
 
@@ -60,7 +61,7 @@ def full_weights(
         if rank() != 0:
             yield from weights.items()
             continue
-        for name, tensor in revert_weight_conversion(inner, weights).items():
+        for name, tensor in _checkpoint_weights(inner, weights).items():
             if tensor.is_floating_point():
                 tensor = tensor.to(DTYPES[dtype])
             yield name, tensor.to("cpu").contiguous()
@@ -101,7 +102,8 @@ class HfExport:
         if rank() != 0:
             return None
         config = copy.deepcopy(inner.config)
-        config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+        if not isinstance(inner, ForeignModel):
+            config.architectures = [type(inner).__name__.removeprefix("FSDP")]
         config.dtype = "float32"
         generation = copy.deepcopy(inner.generation_config) if inner.can_generate() else None
         return cls(weights, config, generation, inner if inner.is_remote_code() else None)
@@ -145,6 +147,12 @@ def _write_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _checkpoint_weights(inner: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    if isinstance(inner, ForeignModel):
+        return inner.checkpoint_weights(weights)
+    return revert_weight_conversion(inner, weights)
 
 
 def _layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
