@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from asyncrl.config import algorithm_rules
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, SamplingConfig
@@ -128,13 +129,6 @@ def _micro_batch(config: Config, given: Given) -> Iterator[Problem]:
 
 
 def _groups(config: Config, given: Given) -> Iterator[Problem]:
-    if config.algorithm.adv_estimator == "grpo" and config.rollout.n == 1:
-        yield Problem(
-            "rollout.n",
-            1,
-            "GRPO compares the responses to one prompt; of a single one every advantage is 0 and nothing is learned",
-            "set rollout.n to 2 or more, usually 8",
-        )
     if config.rollout.sampling.temperature == 0 and config.rollout.n > 1:
         yield Problem(
             "rollout.sampling.temperature",
@@ -263,10 +257,6 @@ _IDLE_KEYS: tuple[tuple[str, Callable[[Config], bool], str, str], ...] = (
      lambda c: c.mode != "sync" and (not c.async_training.partial_rollout or c.async_training.partial_mode != "keep"),
      "no response keeps its KV cache over a sync",
      "set async_training.partial_rollout=true and async_training.partial_mode=keep"),
-    ("algorithm.kl_loss_coef", lambda c: not c.algorithm.use_kl_loss,
-     "algorithm.use_kl_loss is false", "set algorithm.use_kl_loss=true"),
-    ("algorithm.kl_loss_type", lambda c: not c.algorithm.use_kl_loss,
-     "algorithm.use_kl_loss is false", "set algorithm.use_kl_loss=true"),
     ("reward.max_errors", lambda c: c.reward.on_error == "stop",
      "reward.on_error is stop, so the first error ends the run", "set reward.on_error=drop"),
     ("trainer.optim.min_lr_ratio", lambda c: c.trainer.optim.decay == "constant",
@@ -278,7 +268,7 @@ _IDLE_KEYS: tuple[tuple[str, Callable[[Config], bool], str, str], ...] = (
 
 def _no_effect(config: Config, given: Given) -> Iterator[Problem]:
     values = leaves(config.model_dump(mode="json"))
-    for key, idle, because, fix in _IDLE_KEYS:
+    for key, idle, because, fix in (*_IDLE_KEYS, *algorithm_rules.IDLE):
         if key in given and idle(config):
             yield Problem(key, values[key], f"it would have no effect: {because}", f"{fix}, or leave this key out")
 
@@ -342,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     _steps,
     _optimizer,
     _staleness,
+    *algorithm_rules.RULES,
     _no_effect,
     _deadlines,
 )

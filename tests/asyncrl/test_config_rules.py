@@ -32,6 +32,9 @@ def ruled(changes: Mapping[str, Any]) -> list[Problem]:
     return rules.problems(changed(changes), set(changes))
 
 
+CORRECTION = "algorithm.rollout_correction"
+RLOO = {"algorithm.adv_estimator": "rloo"}
+
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("experiment_name", {"experiment_name": "a/b"}),
     ("experiment_name", {"experiment_name": ".."}),
@@ -55,6 +58,58 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("weight_sync.clear_kv_cache", {"weight_sync.clear_kv_cache": True, "async_training.partial_mode": "abort"}),
     ("algorithm.kl_loss_coef", {"algorithm.kl_loss_coef": 0.1}),
     ("algorithm.kl_loss_type", {"algorithm.kl_loss_type": "k1"}),
+    ("rollout.n", {"rollout.n": 1, "algorithm.adv_estimator": "rloo"}),
+    (
+        "algorithm.filter_groups.enable",
+        {"rollout.n": 1, "algorithm.adv_estimator": "remax", "algorithm.filter_groups.enable": True},
+    ),
+    (f"{CORRECTION}.rollout_is", {f"{CORRECTION}.rollout_is": "token"}),
+    (
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        {
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_batch_normalize": True,
+            "algorithm.policy_loss": "reinforce",
+        },
+    ),
+    (
+        f"{CORRECTION}.rollout_is_threshold_low",
+        {
+            f"{CORRECTION}.bypass_mode": False,
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_mode": "mask",
+            f"{CORRECTION}.rollout_is_threshold_low": 2.0,
+        },
+    ),
+    (
+        f"{CORRECTION}.rollout_rs_threshold",
+        {f"{CORRECTION}.rollout_rs": "geometric", f"{CORRECTION}.rollout_rs_threshold": 0.9},
+    ),
+    ("reward.overlong_buffer.len", {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4096}),
+    ("reward.overlong_buffer.len", {"reward.overlong_buffer.len": 8}),
+    ("reward.overlong_buffer.penalty_factor", {"reward.overlong_buffer.penalty_factor": 2.0}),
+    ("algorithm.norm_adv_by_std_in_grpo", {"algorithm.norm_adv_by_std_in_grpo": False, **RLOO}),
+    ("algorithm.gamma", {"algorithm.gamma": 0.9}),
+    ("algorithm.lam", {"algorithm.lam": 0.9, **RLOO}),
+    ("algorithm.clip_ratio_low", {"algorithm.clip_ratio_low": 0.1, "algorithm.policy_loss": "reinforce"}),
+    ("algorithm.clip_ratio_high", {"algorithm.clip_ratio_high": 0.1, "algorithm.policy_loss": "reinforce"}),
+    ("algorithm.clip_ratio_c", {"algorithm.clip_ratio_c": 5.0, "algorithm.policy_loss": "cispo"}),
+    ("algorithm.loss_scale_factor", {"algorithm.loss_scale_factor": 100.0}),
+    ("algorithm.kl_penalty", {"algorithm.kl_penalty": "k2"}),
+    ("algorithm.kl_ctrl.type", {"algorithm.kl_ctrl.type": "adaptive"}),
+    ("algorithm.kl_ctrl.kl_coef", {"algorithm.kl_ctrl.kl_coef": 0.1}),
+    ("algorithm.kl_ctrl.target_kl", {"algorithm.kl_ctrl.target_kl": 6.0, "algorithm.use_kl_in_reward": True}),
+    ("algorithm.kl_ctrl.horizon", {"algorithm.kl_ctrl.horizon": 100, "algorithm.use_kl_in_reward": True}),
+    ("algorithm.filter_groups.max_consecutive", {"algorithm.filter_groups.max_consecutive": 8}),
+    (f"{CORRECTION}.rollout_is_mode", {f"{CORRECTION}.rollout_is_mode": "mask"}),
+    (f"{CORRECTION}.rollout_is_threshold", {f"{CORRECTION}.rollout_is_threshold": 3.0}),
+    (f"{CORRECTION}.rollout_is_threshold_low", {f"{CORRECTION}.rollout_is_threshold_low": 0.5}),
+    (f"{CORRECTION}.rollout_is_batch_normalize", {f"{CORRECTION}.rollout_is_batch_normalize": True}),
+    (f"{CORRECTION}.rollout_rs_threshold", {f"{CORRECTION}.rollout_rs_threshold": 2.0}),
+    (
+        f"{CORRECTION}.rollout_rs_threshold_low",
+        {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold_low": 0.5},
+    ),
     ("reward.max_errors", {"reward.max_errors": 3}),
     ("trainer.optim.min_lr_ratio", {"trainer.optim.min_lr_ratio": 0.1}),
     ("ray.object_store_memory_bytes", {"ray.object_store_memory_bytes": 10**9, "ray.address": "auto"}),
@@ -73,6 +128,12 @@ SURPRISING: list[tuple[str, dict[str, Any]]] = [
     ("trainer.dtype", {"trainer.dtype": "bfloat16", "trainer.device": "cpu"}),
     ("async_training.max_staleness", {"async_training.max_staleness": 1, "async_training.staleness_threshold": 3}),
     ("rollout.max_num_seqs", {"rollout.max_num_seqs": 2}),
+    ("algorithm.clip_ratio_high", {"algorithm.policy_loss": "gspo", "algorithm.loss_agg_mode": "seq-mean-token-mean"}),
+    (
+        "algorithm.loss_agg_mode",
+        {"algorithm.policy_loss": "gspo", "algorithm.clip_ratio_low": 3e-4, "algorithm.clip_ratio_high": 4e-4},
+    ),
+    ("algorithm.use_kl_in_reward", {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward": True}),
     ("timeouts.watchdog_s", {"timeouts.watchdog_s": 5}),
 ]
 
