@@ -19,9 +19,9 @@ INNER = "inner."
 
 
 class ForeignModel(PreTrainedModel):
-    """Another library's causal language model as `self.inner`: called as a Hugging Face model is, with the same
-    configuration, input embeddings and head. Its attention goes through `Attention`, so packing and sequence
-    parallelism are those of every other model.
+    """Another library's causal language model as `self.inner`, and its head as `self.head`: called as a Hugging Face
+    model is, with the same configuration. Its attention goes through `Attention`, so packing and sequence parallelism
+    are those of every other model.
 
     A subclass sets `layer_class` and implements the abstract methods.
     """
@@ -37,6 +37,7 @@ class ForeignModel(PreTrainedModel):
         super().__init__(config)
         self._no_split_modules = [self.layer_class]
         self.inner: nn.Module
+        self.head: nn.Module
 
     @abstractmethod
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,18 +53,23 @@ class ForeignModel(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
         """`kwargs`: what the attention function wants to know."""
-        head = self.get_output_embeddings()
-        return CausalLMOutput(logits=head(self.body(input_ids, position_ids, **kwargs).last_hidden_state))
+        return CausalLMOutput(logits=self.head(self._hidden(input_ids, position_ids, kwargs)))
 
     def body(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
         """All but the head."""
+        return BaseModelOutput(last_hidden_state=self._hidden(input_ids, position_ids, kwargs))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor | None, arguments: dict[str, Any]) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         for module in self.modules():
             if isinstance(module, Attention):
                 # Kept after the pass: a checkpointed layer computes again during the backward pass.
-                module.arguments = kwargs
-        return BaseModelOutput(last_hidden_state=self.hidden_states(input_ids, position_ids))
+                module.arguments = arguments
+        return self.hidden_states(input_ids, position_ids)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Every layer computes again in the backward pass."""

@@ -89,7 +89,8 @@ class MegatronModel(ForeignModel):
         self._joined = _Joined(config)
         self.inner = _build_gpt(config, source.dtype)
         self.inner.output_layer = _HiddenStates()
-        self.inner.rotary_pos_emb = _Rotary(source.get_decoder().rotary_emb)
+        self._positions = _Positions()
+        self.inner.rotary_pos_emb = _Rotary(source.get_decoder().rotary_emb, self._positions)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=source.dtype, device="meta")
         self._copy_weights(source.state_dict())
         for number, layer in enumerate(self.inner.decoder.layers):
@@ -98,11 +99,8 @@ class MegatronModel(ForeignModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.inner.embedding.word_embeddings
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        self.inner.rotary_pos_emb.position_ids = position_ids
+        self._positions.ids = position_ids
         return self.inner(input_ids, position_ids, None)
 
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,10 +147,17 @@ class _HiddenStates(nn.Module):
         return hidden, None
 
 
+class _Positions:
+    """Of the forward pass that runs."""
+
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    """`[B, T]`."""
+
+
 class _Rotary(nn.Module):
     """Angles from the positions that are asked for; Megatron-Core's own count from 0 and live on GPUs only."""
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source: nn.Module, positions: _Positions) -> None:
         super().__init__()
         if source.attention_scaling != 1.0:
             raise ConfigError(
@@ -160,14 +165,14 @@ class _Rotary(nn.Module):
                 f"({source.attention_scaling:g}); use trainer.strategy=fsdp2"
             )
         self.register_buffer("inv_freq", source.inv_freq.clone().float(), persistent=False)
-        self.position_ids = torch.zeros(1, 1, dtype=torch.int64)
+        self._positions = positions
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.position_ids.shape[1]
+        return self._positions.ids.shape[1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """float32 `[T, B, 1, head_dim]`, radians."""
-        angles = self.position_ids.T[..., None].to(self.inv_freq) * self.inv_freq
+        angles = self._positions.ids.T[..., None].to(self.inv_freq) * self.inv_freq
         return torch.cat([angles, angles], dim=-1)[:, :, None, :]
 
 

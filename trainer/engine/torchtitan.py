@@ -75,14 +75,12 @@ class TitanModel(ForeignModel):
         for module in self.inner.modules():
             if isinstance(module, parts.rope):
                 module._init_self_buffers(buffer_device=torch.device("cpu"))
+        self.head = self.inner.lm_head
         for number, layer in enumerate(self.inner.layers.values()):
             layer.attention.inner_attention = _InnerAttention(source.config, number)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.inner.tok_embeddings
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.inner.lm_head
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.inner(input_ids, positions=position_ids)
