@@ -102,6 +102,8 @@ class PolicyLoss:
             keep = kept(log_ratio, rows, correction).to(log_ratio)
             weights = keep if weights is None else weights * keep
             means["correction/rejected_share"] = 1.0 - keep
+        if weights is not None:
+            means["correction/masked_share"] = (weights == 0).to(log_ratio)
         return weights, means
 
 

@@ -147,6 +147,7 @@ def test_rejection_in_bypass_mode_is_by_the_current_policy_and_keeps_the_denomin
     assert parts.sums["actor/pg_loss"].item() == pytest.approx(expected, rel=1e-12)
     assert parts.sums["actor/kl_loss"].item() > 0
     assert parts.means["correction/rejected_share"].tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert parts.means["correction/masked_share"].tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_gspo_takes_its_means_over_the_rows_of_the_micro_batch() -> None:
