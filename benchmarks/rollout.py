@@ -104,7 +104,7 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
     bare = ray.remote(BareEngine).options(num_cpus=1, runtime_env={"env_vars": options.env_vars}).remote()
     await bare.start.remote(options)
     await start_app(config, namespace=NAMESPACE)
-    fleet = ServeFleet(config)
+    fleet = ServeFleet(config, namespace=NAMESPACE)
 
     async def ours(batch: list[list[GenerateRequest]]) -> int:
         async def one(group: list[GenerateRequest]) -> int:
@@ -124,7 +124,7 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
             if number >= 0:  # the first round warms both up
                 rates[name].append(tokens / (time.perf_counter() - started))
     ray.kill(bare)
-    await stop_app()
+    await stop_app(NAMESPACE)
     return [
         {"path": name, "tokens_per_s": statistics.median(values), "least": min(values), "most": max(values)}
         for name, values in rates.items()

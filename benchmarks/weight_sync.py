@@ -59,7 +59,7 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
     started = time.perf_counter()
     await start_app(config, namespace=NAMESPACE)
     start_s = time.perf_counter() - started
-    fleet, publisher = ServeFleet(config), ObjectStorePublisher(store, call_s=60)
+    fleet, publisher = ServeFleet(config, namespace=NAMESPACE), ObjectStorePublisher(store, call_s=60)
     weights = _weights(path)
     target = {key: np.empty_like(array) for key, array in weights.items()}
     copies, publishes, applies, pauses, loads = [], [], [], [], []
@@ -76,7 +76,7 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
             pauses.append(applied.pause_s)
             loads.append(applied.load_s)
             group.cancel_scope.cancel()
-    await stop_app()
+    await stop_app(NAMESPACE)
     copy_s, pause_s = statistics.median(copies), statistics.median(pauses)
     return {
         "model": name,

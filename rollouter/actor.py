@@ -18,6 +18,8 @@ from asyncrl.failures import BugError
 from asyncrl.ports import RunRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads
 from asyncrl.weights.object_store import ObjectStoreFeed
+from rollouter.rewards.combination import CombinedScorer
+from rollouter.rewards.model import ServedModel
 from rollouter.rollouter import Rollouter, Task, load_task
 from rollouter.serving.fleet import ServeFleet
 
@@ -61,13 +63,18 @@ class RolloutActor:
             raise BugError("RolloutActor.run before prepare")
         call_s = self._config.timeouts.call_s
         send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
+        namespace = ray.get_runtime_context().namespace
+        served = (
+            ServedModel(self._config, namespace=namespace) if self._config.reward_model.placement == "serve" else None
+        )
+        scorer = CombinedScorer(self._task.scorer, self._config, self._task.decode, served)
         self._rollouter = Rollouter(
             self._config,
-            self._task,
+            self._task._replace(scorer=scorer),
             queue=QueueClient(queue_handle, call_s),
             payloads=RayPayloads(call_s),
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=ServeFleet(self._config),
+            fleet=ServeFleet(self._config, namespace=namespace),
             sink=StreamSink(send),
         )
         if self._stopped:

@@ -35,6 +35,7 @@ class Task(NamedTuple):
     prompts: PromptSource
     val_prompts: ValidationPrompts | None
     scorer: RewardScorer
+    """The reward function; see `rewards.combination` for the whole reward."""
     decode: Decode
     num_filtered: int = 0
     num_val_filtered: int = 0

@@ -167,6 +167,10 @@ def validation_metrics(answers: Sequence[Answer]) -> Metrics:
     metrics: Metrics = {"reward/mean": float(rewards.mean())}
     for source in sorted(set(sources.tolist())):
         metrics[f"reward/mean/{source}"] = float(rewards[sources == source].mean())
+    scores = [score for one in answers for score in one.scores]
+    for part in ("rule", "model"):  # with a reward model, see `rewards.combination`
+        if all(part in score.extra for score in scores):
+            metrics[f"{part}/mean"] = float(np.mean([np.mean([s.extra[part] for s in one.scores]) for one in answers]))
     return metrics | {
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/max": float(tokens.max()),

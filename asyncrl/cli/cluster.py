@@ -47,10 +47,10 @@ async def cluster(config: Config, name: str) -> AsyncIterator[str]:
         # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray
         # is left as it is in this process, which is about to exit, and only what it started is ended.
         with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(_abandon, config.ray.address is None)
+            await to_thread.run_sync(_abandon, config.ray.address is None, namespace)
         raise
     with anyio.CancelScope(shield=True):
-        await to_thread.run_sync(_stop, config.ray.address is None)
+        await to_thread.run_sync(_stop, config.ray.address is None, namespace)
 
 
 def _start(config: Config, namespace: str) -> None:
@@ -80,28 +80,27 @@ def _start(config: Config, namespace: str) -> None:
         ) from None
 
 
-def _stop(private: bool) -> None:
+def _stop(private: bool, namespace: str) -> None:
     """An orderly end: nobody is in a Ray call any more."""
     import ray
 
     if not private:
-        _leave_shared()
+        _leave_shared(namespace)
     ray.shutdown()
     processes.end_descendants(grace_s=1.0)
 
 
-def _abandon(private: bool) -> None:
+def _abandon(private: bool, namespace: str) -> None:
     if not private:
-        _leave_shared()
+        _leave_shared(namespace)
     processes.end_descendants()
 
 
-def _leave_shared() -> None:
-    """A cluster that others use too keeps nothing of this run: its actors end with the driver, the app is deleted."""
+def _leave_shared(namespace: str) -> None:
+    """A cluster that others use too keeps nothing of this run: its actors end with the driver, its apps are deleted."""
     import ray
-    from ray import serve
 
-    from rollouter.serving.app import APP_NAME
+    from rollouter.serving.app import delete_app
 
     if ray.is_initialized():
-        serve.delete(APP_NAME)
+        delete_app(namespace)

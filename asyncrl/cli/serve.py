@@ -44,9 +44,9 @@ async def _serve(config: Config) -> int:
                 click.echo(_greeting(config, namespace))
                 await stop.wait()
                 click.echo("stopping", err=True)
-                # Serve goes down before Ray does, or the engines are killed instead of stopped.
+                # The app goes down before Ray does, or the engines are killed instead of stopped.
                 with anyio.move_on_after(config.timeouts.stop_s):
-                    await stop_app()
+                    await stop_app(namespace)
             group.cancel_scope.cancel()
     return 0 if up else INTERRUPTED
 

@@ -124,6 +124,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     VALIDATION: (
         Metric("validation/reward/mean", "1", "mean reward over the validation set"),
         Metric("validation/reward/mean/<data_source>", "1", "the same, of one data source"),
+        Metric("validation/rule/mean", "1", "with a reward model: mean score of the function, before its weight"),
+        Metric("validation/model/mean", "1", "mean score of a reward model behind Serve, before its weight"),
         Metric("validation/response_tokens/mean", "tokens", "mean response length"),
         Metric("validation/response_tokens/max", "tokens", "longest response"),
         Metric("validation/length_share", "1", "share of responses cut by the length limit"),

@@ -1,22 +1,30 @@
-"""The Ray Serve application: built, started, watched while it starts, stopped."""
+"""What a run has behind Ray Serve: built, started, watched while it starts, stopped.
+
+Its engines are one application, and its reward model, where it has one there, another: each has its own state, so that
+what does not start is told apart. Both are named after the run's Ray namespace, since runs may share a cluster.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 import anyio
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DeadlineError, InfraError
-from rollouter.serving.options import DEPLOYMENT_NAME, deployment_options, serving_options
+from rollouter.rewards.model import build_reward_app
+from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
 from rollouter.serving.replica import RolloutReplica
 
-APP_NAME = "asyncrl"
+CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
+"""Begins the last line of the traceback, which is all that Serve tells of a constructor that raised a `ConfigError`."""
 STATUS_PERIOD_S = 0.2
 """Serve has no call that waits for a deployment's fate; its own client asks again and again as well."""
 
@@ -31,9 +39,9 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
             not import vLLM.
 
     Raises:
-        ConfigError: see `serving_options`.
+        ConfigError: the address asks for an API key and there is none.
     """
-    options = serving_options(config, namespace=namespace, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+    options = serving_options(config, namespace=namespace, gpus=_gpus())
     if http:
         from rollouter.serving.http import build_http_app
 
@@ -45,23 +53,44 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
 async def start_app(config: Config, *, namespace: str, http: bool = False) -> None:
     """Deploy and wait until every replica is up.
 
+    Args:
+        config: The run.
+        namespace: Its Ray namespace.
+        http: `asyncrl serve`: engines with an HTTP side, and nothing that scores.
+
     Raises:
         InfraError: a replica could not start; the message carries its error.
         DeadlineError: they were not up within `timeouts.start_s`.
-        ConfigError: see `build_rollout_app`.
+        ConfigError: see `build_rollout_app` and `rewards.classifier.Classifier.load`.
     """
     limit_s = config.timeouts.start_s
+    names = {app_name(namespace): "the rollout engines"}
+    if config.reward_model.placement == "serve" and not http:
+        names[app_name(namespace, "reward")] = "the reward model's replicas"
     try:
         with anyio.fail_after(limit_s):
             await anyio.to_thread.run_sync(_deploy, config, namespace, http, abandon_on_cancel=True)
-            await _started()
+            await _started(names)
     except TimeoutError as error:
-        raise DeadlineError(f"the engines were not up within timeouts.start_s={limit_s:g}") from error
+        raise DeadlineError(
+            f"{' and '.join(names.values())} were not up within {limit_s:g} s (timeouts.start_s)"
+        ) from error
 
 
-async def stop_app() -> None:
-    """Take the application and Serve down."""
-    await anyio.to_thread.run_sync(serve.shutdown)
+async def stop_app(namespace: str) -> None:
+    """Take down what the run in this namespace has behind Serve, and nothing else: others may use Serve too."""
+    await anyio.to_thread.run_sync(delete_app, namespace)
+
+
+def delete_app(namespace: str) -> None:
+    """`stop_app`, blocking. Does nothing if nothing was started."""
+    try:
+        running = serve.status().applications
+    except RayServeException:  # there is no Serve
+        return
+    for part in ("reward", "rollout"):
+        if (name := app_name(namespace, part)) in running:
+            serve.delete(name)
 
 
 def _deploy(config: Config, namespace: str, http: bool) -> None:
@@ -72,35 +101,57 @@ def _deploy(config: Config, namespace: str, http: bool) -> None:
     else:
         serve.start(proxy_location="Disabled")
     app = build_rollout_app(config, namespace=namespace, http=http)
-    target = serve.RunTarget(target=app, name=APP_NAME, route_prefix="/" if http else None)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    targets = [serve.RunTarget(target=app, name=app_name(namespace), route_prefix="/" if http else None)]
+    if config.reward_model.placement == "serve" and not http:
+        reward = build_reward_app(config, gpus=_gpus())
+        targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))
+    try:
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except RayServeException as error:
+        raise InfraError.wrap(f"Ray Serve refuses the application: {error}", error) from error
 
 
-async def replicas_up(limit_s: float) -> None:
-    """Wait until Serve has replaced whatever replicas ended.
+def _gpus() -> bool:
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+async def replicas_up(namespace: str, limit_s: float) -> None:
+    """Wait until Serve has replaced whatever engines ended.
 
     Raises:
         DeadlineError: not within `limit_s`.
     """
     try:
         with anyio.fail_after(limit_s):
-            while (await _status()).status is not ApplicationStatus.RUNNING:  # noqa: ASYNC110  see STATUS_PERIOD_S
+            while (await _status(app_name(namespace))).status is not ApplicationStatus.RUNNING:  # noqa: ASYNC110  see STATUS_PERIOD_S
                 await anyio.sleep(STATUS_PERIOD_S)
     except TimeoutError as error:
         raise DeadlineError(f"replicas that ended were not replaced within {limit_s:g} s") from error
 
 
-async def _started() -> None:
-    while (app := await _status()).status is not ApplicationStatus.RUNNING:
-        if app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            reasons = [deployment.message for deployment in app.deployments.values() if deployment.message]
-            cause = "\n".join(reasons) or app.message
-            raise InfraError(f"the rollout engines did not start: {cause.strip().splitlines()[-1]}", cause)
-        await anyio.sleep(STATUS_PERIOD_S)
+async def _started(names: Mapping[str, str]) -> None:
+    """Wait for these applications; the first that fails to start fails all."""
+    waiting = dict(names)
+    while waiting:
+        for name, what in tuple(waiting.items()):
+            app = await _status(name)
+            if app.status is ApplicationStatus.RUNNING:
+                del waiting[name]
+            elif app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                raise _start_error(what, app)
+        if waiting:
+            await anyio.sleep(STATUS_PERIOD_S)
 
 
-async def _status() -> ApplicationStatusOverview:
-    return (await anyio.to_thread.run_sync(serve.status)).applications[APP_NAME]
+def _start_error(what: str, app: ApplicationStatusOverview) -> ConfigError | InfraError:
+    cause = "\n".join(one.message for one in app.deployments.values() if one.message) or app.message
+    last = cause.strip().splitlines()[-1] if cause.strip() else app.status.value
+    _, marker, told = last.partition(CONFIG_ERROR)
+    return ConfigError(told) if marker else InfraError(f"{what} did not start: {last}", cause)
+
+
+async def _status(name: str) -> ApplicationStatusOverview:
+    return (await anyio.to_thread.run_sync(serve.status)).applications[name]
 
 
 def _api_key(config: Config) -> str | None:

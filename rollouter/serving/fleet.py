@@ -6,28 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
-import ray
 from ray import serve
-from ray.serve.exceptions import RayServeException
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
+from asyncrl.failures import DeadlineError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from asyncrl.types import Turn
 from rollouter import client
-from rollouter.serving.app import APP_NAME, replicas_up
-from rollouter.serving.options import DEPLOYMENT_NAME
+from rollouter.serving.app import replicas_up
+from rollouter.serving.handles import typed
+from rollouter.serving.options import DEPLOYMENT_NAME, app_name
 
 
 class ServeFleet:
     """Talks to a started application (`app.start_app`), from any process of its Ray cluster."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, namespace: str) -> None:
         self._timeouts = config.timeouts
         self._max_attempts = config.rollout.max_attempts
         self._clear_kv = config.weight_sync.clear_kv_cache
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
-        self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, APP_NAME)
+        self._namespace = namespace
+        self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
 
     async def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
         """Run the requests on one replica; see `ports.EngineFleet`.
@@ -61,7 +61,7 @@ class ServeFleet:
                 if attempt == self._max_attempts:
                     raise
                 await anyio.sleep(client.FIRST_BACKOFF_S * 2 ** (attempt - 1))
-                await replicas_up(self._timeouts.start_s)
+                await replicas_up(self._namespace, self._timeouts.start_s)
         raise AssertionError("max_attempts is positive")
 
     async def status(self) -> list[Mapping[str, Any]]:
@@ -86,14 +86,3 @@ class ServeFleet:
             raise DeadlineError(f"{method}: not every replica answered within {limit_s:g} s") from error
         except Exception as error:
             raise typed(error, method) from error
-
-
-def typed(error: Exception, what: str) -> AsyncRLError:
-    """An error of ours for whatever came back over a Serve handle."""
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AsyncRLError):
-        return error.cause
-    if isinstance(error, AsyncRLError):
-        return error
-    if isinstance(error, ray.exceptions.RayError | RayServeException):
-        return InfraError.wrap(f"{what}: the replica failed", error)
-    return InfraError.wrap(f"{what}: no answer", error)

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, RewardModelConfig
 
 DEPLOYMENT_NAME = "rollout"
+REWARD_DEPLOYMENT_NAME = "reward-model"
 WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
+
+
+_REPLICAS = {
+    # Replicas queue by themselves: the Rollouter bounds how much it sends.
+    "max_ongoing_requests": 1_000_000,
+    "max_constructor_retry_count": 1,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 30.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "graceful_shutdown_timeout_s": 2.0,
+}
+
+
+def app_name(namespace: str, part: str = "rollout") -> str:
+    """Serve's name for an application of the run in this Ray namespace: runs that share a cluster don't share it."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', namespace)}-{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +80,20 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
 def deployment_options(options: ServingOptions) -> dict[str, Any]:
     """How Serve runs the replicas."""
     return {
+        **_REPLICAS,
         "num_replicas": options.num_replicas,
-        # Replicas queue by themselves: the Rollouter bounds how much it sends.
-        "max_ongoing_requests": 1_000_000,
-        "max_constructor_retry_count": 1,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 30.0,
-        "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": 2.0,
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},
+    }
+
+
+def reward_deployment_options(model: RewardModelConfig, *, gpus: bool) -> dict[str, Any]:
+    """How Serve runs the replicas of the reward model: one GPU each, if the cluster has any."""
+    return {
+        **_REPLICAS,
+        "num_replicas": model.num_replicas,
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0},
     }
 
 

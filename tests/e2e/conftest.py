@@ -87,6 +87,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         store = start_store(NAMESPACE)
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
         yield Engine(config, store, LlamaForCausalLM.from_pretrained(path))
-        anyio.run(stop_app)
+        anyio.run(stop_app, NAMESPACE)
     finally:
         ray.shutdown()

@@ -34,5 +34,5 @@ async def test_a_missing_model_is_named(tmp_path: Path) -> None:
         with pytest.raises(InfraError, match="did not start") as raised:
             await start_app(config, namespace=NAMESPACE)
     finally:
-        await stop_app()
+        await stop_app(NAMESPACE)
     assert "nothing-here" in raised.value.message

@@ -14,7 +14,7 @@ from asyncrl.failures import BugError, DataError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from asyncrl.types import FinishReason, Span, Turn, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
-from tests.e2e.conftest import MAX_MODEL_LEN, Engine
+from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, Engine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -36,7 +36,7 @@ def fleet_of(engine: Engine, *, partial: bool = True, mode: str = "keep", clear_
         ),
         "weight_sync": engine.config.weight_sync.model_copy(update={"clear_kv_cache": clear_kv}),
     }
-    return ServeFleet(engine.config.model_copy(update=changes))
+    return ServeFleet(engine.config.model_copy(update=changes), namespace=NAMESPACE)
 
 
 async def publish(engine: Engine, scale: float = 0.02) -> Publication:

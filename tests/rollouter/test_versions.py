@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, ValSamplingConfig
 from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import ApplyRecord, ValidationRecord
+from asyncrl.ports import ApplyRecord, Score, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.telemetry.registry import check
@@ -284,6 +284,22 @@ async def test_validation_metrics_and_examples() -> None:
     assert record.examples[0] == {"prompt": "1+1", "response": "1 2", "ground_truth": "x", "reward": 2.0}
     assert {request.sampling["temperature"] for request in rig.fleet.requests} == {0.0}
     assert len(rig.fleet.requests) == 6
+
+
+async def test_with_a_reward_model_a_validation_tells_the_parts_of_the_reward() -> None:
+    class Both(FakeScorer):
+        async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+            scores = await super().score(prompt, turns)
+            return [Score(2 * one.reward + 1, {"rule": one.reward, "model": 1.0}) for one in scores]
+
+    rig = Rig(validate_first=True, scorer=Both())
+    async with rig.running():
+        await rig.sink.until(1)
+    record = rig.sink.records[0]
+    assert isinstance(record, ValidationRecord)
+    figures = {name: record.metrics[f"{name}/mean"] for name in ("reward", "rule", "model")}
+    assert figures == {"reward": pytest.approx(9.0), "rule": pytest.approx(4.0), "model": pytest.approx(1.0)}
+    check(f"validation/{name}" for name in record.metrics)
 
 
 async def test_a_validation_prompt_that_fails_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,138 @@
+"""A reward model in this process: a sequence classifier with one label, and what it gives conversations.
+
+Torch and transformers only, so that it can be tested, and used, without Ray.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+import torch
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import RewardModelConfig
+from asyncrl.failures import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+KEY = "reward_model.path"
+FIX = "name a sequence-classification model with one label, saved by save_pretrained"
+
+
+class Conversation(NamedTuple):
+    """What is scored."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The prompt's chat messages."""
+    response: str
+
+
+class Classifier:
+    """Scores conversations with one model on one device."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """A model with one label, on the device it runs on, and its own tokenizer."""
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._pad_id: int | None = model.config.pad_token_id
+        limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+        self.max_tokens: int = min((limit for limit in limits if limit is not None), default=2**31)
+        """Longest conversation."""
+
+    @classmethod
+    def load(cls, config: RewardModelConfig) -> Classifier:
+        """Read and check the model; on a GPU where there is one, in the dtype it was saved in, on CPU in float32.
+
+        Raises:
+            ConfigError: no path, no model there, no tokenizer, weights that are no safetensors, more than one label, or
+                a head that was never trained. In one line.
+        """
+        import transformers
+
+        if config.path is None:
+            raise ConfigError(f"{KEY}: null, and reward_model.placement is {config.placement}: {FIX}")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        trust = config.trust_remote_code
+        try:
+            path = resolve(config.path)
+            settings = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            if settings.num_labels != 1:
+                raise ConfigError(f"{KEY}={config.path}: the model has {settings.num_labels} labels, not one; {FIX}")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+            model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+                path,
+                config=settings,
+                use_safetensors=True,
+                trust_remote_code=trust,
+                output_loading_info=True,
+                dtype="auto" if device == "cuda" else torch.float32,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{KEY}={config.path}: no reward model can be loaded from there: {reason}; {FIX}"
+            ) from error
+        if missing := sorted(report["missing_keys"]):
+            raise ConfigError(
+                f"{KEY}={config.path}: its files have no {', '.join(missing[:3])}, which would be random numbers: "
+                f"this is no trained reward model; {FIX}"
+            )
+        return cls(model.to(device), tokenizer)
+
+    @torch.inference_mode()
+    def score(self, conversations: Sequence[Conversation]) -> list[float | DataError]:
+        """The model's output for each, from one forward pass; an error in place of what cannot be scored."""
+        results: list[float | DataError] = [0.0] * len(conversations)
+        encoded: dict[int, list[int]] = {}
+        for number, conversation in enumerate(conversations):
+            try:
+                encoded[number] = self.encode(conversation)
+            except DataError as error:
+                results[number] = error
+        if encoded:
+            for number, value in zip(encoded, self._forward(list(encoded.values())), strict=True):
+                finite = DataError(f"the reward model's score of a conversation is {value}, no finite number")
+                results[number] = value if math.isfinite(value) else finite
+        return results
+
+    def encode(self, conversation: Conversation) -> list[int]:
+        """Token ids: by the model's own chat template, or without one as the pair of prompt text and response.
+
+        Raises:
+            DataError: the template refuses the messages, or the model has no room for so many tokens.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template is not None:
+            answer = {"role": "assistant", "content": conversation.response}
+            messages = [*(dict(message) for message in conversation.messages), answer]
+            try:
+                ids: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            except (jinja2.TemplateError, TypeError, ValueError) as error:
+                raise DataError(f"the reward model's chat template refuses a conversation: {error}") from error
+        else:
+            prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
+            ids = tokenizer(prompt, conversation.response)["input_ids"]
+        if not 0 < len(ids) <= self.max_tokens:
+            raise DataError(
+                f"a conversation of {len(ids)} tokens cannot be scored: the reward model takes 1 to {self.max_tokens}; "
+                "lower data.max_prompt_length or rollout.response_length"
+            )
+        return ids
+
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        """One padded pass; each row's number is what the row alone would give."""
+        # The head looks at the last token that is not padding, so a model without a padding token gets one that no row
+        # holds: it then looks at the row's last token, as it does for a row alone.
+        used = {token for row in rows for token in row}
+        pad = self._pad_id if self._pad_id is not None else next(token for token in range(2**31) if token not in used)
+        self._model.config.pad_token_id = pad
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=self._model.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self._model.device)
+        mask = torch.arange(width, device=self._model.device) < lengths[:, None]
+        logits = self._model(input_ids=ids, attention_mask=mask.long()).logits
+        return logits[:, 0].float().tolist()

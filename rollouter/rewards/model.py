@@ -1,0 +1,131 @@
+"""The reward model of a run behind Ray Serve: its deployment, and how the Rollouter asks it.
+
+The driver binds the deployment without importing torch; only the replicas load it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+from ray import serve
+
+from asyncrl.config.schema import Config, RewardModelConfig
+from asyncrl.failures import BugError, DataError, DeadlineError, InfraError, first_failure
+from asyncrl.types import Prompt
+from rollouter.client import FIRST_BACKOFF_S
+from rollouter.serving.handles import typed
+from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
+
+if TYPE_CHECKING:
+    from rollouter.rewards.classifier import Conversation
+
+BATCH_WAIT_S = 0.01
+"""A forward pass waits so long for company: the responses of a group come within a millisecond or two."""
+
+
+class RewardReplica:
+    """One copy of the reward model."""
+
+    async def __init__(self, config: RewardModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the model.
+
+        Raises:
+            ConfigError: see `Classifier.load`.
+        """
+        from rollouter.rewards.classifier import Classifier
+
+        self._classifier = await to_thread.run_sync(Classifier.load, config)
+        self.score.set_max_batch_size(config.max_batch_size)
+
+    @serve.batch(batch_wait_timeout_s=BATCH_WAIT_S)
+    async def score(self, conversations: list[Conversation]) -> list[float | DataError]:
+        """Called with one conversation; Serve gathers the batch. An error is returned, not raised: it is one row's."""
+        return await to_thread.run_sync(self._classifier.score, conversations)
+
+
+def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
+    """The application of the run's reward model."""
+    deployment = serve.deployment(
+        name=REWARD_DEPLOYMENT_NAME, **reward_deployment_options(config.reward_model, gpus=gpus)
+    )(RewardReplica)
+    return deployment.bind(config.reward_model)
+
+
+class ServedModel:
+    """Scores responses with the run's deployment (`combination.ModelScorer`), from any process of its Ray cluster."""
+
+    def __init__(
+        self, config: Config, *, namespace: str, sleep: Callable[[float], Awaitable[None]] = anyio.sleep
+    ) -> None:
+        """`sleep` waits between failed calls: 1 s, 2 s, 4 s, …"""
+        self._sleep = sleep
+        self._timeout_s = config.reward.timeout_s
+        self._max_attempts = config.rollout.max_attempts
+        self._handle = serve.get_deployment_handle(REWARD_DEPLOYMENT_NAME, app_name(namespace, "reward"))
+        model = config.reward_model
+        # A batch in work and one that waits, for each replica: a deadline is for the model, not for the queue to it.
+        self._calls = anyio.CapacityLimiter(2 * model.num_replicas * model.max_batch_size)
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+        """One score per response text.
+
+        Raises:
+            DataError: a conversation that the model cannot score.
+            InfraError: replicas failed more often than `rollout.max_attempts` allows.
+            DeadlineError: it took longer than `reward.timeout_s`, failed tries included.
+        """
+        from rollouter.rewards.classifier import Conversation
+
+        scores = [math.nan] * len(texts)
+
+        async def one(number: int) -> None:
+            async with self._calls:
+                scores[number] = await self._score(Conversation(prompt.messages, texts[number]))
+
+        try:
+            async with anyio.create_task_group() as group:
+                for number in range(len(texts)):
+                    group.start_soon(one, number)
+        except BaseExceptionGroup as error:
+            raise first_failure(error) from error
+        return scores
+
+    async def _score(self, conversation: Conversation) -> float:
+        try:
+            with anyio.fail_after(self._timeout_s):
+                for attempt in range(1, self._max_attempts + 1):
+                    try:
+                        return _number(await self._ask(conversation))
+                    except InfraError as error:
+                        if attempt == self._max_attempts:
+                            message = f"the reward model failed {attempt} times, the last time: {error.message}"
+                            raise InfraError(message, error.cause) from error
+                        await self._sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the reward model did not answer within reward.timeout_s = {self._timeout_s:g} s; raise it, lower "
+                "reward_model.max_batch_size, or raise reward_model.num_replicas"
+            ) from error
+        raise AssertionError("max_attempts is positive")
+
+    async def _ask(self, conversation: Conversation) -> Any:
+        response = self._handle.score.remote(conversation)
+        try:
+            return await response
+        except anyio.get_cancelled_exc_class():
+            response.cancel()
+            raise
+        except Exception as error:
+            raise typed(error, "scoring by the reward model") from error
+
+
+def _number(answer: Any) -> float:
+    if isinstance(answer, DataError):
+        raise answer
+    if not isinstance(answer, float):
+        raise BugError(f"a replica of the reward model answered {answer!r}")
+    return answer

@@ -1,0 +1,271 @@
+"""The reward model: what it gives conversations, alone and in batches, how it fails, and how it joins the rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import Config, RewardModelConfig
+from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError, UserCodeError
+from asyncrl.ports import Score
+from asyncrl.types import FinishReason, Prompt, Span, Turn
+from rollouter.rewards.classifier import Classifier, Conversation
+from rollouter.rewards.combination import CombinedScorer
+from tests.fakes.parts import FakeScorer, make_prompt
+from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_classifier(tmp_path_factory.mktemp("classifier"))
+
+
+def load(path: str, **changes: Any) -> Classifier:
+    return Classifier.load(RewardModelConfig(placement="serve", path=path, **changes))
+
+
+def user(text: str, response: str) -> Conversation:
+    return Conversation(({"role": "user", "content": text},), response)
+
+
+CONVERSATIONS = [user("1+2=", "3"), user("10+20+30=", "10+20=30;30+30=60;#60"), user("7=", ""), user("4+4=", "#8")]
+
+
+def reference(path: str, ids: list[int]) -> float:
+    """The head on the last token's hidden state, in float64, of this row alone."""
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification.from_pretrained(path).double().eval()
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
+        return float((hidden[0, -1] @ model.score.weight[0]).item())
+
+
+@pytest.mark.parametrize("pad_token_id", [None, 0])
+@pytest.mark.parametrize("template", [True, False])
+def test_scores_of_a_batch_are_those_of_each_conversation_alone(
+    tmp_path: Path, pad_token_id: int | None, template: bool
+) -> None:
+    path = make_classifier(tmp_path, pad_token_id=pad_token_id, template=template)
+    classifier = load(path)
+    batch = classifier.score(CONVERSATIONS)
+    expected = [reference(path, classifier.encode(conversation)) for conversation in CONVERSATIONS]
+    assert batch == pytest.approx(expected, abs=1e-5)
+    assert [classifier.score([conversation])[0] for conversation in CONVERSATIONS] == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 4) for value in expected}) == len(expected)
+
+
+def test_the_conversation_goes_through_the_models_own_template(path: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert load(path).encode(user("1+2=", "#3")) == expected
+    plain = load(make_classifier(tmp_path, template=False))
+    assert plain.encode(user("1+2=", "#3")) == tokenizer("1+2=", "#3")["input_ids"]
+    assert tokenizer.decode(plain.encode(user("1+2=", "#3"))) == "1+2=#3"
+
+
+def test_what_cannot_be_scored_is_an_error_in_its_place(path: str) -> None:
+    too_long, odd = user("1" * CONTEXT, "3"), Conversation(({"role": "user", "content": None},), "3")
+    classifier = load(path)
+    scores = classifier.score([CONVERSATIONS[0], too_long, CONVERSATIONS[1], odd])
+    assert scores[0] == pytest.approx(classifier.score([CONVERSATIONS[0]])[0], abs=1e-6)
+    assert isinstance(scores[1], DataError)
+    assert f"the reward model takes 1 to {CONTEXT}" in scores[1].message
+    assert isinstance(scores[2], float)
+    assert isinstance(scores[3], DataError)
+
+
+def test_a_score_that_is_no_number_is_an_error(path: str) -> None:
+    classifier = load(path)
+    with torch.no_grad():
+        classifier._model.score.weight.fill_(torch.nan)
+    (score,) = classifier.score(CONVERSATIONS[:1])
+    assert isinstance(score, DataError)
+    assert "nan, no finite number" in score.message
+
+
+def without_head(path: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = Path(path) / "model.safetensors"
+    weights = load_file(file)
+    del weights["score.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def pickled(path: str) -> None:
+    (Path(path) / "model.safetensors").unlink()
+    torch.save({}, Path(path) / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "spoil", "expected"),
+    [
+        (1, without_head, "its files have no score.weight, which would be random numbers"),
+        (3, lambda path: None, "the model has 3 labels, not one"),
+        (1, pickled, "no reward model can be loaded from there: "),
+        (1, lambda path: (Path(path) / "config.json").write_text(json.dumps({"model_type": "lama"})), "lama"),
+    ],
+)
+def test_a_model_that_is_no_reward_model_is_refused(tmp_path: Path, num_labels: int, spoil: Any, expected: str) -> None:
+    path = make_classifier(tmp_path / "model", num_labels=num_labels)
+    spoil(path)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert caught.value.message.startswith(f"reward_model.path={path}: ")
+    assert expected in caught.value.message
+    assert "name a sequence-classification model with one label" in caught.value.message
+    # Serve tells of a constructor's error by the last line of its text.
+    assert "\n" not in str(caught.value)
+
+
+def test_a_causal_model_and_a_missing_path_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no reward model can be loaded|labels, not one|its files have no"):
+        load(QUICKSTART)
+    with pytest.raises(ConfigError, match=r"reward_model\.path=.*nothing-here: no reward model can be loaded"):
+        load(str(tmp_path / "nothing-here"))
+    with pytest.raises(ConfigError, match=r"reward_model\.path: null"):
+        Classifier.load(RewardModelConfig(placement="serve"))
+
+
+# ------------------------------------------------------------------------------------------------ combination
+
+
+class Lengths:
+    """A reward model that likes long texts; waits for `gate` first."""
+
+    def __init__(self, error: Exception | None = None, gate: anyio.Event | None = None) -> None:
+        self._error = error
+        self._gate = gate
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+        if self._gate is not None:
+            await self._gate.wait()
+        if self._error is not None:
+            raise self._error
+        return [float(len(text)) for text in texts]
+
+
+def turn(*ids: int) -> Turn:
+    array = np.array(ids, dtype=np.int32)
+    return Turn(array, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+
+
+def combined(
+    placement: str, rule: Any = None, model: Any = None, *, weight: float = 1.0, model_weight: float = 1.0
+) -> CombinedScorer:
+    config = Config.model_validate(
+        {"reward": {"weight": weight}, "reward_model": {"placement": placement, "weight": model_weight}}
+    )
+    return CombinedScorer(rule or FakeScorer(), config, lambda ids: "x" * 10 * len(ids), model)
+
+
+async def test_the_reward_is_the_weighted_sum_of_rule_and_model() -> None:
+    class Rule:
+        async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+            return [Score(float(one.response_ids[0]), {"format": 1.0}) for one in turns]
+
+    scorer = combined("serve", Rule(), Lengths(), weight=2.0, model_weight=0.5)
+    first, second = await scorer.score(make_prompt(1), [turn(3), turn(4, 5)])
+    assert (first.reward, second.reward) == (2 * 3 + 0.5 * 10, 2 * 4 + 0.5 * 20)
+    assert first.extra == {"format": 1.0, "rule": 3.0, "model": 10.0}
+
+
+async def test_without_a_served_model_the_reward_is_the_rules_part() -> None:
+    (score,) = await combined("worker", weight=2.0).score(make_prompt(1), [turn(3, 3)])
+    assert (score.reward, score.extra) == (4.0, {"rule": 2.0})
+    (score,) = await combined("off", weight=0.5).score(make_prompt(1), [turn(3, 3)])
+    assert (score.reward, score.extra) == (1.0, {})
+
+
+async def test_failures_of_either_come_out_alone() -> None:
+    with pytest.raises(InfraError, match="gone"):
+        await combined("serve", model=Lengths(InfraError("gone"))).score(make_prompt(1), [turn(1)])
+
+    def broken(prompt: Prompt, turn: Turn) -> float:
+        raise UserCodeError("judge raised")
+
+    with anyio.fail_after(10), pytest.raises(UserCodeError, match="judge raised"):
+        await combined("serve", FakeScorer(broken), Lengths(gate=anyio.Event())).score(make_prompt(1), [turn(1)])
+
+
+# ------------------------------------------------------------------------------------------------ asking the deployment
+
+
+class Handle:
+    """A Serve handle whose calls answer, or fail, as scripted; a call beyond the script never answers."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.score = self
+        self.num_calls = 0
+
+    def remote(self, conversation: Conversation) -> Handle:
+        self.num_calls += 1
+        return self
+
+    def __await__(self) -> Any:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        if not self._answers:
+            await anyio.sleep_forever()
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception) and not isinstance(answer, DataError):
+            raise answer
+        return answer
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def served(monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float = 60.0) -> tuple[Any, list[float]]:
+    from rollouter.rewards.model import ServedModel
+
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("ray.serve.get_deployment_handle", lambda *_: handle)
+    config = Config.model_validate({"reward": {"timeout_s": timeout_s}})
+    return ServedModel(config, namespace="run", sleep=sleep), slept
+
+
+async def test_a_failed_replica_is_asked_again_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, slept = served(monkeypatch, Handle(RuntimeError("died"), RuntimeError("died"), 0.5))
+    assert await model.score(make_prompt(1), ["a"]) == [0.5]
+    assert slept == [1.0, 2.0]
+    handle = Handle(*[RuntimeError("died")] * 3, 0.5)
+    model, _ = served(monkeypatch, handle)
+    with pytest.raises(InfraError, match="the reward model failed 3 times"):
+        await model.score(make_prompt(1), ["a"])
+    assert handle.num_calls == 3
+
+
+async def test_a_row_that_cannot_be_scored_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle(DataError("too long"), 0.5)
+    model, _ = served(monkeypatch, handle)
+    with pytest.raises(DataError, match="too long"):
+        await model.score(make_prompt(1), ["a"])
+    assert handle.num_calls == 1
+
+
+async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle()
+    model, _ = served(monkeypatch, handle, timeout_s=0.05)
+    with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.05 s"):
+        await model.score(make_prompt(1), ["a"])
+    assert handle.cancelled
