@@ -9,8 +9,9 @@ import anyio
 from asyncrl.config.schema import Dtype
 from asyncrl.ports import Publication, WeightPublisher
 from trainer.engine.base import EngineSpec, Layout
+from trainer.outcomes import Answer
 from trainer.placement import Role
-from trainer.rank import Answer, Rank
+from trainer.rank import Rank
 from trainer.roles import RoleCalls
 
 

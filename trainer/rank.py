@@ -21,6 +21,7 @@ from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.ports import Publication, WeightPublisher
 from trainer.engine.base import EngineSpec, Layout
 from trainer.engine.dist import BACKENDS, guarded, leave
+from trainer.outcomes import Answer
 from trainer.placement import Role
 from trainer.worker import TrainingWorker
 
@@ -32,15 +33,21 @@ class Meeting(NamedTuple):
 
     rank: int
     world_size: int
+    local_rank: int
+    """Among the ranks of its machine that see the same GPUs."""
     host: str
     port: int
 
-
-class Answer(NamedTuple):
-    """What became of a call. A failure is a value: it reaches the caller as it is, whatever the transport."""
-
-    value: Any
-    error: AsyncRLError | None
+    @property
+    def environment(self) -> dict[str, str]:
+        """As torchrun sets it."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
 
 
 class Rank:
@@ -56,7 +63,7 @@ class Rank:
         self._publisher = publisher
         self._workers: dict[Role, TrainingWorker] = {}
         self._store: dist.TCPStore | None = None
-        self._meeting = Meeting(0, 1, "", 0)
+        self._meeting = Meeting(0, 1, 0, "", 0)
         self._doing = ""
         self._since = time.monotonic()
 
@@ -77,6 +84,7 @@ class Rank:
     async def join(self, meeting: Meeting, device: Literal["cpu", "cuda"], timeout_s: float) -> Answer:
         """Be in a process group with the others; `timeout_s` bounds this and every collective operation."""
         self._meeting = meeting
+        os.environ.update(meeting.environment)
         return await self._answer("joining the group", _join, meeting, self._store, device, timeout_s)
 
     async def load(self, specs: Mapping[Role, EngineSpec]) -> Answer:
@@ -148,8 +156,10 @@ class Rank:
             finally:
                 self._doing, self._since = "", time.monotonic()
 
+        future = asyncio.wrap_future(self._thread.submit(run))
         with anyio.CancelScope(shield=True):
-            return await asyncio.wrap_future(self._thread.submit(run))
+            await asyncio.wait([future])
+        return future.result()
 
 
 def typed(error: Exception, what: str) -> AsyncRLError:
@@ -171,7 +181,7 @@ def _join(meeting: Meeting, store: dist.TCPStore | None, device: Literal["cpu", 
         if store is None:
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(meeting.local_rank)
         dist.init_process_group(
             BACKENDS[device], store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
         )

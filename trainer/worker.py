@@ -193,12 +193,12 @@ class TrainingWorker:
         return views
 
 
-def engine_spec(plan: RolePlan, *, collective_s: float) -> EngineSpec:
-    """What a role's engine is made from."""
+def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:
+    """What a role's engine is made from, on ranks of this device."""
     return EngineSpec(
         model_type=plan.model_type,
         model=plan.model,
-        engine=plan.engine,
+        engine=plan.engine.model_copy(update={"device": device}),
         optim=plan.optim,
         temperature=plan.temperature,
         seed=plan.seed,

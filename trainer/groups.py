@@ -1,0 +1,62 @@
+"""All groups of a run: every role that its configuration asks for, on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import anyio
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import first_failure
+from asyncrl.ports import WeightPublisher
+from trainer.group import WorkerGroup
+from trainer.placement import GroupPlan, Role, plan_groups
+from trainer.roles import RoleGroup
+
+
+class TrainerGroups:
+    """`start` makes one."""
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self.groups = tuple(groups)
+        self.roles: Mapping[Role, RoleGroup] = {
+            plan.role: group.role_group(plan.role) for group in groups for plan in group.plan.roles
+        }
+
+    @classmethod
+    async def start(cls, config: Config, *, publisher: WeightPublisher | None = None) -> Self:
+        """Start every group of the configuration, at the same time. If one fails the others are gone too.
+
+        Raises:
+            AsyncRLError: see `WorkerGroup.start`.
+        """
+        groups: dict[str, WorkerGroup] = {}
+        plans = plan_groups(config)
+
+        async def start(plan: GroupPlan) -> None:
+            groups[plan.name] = await WorkerGroup.start(
+                plan, config.timeouts, publisher=publisher, reserve_cpus=config.ray.address is not None
+            )
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for plan in plans:
+                    tasks.start_soon(start, plan)
+        except BaseExceptionGroup as error:
+            raise first_failure(error) from None
+        finally:
+            if len(groups) < len(plans):
+                await cls(list(groups.values())).close()
+        return cls([groups[plan.name] for plan in plans])
+
+    async def status(self) -> dict[str, list[Mapping[str, Any]]]:
+        """`Rank.status` of each rank, by group."""
+        return {group.plan.name: await group.status() for group in self.groups}
+
+    async def close(self) -> None:
+        """See `WorkerGroup.close`; all at once."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for group in self.groups:
+                    tasks.start_soon(group.close)

@@ -1,0 +1,100 @@
+"""What the ranks of a group say to one call, and what follows from it when they do not all succeed. No Ray, no torch.
+
+A death explains the failures of the others, a failure explains their silence; so the cause that counts is a death, else
+the first failure, else the silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import anyio
+
+from asyncrl.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
+
+GRACE_S = 5.0
+"""What the other ranks may take to report the failure that one of them has reported."""
+AGREED = (DataError, DivergenceError, ConfigError)
+"""Failures that ranks decide on together, and that leave them as they were."""
+
+
+class Answer(NamedTuple):
+    """What became of a call. A failure is a value: it reaches the caller as it is, whatever the transport."""
+
+    value: Any
+    error: AsyncRLError | None
+
+
+class Lost(NamedTuple):
+    """No answer will come."""
+
+    error: AsyncRLError
+
+
+Outcome = Answer | Lost
+
+
+async def gather(answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> dict[int, Outcome]:
+    """By rank, in the order in which they came: all of them, or up to the first loss, or what came within `limit_s` or
+    within `GRACE_S` of the first failure."""
+    outcomes: dict[int, Outcome] = {}
+    send, receive = anyio.create_memory_object_stream[tuple[int, Outcome]](len(answers))
+
+    async def wait(rank: int, answer: Awaitable[Outcome]) -> None:
+        send.send_nowait((rank, await answer))
+
+    async with send, receive, anyio.create_task_group() as tasks:
+        for rank, answer in answers.items():
+            tasks.start_soon(wait, rank, answer)
+        with anyio.move_on_after(limit_s) as scope:
+            while len(outcomes) < len(answers):
+                rank, outcome = await receive.receive()
+                outcomes[rank] = outcome
+                if isinstance(outcome, Lost):
+                    break
+                if outcome.error is not None:
+                    scope.deadline = min(scope.deadline, anyio.current_time() + GRACE_S)
+        tasks.cancel_scope.cancel()
+    return outcomes
+
+
+def values_of(outcomes: Mapping[int, Outcome]) -> dict[int, Any]:
+    return {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answer)}
+
+
+def failure(
+    group: str, what: str, ranks: Collection[int], outcomes: Mapping[int, Outcome], limit_s: float
+) -> AsyncRLError | None:
+    """The cause that counts, with the rank it comes from; None: all have succeeded.
+
+    What the ranks agree on is about all of them and stays as it was raised.
+    """
+    for rank, outcome in outcomes.items():
+        if isinstance(outcome, Lost):
+            return _from_rank(rank, group, outcome.error)
+    for rank, outcome in outcomes.items():
+        if outcome.error is not None:
+            return outcome.error if isinstance(outcome.error, AGREED) else _from_rank(rank, group, outcome.error)
+    silent = [str(rank) for rank in ranks if rank not in outcomes]
+    if silent:
+        return DeadlineError(
+            f"{what}: rank {', '.join(silent)} of the {group} group did not answer within {limit_s:g} s; look for a "
+            "process that hangs, or raise the deadline (timeouts.train_s, start_s or call_s)"
+        )
+    return None
+
+
+def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, disk: bool) -> bool:
+    """Whether the ranks can go on after a failure: all have reported one of the same, harmless kind.
+
+    Args:
+        disk: the call writes files, so that an InfraError of all ranks is the disk's.
+    """
+    kinds = {type(outcome.error) if isinstance(outcome, Answer) else Lost for outcome in outcomes.values()}
+    harmless = (*AGREED, InfraError) if disk else AGREED
+    return len(outcomes) == len(ranks) and len(kinds) == 1 and kinds.pop() in harmless
+
+
+def _from_rank(rank: int, group: str, error: AsyncRLError) -> AsyncRLError:
+    return type(error)(f"rank {rank} of the {group} group: {error.message}", error.cause)
