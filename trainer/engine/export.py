@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -30,6 +29,7 @@ from trainer.engine.dist import rank
 from trainer.engine.foreign import ForeignModel
 from trainer.engine.lora import Adapter, adapter_of
 from trainer.engine.optim import local_part
+from trainer.engine.storage import write_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WRAPPERS = {"", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
@@ -112,7 +112,7 @@ class HfExport:
         """Weights, configuration and tokenizer.
 
         Raises:
-            OSError, SafetensorError: the disk is full or failing.
+            OSError: the disk is full or failing.
         """
         directory.mkdir(parents=True, exist_ok=True)
         if self.remote_code is not None:
@@ -143,7 +143,7 @@ def _write_weights(weights: Mapping[str, Tensor], directory: Path) -> None:
         dict(weights), filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_BYTES
     )
     for file, names in plan.filename_to_tensors.items():
-        save_file({name: weights[name] for name in names}, directory / file, metadata={"format": "pt"})
+        write_tensors({name: weights[name] for name in names}, directory / file, {"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from trainer.engine.export import plain_name, unwrapped
+from trainer.engine.lora import is_adapter
 from trainer.engine.optim import local_part
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -40,6 +41,15 @@ class LiveState(ABC):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
+        names = {plain_name(name): value.requires_grad for name, value in unwrapped(model).named_parameters()}
+        adapted = any(is_adapter(name) for name in names)
+        self._names = {
+            name
+            for name, trained in names.items()
+            # Without an optimizer nothing is trained, but what was trained can be loaded.
+            if (trained if optimizer is not None else is_adapter(name) or not adapted)
+        }
+        """Of the parameters that are, or were, trained."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -64,11 +74,8 @@ class _PlainState(LiveState):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(model, optimizer)
-        self._trained = {
-            plain_name(name): parameter
-            for name, parameter in unwrapped(model).named_parameters()
-            if parameter.requires_grad
-        }
+        parameters = {plain_name(name): value for name, value in unwrapped(model).named_parameters()}
+        self._trained = {name: parameters[name] for name in parameters if name in self._names}
 
     def tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in self._trained.items()}
@@ -152,9 +159,8 @@ class _FlatState(LiveState):
         return self._optimizer is not None and bool(self._optimizer.state)
 
     def _weights(self) -> dict[str, Tensor]:
-        weights = get_model_state_dict(self._model, options=TRAINED)
-        trained = {plain_name(name) for name, value in self._model.named_parameters() if value.requires_grad}
-        return {f"model.{name}": tensor for name, tensor in weights.items() if name in trained}
+        weights = get_model_state_dict(self._model)
+        return {f"model.{name}": tensor for name, tensor in weights.items() if name in self._names}
 
     def _moments(self) -> dict[str, Tensor]:
         assert self._optimizer is not None

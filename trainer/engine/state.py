@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -35,7 +35,7 @@ from trainer.engine.base import EngineSpec
 from trainer.engine.dist import rank, world_size
 from trainer.engine.export import HfExport
 from trainer.engine.live import LiveState, live_state
-from trainer.engine.storage import Index, ShardReader, ShardWriter, damaged, read_index
+from trainer.engine.storage import Index, ShardReader, ShardWriter, damaged, read_index, write_json, write_tensors
 
 SHARDS = "dcp"
 ENGINE = "engine.json"
@@ -61,7 +61,7 @@ class PendingSave:
         collectives of the training. May be called again.
 
         Raises (on every rank):
-            InfraError: some rank could not write, as when the disk is full.
+            InfraError: some rank could not write, as when the disk is full; names the file.
             ConfigError: the directory is not writable.
         """
         error = self._written.exception()
@@ -95,11 +95,11 @@ def begin_save(
 
     def write() -> None:
         writer.flush()
-        save_file(generators, _rng_file(directory))
+        write_tensors(generators, _rng_file(directory))
         if export is not None and hf is not None:
             export.write(hf, spec.model)
         if record is not None:
-            (directory / ENGINE).write_text(json.dumps(record), encoding="utf-8")
+            write_json(record, directory / ENGINE)
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = executor.submit(write)

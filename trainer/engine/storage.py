@@ -9,8 +9,10 @@ shard would pass for a smaller tensor or leave part of it unread.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +70,7 @@ def damaged(path: Path, detail: object) -> ConfigError:
 class ShardWriter(StorageWriter):
     """Copies this rank's parts to CPU when DCP hands them over; `flush` writes them, and may do so in another thread.
 
-    `flush` raises OSError or SafetensorError.
+    `flush` raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -133,9 +135,9 @@ class ShardWriter(StorageWriter):
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._staged:
             checksums = {key: _checksum(tensor) for key, tensor in self._staged.items()}
-            save_file(self._staged, self._directory / self._file, metadata={CHECKSUMS: json.dumps(checksums)})
+            write_tensors(self._staged, self._directory / self._file, {CHECKSUMS: json.dumps(checksums)})
         if self._index is not None:
-            (self._directory / INDEX).write_text(json.dumps({"tensors": self._index}), encoding="utf-8")
+            write_json({"tensors": self._index}, self._directory / INDEX)
         self._staged = {}
 
 
@@ -260,6 +262,24 @@ def read_index(directory: Path) -> Index:
         if any(Path(part.file).name != part.file for part in entry.parts):
             raise damaged(path, f"{name} lies outside of the checkpoint")
     return index
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file. Raises OSError, as writing any other file does."""
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata or {}))
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None
+
+
+def write_json(content: Mapping[str, Any], path: Path) -> None:
+    """Raises OSError, with the file's name."""
+    try:
+        path.write_text(json.dumps(content), encoding="utf-8")
+    except OSError as error:
+        error.filename = str(path)  # a failing write, unlike a failing open, does not know it
+        raise
 
 
 def _key(name: str, offsets: Sequence[int]) -> str:
