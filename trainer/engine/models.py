@@ -50,7 +50,7 @@ def load_model(
     kind, name = CLASSES[model_type]
     try:
         source = resolve(path)
-        with _quiet():
+        with quiet():
             model, report = kind.from_pretrained(
                 source,
                 config=_settings(source, model_type, trust_remote_code),
@@ -129,7 +129,7 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bar and no report of what is missing, which is checked here."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

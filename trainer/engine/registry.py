@@ -77,6 +77,12 @@ class EngineRegistry:
         )
 
     @classmethod
+    def model_types(cls, backend: str, device: str) -> set[ModelType]:
+        """What a backend runs on a device, its module imported if need be. Raises as `new` does."""
+        _load(backend)
+        return {key[1] for key in cls._engines if key[0] == backend and key[2] == device}
+
+    @classmethod
     def backends(cls) -> list[str]:
         """Names that `trainer.strategy` may have here."""
         return sorted(BUILT_IN | _outside() | {key[0]: "" for key in cls._engines})

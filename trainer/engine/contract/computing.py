@@ -1,0 +1,239 @@
+"""Losses, gradients, steps and forward passes are those of a plain loop, whatever way they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from asyncrl.config.schema import AlgorithmConfig
+from trainer.algorithms.objective import PolicyLoss
+from trainer.engine import dist
+from trainer.engine.base import BaseEngine, ModelType
+from trainer.engine.contract.reference import Reference, close, make_batch, model_paths, plain_model, plain_scores
+from trainer.engine.contract.setting import (
+    EXACT,
+    OPTIM,
+    SAME,
+    SINGLE,
+    Setting,
+    Step,
+    check,
+    copies,
+    make_loss,
+    one_step,
+    same_step,
+    same_weights,
+    share_of,
+    true,
+    weights_of,
+)
+
+
+@check()
+def policy_steps_equal_the_reference(setting: Setting) -> None:
+    _follow_the_reference(setting, "language_model", AlgorithmConfig())
+
+
+@check()
+def policy_steps_with_kl_and_entropy_equal_the_reference(setting: Setting) -> None:
+    algorithm = AlgorithmConfig(
+        loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05
+    )
+    _follow_the_reference(setting, "language_model", algorithm, temperature=0.7)
+
+
+@check("value_model")
+def value_steps_equal_the_reference(setting: Setting) -> None:
+    _follow_the_reference(setting, "value_model", AlgorithmConfig())
+
+
+def _follow_the_reference(
+    setting: Setting, model_type: ModelType, algorithm: AlgorithmConfig, *, temperature: float = 1.0
+) -> None:
+    """Three steps with rows of unequal length, shared out unevenly, in many micro-batches."""
+    path = model_paths(setting.directory)[model_type]
+    reference = Reference(path, model_type, OPTIM, algorithm, temperature=temperature)
+    engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48)
+    loss = make_loss(model_type, algorithm)
+    for seed, first in ((1, 4), (2, 7), (3, 1)):
+        batch = make_batch(8, seed)
+        expected, expected_norm = reference.step(batch)
+        figures = engine.forward_backward(share_of(engine, batch, first), loss)
+        outcome = engine.optim_step(figures["loss"])
+        close(figures["loss"], expected, EXACT, f"loss of batch {seed}")
+        close(outcome.grad_norm, expected_norm, EXACT, f"gradient norm of batch {seed}")
+        close(figures["tokens"], float(batch["loss_mask"].sum()), 0.0, "trained tokens")
+    same_weights(weights_of(engine), reference.weights(), SINGLE / 10, "after three steps")
+
+
+@check()
+def two_passes_before_a_step_add_up(setting: Setting) -> None:
+    reference = Reference(model_paths(setting.directory)["language_model"], "language_model", OPTIM)
+    engine, loss = setting.engine(float64=True), make_loss()
+    batches = [make_batch(6, 4), make_batch(5, 5)]
+    expected, expected_norm = reference.step(*batches)
+    total = sum(engine.forward_backward(share_of(engine, batch), loss)["loss"] for batch in batches)
+    close(total, expected, EXACT, "sum of the losses")
+    close(engine.optim_step(total).grad_norm, expected_norm, EXACT, "gradient norm")
+    engine.forward_backward(share_of(engine, batches[0]), loss)
+    engine.zero_grad()
+    expected, expected_norm = reference.step(batches[1])
+    figures = engine.forward_backward(share_of(engine, batches[1]), loss)
+    close(engine.optim_step(figures["loss"]).grad_norm, expected_norm, EXACT, "gradient norm after zero_grad")
+
+
+# ------------------------------------------------------------------------------------------------ forward only
+
+
+@check()
+def log_probs_and_entropies_equal_transformers(setting: Setting) -> None:
+    _infer_as_transformers(setting, "language_model", ("log_probs", "entropy"))
+
+
+@check("value_model")
+def values_equal_transformers(setting: Setting) -> None:
+    engine, batch = setting.engine("value_model"), make_batch(5, 1)
+    close(engine.infer(share_of(engine, batch))["values"].abs().max(), 0.0, 0.0, "values of a head that starts at 0")
+    figures = engine.forward_backward(share_of(engine, batch), make_loss("value_model"))
+    engine.optim_step(figures["loss"])
+    weights = weights_of(engine)
+    model = plain_model(model_paths(setting.directory)["value_model"], "value_model", torch.float32)
+    if dist.rank() == 0:
+        model.load_state_dict({name: weights[name] for name, _ in model.named_parameters()}, strict=True)
+        _compare_rows(engine, share_of(engine, batch), model, "value_model", ("values",))
+    else:
+        engine.infer(share_of(engine, batch))
+
+
+@check("reward_model")
+def scores_equal_transformers(setting: Setting) -> None:
+    _infer_as_transformers(setting, "reward_model", ("scores",))
+
+
+def _infer_as_transformers(setting: Setting, model_type: ModelType, keys: Sequence[str]) -> None:
+    engine = setting.engine(model_type, ppo_max_token_len=48, optim=None)
+    model = plain_model(model_paths(setting.directory)[model_type], model_type, torch.float32)
+    for first in (3, 6):
+        _compare_rows(engine, share_of(engine, make_batch(7, 1), first), model, model_type, keys)
+
+
+def _compare_rows(
+    engine: BaseEngine, batch: TensorDict, model: Any, model_type: ModelType, keys: Sequence[str]
+) -> None:
+    results = engine.infer(batch)
+    with torch.no_grad():
+        for number in range(len(batch)):
+            expected = plain_scores(model, model_type, batch[number])
+            for key, values in zip(keys, expected, strict=False):
+                row = results[key][number]
+                got = row[: len(values)] if row.ndim else row[None]
+                close(got, values, SINGLE, f"{key} of row {number}")
+                if row.ndim:
+                    close(row[len(values) :].abs().sum(), 0.0, 0.0, f"{key} beyond row {number}")
+
+
+# ------------------------------------------------------------------------------------------------ other ways there
+
+
+@check()
+def micro_batches_do_not_change_a_step(setting: Setting) -> None:
+    steps = [one_step(setting, ppo_max_token_len=limit) for limit in (1, 30, 100_000)]
+    for step in steps[1:]:
+        same_step(step, steps[0])
+
+
+@check()
+def packed_rows_equal_padded_ones(setting: Setting) -> None:
+    same_step(*(one_step(setting, use_remove_padding=flag) for flag in (True, False)))
+    batch, found = make_batch(8, 2), []
+    for flag in (True, False):
+        engine = setting.engine(use_remove_padding=flag)
+        rows = share_of(engine, batch)
+        log_probs = engine.infer(rows)["log_probs"]
+        figures = engine.forward_backward(rows, make_loss())
+        found.append((log_probs, figures["loss"], engine.optim_step(figures["loss"]).grad_norm))
+    for name, packed, padded in zip(("log-probs", "loss", "gradient norm"), *found, strict=True):
+        close(packed, padded, SAME, f"{name} in float32")
+
+
+@check()
+def gradient_checkpointing_gives_the_same_step(setting: Setting) -> None:
+    same_step(one_step(setting, gradient_checkpointing=True), one_step(setting))
+
+
+@check()
+def offloading_gives_the_same_step(setting: Setting) -> None:
+    offloaded = one_step(setting, param_offload=True, optimizer_offload=True, activation_offload=True)
+    same_step(offloaded, one_step(setting))
+
+
+@check()
+def moving_away_and_back_gives_the_same_step(setting: Setting) -> None:
+    engine, loss, batch = setting.engine(float64=True), make_loss(), make_batch(6, 1)
+    engine.to("cpu")
+    figures = engine.forward_backward(share_of(engine, batch), loss)
+    engine.to("cpu")
+    outcome = engine.optim_step(figures["loss"])
+    engine.to("cpu", grad=False)
+    engine.forward_backward(share_of(engine, batch), loss)
+    again = engine.optim_step(0.0)
+    same_step(Step([figures["loss"], outcome.grad_norm, again.grad_norm], weights_of(engine)), one_step(setting))
+
+
+@check(num_ranks=2)
+def sequence_parallel_ranks_give_the_same_step(setting: Setting) -> None:
+    parallel = one_step(setting, ulysses_sequence_parallel_size=2)
+    same_step(parallel, one_step(setting), SAME / 10)
+    engine, batch = setting.engine(ulysses_sequence_parallel_size=2), make_batch(5, 2)
+    layout = engine.layout
+    true(layout[2:] == (0, 1, layout.rank == 0), f"two ranks that share sequences get the same rows, not {layout}")
+    plain = setting.engine()
+    expected = plain.infer(batch)
+    for key, values in engine.infer(batch).items():
+        close(values, expected[key], SAME, key)
+
+
+@check()
+def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None:
+    batch = make_batch(8, 1)
+    batch["advantages"][::2] = 0.0
+    same_step(one_step(setting, batch), one_step(setting, batch, loss=_AllRows()))
+    engine = setting.engine(float64=True)
+    first = engine.forward_backward(share_of(engine, batch), make_loss())
+    engine.optim_step(first["loss"])
+    before = copies(weights_of(engine))
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    figures = engine.forward_backward(share_of(engine, batch), make_loss())
+    close(engine.optim_step(figures["loss"]).grad_norm, 0.0, 0.0, "norm of a gradient of 0")
+    after = weights_of(engine)
+    if dist.rank() == 0:
+        true(any((after[name] != before[name]).any() for name in before), "momentum moves the weights all the same")
+
+
+@check()
+def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
+    full, half = setting.engine(), setting.engine(dtype="bfloat16")
+    batch = share_of(full, make_batch(6, 1))
+    error = float((full.infer(batch)["log_probs"] - half.infer(batch)["log_probs"]).abs().max())
+    true(0 < error < 0.2, f"log-probs in bfloat16 are off by {error:.1e}; a little, but not nothing, was expected")
+    figures = half.forward_backward(batch, make_loss())
+    half.optim_step(figures["loss"])
+    if dist.rank() == 0:
+        fine = any((tensor != tensor.bfloat16().float()).any() for tensor in weights_of(half).values())
+        true(fine, "weights after a step hold more than bfloat16 can")
+    else:
+        weights_of(half)
+
+
+class _AllRows(PolicyLoss):
+    """Runs a backward pass for every row."""
+
+    def __init__(self) -> None:
+        super().__init__(AlgorithmConfig(), 20)
+
+    def needs_gradient(self, batch: TensorDict) -> Tensor:
+        return batch["loss_mask"].any(dim=1)

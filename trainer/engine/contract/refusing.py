@@ -1,0 +1,51 @@
+"""Bad input: a typed error on every rank, and nothing changed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tensordict import TensorDict
+
+from asyncrl.failures import ConfigError, DataError
+from trainer.engine.contract.reference import make_batch
+from trainer.engine.contract.setting import (
+    Setting,
+    check,
+    copies,
+    make_loss,
+    one_step,
+    raises,
+    same_step,
+    same_weights,
+    share_of,
+    weights_of,
+)
+from trainer.engine.registry import EngineRegistry
+
+
+@check()
+def bad_input_is_refused_on_every_rank(setting: Setting) -> None:
+    engine, batch, loss = setting.engine(), make_batch(6, 1), make_loss()
+    before = copies(weights_of(engine))
+    odd = batch.clone()
+    odd["input_ids"][-1, 0] = 10**6
+    raises(DataError, "vocabulary", lambda: engine.forward_backward(share_of(engine, odd), loss))
+    raises(DataError, "vocabulary", lambda: engine.infer(share_of(engine, odd)))
+    none = batch.clone()
+    none["loss_mask"] = torch.zeros_like(none["loss_mask"])
+    raises(DataError, "trained token", lambda: engine.forward_backward(share_of(engine, none), loss))
+    same_weights(weights_of(engine), before, 0.0, "after refused batches")
+    missing = setting.spec(path=str(setting.directory / "nothing"))
+    raises(ConfigError, "model.path", lambda: EngineRegistry.new(missing))
+    raises(ConfigError, "float16", lambda: setting.engine(dtype="float16"))
+    raises(ConfigError, "temperature", lambda: setting.engine(temperature=0.0))
+
+
+@check()
+def a_rank_with_nothing_to_train_keeps_company(setting: Setting) -> None:
+    batch = make_batch(6, 1)
+    filled = TensorDict.cat([batch, batch[:2]])
+    filled["loss_mask"][6:] = False
+    filled["old_log_probs"][6:] = -math.inf  # whatever stands there is never looked at
+    same_step(one_step(setting, filled, first=6), one_step(setting, batch))
