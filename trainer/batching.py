@@ -47,9 +47,10 @@ def split(
     Args:
         lengths: positions to compute for each row, at least 1.
         overhead_tokens: what one pass costs beyond its tokens, in tokens. It decides how finely padded rows are cut.
-        num_parts: at least so many, as far as there are rows, because other ranks have as many; None: as few as is best.
-        packed: sequences lie one after another, so that parts are balanced by cost; else rows are padded to the longest
-            of their micro-batch, so that rows of like length go together.
+        num_parts: at least so many, as far as there are rows, because other ranks have as many; None: as few as is
+            best.
+        packed: sequences lie one after another, so that parts are balanced by cost; else rows are padded to the
+            longest of their micro-batch, so that rows of like length go together.
     """
     if packed:
         parts = _balanced_within(lengths, max_tokens, num_parts or 1)
@@ -62,8 +63,8 @@ def balance(lengths: Sequence[int], num_parts: int, *, quadratic: float = QUADRA
     """Share rows out into `num_parts` parts of like cost; with at least as many rows as parts none is empty.
 
     A row of `L` tokens costs `L + quadratic * L²`. Largest differencing method (Karmarkar and Karp 1982): the two most
-    uneven partial partitions are joined, heavy parts of one with light parts of the other. Deterministic; rows of a part
-    are in ascending order, parts in the order of their first row.
+    uneven partial partitions are joined, heavy parts of one with light parts of the other. Deterministic; rows of a
+    part are in ascending order, parts in the order of their first row.
     """
     costs = np.asarray(lengths, dtype=np.float64)
     costs = costs + quadratic * costs**2
@@ -83,7 +84,7 @@ def balance(lengths: Sequence[int], num_parts: int, *, quadratic: float = QUADRA
 
 
 def _cheapest_cuts(lengths: Sequence[int], max_tokens: int, overhead_tokens: int) -> list[list[int]]:
-    """Rows sorted by length, the longest first, cut where padding and overhead are least: shortest path over the cuts."""
+    """Rows by length, the longest first, cut where padding and overhead are least: shortest path over the cuts."""
     order = np.argsort(np.asarray(lengths), kind="stable")
     ordered = np.asarray(lengths)[order]
     best = np.zeros(len(order) + 1)

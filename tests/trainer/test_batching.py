@@ -1,37 +1,76 @@
-"""Micro-batches: every row once, within the budget, cheapest cuts; weights that add up; rows refused."""
+"""Mini-batches of whole samples; micro-batches within the budget, cheapest or balanced; shares of like cost."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import DataError
-from tests.fakes.trainer_model import VOCAB, make_rows
-from trainer.batching import check_row, input_length, loss_weights, pack, split
+from trainer.batching import balance, mini_batches, split
+
+lengths_of = st.lists(st.integers(1, 40), max_size=30)
 
 
 @given(
-    lengths=st.lists(st.integers(1, 40), max_size=30),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    size=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_each_epoch_takes_every_sample_whole_and_once(sizes: list[int], size: int, epochs: int, seed: int) -> None:
+    groups = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    batches = mini_batches(groups, size=size, epochs=epochs, seed=seed)
+    per_epoch = -(-len(sizes) // size)
+    assert len(batches) == per_epoch * epochs
+    for first in range(0, len(batches), per_epoch):
+        epoch = batches[first : first + per_epoch]
+        assert sorted(row for batch in epoch for row in batch) == list(range(len(groups)))
+        samples = [list(dict.fromkeys(groups[row] for row in batch)) for batch in epoch]
+        assert [len(batch) for batch in samples[:-1]] == [size] * (per_epoch - 1)
+        assert sorted(group for batch in samples for group in batch) == list(range(len(sizes)))  # none is cut
+        if first == 0:
+            assert [row for batch in epoch for row in batch] == list(range(len(groups)))
+    assert batches == mini_batches(groups, size=size, epochs=epochs, seed=seed)
+
+
+def test_later_epochs_are_shuffled_by_the_seed() -> None:
+    groups = list(range(20))
+    first, second, third = (mini_batches(groups, size=20, epochs=3, seed=1)[epoch] for epoch in range(3))
+    assert first == groups and second != groups and third not in (groups, second)
+    assert mini_batches(groups, size=20, epochs=2, seed=2)[1] != second
+
+
+@given(
+    lengths=lengths_of,
     max_tokens=st.integers(1, 200),
     overhead_tokens=st.integers(0, 50),
+    num_parts=st.none() | st.integers(1, 12),
+    packed=st.booleans(),
 )
 def test_every_row_is_in_one_micro_batch_within_the_budget(
-    lengths: list[int], max_tokens: int, overhead_tokens: int
+    lengths: list[int], max_tokens: int, overhead_tokens: int, num_parts: int | None, packed: bool
 ) -> None:
-    groups = split(lengths, max_tokens=max_tokens, overhead_tokens=overhead_tokens)
-    assert sorted(number for group in groups for number in group) == list(range(len(lengths)))
-    for group in groups:
-        width = max(lengths[number] for number in group)
-        assert width * len(group) <= max_tokens or len(group) == 1
+    parts = split(lengths, max_tokens=max_tokens, overhead_tokens=overhead_tokens, num_parts=num_parts, packed=packed)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert len(parts) >= min(num_parts or 1, len(lengths))
+    for part in parts:
+        chosen = [lengths[row] for row in part]
+        assert (sum(chosen) if packed else max(chosen) * len(chosen)) <= max_tokens or len(part) == 1
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), packed=st.booleans(), extra=st.integers(0, 5))
+def test_asked_for_more_parts_than_needed_gives_just_so_many(lengths: list[int], packed: bool, extra: int) -> None:
+    natural = len(split(lengths, max_tokens=80, overhead_tokens=16, packed=packed))
+    wanted = natural + extra
+    parts = split(lengths, max_tokens=80, overhead_tokens=16, num_parts=wanted, packed=packed)
+    assert len(parts) == min(wanted, len(lengths))
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7), overhead_tokens=st.integers(0, 40))
-def test_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens: int) -> None:
+def test_padded_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens: int) -> None:
     def cost(groups: list[list[int]]) -> int:
         return sum(len(group) * max(group) + overhead_tokens for group in groups)
 
@@ -42,50 +81,51 @@ def test_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens: int) 
             groups = [ordered[a:b] for a, b in pairwise(edges)]
             if all(len(group) * max(group) <= 60 or len(group) == 1 for group in groups):
                 best = cost(groups) if best is None else min(best, cost(groups))
-    found = split(lengths, max_tokens=60, overhead_tokens=overhead_tokens)
+    found = split(lengths, max_tokens=60, overhead_tokens=overhead_tokens, packed=False)
     assert cost([[lengths[number] for number in group] for group in found]) == best
 
 
-def test_pack_points_each_scored_token_at_the_position_before_it() -> None:
-    rows = make_rows(5)
-    batch = pack(rows, [row.response_mask for row in rows])
-    width = max(input_length(row) for row in rows)
-    assert batch.input_ids.shape == (5, width)
-    expected = []
-    for number, row in enumerate(rows):
-        tokens = [*row.prompt_ids, *row.response_ids]
-        assert batch.input_ids[number].tolist() == [*tokens[:-1], *[0] * (width - len(tokens) + 1)]
-        for offset in np.flatnonzero(row.response_mask):
-            expected.append((number * width + len(row.prompt_ids) + offset - 1, row.response_ids[offset]))
-    assert list(zip(batch.positions, batch.targets, strict=True)) == expected
+def test_packed_parts_are_few_and_balanced() -> None:
+    lengths = np.random.default_rng(0).lognormal(4.0, 1.0, 60).astype(int).clip(1, 900).tolist()
+    parts = split(lengths, max_tokens=1000, overhead_tokens=96, packed=True)
+    sizes = [sum(lengths[row] for row in part) for part in parts]
+    assert len(parts) <= -(-sum(lengths) // 1000) + 1
+    assert max(sizes) - min(sizes) < 0.1 * max(sizes)
 
 
-def test_loss_weights() -> None:
-    losses = [np.array([1.0, 2.0, 6.0]), np.array([4.0])]
-    weighted = {
-        mode: sum(weight * loss.sum() for weight, loss in zip(loss_weights([3, 1], mode), losses, strict=True))
-        for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
-    }
-    assert weighted == pytest.approx(
-        {"token-mean": 13 / 4, "seq-mean-token-mean": (3 + 4) / 2, "seq-mean-token-sum": (9 + 4) / 2}
-    )
+@given(lengths=lengths_of, num_parts=st.integers(1, 9), quadratic=st.sampled_from([0.0, 1 / 12288, 0.1]))
+def test_a_share_for_each_rank_and_none_empty(lengths: list[int], num_parts: int, quadratic: float) -> None:
+    parts = balance(lengths, num_parts, quadratic=quadratic)
+    assert len(parts) == num_parts
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert sum(map(bool, parts)) == min(num_parts, len(lengths))
+    assert all(part == sorted(part) for part in parts)
+    assert parts == balance(lengths, num_parts, quadratic=quadratic)
 
 
-def test_bad_rows_are_refused_by_name() -> None:
-    row = replace(make_rows(1)[0], response_mask=np.ones(len(make_rows(1)[0].response_ids), dtype=np.bool_))
-    empty = np.empty(0, dtype=np.int32)
-    nan = row.rollout_log_probs.copy()
-    nan[0] = np.nan
-    bad = {
-        "prompt of 0": replace(row, prompt_ids=empty),
-        "response of 0": replace(row, response_ids=empty),
-        "mask": replace(row, response_mask=row.response_mask[:-1]),
-        "vocabulary of 24": replace(row, prompt_ids=np.array([VOCAB], dtype=np.int32)),
-        "behaviour log-prob": replace(row, rollout_log_probs=nan),
-        "advantage": replace(row, advantages=np.full_like(row.advantages, np.inf)),
-    }
-    for reason, broken in bad.items():
-        with pytest.raises(DataError, match=f"sample_0_1 .*{reason}"):
-            check_row(broken, vocab_size=VOCAB)
-    # what is not trained on may be anything
-    check_row(replace(row, rollout_log_probs=nan, response_mask=np.zeros_like(row.response_mask)), vocab_size=VOCAB)
+@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8), num_parts=st.integers(2, 3))
+def test_the_heaviest_share_is_near_the_least_possible(lengths: list[int], num_parts: int) -> None:
+    costs = [length + 0.05 * length**2 for length in lengths]
+
+    def heaviest(assignment: tuple[int, ...]) -> float:
+        return max(
+            sum(cost for cost, to in zip(costs, assignment, strict=True) if to == part) for part in range(num_parts)
+        )
+
+    least = min(heaviest(assignment) for assignment in product(range(num_parts), repeat=len(lengths)))
+    parts = balance(lengths, num_parts, quadratic=0.05)
+    # largest differencing is within 4/3 - 1/3k of the best (Michiels et al. 2007, for k parts)
+    assert max(sum(costs[row] for row in part) for part in parts) <= least * (4 / 3) + 1e-9
+
+
+def test_long_rows_count_for_more_than_their_tokens() -> None:
+    lengths = [800, *[100] * 16]
+    assert [len(part) for part in balance(lengths, 2, quadratic=0.0)] == [5, 12]  # 1,200 tokens each
+    # costs: 1,440 for the long row, 110 for a short one
+    assert [len(part) for part in balance(lengths, 2, quadratic=0.001)] in ([2, 15], [3, 14])
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_more_ranks_than_rows(rows: int) -> None:
+    parts = balance([5] * rows, 5)
+    assert [len(part) for part in parts] == [1] * rows + [0] * (5 - rows)

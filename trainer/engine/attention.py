@@ -81,7 +81,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`query` `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]` → `[1, T, H, D]`; transformers' attention interface."""
+    """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]` → `[1, T, H, D]`; transformers' attention interface."""
     if packing is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -109,8 +109,8 @@ def enable_packing(model: PreTrainedModel) -> bool:
     """Make `model` take packed rows, if its attention supports that; else leave it as it was.
 
     Two short sequences are run packed and one by one: whatever lets one see the other (recurrent or convolutional
-    layers, attention of its own making), or needs more than causal attention with an optional sliding window (soft caps,
-    sinks, biases), shows there. The weights have to be real and on one device, so ask before the model is wrapped.
+    layers, attention of its own making), or needs more than causal attention with an optional sliding window (soft
+    caps, sinks, biases), shows there. The weights have to be real and on one device: ask before the model is wrapped.
     """
     if model.config._attn_implementation != "sdpa":
         return False
@@ -151,11 +151,10 @@ def _refuse_odd(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+    size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256 or size % 8:
         return False
-    return (
-        query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _varlen(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 BLOCK_LOGITS = {"cpu": 2**17, "cuda": 2**26}
 """Logits worked on at a time: what a CPU's cache holds; on a GPU, what its memory can spare in float32."""
@@ -81,33 +82,52 @@ def behind_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
     vocab = getattr(head, "out_features", None)
     if not isinstance(vocab, int):
         return None
-    numbers = torch.linspace(-5.0, 5.0, vocab)[None, None]
+    numbers = torch.linspace(-5.0, 5.0, vocab, dtype=torch.float64)[None, None]
     shell = object.__new__(type(model))  # not a copy: FSDP's classes don't let themselves be copied
     shell.__dict__.update(model.__dict__)
     shell._modules = {
-        name: _Constant(numbers)
-        if module is head
-        else _Constant(BaseModelOutputWithPast(last_hidden_state=torch.zeros(1, 1, 1)))
-        for name, module in model._modules.items()
+        name: _Stub(numbers if module is head else _BodyOutput()) for name, module in model._modules.items()
     }
     try:
         got = type(model).forward(shell, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return None
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    for candidate in [_as_is] + ([lambda logits: cap * torch.tanh(logits / cap)] if cap else []):
-        if got.shape == numbers.shape and torch.allclose(got, candidate(numbers)):
+    if got.shape != numbers.shape:
+        return None
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or math.inf
+    scale = float(got[0, 0, -1] / numbers[0, 0, -1])
+    for candidate in (_as_is, partial(torch.mul, other=scale), partial(_softly_capped, cap=cap)):
+        if torch.allclose(got, candidate(numbers)):
             return candidate
     return None
 
 
-class _Constant(nn.Module):
-    def __init__(self, value: Any) -> None:
+class _Stub(nn.Module):
+    """Answers every call with the same."""
+
+    def __init__(self, answer: Any) -> None:
         super().__init__()
-        self._value = value
+        self._answer = answer
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        return self._value
+        return self._answer
+
+
+class _BodyOutput:
+    """What any architecture's body may return: hidden states, and nothing under every other name."""
+
+    last_hidden_state = torch.zeros(1, 1, 1)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def _softly_capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
 
 
 def _as_is(logits: Tensor) -> Tensor:

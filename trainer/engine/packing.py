@@ -49,22 +49,16 @@ def lay_out(
         mask: bool `[B, R]` over the whole batch: which response tokens are scored; False beyond a response.
         packed: without padding, but for a filler that makes `T` a multiple of `multiple`.
     """
-    chosen = torch.as_tensor(rows, dtype=torch.int64)
-    prompts, responses = batch["prompt_lens"][chosen], batch["response_lens"][chosen]
-    row, offset = mask[chosen].nonzero(as_tuple=True)
-    return _lay_out(
-        batch["input_ids"][chosen], prompts + responses - 1, chosen, row, offset, prompts, -1, packed, multiple
-    )
+    numbers = torch.as_tensor(rows, dtype=torch.int64)
+    row, offset = mask[numbers].nonzero(as_tuple=True)
+    return _lay_out(batch, numbers, row, offset, last=False, packed=packed, multiple=multiple)
 
 
 def lay_out_ends(batch: TensorDict, rows: Sequence[int], *, packed: bool = False, multiple: int = 1) -> MicroBatch:
     """Score whole responses: one score a row, read from the last token's own position."""
-    chosen = torch.as_tensor(rows, dtype=torch.int64)
-    prompts, responses = batch["prompt_lens"][chosen], batch["response_lens"][chosen]
-    row = torch.arange(len(chosen))
-    return _lay_out(
-        batch["input_ids"][chosen], prompts + responses, chosen, row, responses - 1, prompts, 0, packed, multiple
-    )
+    numbers = torch.as_tensor(rows, dtype=torch.int64)
+    offset = batch["response_lens"][numbers] - 1
+    return _lay_out(batch, numbers, torch.arange(len(numbers)), offset, last=True, packed=packed, multiple=multiple)
 
 
 def unpack(values: Tensor, micro: MicroBatch, width: int) -> Tensor:
@@ -114,29 +108,22 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggM
 
 
 def _lay_out(
-    ids: Tensor,
-    lengths: Tensor,
-    rows: Tensor,
-    row: Tensor,
-    offset: Tensor,
-    prompts: Tensor,
-    shift: int,
-    packed: bool,
-    multiple: int,
+    batch: TensorDict, rows: Tensor, row: Tensor, offset: Tensor, *, last: bool, packed: bool, multiple: int
 ) -> MicroBatch:
-    """`ids` `[rows, T]` of the rows, of which `lengths` positions are computed; `shift`: where a score is read from."""
+    """`last`: the last token is computed too, and scores are read from the tokens' own positions."""
+    prompts = batch["prompt_lens"][rows]
+    lengths = prompts + batch["response_lens"][rows] - int(not last)
     width = int(lengths.max())
-    places = torch.arange(width).expand(len(rows), -1)
+    ids, places = batch["input_ids"][rows], torch.arange(width).expand(len(rows), -1)
     real = places < lengths[:, None]
     tokens = torch.where(real, ids[:, :width], 0)
-    targets = ids[row, prompts[row] + offset]
+    scored = prompts[row] + offset
+    targets, read = ids[row, scored], scored - int(not last)
     if not packed:
-        positions = row * width + prompts[row] + offset + shift
-        return MicroBatch(tokens, None, (), positions, targets, rows, row, offset)
+        return MicroBatch(tokens, None, (), row * width + read, targets, rows, row, offset)
     starts = lengths.cumsum(0) - lengths
-    positions = starts[row] + prompts[row] + offset + shift
     filler = -int(lengths.sum()) % multiple
     input_ids = torch.cat([tokens[real], tokens.new_zeros(filler)])
     position_ids = torch.cat([places[real], torch.arange(filler)])
     parts = (*lengths.tolist(), *([filler] if filler else []))
-    return MicroBatch(input_ids[None], position_ids[None], parts, positions, targets, rows, row, offset)
+    return MicroBatch(input_ids[None], position_ids[None], parts, starts[row] + read, targets, rows, row, offset)

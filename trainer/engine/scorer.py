@@ -22,7 +22,7 @@ from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends
 from trainer.engine.ulysses import KEY, Shard, check_heads, gather_scores
 
 MAX_LOGITS = 2**28
-"""Above so many logits in one pass (1 GiB in float32), they are computed piece by piece and again in the backward pass."""
+"""Above so many logits in one pass (1 GiB in float32) they are computed in pieces, and again in the backward pass."""
 
 
 class Scorer:
@@ -136,7 +136,7 @@ class Scorer:
         return (hidden, *inputs[1:])
 
     def _take_scores(self, _head: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """After the head: keep what would not get through the model's own output, and give that something to work on."""
+        """After the head: keep what the model would not pass through, and give it something to go on with."""
         current = self._pass
         if current is None:
             return None
@@ -197,7 +197,7 @@ class _Pass:
 def _check_shareable(model: PreTrainedModel, packed: bool, size: int) -> None:
     if not packed:
         raise ConfigError(
-            f"trainer.{KEY}={size}: ranks share packed sequences only, and {type(model).__name__} runs padded ones here; "
-            f"set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
+            f"trainer.{KEY}={size}: ranks share packed sequences only, and {type(model).__name__} runs padded ones "
+            f"here; set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
         )
     check_heads(model, size)

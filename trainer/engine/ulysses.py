@@ -69,7 +69,7 @@ def gather_scores(scores: Tensor, counts: Sequence[int], group: dist.ProcessGrou
 
 
 def spread_kv(states: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    """Repeat the heads of keys or values, `[1, H_kv, t, D]`, as far as needed for every rank to get its query heads' own."""
+    """Repeat heads of keys or values `[1, H_kv, t, D]` as far as needed for every rank to get those of its queries."""
     ranks, num_kv = dist.get_world_size(group), states.shape[1]
     if num_kv % ranks == 0:
         return states
@@ -77,7 +77,7 @@ def spread_kv(states: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tenso
 
 
 def heads_to_sequence(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All heads of this rank's positions, `[1, H, T / P, D]` → this rank's heads of all positions, `[1, H / P, T, D]`."""
+    """All heads of this rank's positions `[1, H, T / P, D]` → this rank's heads of all positions `[1, H / P, T, D]`."""
     ranks = dist.get_world_size(group)
     _, heads, length, size = states.shape
     received = _all_to_all(states.reshape(ranks, heads // ranks, length, size), group)

@@ -1,0 +1,217 @@
+"""Packed rows give what padded ones give, for every architecture that takes them; others are told apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from tests.fakes.token_batch import make_batch
+from trainer.engine import attention
+from trainer.engine.attention import NAME, Packing, enable_packing, packed_attention
+from trainer.engine.scorer import Scorer
+
+VOCAB = 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+NEOX = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PACKABLE: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2 with windows": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "qwen3 moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, decoder_sparse_step=1),
+    "mistral": MistralConfig(**SHAPE, sliding_window=4),
+    "gemma 3": Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=4),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3),
+    "gpt-neox": GPTNeoXConfig(**NEOX),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
+    "cohere": CohereConfig(**SHAPE, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "opt": OPTConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+                     word_embed_proj_dim=16, init_std=0.3),
+    "deepseek v3": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 2}, moe_intermediate_size=8, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+NOT_PACKABLE: dict[str, tuple[PreTrainedConfig, str]] = {
+    "gemma 2": (Gemma2Config(**SHAPE, head_dim=8), "softcap"),
+    "falcon": (FalconConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2), "its own"),
+    "lfm2, convolutions": (Lfm2Config(**SHAPE, block_ff_dim=32, full_attn_idxs=[1]), "change each other"),
+    "qwen3-next, linear attention": (
+        Qwen3NextConfig(
+            **SHAPE, **EXPERTS, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=8,
+            linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+        ),
+        "change each other",
+    ),
+}  # fmt: skip
+FLOAT32_INSIDE = ("gemma 3", "cohere")
+"""Norms and rotations in float32, whatever the weights are."""
+BATCH = make_batch([3, 1, 5, 2, 4, 7], [9, 12, 1, 3, 10, 5], vocab=VOCAB)
+ROWS = [1, 0, 5, 3, 2, 4]
+
+
+def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the default has no float64
+    return model.eval()
+
+
+def scored(model: PreTrainedModel, *, packed: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs, and the gradient of a weighted sum of them, of all weights in one row."""
+    scorer = Scorer(model, model_type="language_model", device=torch.device("cpu"), autocast=None, packed=packed)
+    micro = scorer.lay_out(BATCH, ROWS, BATCH["loss_mask"])
+    log_probs = scorer(micro).log_probs
+    (log_probs * torch.linspace(-1, 1, len(log_probs), dtype=log_probs.dtype)).sum().backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return log_probs.detach(), torch.cat(gradients)
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_packed_equals_padded(name: str) -> None:
+    padded = scored(make_model(PACKABLE[name]), packed=False)
+    model = make_model(PACKABLE[name])
+    assert enable_packing(model)
+    packed = scored(model, packed=True)
+    for left, right in zip(padded, packed, strict=True):
+        limit = 1e-6 if name in FLOAT32_INSIDE else 1e-12
+        assert (left - right).abs().max() <= limit * max(1.0, float(left.abs().max()))
+
+
+def test_in_float32_too() -> None:
+    padded = scored(make_model(PACKABLE["llama"], torch.float32), packed=False)
+    model = make_model(PACKABLE["llama"], torch.float32)
+    assert enable_packing(model)
+    for left, right in zip(padded, scored(model, packed=True), strict=True):
+        assert (left - right).abs().max() <= 1e-6 * max(1.0, float(left.abs().max()))
+
+
+def test_with_checkpointed_layers() -> None:
+    """The backward pass runs the layers again and has to find the same packing."""
+    padded = scored(make_model(PACKABLE["llama"]), packed=False)
+    model = make_model(PACKABLE["llama"]).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert enable_packing(model)
+    for left, right in zip(padded, scored(model, packed=True), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NOT_PACKABLE)
+def test_models_that_mix_sequences_are_left_as_they_were(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, reason = NOT_PACKABLE[name]
+    model = make_model(config, torch.float32)
+    expected = model(torch.arange(6)[None]).logits
+    assert not enable_packing(model)
+    assert reason in caplog.text
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(torch.arange(6)[None]).logits, expected)
+
+
+def test_a_model_that_takes_packed_rows_still_takes_padding_masks() -> None:
+    """As for generation: padding on the left, with a mask."""
+    model = make_model(PACKABLE["llama"])
+    ids, mask = torch.tensor([[0, 0, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
+    expected = model(ids, attention_mask=mask).logits
+    assert enable_packing(model)
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+    assert not torch.allclose(model(ids).logits, expected)
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """Attention `[1, H, T, D]` with the whole mask written out."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    allowed = (number[:, None] == number) & (place[:, None] >= place)
+    if window is not None:
+        allowed &= place[:, None] - place < window
+    logits = (query @ key.transpose(-1, -2) * 0.3).masked_fill(~allowed, -torch.inf)
+    return logits.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_attention_against_the_whole_mask(window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = [5, 1, 7]
+    query, key, value = (torch.randn(1, heads, 13, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    output, _ = packed_attention(
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        packing=Packing(lengths, "cpu"),
+    )
+    expected = reference(query, key, value, lengths, window).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel itself runs on GPUs only; here its documented arguments are computed plainly."""
+
+    def varlen(
+        query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert cu_q.dtype == torch.int32 and max_q == max_k == 7 and enable_gqa and scale == 0.3
+        assert torch.equal(cu_q, cu_k) and window_size[1] == 0
+        left = None if window_size[0] == -1 else window_size[0] + 1
+        states = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return reference(*states, cu_q.diff().tolist(), left)[0].transpose(0, 1)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query: True)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 13, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    packing = Packing([5, 1, 7], "cpu")
+    output, _ = packed_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, packing=packing
+    )
+    expected = reference(query, key, value, packing.lengths, window).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_only_models_on_sdpa_are_asked() -> None:
+    model = AutoModelForCausalLM.from_config(PACKABLE["llama"], attn_implementation="eager")
+    assert not enable_packing(model)
+    assert model.config._attn_implementation == "eager" != NAME
