@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from asyncrl.config.schema import Config
 
 _LONGEST_VALUE = 80
 
@@ -25,6 +27,16 @@ class Problem:
     def __str__(self) -> str:
         place = f"  ({self.where})" if self.where else ""
         return f"{self.key} = {show(self.value)}{place}\n    {self.consequence}\n    fix: {self.fix}"
+
+
+Given = Collection[str]
+"""Keys that the user wrote and that differ from their default."""
+Rule = Callable[[Config, Given], Iterator[Problem]]
+
+
+def warning(key: str, value: Any, consequence: str, fix: str) -> Problem:
+    """What will surprise, and still may be meant."""
+    return Problem(key, value, consequence, fix, severity="warning")
 
 
 def show(value: Any) -> str:

@@ -1,24 +1,21 @@
 """Rules between keys, as a table of small functions, and the transform that makes a run synchronous. Pure.
 
 A rule looks at a typed configuration and yields what cannot work (an error) or what will surprise (a warning). All
-rules run, so one look tells everything. What needs files or the environment is in `checks`.
+rules run, so one look tells everything. Those of the Trainer are in `trainer_rules` and `algorithm_rules`, keys without
+an effect in `idle`; what needs files or the environment is in `checks`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from asyncrl.config import algorithm_rules
+from asyncrl.config import algorithm_rules, trainer_rules
+from asyncrl.config.idle import no_effect
 from asyncrl.config.keys import leaves
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Given, Problem, Rule, warning
 from asyncrl.config.schema import Config, SamplingConfig
-
-Given = Collection[str]
-"""Keys that the user wrote and that differ from their default."""
-Rule = Callable[[Config, Given], Iterator[Problem]]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -62,10 +59,6 @@ def as_sync(config: Config) -> Config:
             ),
         }
     )
-
-
-def _warning(key: str, value: Any, consequence: str, fix: str) -> Problem:
-    return Problem(key, value, consequence, fix, severity="warning")
 
 
 def _finite(config: Config, given: Given) -> Iterator[Problem]:
@@ -117,17 +110,6 @@ def _context(config: Config, given: Given) -> Iterator[Problem]:
         )
 
 
-def _micro_batch(config: Config, given: Given) -> Iterator[Problem]:
-    prompt, response = config.data.max_prompt_length, config.rollout.response_length
-    if config.trainer.ppo_max_token_len < prompt + response:
-        yield Problem(
-            "trainer.ppo_max_token_len",
-            config.trainer.ppo_max_token_len,
-            f"one full-length trajectory of {prompt + response} tokens would not fit a micro-batch",
-            f"set it to at least {prompt + response}, or lower data.max_prompt_length or rollout.response_length",
-        )
-
-
 def _groups(config: Config, given: Given) -> Iterator[Problem]:
     if config.rollout.sampling.temperature == 0 and config.rollout.n > 1:
         yield Problem(
@@ -137,7 +119,7 @@ def _groups(config: Config, given: Given) -> Iterator[Problem]:
             "set it above 0, usually 1.0; rollout.val.temperature is the one for validation",
         )
     if config.rollout.val.temperature == 0 and config.rollout.val.n > 1:
-        yield _warning(
+        yield warning(
             "rollout.val.n",
             config.rollout.val.n,
             "greedy validation gives equal responses, so all but the first cost time and tell nothing",
@@ -158,7 +140,7 @@ def _sampling(config: Config, given: Given) -> Iterator[Problem]:
     train = config.rollout.sampling
     for key, value, neutral in (("top_p", train.top_p, 1.0), ("top_k", train.top_k, -1), ("min_p", train.min_p, 0.0)):
         if value != neutral:
-            yield _warning(
+            yield warning(
                 f"rollout.sampling.{key}",
                 value,
                 "tokens come from a truncated distribution while recorded log-probs and the loss are of the full one, "
@@ -175,59 +157,10 @@ def _frequencies(config: Config, given: Given) -> Iterator[Problem]:
                 f"trainer.{key}", value, "that is no number of steps", "give 1 or more, or -1 for never in between"
             )
     if config.trainer.test_freq > 0 and not config.data.val_files and config.data.reasoning_gym is None:
-        yield _warning(
+        yield warning(
             "trainer.test_freq", config.trainer.test_freq, "there is no validation set, so nothing is validated",
             "set data.val_files",
         )  # fmt: skip
-
-
-def _steps(config: Config, given: Given) -> Iterator[Problem]:
-    steps, batches = config.trainer.total_training_steps, config.async_training.require_batches
-    if steps is not None and steps % batches:
-        made_of = "require_batches x trigger_parameter_sync_step" if config.mode == "sync" else "require_batches"
-        yield Problem(
-            "trainer.total_training_steps",
-            steps,
-            f"the Trainer leases {batches} mini-batches at a time ({made_of}), one step each, so the run cannot end "
-            f"at step {steps}",
-            f"set it to {max(batches, steps - steps % batches)} or {steps - steps % batches + batches}, "
-            f"or change async_training.require_batches",
-        )
-    if steps is not None and "trainer.total_epochs" in given:
-        yield Problem(
-            "trainer.total_epochs",
-            config.trainer.total_epochs,
-            f"trainer.total_training_steps = {steps} decides the length, so it would have no effect",
-            "set trainer.total_training_steps=null, or leave this key out",
-        )
-    warmup = config.trainer.optim.warmup_steps
-    if steps is not None and warmup >= steps:
-        yield Problem(
-            "trainer.optim.warmup_steps",
-            warmup,
-            f"the run has {steps} steps, so the learning rate would never reach its peak",
-            f"set it below {steps}",
-            "warning",
-        )
-
-
-def _optimizer(config: Config, given: Given) -> Iterator[Problem]:
-    optim = config.trainer.optim
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield Problem(
-            "trainer.optim.betas", list(optim.betas), "AdamW's averages would diverge", "give two numbers in [0, 1)"
-        )
-    if config.trainer.dtype == "float16":
-        yield Problem(
-            "trainer.dtype",
-            "float16",
-            "gradients underflow to 0 without loss scaling, which the Trainer does not do",
-            "use bfloat16 (GPUs) or float32",
-        )
-    if config.trainer.device == "cpu" and config.trainer.dtype == "bfloat16":
-        yield _warning(
-            "trainer.dtype", "bfloat16", "several times slower than float32 on CPUs without AVX-512", "use float32"
-        )
 
 
 def _staleness(config: Config, given: Given) -> Iterator[Problem]:
@@ -237,40 +170,13 @@ def _staleness(config: Config, given: Given) -> Iterator[Problem]:
         and drift.stale_action == "drop"
         and drift.max_staleness < drift.staleness_threshold
     ):
-        yield _warning(
+        yield warning(
             "async_training.max_staleness",
             drift.max_staleness,
             f"pacing lets samples get {drift.staleness_threshold:g} versions old (staleness_threshold), "
             "so part of what is generated will be dropped",
             "raise it, or lower async_training.staleness_threshold",
         )
-
-
-_IDLE_KEYS: tuple[tuple[str, Callable[[Config], bool], str, str], ...] = (
-    # key, when it has no effect, because, what to do
-    ("async_training.stale_action", lambda c: c.async_training.max_staleness is None,
-     "async_training.max_staleness is null, so nothing is ever too stale", "set async_training.max_staleness too"),
-    ("async_training.partial_mode", lambda c: c.mode != "sync" and not c.async_training.partial_rollout,
-     "async_training.partial_rollout is false, so no response goes on under new weights",
-     "set async_training.partial_rollout=true"),
-    ("weight_sync.clear_kv_cache",
-     lambda c: c.mode != "sync" and (not c.async_training.partial_rollout or c.async_training.partial_mode != "keep"),
-     "no response keeps its KV cache over a sync",
-     "set async_training.partial_rollout=true and async_training.partial_mode=keep"),
-    ("reward.max_errors", lambda c: c.reward.on_error == "stop",
-     "reward.on_error is stop, so the first error ends the run", "set reward.on_error=drop"),
-    ("trainer.optim.min_lr_ratio", lambda c: c.trainer.optim.decay == "constant",
-     "trainer.optim.decay is constant", "set trainer.optim.decay to linear or cosine"),
-    ("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
-     "the cluster at ray.address has its own object store", "leave one of the two out"),
-)  # fmt: skip
-
-
-def _no_effect(config: Config, given: Given) -> Iterator[Problem]:
-    values = leaves(config.model_dump(mode="json"))
-    for key, idle, because, fix in (*_IDLE_KEYS, *algorithm_rules.IDLE):
-        if key in given and idle(config):
-            yield Problem(key, values[key], f"it would have no effect: {because}", f"{fix}, or leave this key out")
 
 
 def _engine(config: Config, given: Given) -> Iterator[Problem]:
@@ -291,7 +197,7 @@ def _engine(config: Config, given: Given) -> Iterator[Problem]:
             "set weight_sync.verify=off",
         )
     if config.rollout.max_num_seqs < config.rollout.n:
-        yield _warning(
+        yield warning(
             "rollout.max_num_seqs",
             config.rollout.max_num_seqs,
             f"a group of {config.rollout.n} responses (rollout.n) is decoded in several rounds",
@@ -303,7 +209,7 @@ def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
     limits = config.timeouts
     longest = max(limits.call_s, config.reward.timeout_s)
     if limits.watchdog_s < longest:
-        yield _warning(
+        yield warning(
             "timeouts.watchdog_s",
             limits.watchdog_s,
             f"one call may take {longest:g} s (timeouts.call_s, reward.timeout_s), so a healthy run could be stopped",
@@ -325,14 +231,12 @@ SERVE_RULES: tuple[Rule, ...] = (_finite, _names, _context, _engine, _serving)
 RULES: tuple[Rule, ...] = (
     *SERVE_RULES,
     _prompts,
-    _micro_batch,
     _groups,
     _sampling,
     _frequencies,
-    _steps,
-    _optimizer,
     _staleness,
+    *trainer_rules.RULES,
     *algorithm_rules.RULES,
-    _no_effect,
+    no_effect,
     _deadlines,
 )

@@ -35,6 +35,11 @@ def ruled(changes: Mapping[str, Any]) -> list[Problem]:
 CORRECTION = "algorithm.rollout_correction"
 RLOO = {"algorithm.adv_estimator": "rloo"}
 
+GAE = {"algorithm.adv_estimator": "gae"}
+REMAX = {"algorithm.adv_estimator": "remax"}
+ULYSSES = {"trainer.ulysses_sequence_parallel_size": 2, "trainer.strategy": "fsdp2"}
+SCORED = {"reward_model.placement": "serve", "reward_model.path": "rm"}
+
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("experiment_name", {"experiment_name": "a/b"}),
     ("experiment_name", {"experiment_name": ".."}),
@@ -113,6 +118,39 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("reward.max_errors", {"reward.max_errors": 3}),
     ("trainer.optim.min_lr_ratio", {"trainer.optim.min_lr_ratio": 0.1}),
     ("ray.object_store_memory_bytes", {"ray.object_store_memory_bytes": 10**9, "ray.address": "auto"}),
+    ("trainer.total_training_steps", {"trainer.ppo_epochs": 7}),
+    ("critic.warmup_steps", GAE | {"critic.warmup_steps": 1000}),
+    ("critic.optim.betas", GAE | {"critic.optim.betas": [1.0, 0.9]}),
+    ("critic.dtype", GAE | {"critic.dtype": "float16"}),
+    ("critic.ppo_max_token_len", GAE | {"critic.ppo_max_token_len": 191}),
+    ("trainer.num_workers", {"trainer.num_workers": 2, "trainer.strategy": "local"}),
+    ("critic.strategy", GAE | {"critic.strategy": "local", "trainer.num_workers": 2, "trainer.strategy": "ddp"}),
+    (
+        "critic.num_workers",
+        GAE | {"critic.placement": "own", "critic.num_workers": 2, "trainer.strategy": "local"},
+    ),
+    ("trainer.ulysses_sequence_parallel_size", {"trainer.ulysses_sequence_parallel_size": 2}),
+    (
+        "trainer.ulysses_sequence_parallel_size",
+        ULYSSES | {"trainer.num_workers": 4, "trainer.use_remove_padding": False},
+    ),
+    ("reward_model.path", {"reward_model.placement": "serve"}),
+    ("reward_model.placement", REMAX | {"reward_model.placement": "worker", "reward_model.path": "rm"}),
+    ("rollout.sampling.temperature", REMAX | {"rollout.n": 1, "rollout.sampling.temperature": 0}),
+    ("ref.dtype", {"ref.dtype": "bfloat16"}),
+    ("ref.dtype", {"ref.dtype": "bfloat16", "algorithm.use_kl_loss": True, "model.lora_rank": 4}),
+    ("ref.num_workers", {"ref.num_workers": 2, "algorithm.use_kl_loss": True}),
+    ("critic.path", {"critic.path": "model"}),
+    ("critic.cpu_threads", GAE | {"critic.cpu_threads": 2}),
+    ("critic.optim.min_lr_ratio", GAE | {"critic.optim.min_lr_ratio": 0.5}),
+    ("critic.optim.min_lr_ratio", {"critic.optim.min_lr_ratio": 0.5}),
+    ("reward_model.weight", {"reward_model.weight": 0.5}),
+    ("reward_model.worker.dtype", SCORED | {"reward_model.worker.dtype": "bfloat16"}),
+    ("reward_model.max_batch_size", SCORED | {"reward_model.placement": "worker", "reward_model.max_batch_size": 2}),
+    ("model.lora_alpha", {"model.lora_alpha": 32.0}),
+    ("model.target_modules", {"model.target_modules": ["q_proj"]}),
+    ("trainer.param_offload", {"trainer.param_offload": True, "trainer.device": "cpu"}),
+    ("trainer.use_liger", {"trainer.use_liger": True, "trainer.device": "cpu"}),
     ("rollout.engine_kwargs.dtype", {"rollout.engine_kwargs": {"dtype": "half"}}),
     ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}),
     ("serve.host", {"serve.host": "0.0.0.0"}),
@@ -127,6 +165,12 @@ SURPRISING: list[tuple[str, dict[str, Any]]] = [
     ("trainer.test_freq", {"trainer.test_freq": 5, "data.val_files": []}),
     ("trainer.dtype", {"trainer.dtype": "bfloat16", "trainer.device": "cpu"}),
     ("async_training.max_staleness", {"async_training.max_staleness": 1, "async_training.staleness_threshold": 3}),
+    ("trainer.num_workers", {"trainer.num_workers": 64, "trainer.strategy": "ddp", "trainer.ppo_mini_batch_size": 2}),
+    ("trainer.ppo_epochs", {"trainer.ppo_epochs": 2, "algorithm.policy_loss": "reinforce"}),
+    ("critic.dtype", GAE | {"critic.dtype": "bfloat16", "trainer.device": "cpu"}),
+    ("ref.placement", {"ref.placement": "own", "algorithm.use_kl_loss": True, "model.lora_rank": 4}),
+    ("algorithm.kl_loss_coef", {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 0.0}),
+    ("algorithm.filter_groups.enable", GAE | {"algorithm.filter_groups.enable": True}),
     ("rollout.max_num_seqs", {"rollout.max_num_seqs": 2}),
     ("algorithm.clip_ratio_high", {"algorithm.policy_loss": "gspo", "algorithm.loss_agg_mode": "seq-mean-token-mean"}),
     (

@@ -1,0 +1,257 @@
+"""Rules about the Trainer: steps, processes, the models in them; `rules` runs them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.algorithm_rules import NEEDS_GROUPS
+from asyncrl.config.problems import Given, Problem, Rule, warning
+from asyncrl.config.schema import Config, RoleConfig
+
+
+def roles(config: Config) -> dict[str, RoleConfig]:
+    """Settings of the models that this run trains or asks besides the policy, by their section."""
+    found: dict[str, RoleConfig] = {}
+    if config.needs_reference:
+        found["ref"] = config.ref
+    if config.needs_critic:
+        found["critic"] = config.critic
+    if config.reward_model.placement == "worker":
+        found["reward_model.worker"] = config.reward_model.worker
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def _micro_batch(config: Config, given: Given) -> Iterator[Problem]:
+    longest = config.data.max_prompt_length + config.rollout.response_length
+    limits = {"trainer": config.trainer.ppo_max_token_len}
+    limits |= {name: role.ppo_max_token_len for name, role in roles(config).items() if role.ppo_max_token_len}
+    for section, limit in limits.items():
+        if limit < longest:
+            yield Problem(
+                f"{section}.ppo_max_token_len",
+                limit,
+                f"one full-length trajectory of {longest} tokens would not fit a micro-batch",
+                f"set it to at least {longest}, or lower data.max_prompt_length or rollout.response_length",
+            )
+
+
+def _steps(config: Config, given: Given) -> Iterator[Problem]:
+    steps, lease, training = config.trainer.total_training_steps, config.steps_per_lease, config.trainer
+    if steps is None:
+        return
+    if steps % lease:
+        made_of = "require_batches x trigger_parameter_sync_step" if config.mode == "sync" else "require_batches"
+        passes = f", in each of {training.ppo_epochs} passes (trainer.ppo_epochs)" if training.ppo_epochs > 1 else ""
+        yield Problem(
+            "trainer.total_training_steps",
+            steps,
+            f"the Trainer leases {config.async_training.require_batches} mini-batches at a time ({made_of}), one step "
+            f"each{passes}, so the run cannot end at step {steps}",
+            f"set it to {max(lease, steps - steps % lease)} or {steps - steps % lease + lease}, "
+            f"or change async_training.require_batches",
+        )
+    if "trainer.total_epochs" in given:
+        yield Problem(
+            "trainer.total_epochs",
+            training.total_epochs,
+            f"trainer.total_training_steps = {steps} decides the length, so it would have no effect",
+            "set trainer.total_training_steps=null, or leave this key out",
+        )
+    if training.optim.warmup_steps >= steps:
+        yield warning(
+            "trainer.optim.warmup_steps",
+            training.optim.warmup_steps,
+            f"the run has {steps} steps, so the learning rate would never reach its peak",
+            f"set it below {steps}",
+        )
+    if config.needs_critic and config.critic.warmup_steps >= steps:
+        yield Problem(
+            "critic.warmup_steps",
+            config.critic.warmup_steps,
+            f"the run has {steps} steps, in all of which only the critic would learn",
+            f"set it below {steps}",
+        )
+
+
+def _passes(config: Config, given: Given) -> Iterator[Problem]:
+    if config.trainer.ppo_epochs > 1 and config.algorithm.policy_loss == "reinforce":
+        yield warning(
+            "trainer.ppo_epochs",
+            config.trainer.ppo_epochs,
+            "algorithm.policy_loss=reinforce clips nothing, so nothing holds back the later passes over a lease",
+            "set it to 1, or take algorithm.policy_loss=ppo",
+        )
+
+
+def _optimizer(config: Config, given: Given) -> Iterator[Problem]:
+    optimizers = {"trainer": config.trainer.optim} | ({"critic": config.critic.optim} if config.needs_critic else {})
+    for section, optim in optimizers.items():
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            yield Problem(
+                f"{section}.optim.betas",
+                list(optim.betas),
+                "AdamW's averages would diverge",
+                "give two numbers in [0, 1)",
+            )
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def _dtypes(config: Config, given: Given) -> Iterator[Problem]:
+    dtypes = {"trainer": (config.trainer.dtype, config.trainer.device)}
+    for name, role in roles(config).items():
+        if role.dtype is not None:
+            dtypes[name] = (role.dtype, role.device or config.trainer.device)
+    for section, (dtype, device) in dtypes.items():
+        if dtype == "float16":
+            yield Problem(
+                f"{section}.dtype",
+                dtype,
+                "gradients underflow to 0 without loss scaling, which the Trainer does not do",
+                "use bfloat16 (GPUs) or float32",
+            )
+        if device == "cpu" and dtype == "bfloat16":
+            yield warning(
+                f"{section}.dtype", dtype, "several times slower than float32 on CPUs without AVX-512", "use float32"
+            )
+
+
+def _ranks(config: Config, given: Given) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.strategy == "local" and trainer.num_workers > 1:
+        yield Problem(
+            "trainer.num_workers",
+            trainer.num_workers,
+            "trainer.strategy=local is one process; several would train models that know nothing of each other",
+            "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1",
+        )
+    for name, role in roles(config).items():
+        number = trainer.num_workers if role.placement == "actor" else role.num_workers or trainer.num_workers
+        strategy = role.strategy or trainer.strategy
+        if strategy == "local" and number > 1 and (role.strategy == "local" or role.placement == "own"):
+            yield Problem(
+                f"{name}.strategy" if role.strategy else f"{name}.num_workers",
+                role.strategy or number,
+                f"strategy local is one process, and this model would be in {number}",
+                f"set {name}.strategy to fsdp2, fsdp or ddp, or {name}.placement=own and {name}.num_workers=1",
+            )
+    data_ranks = max(1, trainer.num_workers // trainer.ulysses_sequence_parallel_size)
+    rows = trainer.ppo_mini_batch_size * config.rollout.n
+    if rows < data_ranks:
+        yield warning(
+            "trainer.num_workers",
+            trainer.num_workers,
+            f"a mini-batch has {rows} responses (trainer.ppo_mini_batch_size x rollout.n), so {data_ranks - rows} of "
+            f"{data_ranks} ranks would compute rows that count for nothing",
+            f"set it to {rows * trainer.ulysses_sequence_parallel_size} or fewer, or enlarge the mini-batch",
+        )
+
+
+def _sequence_parallel(config: Config, given: Given) -> Iterator[Problem]:
+    trainer, key = config.trainer, "trainer.ulysses_sequence_parallel_size"
+    size = trainer.ulysses_sequence_parallel_size
+    if trainer.num_workers % size:
+        divisors = [number for number in range(1, trainer.num_workers + 1) if trainer.num_workers % number == 0]
+        yield Problem(
+            key,
+            size,
+            f"trainer.num_workers = {trainer.num_workers} ranks cannot be cut into groups of {size}",
+            f"set it to one of {', '.join(map(str, divisors))}, or trainer.num_workers to a multiple of {size}",
+        )
+    if size > 1 and not trainer.use_remove_padding:
+        yield Problem(
+            key,
+            size,
+            "sequences are cut over ranks in packed form, and trainer.use_remove_padding is false",
+            f"set trainer.use_remove_padding=true, or {key}=1",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def _adapters(config: Config, given: Given) -> Iterator[Problem]:
+    if config.model.lora_rank and config.needs_reference and config.ref.placement == "own":
+        yield warning(
+            "ref.placement",
+            "own",
+            "with LoRA the policy without its adapters is the reference already; this loads it a second time",
+            "set ref.placement=actor",
+        )
+
+
+def _reference(config: Config, given: Given) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    for used, key, value in (
+        (algorithm.use_kl_loss, "algorithm.kl_loss_coef", algorithm.kl_loss_coef),
+        (algorithm.use_kl_in_reward, "algorithm.kl_ctrl.kl_coef", algorithm.kl_ctrl.kl_coef),
+    ):
+        if used and value == 0:
+            yield warning(
+                key,
+                value,
+                "the reference model is asked, and what it says changes nothing",
+                "set it above 0, or switch the KL off",
+            )
+
+
+def _reward_model(config: Config, given: Given) -> Iterator[Problem]:
+    model = config.reward_model
+    if model.placement != "off" and not model.path:
+        yield Problem(
+            "reward_model.path",
+            None,
+            f"reward_model.placement={model.placement} needs a model that scores",
+            "give a sequence-classification model with one label, or set reward_model.placement=off",
+        )
+
+
+def _remax(config: Config, given: Given) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator != "remax":
+        return
+    if config.rollout.sampling.temperature == 0 and config.rollout.n == 1:
+        yield Problem(
+            "rollout.sampling.temperature",
+            0,
+            "ReMax compares with the greedy response, which every response would be: all advantages 0",
+            "set it above 0, usually 1.0",
+        )
+    if config.reward_model.placement == "worker":
+        yield Problem(
+            "reward_model.placement",
+            "worker",
+            "ReMax's greedy responses are scored where they are generated, without the Trainer's reward model, so the "
+            "baseline would be of another reward",
+            "set reward_model.placement=serve",
+        )
+
+
+def _filtering(config: Config, given: Given) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.filter_groups.enable and estimator not in NEEDS_GROUPS:
+        yield warning(
+            "algorithm.filter_groups.enable",
+            True,
+            f"algorithm.adv_estimator={estimator} learns from groups of equal rewards too; they would be thrown away",
+            "set it to false",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _micro_batch,
+    _steps,
+    _passes,
+    _optimizer,
+    _dtypes,
+    _ranks,
+    _sequence_parallel,
+    _adapters,
+    _reference,
+    _reward_model,
+    _remax,
+    _filtering,
+)
