@@ -46,21 +46,26 @@ class Key:
 @cache
 def all_keys() -> Mapping[str, Key]:
     """Sections and keys by dotted name, in the schema's order."""
-    return {key.name: key for key in _walk(Config, "")}
+    return {key.name: key for key in _walk(Config, "", Config())}
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
+def _walk(section: type[Section], prefix: str, defaults: Section | None) -> Iterator[Key]:
+    """The keys of `section` whose values by default are those of `defaults`; None: it is off by default."""
     for name, field in section.model_fields.items():
-        key = _key(prefix + name, field)
+        if defaults is not None:
+            # Where a section holds another, its default may differ from that section's own: critic.optim.lr.
+            default = getattr(defaults, name)
+        else:
+            default = ... if field.is_required() else field.get_default(call_default_factory=True)
+        key = _key(prefix + name, field, default)
         yield key
         if key.section is not None:
-            yield from _walk(key.section, f"{key.name}.")
+            yield from _walk(key.section, f"{key.name}.", default if isinstance(default, Section) else None)
 
 
-def _key(name: str, field: FieldInfo) -> Key:
+def _key(name: str, field: FieldInfo, default: Any) -> Key:
     options = _options(field.annotation)
     section = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
-    default = ... if field.is_required() else field.get_default(call_default_factory=True)
     return Key(
         name=name,
         kind=describe(field.annotation, tuple(field.metadata)),

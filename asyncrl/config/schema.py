@@ -230,7 +230,8 @@ class RolloutConfig(Section):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed on to vLLM's AsyncEngineArgs as they are."""
     max_attempts: Positive = 3
-    """Tries of one generate call over engine failures; aborts by a weight sync don't count."""
+    """Tries of one generate call, or one call to the reward model, over failures of a replica; aborts by a weight sync
+    don't count."""
 
 
 class OverlongBufferConfig(Section):
@@ -258,7 +259,7 @@ class RewardConfig(Section):
     max_errors: NonNegative = 16
     """With `on_error: drop`: the run stops when more samples than this were dropped for it."""
     timeout_s: Seconds = 60.0
-    """Deadline of one call."""
+    """Deadline of one call, of the function or of the reward model's Serve deployment."""
     max_concurrency: Positive = 8
     """Calls at once."""
     weight: float = 1.0
@@ -346,13 +347,15 @@ class RewardModelConfig(Section):
     """A model that scores responses, besides the reward function."""
 
     placement: Literal["off", "serve", "worker"] = "off"
-    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer."""
+    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer, which scores
+    what it trains on and no validation."""
     path: str | None = None
-    """Sequence-classification model with one label, in Hugging Face format."""
+    """Sequence-classification model with one label, in Hugging Face format (safetensors), with its own tokenizer and
+    chat template."""
     weight: float = 1.0
-    """Of the model's score in the reward."""
+    """Of the model's score in the reward. With `placement: serve` the reward of validation has it too."""
     num_replicas: Positive = 1
-    """Of the Serve deployment."""
+    """Of the Serve deployment; one GPU each where the cluster has any."""
     max_batch_size: Positive = 32
     """Responses scored in one forward pass of the Serve deployment."""
     trust_remote_code: bool = False
