@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -14,6 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trainer.engine.models import decoder_layers
 from trainer.engine.registry import EngineRegistry
 from trainer.engine.torch_engine import TorchEngine
+
+# With LoRA, layers have frozen and trained weights; FSDP1 then needs gradient buffers as if all were trained.
+warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")
 
 
 @EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="fsdp", device=("cpu", "cuda"))
@@ -39,6 +43,11 @@ class FsdpEngine(TorchEngine):
         if last or self._alone or self.device.type != "cpu":
             return nullcontext()
         return self._model.no_sync()
+
+    def _settle(self) -> None:
+        handle = getattr(self._model, "_handle", None)
+        if handle is not None:  # FSDP1 reshards the root after a backward pass only, and there may have been none
+            handle.reshard(True)
 
     def _autocast(self) -> torch.dtype | None:
         return self._compute_dtype() if self._alone else None

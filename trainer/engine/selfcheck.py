@@ -98,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.rmtree(directory, ignore_errors=True)
     if dist.rank() == 0:
         sys.stdout.write(_document(results, device.type) if options.json else _table(results))
+    torch.distributed.barrier()  # torchrun ends all ranks as soon as one fails: not before rank 0 has written
     dist.leave()
     return 0 if all(result.passed for result in results) else 1
 
