@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -69,9 +69,10 @@ def full_weights(
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
     """The model itself, whatever makes it run on several ranks."""
-    while isinstance(model, DistributedDataParallel | FullyShardedDataParallel) or hasattr(model, "_orig_mod"):
-        model = getattr(model, "_orig_mod", None) or model.module
-    return model  # type: ignore[return-value]
+    inner: Any = model
+    while isinstance(inner, DistributedDataParallel | FullyShardedDataParallel) or "_orig_mod" in inner._modules:
+        inner = inner._modules.get("_orig_mod") or inner.module
+    return inner
 
 
 def plain_name(name: str) -> str:

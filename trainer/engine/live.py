@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,9 @@ class _FlatState(LiveState):
         for name, tensor in wanted.items():
             if name in staged:
                 local_part(tensor).copy_(staged[name])
-        weights = {name.removeprefix("model."): wanted[name] for name in wanted if name.startswith("model.")}
+        weights: dict[str, Any] = {
+            name.removeprefix("model."): wanted[name] for name in wanted if name.startswith("model.")
+        }
         with _quiet():
             set_model_state_dict(self._model, weights, options=TRAINED)
         if self._optimizer is None:
@@ -149,7 +152,7 @@ class _FlatState(LiveState):
         self._optimizer.state.clear()
         if len(weights) == len(wanted):
             return
-        state = get_optimizer_state_dict(self._model, self._optimizer, options=TRAINED)
+        state: Any = get_optimizer_state_dict(self._model, self._optimizer, options=TRAINED)
         for name, moments in state["state"].items():
             state["state"][name] = {moment: wanted[f"optimizer.{name}.{moment}"] for moment in moments}
         set_optimizer_state_dict(self._model, self._optimizer, state, options=TRAINED)
@@ -159,12 +162,12 @@ class _FlatState(LiveState):
         return self._optimizer is not None and bool(self._optimizer.state)
 
     def _weights(self) -> dict[str, Tensor]:
-        weights = get_model_state_dict(self._model)
+        weights: dict[str, Any] = get_model_state_dict(self._model)
         return {f"model.{name}": tensor for name, tensor in weights.items() if name in self._names}
 
     def _moments(self) -> dict[str, Tensor]:
         assert self._optimizer is not None
-        state = get_optimizer_state_dict(self._model, self._optimizer, options=TRAINED)["state"]
+        state: Any = get_optimizer_state_dict(self._model, self._optimizer, options=TRAINED)["state"]
         return {
             f"optimizer.{name}.{moment}": tensor
             for name, moments in state.items()

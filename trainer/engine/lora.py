@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -16,11 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from asyncrl.config.schema import ModelConfig
 from asyncrl.failures import ConfigError
+from trainer.engine.models import HEADS
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
-HEADS = ("score", "classifier", "v_head", "lm_head")
-"""Output layers of value, reward and language models: they never get an adapter."""
 
 
 class Adapter(NamedTuple):
@@ -44,9 +43,9 @@ class Adapter(NamedTuple):
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Freeze `model` and give its linear layers adapters, in place. Before it is wrapped for several ranks.
 
-    A head that is not part of the pretrained model (`score` of a value model) stays trainable. Adapters are float32,
-    or float64 where the weights are. B starts at 0, so the model computes what it did; A is drawn from torch's
-    generator, so ranks have to be seeded alike. Without adapters to add (`lora_rank=0`) the model comes back as it is.
+    The head of a value or reward model is trained whole. Adapters are float32, or float64 where the weights are. B
+    starts at 0, so the model computes what it did; A is drawn from torch's generator, so ranks have to be seeded alike.
+    With `lora_rank=0` the model comes back as it is.
 
     Raises:
         ConfigError: a name in `model.target_modules` fits no linear layer.
@@ -54,8 +53,13 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     if config.lora_rank == 0:
         return model
     targets = _targets(model, config.target_modules)
-    heads = [module for name, module in model.named_children() if name in HEADS and name != "lm_head"]
-    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
+    heads = [getattr(model, name) for name in HEADS if hasattr(model, name)]
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # a float is as good
+        target_modules=targets,
+        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+    )
     inject_adapter_in_model(lora, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         adapter = is_adapter(name)
@@ -95,27 +99,19 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def base_name(name: str) -> str:
-    """The name that a parameter has in the model without adapters."""
-    return name.replace(".base_layer.", ".")
-
-
 def adapter_of(layer: LoraLayer) -> Adapter:
-    return Adapter(
-        a=layer.lora_A[ADAPTER].weight,
-        b=layer.lora_B[ADAPTER].weight,
-        scale=layer.scaling[ADAPTER],
-        transposed=bool(layer.fan_in_fan_out),
-    )
+    a: Any = layer.lora_A[ADAPTER]
+    b: Any = layer.lora_B[ADAPTER]
+    return Adapter(a.weight, b.weight, layer.scaling[ADAPTER], transposed=isinstance(layer.get_base_layer(), Conv1D))
 
 
 def _targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:
-    """Full names of the layers to adapt."""
-    head = model.get_output_embeddings()
+    """Full names of the layers to adapt: never an output head, which is used in ways that would miss an adapter."""
+    heads = {id(model.get_output_embeddings()), *(id(getattr(model, name, None)) for name in HEADS)}
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rpartition(".")[2] not in HEADS
+        if isinstance(module, nn.Linear | Conv1D) and id(module) not in heads
     ]
     if wanted == ALL_LINEAR:
         return linear

@@ -125,7 +125,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     assert found is not None, "_inspect gives one or raises"
     planner = _StagingPlanner()
     with _dcp("loading", directory):
-        dcp.load(found.wanted, storage_reader=ShardReader(directory / SHARDS, found.index), planner=planner)
+        dcp.load(found.wanted, storage_reader=ShardReader(directory / SHARDS, found.stored), planner=planner)
     # Nothing above has changed the live state, and nothing below depends on what is on disk.
     live.restore(planner.staged, found.wanted)
     _restore_generators(found.generators)
@@ -136,7 +136,7 @@ class _Found(NamedTuple):
     """A checkpoint that fits the live model."""
 
     step: int
-    index: Index
+    stored: Index
     wanted: dict[str, Tensor]
     """By stored name, what shows how the tensor is sharded here."""
     generators: Mapping[str, Tensor]

@@ -287,4 +287,4 @@ def _key(name: str, offsets: Sequence[int]) -> str:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
