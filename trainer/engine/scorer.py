@@ -144,11 +144,11 @@ class Scorer:
             values = output.squeeze(0).squeeze(-1)
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             current.scores = torch.stack([values, torch.zeros_like(values)])
-            return output.sum(dim=1, keepdim=True).expand(*current.shape, output.shape[-1])
+            return output.sum(dim=1, keepdim=True).expand(*current.shape, output.shape[-1]).clone()
         if current.hidden is None:
             return None
         current.scores = self._score_in_pieces(current)
-        return current.scores.sum().to(output.dtype).expand(1, 1, 1)
+        return current.scores.sum().to(output.dtype).expand(1, 1, 1).clone()  # FSDP2 wants no views
 
     def _in_pieces(self, hidden: Tensor) -> bool:
         vocab = getattr(self._head, "out_features", 0)
