@@ -6,6 +6,7 @@ Layers are Megatron-Core's own (its "local" specification), so Transformer Engin
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,6 +89,8 @@ class MegatronModel(ForeignModel):
         super().__init__(config)
         self._joined = _Joined(config)
         self.inner = _build_gpt(config, source.dtype)
+        # Where a padding token has no gradient as an input; Megatron-Core's own are for ranks that share a vocabulary.
+        self.inner.embedding.word_embeddings = copy.deepcopy(source.get_input_embeddings())
         self.inner.output_layer = _HiddenStates()
         self._positions = _Positions()
         self.inner.rotary_pos_emb = _Rotary(source.get_decoder().rotary_emb, self._positions)

@@ -76,6 +76,8 @@ class TitanModel(ForeignModel):
             if isinstance(module, parts.rope):
                 module._init_self_buffers(buffer_device=torch.device("cpu"))
         self.head = self.inner.lm_head
+        # A padding token has no gradient as an input, as with Hugging Face's embedding.
+        self.inner.tok_embeddings.padding_idx = source.get_input_embeddings().padding_idx
         for number, layer in enumerate(self.inner.layers.values()):
             layer.attention.inner_attention = _InnerAttention(source.config, number)
 
