@@ -162,8 +162,10 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     ends, longest = packing.cu_seqlens, packing.longest
-    output: Tensor = varlen_attn(  # type: ignore[assignment]
-        *(part.squeeze(0).transpose(0, 1).contiguous() for part in (query, key, value)),
+    output: Any = varlen_attn(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
         ends,
         ends,
         longest,
@@ -172,7 +174,8 @@ def _varlen(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(0, 1).unsqueeze(0)
+    packed: Tensor = output.transpose(0, 1).unsqueeze(0)
+    return packed
 
 
 def _one_by_one(
@@ -180,7 +183,7 @@ def _one_by_one(
 ) -> Tensor:
     # split, not slices: its backward pass is one concatenation, that of a slice fills a whole row with zeros
     parts = zip(*(part.split(packing.lengths, dim=2) for part in (query, key, value)), strict=True)
-    return torch.cat([_causal(*part, scaling, window) for part in parts], dim=2)
+    return torch.cat([_causal(q, k, v, scaling, window) for q, k, v in parts], dim=2)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-BLOCK_LOGITS = {"cpu": 2**17, "cuda": 2**26}
+BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**26}
 """Logits worked on at a time: what a CPU's cache holds; on a GPU, what its memory can spare in float32."""
 
 
@@ -61,6 +61,7 @@ class _Score(torch.autograd.Function):
         for block in _blocks(logits):
             log_p = _scaled(logits[block], normalizer.dtype, ctx.temperature).sub_(normalizer[block].unsqueeze(-1))
             if of_entropy is None:
+                assert of_log_probs is not None
                 part = log_p.exp_().mul_(-of_log_probs[block].unsqueeze(-1))
             else:
                 part = (log_p + entropy[block].unsqueeze(-1)).mul_(-of_entropy[block].unsqueeze(-1))

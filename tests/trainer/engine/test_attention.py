@@ -196,8 +196,8 @@ def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
         assert cu_q.dtype == torch.int32 and max_q == max_k == 7 and enable_gqa and scale == 0.3
         assert torch.equal(cu_q, cu_k) and window_size[1] == 0
         left = None if window_size[0] == -1 else window_size[0] + 1
-        states = (part.transpose(0, 1)[None] for part in (query, key, value))
-        return reference(*states, cu_q.diff().tolist(), left)[0].transpose(0, 1)
+        q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return reference(q, k, v, cu_q.diff().tolist(), left)[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query: True)

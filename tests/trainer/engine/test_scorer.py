@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -142,7 +143,12 @@ def test_score_logits_passes_the_gradient_check() -> None:
 def test_nothing_of_the_logits_size_but_the_logits_is_kept() -> None:
     values = torch.randn(50, 400, requires_grad=True, dtype=torch.float32).bfloat16()
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         log_probs, _ = score_logits(values, torch.zeros(50, dtype=torch.int64))
     assert log_probs.dtype == torch.float32
     large = [tensor for tensor in kept if tensor.numel() >= 50 * 400]
@@ -230,15 +236,6 @@ def test_the_model_itself_still_gives_all_its_logits() -> None:
     assert torch.equal(model(BATCH["input_ids"]).logits, expected)
 
 
-class Odd(nn.Module):
-    """Stands for an architecture that does to its logits what nobody has heard of."""
-
-    out_features = VOCAB
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
 def test_unknown_arithmetic_behind_the_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert behind_head(make_model()) is not None
     model = make_model()
@@ -287,9 +284,8 @@ def test_wrapped_models(
     module = wrap(model, wrapper)
     got = backward(make_scorer(model, kind, module=module, packed=True))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    flat = [parameter.grad for parameter in module.parameters()]
-    locals_ = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in flat]
-    total = torch.cat([grad.flatten() for grad in locals_ if grad is not None])
+    shares: list[Any] = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    total = torch.cat([(grad.to_local() if isinstance(grad, DTensor) else grad).flatten() for grad in shares])
     wanted = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
     torch.testing.assert_close(total.square().sum(), wanted.square().sum(), rtol=1e-12, atol=0)
 
