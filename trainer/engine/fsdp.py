@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from trainer.engine.models import decoder_layers
@@ -43,6 +44,19 @@ class FsdpEngine(TorchEngine):
         if last or self._alone or self.device.type != "cpu":
             return nullcontext()
         return self._model.no_sync()
+
+    @torch.no_grad()
+    def _move_model(self, device: torch.device) -> None:
+        if self._alone:
+            self._model.to(device)
+            return
+        _lazy_init(self._model, self._model)
+        for handle in self._model._all_handles:
+            handle.flat_param_to(device)
+            handle.flat_param._local_shard = handle.flat_param.data
+            handle._use_sharded_views()  # the parameters that the optimizer steps
+        for buffer in self._model.buffers():
+            buffer.data = buffer.data.to(device)
 
     def _settle(self) -> None:
         handle = getattr(self._model, "_handle", None)

@@ -23,8 +23,8 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 class Fsdp2Engine(TorchEngine):
     """Between calls weights are sharded, always: what is stepped, loaded or exported is what the next pass gathers.
 
-    On CPU a call gathers each layer once and sums its gradient over the ranks once, however many micro-batches it has;
-    on a GPU memory goes first, and every micro-batch does both.
+    On CPU, or with one rank, a call gathers each layer once and sums its gradient over the ranks once, however many
+    micro-batches it has; on several GPUs memory goes first, and every micro-batch does both.
     """
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ class Fsdp2Engine(TorchEngine):
         # A value or reward head is small; it stays in float32 with the gradients' sums.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._on_gpu)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._frugal)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_gradients(model)
         return model
@@ -42,7 +42,7 @@ class Fsdp2Engine(TorchEngine):
     def _sync(self, last: bool) -> Iterator[None]:
         model = self._model
         assert isinstance(model, FSDPModule)
-        if not self._on_gpu:
+        if not self._frugal:
             model.set_requires_gradient_sync(last)
             model.set_reshard_after_backward(last)
         yield
@@ -55,8 +55,8 @@ class Fsdp2Engine(TorchEngine):
         return None
 
     @property
-    def _on_gpu(self) -> bool:
-        return self.device.type != "cpu"
+    def _frugal(self) -> bool:
+        return self.device.type != "cpu" and self.layout.world_size > 1
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 MIN_ACTIVATION_BYTES = 1 << 20
 """Smaller ones stay: the copy's start costs more than the memory is worth."""
@@ -14,8 +15,11 @@ MIN_ACTIVATION_BYTES = 1 << 20
 
 def move_gradients(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to(device)
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient._local_tensor = gradient._local_tensor.to(device)
+        elif gradient is not None:  # in place: a new one would have to be where the parameter is
+            gradient.data = gradient.data.to(device)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError
 from trainer.batching import split
 from trainer.engine import dist, export, lora, offload, state
 from trainer.engine.attention import enable_packing
-from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, LossParts, ModelType, StepOutcome
+from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, ModelType, StepOutcome
+from trainer.engine.figures import Figures
 from trainer.engine.models import load_model, speed_up
 from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
 from trainer.engine.packing import select_tokens, token_weights, unpack
@@ -97,14 +98,15 @@ class TorchEngine(BaseEngine, abstract=True):
         if device not in ("cpu", self.device.type):
             raise ConfigError(f"an engine on {self.device.type} cannot move to {device}; only to cpu and back")
         target = self.device if device == self.device.type else torch.device(device)
-        if self.device.type == "cpu":
-            return
-        if model:
-            self._move_model(target)
-        if grad:
-            offload.move_gradients(self._model, target)
-        if optimizer and self._optimizer is not None:
-            offload.move_optimizer(self._optimizer, target)
+        wanted = {"model": model, "grad": grad, "optimizer": optimizer and self._optimizer is not None}
+        for part in (part for part, moves in wanted.items() if moves and self._places[part] != target):
+            if part == "model":
+                self._move_model(target)
+            elif part == "grad":
+                offload.move_gradients(self._model, target)
+            else:
+                offload.move_optimizer(self.optimizer, target)
+            self._places[part] = target
 
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
         self.optimizer  # noqa: B018 - a forward-only engine refuses
@@ -164,8 +166,6 @@ class TorchEngine(BaseEngine, abstract=True):
         return result
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        if not self.spec.model.lora_rank:
-            raise ConfigError("model.lora_rank=0: there are no adapters to switch off; set model.lora_rank")
         return lora.adapters_off(self._model)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
@@ -175,6 +175,10 @@ class TorchEngine(BaseEngine, abstract=True):
     def save(self, directory: Path, *, hf: Path | None = None) -> None:
         self.finish_save()
         self._pending = state.begin_save(directory, self._model, self._optimizer, self._step, self.spec, hf=hf)
+
+    def wait_for_files(self) -> None:
+        if (pending := self._pending) is not None:
+            pending.wait_for_files()
 
     def finish_save(self) -> None:
         pending, self._pending = self._pending, None
@@ -189,6 +193,7 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def reset(self) -> None:
         self.finish_save()
+        del self._model, self._scorer, self._optimizer  # or there would be two models for a while
         with dist.guarded("reset"):
             self._build()
 
@@ -256,6 +261,7 @@ class TorchEngine(BaseEngine, abstract=True):
             sp_group=self._mesh.get_group("sequence") if self._mesh is not None else None,
         )
         self._optimizer = None if spec.optim is None else adamw(self._model, spec.optim)
+        self._places = dict.fromkeys(("model", "grad", "optimizer"), self.device)
         self._rest()
 
     def _make_mesh(self) -> DeviceMesh | None:
@@ -377,29 +383,6 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def _max(self, value: int) -> int:
         return dist.all_max(value, self.device) if self.distributed else value
-
-
-class Figures:
-    """Sums and means of a loss, added up over micro-batches and then ranks. float64."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._values: dict[str, Tensor] = {}
-        self._means: set[str] = set()
-
-    def add(self, parts: LossParts, *, real: bool) -> None:
-        """Not real: only the names count, so that every rank knows all of them."""
-        self._means.update(parts.means)
-        for name, value in [("loss", parts.loss), *parts.sums.items(), *parts.means.items()]:
-            part = value.detach().double().sum() if real else torch.zeros((), dtype=torch.float64, device=self._device)
-            self._values[name] = self._values[name] + part if name in self._values else part
-
-    def over_ranks(self, add: Callable[[Tensor], Tensor], *, num_tokens: float, counts: bool) -> dict[str, float]:
-        """`counts`: whether this rank's figures are not another's as well."""
-        names = sorted(self._values)
-        totals = add(torch.stack([self._values[name] for name in names]) * counts).tolist()
-        figures = dict(zip(names, totals, strict=True))
-        return {name: value / num_tokens if name in self._means else value for name, value in figures.items()}
 
 
 def _check(spec: EngineSpec, device: torch.device) -> None:

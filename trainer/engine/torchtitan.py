@@ -50,7 +50,7 @@ class TorchtitanEngine(Fsdp2Engine):
             param_dtype=dtype,
             reduce_dtype=self._master_dtype,
             pp_enabled=False,
-            reshard_after_forward_policy="default" if self._on_gpu else "never",
+            reshard_after_forward_policy="default" if self._frugal else "never",
         )
         fully_shard(model, mesh=mesh)
         sum_gradients(model)
