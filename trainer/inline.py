@@ -54,6 +54,9 @@ class InlineGroup(RoleCalls):
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
         return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
 
+    async def written(self) -> None:
+        await self._rank.written(self._role)
+
     async def close(self) -> None:
         """Give up the engine and its thread, once what runs has ended."""
         with anyio.CancelScope(shield=True):

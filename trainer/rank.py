@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
+import anyio.to_thread
 import torch
 import torch.distributed as dist
 
@@ -112,6 +113,10 @@ class Rank:
             return Answer(await self._offer(version, step, collected.value, validate), None)
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
             return Answer(None, typed(error, f"publishing version {version}"))
+
+    async def written(self, role: Role) -> None:
+        """Until this rank has written its files of the role's checkpoint, beside other calls: those go on."""
+        await anyio.to_thread.run_sync(self._workers[role].engine.wait_for_files, abandon_on_cancel=True)
 
     async def status(self) -> dict[str, Any]:
         """`rank`, `pid`, `doing` (empty: nothing) and since when, `for_s`."""

@@ -74,6 +74,10 @@ class RoleCalls(ABC):
     @abstractmethod
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication: ...
 
+    @abstractmethod
+    async def written(self) -> None:
+        """Until every rank has written its files of the checkpoint begun, well or not; beside other calls."""
+
     async def set_loss_fn(self, loss: Loss) -> None:
         await self.call("set_loss_fn", loss)
 
@@ -105,6 +109,8 @@ class RoleCalls(ABC):
         await self.call("save_checkpoint", directory, hf=hf)
 
     async def finish_checkpoint(self) -> None:
+        # Other calls go on until the files are there; only then do the ranks meet, for a moment.
+        await self.written()
         await self.call("finish_checkpoint")
 
     async def load_checkpoint(self, directory: Path) -> None:

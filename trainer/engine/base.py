@@ -189,6 +189,14 @@ class BaseEngine(ABC):
         Hugging Face format too.
         """
 
+    def wait_for_files(self) -> None:
+        """Wait until this rank has written, well or not, what it has to of the checkpoint begun.
+
+        Not collective. Alone of all methods it may be called beside another, from any thread: after it, `finish_save`
+        holds up nobody.
+        """
+        return  # an engine that writes in `save` has nothing left to do
+
     @abstractmethod
     def finish_save(self) -> None:
         """Wait until the checkpoint begun is written. Collective.

@@ -51,14 +51,13 @@ class PendingSave:
     def __init__(self, directory: Path, written: Future[None], group: dist.ProcessGroup | None) -> None:
         self._directory, self._written, self._group = directory, written, group
 
-    @property
-    def done(self) -> bool:
-        """This rank has nothing left to write. Other ranks may have."""
-        return self._written.done()
+    def wait_for_files(self) -> None:
+        """Until this rank has written its files, well or not. Not collective."""
+        self._written.exception()
 
     def wait(self) -> None:
         """Until every rank has written its files. Collective, but on a process group of its own: it may run beside
-        collectives of the training. May be called again.
+        collectives of the training.
 
         Raises (on every rank):
             InfraError: some rank could not write, as when the disk is full; names the file.
