@@ -1,0 +1,190 @@
+"""Direct preference optimization (DPO) on the engines of this project, in a loop that is all in this file.
+
+    torchrun --nproc_per_node 2 examples/custom_loop/train.py
+    python examples/custom_loop/train.py --strategy local
+
+No Ray, no rollouts, no queue: pairs of answers to the quickstart's sums, one with its working shown and one that only
+names a number, and the model learns to prefer the first. What the loop asks of a `TrainingWorker`:
+
+    infer_batch       log-probs of every response, of the reference once and of the policy in each step
+    forward_backward  the gradient of a loss of our own, micro-batches and ranks taken care of
+    optim_step        clip, AdamW, schedule
+    save_checkpoint   in the background, and in Hugging Face format
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoTokenizer
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.ports import TrainRow
+from asyncrl.types import SampleId
+from trainer.engine.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
+from trainer.engine.registry import EngineRegistry
+from trainer.tensors import to_batch
+from trainer.worker import TrainingWorker
+
+log = logging.getLogger("custom_loop")
+
+MODEL = "asyncrl://quickstart"
+
+
+class Pair(NamedTuple):
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+class WeightedLogLikelihood:
+    """`trainer.engine.base.Loss`: minus the sum of `advantages` x log-probs over the tokens of a row, mean over rows.
+
+    The gradient of DPO is of this form, with weights that depend on both rows of a pair. The engine cuts batches into
+    micro-batches as memory has it, so a loss cannot look at two rows at once; weights that are worked out before can.
+    """
+
+    agg_mode: AggMode = "seq-mean-token-sum"
+    agg_scale = 1.0
+    entropy_gradient = False
+
+    def needs_gradient(self, batch: TensorDict) -> Tensor:
+        return batch["loss_mask"].any(dim=1)
+
+    def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
+        loss = -(tokens.weight * tokens.fields["advantages"] * scores.log_probs).sum()
+        return LossParts(loss, sums={"loss": loss.detach()}, means={"log_prob": scores.log_probs.detach()})
+
+
+def make_pairs(count: int, seed: int) -> list[Pair]:
+    """Sums of three to six terms: `17+5=22;22+8=30;#30` is preferred to `#30`."""
+    rng = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        terms = [rng.randint(1, 19) for _ in range(rng.randint(3, 6))]
+        total, working = terms[0], ""
+        for term in terms[1:]:
+            working += f"{total}+{term}={total + term};"
+            total += term
+        pairs.append(Pair("+".join(map(str, terms)) + "=", f"{working}#{total}", f"#{total}"))
+    return pairs
+
+
+def rows_of(pairs: Sequence[Pair], tokenizer: Any) -> TensorDict:
+    """Two rows for each pair, the chosen one first."""
+    rows = []
+    for number, pair in enumerate(pairs, start=1):
+        message = [{"role": "user", "content": pair.prompt}]
+        prompt_ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        for response in (pair.chosen, pair.rejected):
+            ids = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            mask = np.ones(len(ids), dtype=np.bool_)
+            rows.append(
+                TrainRow(
+                    sample_id=SampleId(0, number),
+                    prompt_ids=np.array(prompt_ids, dtype=np.int32),
+                    response_ids=np.array(ids, dtype=np.int32),
+                    response_mask=mask,
+                    loss_mask=mask,
+                    rollout_log_probs=np.zeros(len(ids), dtype=np.float32),
+                    versions=np.zeros(len(ids), dtype=np.int64),
+                    reward=0.0,
+                )
+            )
+    return to_batch(rows)
+
+
+def likelihoods(worker: TrainingWorker, batch: TensorDict) -> Tensor:
+    """Log-probs of whole responses, `[pairs, 2]`: chosen and rejected."""
+    log_probs = worker.infer_batch(batch)["log_probs"]
+    return (log_probs * batch["response_mask"]).sum(dim=1).view(-1, 2)
+
+
+def margins(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+    """`[pairs]`: how much more the policy prefers the chosen response than the reference does, times beta."""
+    gained = policy - reference
+    return beta * (gained[:, 0] - gained[:, 1])
+
+
+def with_gradient(batch: TensorDict, margin: Tensor, beta: float) -> TensorDict:
+    """The batch with the weights that make `WeightedLogLikelihood`'s gradient that of DPO's loss.
+
+    d/dθ of -log σ(m) is -σ(-m) beta (d log π(chosen) - d log π(rejected)); the 2 is because the mean is over rows, of
+    which a pair has two.
+    """
+    weight = 2 * beta * torch.sigmoid(-margin)
+    rows = torch.stack([weight, -weight], dim=1).flatten()
+    return batch.copy().update({"advantages": rows[:, None].expand(batch["response_mask"].shape).contiguous()})
+
+
+def train(worker: TrainingWorker, pairs: Sequence[Pair], *, steps: int, beta: float) -> list[dict[str, float]]:
+    """One step on all pairs at a time; every rank holds its share of them. Figures of each step, over all ranks."""
+    layout = worker.layout
+    batch = rows_of(pairs[layout.data_rank :: layout.data_size], AutoTokenizer.from_pretrained(resolve(MODEL)))
+    reference = likelihoods(worker, batch)
+    worker.set_loss_fn(WeightedLogLikelihood())
+    worker.plan(steps)
+    history = []
+    for step in range(1, steps + 1):
+        margin = margins(likelihoods(worker, batch), reference, beta)
+        worker.forward_backward(with_gradient(batch, margin, beta))
+        stepped = worker.optim_step()
+        figures = mean_over_ranks({"loss": -logsigmoid(margin).sum(), "accuracy": (margin > 0).sum()}, len(pairs))
+        history.append({"step": step, **figures, **stepped})
+        if layout.rank == 0:
+            log.info("step %(step)2d  loss %(loss).4f  accuracy %(accuracy).2f  |g| %(grad_norm).2f", history[-1])
+    return history
+
+
+def mean_over_ranks(sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+    values = torch.stack([value.double() for value in sums.values()])
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values)
+    return dict(zip(sums, (values / count).tolist(), strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="fsdp2", help=f"one of {', '.join(EngineRegistry.backends())}")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--out", type=Path, help="a new directory for figures, checkpoint and trained model")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+
+    spec = EngineSpec(
+        model_type="language_model",
+        model=ModelConfig(path=MODEL),
+        engine=EngineConfig(strategy=options.strategy),
+        optim=OptimConfig(lr=options.lr, weight_decay=0.0),
+    )
+    worker = TrainingWorker(spec)
+    history = train(worker, make_pairs(options.pairs, seed=0), steps=options.steps, beta=options.beta)
+    if options.out is not None:
+        checkpoint = options.out / "checkpoint"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        worker.save_checkpoint(checkpoint, hf=options.out / "hf")
+        worker.finish_checkpoint()
+        if worker.layout.rank == 0:
+            (options.out / "figures.json").write_text(json.dumps(history), encoding="utf-8")
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()
