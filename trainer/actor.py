@@ -1,26 +1,33 @@
-"""The Trainer as a Ray actor: adapters around `trainer.loop`, and nothing that decides."""
+"""The Trainer as a Ray actor: adapters around `trainer.trainer`, and nothing that decides.
+
+It computes nothing itself: models live in the ranks that it starts (`trainer.groups`) and that end with it.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
-from typing import Any
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import anyio.to_thread
+import anyio
 import ray
+from anyio import to_thread
+from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, BugError
-from asyncrl.manifest import Progress, Resume, run_identity
-from asyncrl.ports import StepRecord, TrainingWorker
+from asyncrl.manifest import Progress, Resume
+from asyncrl.ports import RecordSink, RunRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
 from asyncrl.weights.object_store import ObjectStorePublisher
-from trainer.algorithms.advantages import estimator
-from trainer.checkpoint import Checkpointer
-from trainer.loop import LoopSettings, TrainLoop
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
 
 MAX_CONCURRENCY = 16
 
@@ -30,82 +37,47 @@ class TrainerActor:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._progress = Progress()
         self._waits = WaitBoard()
-        self._worker: Any = None
-        self._checkpoints: Checkpointer | None = None
-        self._publisher: ObjectStorePublisher | None = None
-        self._loop: TrainLoop | None = None
+        self._trainer: Trainer | None = None
         self._stopped = False
 
     async def start(self, run_dir: RunDir, resume: Resume | None, store: Any) -> Mapping[str, int]:
-        """Load the model, and the checkpoint if there is one; publish its version for the replicas to come up with.
-
-        A resumed version keeps its number, though steps since its publication are in it too: everything in flight is
-        generated anew, so no token carries the number under other weights, and pacing goes on exactly where it was.
+        """See `Trainer.start`.
 
         Returns:
             `step` and `version`.
-
-        Raises:
-            ConfigError: the model or the checkpoint cannot be used.
         """
-        config = self._config
-        self._checkpoints = Checkpointer(
-            run_dir.path, identity=run_identity(config), keep=config.trainer.max_checkpoints_to_keep
-        )
-        self._publisher = ObjectStorePublisher(store, call_s=config.timeouts.call_s)
-        with self._waits.waiting("model"):
-            self._worker = await anyio.to_thread.run_sync(_load, config, resume)
-        if resume is not None:
-            self._progress = resume.manifest.progress
-            if resume.run_dir == run_dir.path:
-                await anyio.to_thread.run_sync(self._checkpoints.rewind, self._progress.step)
-            if self._progress.version > 0:
-                await self._publish_resumed()
-        return {"step": self._progress.step, "version": self._progress.version}
+        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s)
+        # torch takes seconds to import: not on the event loop, and not where the driver imports this file.
+        parts = await to_thread.run_sync(import_module, "trainer.trainer")
+        trainer = await parts.Trainer.start(self._config, run_dir, resume, publisher=publisher, waits=self._waits)
+        self._trainer = trainer
+        return {"step": trainer.progress.step, "version": trainer.progress.version}
 
-    async def run(self, queue: Any, total_steps: int) -> AsyncIterator[StepRecord]:
-        """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue.
+    async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
+        """See `Trainer.run`; one record per optimizer step, right after it. After `start`.
 
         Raises:
             AsyncRLError: the first failure of any part.
         """
-        if self._checkpoints is None or self._publisher is None:
+        if self._trainer is None:
             raise BugError("TrainerActor.run before start")
-        self._worker.plan(total_steps)
-        call_s = self._config.timeouts.call_s
-        self._loop = TrainLoop(
-            LoopSettings.of(self._config, total_steps=total_steps),
-            queue=QueueClient(queue, call_s),
-            payloads=RayPayloads(call_s),
-            publisher=self._publisher,
-            worker=self._worker,
-            checkpoints=self._checkpoints,
-            estimate=estimator(self._config.algorithm),
-            progress=self._progress,
-            waits=self._waits,
-        )
         if self._stopped:
-            self._loop.stop()
-        try:
-            async with aclosing(self._loop.run()) as records:
-                async for record in records:
-                    yield record
-        except AsyncRLError:
-            raise
-        except Exception as error:
-            raise BugError.wrap(f"the trainer failed: {type(error).__name__}: {error}", error) from error
+            self._trainer.stop()
+        call_s = self._config.timeouts.call_s
+        run = partial(self._trainer.run, QueueClient(queue, call_s), RayPayloads(call_s), total_steps)
+        async for record in stream_records(run):
+            yield record
 
     async def stop(self) -> None:
         """End `run` soon: after the current step, with a checkpoint."""
         self._stopped = True
-        if self._loop is not None:
-            self._loop.stop()
+        if self._trainer is not None:
+            self._trainer.stop()
 
     async def status(self) -> Mapping[str, Any]:
         """`step`, `version`, `trained_samples`, `trained_tokens`, and `waits`: what is waited on, the longest first."""
-        progress = self._progress
+        progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
             "version": progress.version,
@@ -114,42 +86,57 @@ class TrainerActor:
             "waits": self._waits.snapshot(),
         }
 
-    async def _publish_resumed(self) -> None:
-        assert self._publisher is not None
-        dtype = self._config.rollout.dtype
-        tensors = await anyio.to_thread.run_sync(lambda: dict(self._worker.weights(dtype)))
-        await self._publisher.publish(self._progress.version, self._progress.step, tensors, validate=False)
-
 
 def start_trainer(config: Config) -> Any:
     """Start the actor in this Ray job and return its handle. Never restarted: a run goes on from a checkpoint instead.
 
-    It takes no CPU from Ray's books, so that it starts whatever the replicas have reserved; `trainer.cpu_threads` is
-    what it uses. A GPU it does reserve.
+    It takes nothing from Ray's books, so that it starts whatever the replicas have reserved; what its ranks take is
+    `trainer.group`'s matter.
     """
     actor: Any = ray.remote(TrainerActor)
-    threads = str(config.trainer.cpu_threads)
-    on_gpu = config.trainer.device == "cuda" or (
-        config.trainer.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-    )
     return actor.options(
         num_cpus=0,
-        num_gpus=1 if on_gpu else 0,
         max_restarts=0,
         max_concurrency=MAX_CONCURRENCY,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
     ).remote(config)
 
 
-def _load(config: Config, resume: Resume | None) -> TrainingWorker:
-    # torch and transformers take seconds to import; the actor answers meanwhile.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils.logging import disable_progress_bar
+async def stream_records(run: Callable[[RecordSink], Awaitable[None]]) -> AsyncIterator[RunRecord]:
+    """What `run` puts into its sink, and then its failure if it has one.
 
-    from trainer.worker import LocalTrainingWorker
+    The run is a task of its own: a task group must not stand open across the yields of a generator, whose consumer
+    may never come back. A consumer that goes away cancels it and waits for its end.
 
-    disable_progress_bar()
-    worker = LocalTrainingWorker(config)
-    if resume is not None:
-        worker.load_checkpoint(resume.checkpoint)
-    return worker
+    Raises:
+        AsyncRLError: what `run` raised; anything else as a `BugError`.
+    """
+    send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
+
+    async def drive() -> None:
+        with send:
+            await run(StreamSink(send))
+
+    task = asyncio.create_task(drive(), name="trainer")
+    try:
+        with records:
+            async for record in records:
+                yield record
+        await task
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        raise BugError.wrap(f"the trainer failed: {type(error).__name__}: {error}", error) from error
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class StreamSink:
+    """`RecordSink` into a memory stream. Unbounded: records are few, and nobody must wait on their reader."""
+
+    def __init__(self, send: MemoryObjectSendStream[RunRecord]) -> None:
+        self._send = send
+
+    async def put(self, record: RunRecord) -> None:
+        self._send.send_nowait(record)

@@ -38,12 +38,16 @@ class Intake:
         payloads: PayloadStore,
         rules: RowRules,
         *,
-        max_consecutive_filtered: int,
+        max_consecutive_filtered: int | None,
         call_s: float,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`call_s`: longest single wait for samples; after it the queue is asked again."""
+        """
+        Args:
+            max_consecutive_filtered: so many `filtered` samples in a row are an error; None: no limit.
+            call_s: longest single wait for samples; after it the queue is asked again.
+        """
         self._queue = queue
         self._payloads = payloads
         self._rules = rules
@@ -125,10 +129,11 @@ class Intake:
         if dropped.untrainable is not DropReason.FILTERED:
             return
         self._num_filtered += 1
-        if self._num_filtered >= self._max_consecutive_filtered:
+        limit = self._max_consecutive_filtered
+        if limit is not None and self._num_filtered >= limit:
             raise DataError(
                 f"{self._num_filtered} samples in a row were filtered (algorithm.filter_groups.max_consecutive = "
-                f"{self._max_consecutive_filtered}), the last one {dropped.sample_id} with rewards "
+                f"{limit}), the last one {dropped.sample_id} with rewards "
                 f"{', '.join(f'{reward:g}' for reward in dropped.rewards[:8])}: the task is too hard or too easy for "
                 "this model, so there is nothing to train on. Take other data, check reward.function, raise rollout.n "
                 "or that limit, or set algorithm.filter_groups.enable=false"

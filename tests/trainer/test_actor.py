@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, DataError
+from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, RolloutCorrectionConfig
+from asyncrl.failures import BugError, ConfigError, DataError
 from asyncrl.manifest import Resume, find_resume
-from asyncrl.ports import StepRecord
+from asyncrl.ports import RecordSink, StepRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
 from asyncrl.run_dir import RunDir
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
+from asyncrl.telemetry.registry import describe
 from asyncrl.types import SampleId, sample_meta
 from asyncrl.weights.object_store import ObjectStoreFeed, start_store
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import make_sample
-from trainer.actor import start_trainer
+from trainer.actor import start_trainer, stream_records
 
 TOTAL_STEPS = 4
 
@@ -38,6 +40,18 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return make_config(write_model(tmp_path / "model"), run_dir=str(tmp_path / "run"), resume="auto")
+
+
+@pytest.fixture
+def ppo(config: Config) -> Config:
+    """With a critic, and a reference whose KL counts in the reward by a coefficient that adapts."""
+    algorithm = AlgorithmConfig(
+        adv_estimator="gae",
+        use_kl_in_reward=True,
+        kl_ctrl=KlControlConfig(type="adaptive", horizon=10),
+        rollout_correction=RolloutCorrectionConfig(bypass_mode=False, rollout_is="token"),
+    )
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 class Run:
@@ -78,8 +92,8 @@ class Run:
                 yield record
 
 
-async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(config: Config, tmp_path: Path) -> None:
-    async with Run(config, tmp_path) as first:
+async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Config, tmp_path: Path) -> None:
+    async with Run(ppo, tmp_path) as first:
         assert first.started == {"step": 0, "version": 0}
         await first.feed(5)
         async for record in first.stream():
@@ -89,9 +103,10 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(config: 
         assert (status["step"], status["version"], status["trained_samples"]) == (2, 2, 4)
         assert (await first.queue.admit(1, timeout_s=1.0)).closed
 
-    resume = find_resume(config)
+    resume = find_resume(ppo)
     assert resume is not None
-    async with Run(config, tmp_path, resume) as second:
+    assert {name.partition("/")[0] for name in resume.manifest.files} == {"actor", "critic", "hf"}
+    async with Run(ppo, tmp_path, resume) as second:
         assert second.started == {"step": 2, "version": 2}
         feed = ObjectStoreFeed(second.store, call_s=20.0)
         publication = await feed.latest()
@@ -102,8 +117,17 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(config: 
             pass
         latest = await feed.latest()
         assert latest is not None and latest.version == 4
-    assert [record.step for record in [*first.records, *second.records]] == [1, 2, 3, 4]
+    records = [*first.records, *second.records]
+    assert [record.step for record in records] == [1, 2, 3, 4]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step_000002", "step_000004"}
+    for record in records:
+        for name in record.metrics:
+            describe(name)
+        assert {"actor/loss", "actor/grad_norm", "critic/loss", "critic/lr", "reward/kl"} <= record.metrics.keys()
+        assert record.metrics["correction/mismatch_kl"] > 0
+    coefficients = [record.metrics["reward/kl_coef"] for record in records]
+    assert coefficients[0] == 0.001
+    assert len(set(coefficients)) == 4  # it went on from where it was
 
 
 async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
@@ -114,6 +138,37 @@ async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
                 pass
         assert isinstance(caught.value.cause, DataError)
         assert "vocabulary of 24" in str(caught.value.cause)
+
+
+async def test_records_end_with_the_failure_of_their_run() -> None:
+    record = StepRecord(1, 0, {}, (), ())
+
+    async def run(sink: RecordSink) -> None:
+        await sink.put(record)
+        raise ValueError("a bug of ours")
+
+    records = stream_records(run)
+    assert await anext(records) is record
+    with pytest.raises(BugError, match="the trainer failed: ValueError: a bug of ours"):
+        await anext(records)
+
+
+async def test_a_reader_that_goes_away_ends_the_run_and_waits_for_its_end() -> None:
+    events: list[str] = []
+
+    async def run(sink: RecordSink) -> None:
+        await sink.put(StepRecord(1, 0, {}, (), ()))
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            events.append("released")
+
+    records = stream_records(run)
+    await anext(records)
+    await records.aclose()
+    assert events == ["released"]
 
 
 async def test_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""The Trainer's parts, put together: ranks, experience, loop, checkpoints. `trainer.actor` puts it behind Ray."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from anyio import to_thread
+
+from asyncrl.config.checks import model_config
+from asyncrl.config.schema import Config
+from asyncrl.manifest import Progress, Resume, run_identity
+from asyncrl.ports import PayloadStore, RecordSink, SampleQueue, WeightPublisher
+from asyncrl.run_dir import RunDir
+from asyncrl.waits import WaitBoard
+from trainer.algorithms.objective import PolicyLoss, ValueLoss
+from trainer.checkpoint import Checkpointer, RoleCheckpoints, load_roles
+from trainer.experience import ExperienceBuilder
+from trainer.groups import TrainerGroups
+from trainer.intake import Intake
+from trainer.loop import LoopSettings, TrainLoop
+from trainer.placement import Role
+from trainer.roles import RoleGroup
+from trainer.rows import RowRules
+
+
+class Trainer:
+    """One run's training side. `start` makes one; `run` ends it."""
+
+    def __init__(self, config: Config, groups: TrainerGroups, files: Checkpointer, waits: WaitBoard) -> None:
+        self._config = config
+        self._groups = groups
+        self._files = files
+        self._trained: dict[Role, RoleGroup] = {
+            role: group for role, group in groups.roles.items() if role in ("actor", "critic")
+        }
+        self._waits = waits
+        self._loop: TrainLoop | None = None
+        self._stopped = False
+        self.progress = Progress()
+
+    @classmethod
+    async def start(
+        cls, config: Config, run_dir: RunDir, resume: Resume | None, *, publisher: WeightPublisher, waits: WaitBoard
+    ) -> Self:
+        """Load the models, and the checkpoint if there is one; publish its version for the replicas to come up with.
+
+        A resumed version keeps its number, though steps since its publication are in it too: everything in flight is
+        generated anew, so no token carries the number under other weights, and pacing goes on exactly where it was.
+
+        Raises:
+            ConfigError: a model or the checkpoint cannot be used.
+            InfraError, DeadlineError: the ranks did not come up.
+        """
+        files = Checkpointer(run_dir.path, identity=run_identity(config), keep=config.trainer.max_checkpoints_to_keep)
+        with waits.waiting("model"):
+            groups = await TrainerGroups.start(config, publisher=publisher)
+        trainer = cls(config, groups, files, waits)
+        try:
+            await trainer._set_losses()
+            if resume is not None:
+                await trainer._resume(resume, here=resume.run_dir == run_dir.path)
+        except BaseException:
+            await groups.close()
+            raise
+        return trainer
+
+    async def run(self, queue: SampleQueue, payloads: PayloadStore, total_steps: int, sink: RecordSink) -> None:
+        """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue, and the
+        ranks.
+
+        Raises:
+            AsyncRLError: the first failure of any part.
+        """
+        try:
+            await self._plan(total_steps)
+            self._loop = self._make_loop(queue, payloads, total_steps)
+            if self._stopped:
+                self._loop.stop()
+            await self._loop.run(sink)
+        finally:
+            await self._groups.close()
+
+    def stop(self) -> None:
+        """End `run` soon: after the current step, with a checkpoint."""
+        self._stopped = True
+        if self._loop is not None:
+            self._loop.stop()
+
+    async def _set_losses(self) -> None:
+        config = self._config
+        await self._trained["actor"].set_loss_fn(PolicyLoss(config.algorithm, config.rollout.response_length))
+        if "critic" in self._trained:
+            await self._trained["critic"].set_loss_fn(ValueLoss(config.critic.cliprange_value))
+
+    async def _resume(self, resume: Resume, *, here: bool) -> None:
+        """`here`: the run goes on in its own directory, where later checkpoints are another future now."""
+        self.progress = resume.manifest.progress
+        with self._waits.waiting("checkpoint"):
+            await load_roles(resume.checkpoint, self._trained)
+        if here:
+            await to_thread.run_sync(self._files.rewind, self.progress.step)
+        if self.progress.version > 0:
+            await self._trained["actor"].publish(self.progress.version, self.progress.step, validate=False)
+
+    async def _plan(self, total_steps: int) -> None:
+        """Tell each trained model how many steps it will take in all."""
+        config = self._config
+        warmup = config.critic.warmup_steps if config.needs_critic else 0
+        await self._trained["actor"].plan(max(1, total_steps - warmup))
+        if "critic" in self._trained:
+            await self._trained["critic"].plan(total_steps // config.trainer.ppo_epochs * config.critic.ppo_epochs)
+
+    def _make_loop(self, queue: SampleQueue, payloads: PayloadStore, total_steps: int) -> TrainLoop:
+        config, roles = self._config, self._groups.roles
+        filtering = config.algorithm.filter_groups
+        intake = Intake(
+            queue,
+            payloads,
+            row_rules(config),
+            max_consecutive_filtered=filtering.max_consecutive if filtering.enable else None,
+            call_s=config.timeouts.call_s,
+            waits=self._waits,
+        )
+        experience = ExperienceBuilder(
+            config,
+            actor=roles["actor"],
+            ref=roles.get("ref"),
+            critic=roles.get("critic"),
+            reward_model=roles.get("reward_model"),
+        )
+        return TrainLoop(
+            LoopSettings.of(config, total_steps=total_steps),
+            queue=queue,
+            intake=intake,
+            actor=roles["actor"],
+            critic=roles.get("critic"),
+            experience=experience,
+            checkpoints=RoleCheckpoints(self._files, self._trained),
+            progress=self.progress,
+            waits=self._waits,
+        )
+
+
+def row_rules(config: Config) -> RowRules:
+    """The vocabulary is known where the model's directory is on this machine; the ranks know it anyhow."""
+    drift, described = config.async_training, model_config(config)
+    text: Any = described.get("text_config") or {}
+    return RowRules(
+        mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,
+        filter_groups=config.algorithm.filter_groups.enable,
+        vocab_size=described.get("vocab_size") or text.get("vocab_size"),
+    )
