@@ -147,8 +147,9 @@ def _check_mini_batches(mini_batches: Sequence[Sequence[int]], num_rows: int) ->
     for number, rows in enumerate(mini_batches):
         if len(rows) == 0:
             raise DataError(f"mini-batch {number} has no rows; no step was taken")
-        if min(rows) < 0 or max(rows) >= num_rows:
-            raise DataError(f"mini-batch {number} names row {max(rows)} of a batch of {num_rows}; no step was taken")
+        outside = [row for row in rows if not 0 <= row < num_rows]
+        if outside:
+            raise DataError(f"mini-batch {number} names row {outside[0]} of a batch of {num_rows}; no step was taken")
 
 
 def _take(batch: TensorDict, share: Share) -> TensorDict:

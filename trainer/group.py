@@ -39,8 +39,10 @@ from trainer.worker import TrainingWorker, engine_spec
 
 logger = logging.getLogger(__name__)
 
+ASKED_S = 1.0
+"""For processes to end by themselves when Ray tells them to, which a stopped one does not hear."""
 CLOSE_S = 10.0
-"""For processes to be gone; Ray itself kills one that does not react after 5 s."""
+"""For processes to be gone."""
 QUICK = frozenset({"set_loss_fn", "plan", "step"})
 """Methods that answer at once: `timeouts.call_s`. All others: `timeouts.train_s`."""
 DISK = frozenset({"save_checkpoint", "finish_checkpoint"})
@@ -165,6 +167,16 @@ class WorkerGroup:
         if self._failure is not None:
             raise self._gone("status")
         return await self._beside("status", lambda actor: actor.status.remote(), self._timeouts.call_s)
+
+    async def written(self, role: Role) -> None:
+        """Until every rank has written its files of the role's checkpoint, beside other calls.
+
+        Raises:
+            DeadlineError: not within `timeouts.train_s`. InfraError: a rank died.
+        """
+        if self._failure is not None:
+            raise self._gone("writing the checkpoint")
+        await self._beside("writing the checkpoint", lambda actor: actor.written.remote(role), self._timeouts.train_s)
 
     async def _beside(self, what: str, send: Callable[[Any], Any], limit_s: float) -> list[Any]:
         """Ask every rank for what it answers beside its calls."""
@@ -338,15 +350,18 @@ class _RoleOfGroup(RoleCalls):
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
         return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate)
 
+    async def written(self) -> None:
+        await self._group.written(self._plan.role)
+
 
 async def _outcome(ref: Any, *, plain: bool = False) -> Outcome:
     """What a rank has answered; a `Lost` if it died. `plain`: the call answers with a value, not with an `Answer`."""
     try:
         return Answer(await ref, None) if plain else await ref
     except RayTaskError as error:
-        return Lost(BugError.wrap("it could not take the call", error))
+        return Lost(BugError.wrap("could not take the call", error))
     except RayError as error:
-        return Lost(InfraError.wrap("it died; start again from a checkpoint", error))
+        return Lost(InfraError.wrap("died; start again from a checkpoint", error))
 
 
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
@@ -374,6 +389,10 @@ def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Seq
         with suppress(psutil.NoSuchProcess):
             if place.node_id == here:
                 processes.append(psutil.Process(place.pid))
-    _, alive = psutil.wait_procs(processes, timeout=CLOSE_S)
+    _, alive = psutil.wait_procs(processes, timeout=ASKED_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(alive, timeout=CLOSE_S)
     if alive:
         logger.warning("training processes %s are still there %g s after they were killed", alive, CLOSE_S)

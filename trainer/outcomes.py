@@ -30,6 +30,7 @@ class Lost(NamedTuple):
     """No answer will come."""
 
     error: AsyncRLError
+    """Its message goes on behind "rank N of the … group "."""
 
 
 Outcome = Answer | Lost
@@ -72,10 +73,16 @@ def failure(
     """
     for rank, outcome in outcomes.items():
         if isinstance(outcome, Lost):
-            return _from_rank(rank, group, outcome.error)
+            return type(outcome.error)(
+                f"{what}: rank {rank} of the {group} group {outcome.error.message}", outcome.error.cause
+            )
     for rank, outcome in outcomes.items():
+        if isinstance(outcome.error, AGREED):
+            return outcome.error
         if outcome.error is not None:
-            return outcome.error if isinstance(outcome.error, AGREED) else _from_rank(rank, group, outcome.error)
+            return type(outcome.error)(
+                f"rank {rank} of the {group} group: {outcome.error.message}", outcome.error.cause
+            )
     silent = [str(rank) for rank in ranks if rank not in outcomes]
     if silent:
         return DeadlineError(
@@ -94,7 +101,3 @@ def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, disk: boo
     kinds = {type(outcome.error) if isinstance(outcome, Answer) else Lost for outcome in outcomes.values()}
     harmless = (*AGREED, InfraError) if disk else AGREED
     return len(outcomes) == len(ranks) and len(kinds) == 1 and kinds.pop() in harmless
-
-
-def _from_rank(rank: int, group: str, error: AsyncRLError) -> AsyncRLError:
-    return type(error)(f"rank {rank} of the {group} group: {error.message}", error.cause)

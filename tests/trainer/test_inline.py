@@ -1,0 +1,156 @@
+"""A role in this process: the same calls as on a group, on one thread, with typed failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.failures import BugError, ConfigError, DataError, InfraError
+from asyncrl.ports import Publication
+from tests.fakes.losses import Likelihood
+from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import VOCAB, make_config, write_model
+from trainer.engine.base import EngineSpec
+from trainer.inline import InlineGroup
+from trainer.placement import plan_groups
+from trainer.rank import typed
+from trainer.worker import engine_spec
+
+BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
+    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+
+
+class Publisher:
+    """Keeps copies of what is published."""
+
+    def __init__(self) -> None:
+        self.published: dict[int, dict[str, NDArray[Any]]] = {}
+
+    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
+        if version in self.published:
+            raise BugError("twice")
+        self.published[version] = {name: array.copy() for name, array in tensors.items()}
+        return Publication(version, step, 0, {}, validate=validate)
+
+
+@pytest.fixture
+async def publisher() -> Publisher:
+    return Publisher()
+
+
+@pytest.fixture
+async def group(spec: EngineSpec, publisher: Publisher) -> AsyncIterator[InlineGroup]:
+    group = await InlineGroup.start(spec, publisher=publisher)
+    await group.plan(10)
+    await group.set_loss_fn(Likelihood())
+    yield group
+    await group.close()
+
+
+async def test_it_learns(group: InlineGroup) -> None:
+    before = await group.infer_batch(BATCH)
+    losses = [(await group.train_batch(BATCH))["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+    after = await group.infer_batch(BATCH)
+    mask = BATCH["loss_mask"]
+    assert after["log_probs"][mask].mean() > before["log_probs"][mask].mean()
+    assert await group.step() == 8
+    metrics = await group.train_mini_batch(BATCH, [[0, 1], [2, 3, 4]])
+    assert [part["tokens"] for part in metrics] == [float(mask[:2].sum()), float(mask[2:].sum())]
+    await group.forward_backward(BATCH)
+    assert set(await group.optim_step()) == {"grad_norm", "lr"}
+    await group.reset()
+    torch.testing.assert_close((await group.infer_batch(BATCH))["log_probs"], before["log_probs"])
+
+
+async def test_published_weights_are_the_trained_ones(group: InlineGroup, publisher: Publisher) -> None:
+    await group.publish(1, 0, validate=False)
+    await group.train_batch(BATCH)
+    publication = await group.publish(2, 1, validate=True)
+    assert (publication.version, publication.step, publication.validate) == (2, 1, True)
+    first, second = publisher.published[1], publisher.published[2]
+    assert first.keys() == second.keys()
+    assert all(np.abs(first[name] - second[name]).max() > 0 for name in first)
+    with pytest.raises(BugError, match="twice"):
+        await group.publish(2, 1, validate=False)
+
+
+async def test_publishing_needs_a_publisher(spec: EngineSpec) -> None:
+    group = await InlineGroup.start(spec)
+    with pytest.raises(BugError, match="without a publisher"):
+        await group.publish(1, 0, validate=False)
+    await group.close()
+
+
+async def test_checkpoints(group: InlineGroup, tmp_path: Path) -> None:
+    await group.train_batch(BATCH)
+    await group.save_checkpoint(tmp_path)
+    expected = await group.infer_batch(BATCH)
+    await group.train_batch(BATCH)
+    await group.finish_checkpoint()
+    await group.load_checkpoint(tmp_path)
+    assert await group.step() == 1
+    torch.testing.assert_close((await group.infer_batch(BATCH))["log_probs"], expected["log_probs"])
+
+
+async def test_failures_are_typed_and_leave_it_usable(group: InlineGroup, spec: EngineSpec) -> None:
+    with pytest.raises(DataError, match="lacks loss_mask"):
+        await group.train_batch(BATCH.exclude("loss_mask"))
+    with pytest.raises(BugError, match=r"actor\.to failed: TypeError") as caught:
+        await group.call("to")
+    assert "Traceback" in caught.value.cause
+    with pytest.raises(ConfigError, match="no such engine; did you mean"):
+        await InlineGroup.start(
+            EngineSpec("language_model", spec.model, spec.engine.model_copy(update={"strategy": "lokal"}))
+        )
+    assert (await group.train_batch(BATCH))["loss"] > 0
+
+
+class Slow(Likelihood):
+    """Tells when it computes, and on which thread, and waits to be let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+        self.threads: set[str] = set()
+
+    def __call__(self, scores: Any, tokens: Any) -> Any:
+        self.threads.add(threading.current_thread().name)
+        self.begun.set()
+        assert self.let_go.wait(30)
+        return super().__call__(scores, tokens)
+
+
+async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
+    """Whoever comes next finds the model as it is after the step, not in the middle of it."""
+    slow = Slow()
+    await group.set_loss_fn(slow)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.train_batch, BATCH)
+            await anyio.to_thread.run_sync(slow.begun.wait)
+            tasks.cancel_scope.cancel()
+            threading.Timer(0.05, slow.let_go.set).start()
+        assert slow.let_go.is_set()
+        assert await group.step() == 1
+        await group.train_batch(BATCH)
+    assert len(slow.threads) == 1
+
+
+def test_memory_that_runs_out_says_what_to_turn() -> None:
+    error = typed(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
+    assert type(error) is InfraError
+    assert "lower ppo_max_token_len" in error.message

@@ -1,0 +1,112 @@
+"""Which models live in which ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config.schema import Config, EngineConfig
+from trainer.placement import RolePlan, plan_groups, reference_is_actor
+
+LORA = {"model": {"path": "policy", "lora_rank": 8}}
+KL = {"algorithm": {"use_kl_loss": True}}
+CRITIC = {"algorithm": {"adv_estimator": "gae"}}
+REWARD = {"reward_model": {"placement": "worker", "path": "scorer"}}
+
+
+def layout(config: Config) -> dict[str, tuple[str, ...]]:
+    return {group.name: tuple(plan.role for plan in group.roles) for group in plan_groups(config)}
+
+
+def find(config: Config, role: str) -> RolePlan:
+    return next(plan for group in plan_groups(config) for plan in group.roles if plan.role == role)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, {"actor": ("actor",)}),
+        (KL, {"actor": ("actor", "ref")}),
+        ({"algorithm": {"use_kl_in_reward": True}}, {"actor": ("actor", "ref")}),
+        (KL | {"ref": {"placement": "own"}}, {"actor": ("actor",), "ref": ("ref",)}),
+        (KL | LORA, {"actor": ("actor",)}),
+        (KL | LORA | {"ref": {"placement": "own"}}, {"actor": ("actor",), "ref": ("ref",)}),
+        (CRITIC, {"actor": ("actor", "critic")}),
+        (CRITIC | {"critic": {"placement": "own"}}, {"actor": ("actor",), "critic": ("critic",)}),
+        (CRITIC | REWARD, {"actor": ("actor", "critic", "reward_model")}),
+        ({"reward_model": {"placement": "serve", "path": "scorer"}}, {"actor": ("actor",)}),
+    ],
+)
+def test_roles_in_groups(sections: dict[str, Any], expected: dict[str, tuple[str, ...]]) -> None:
+    assert layout(Config.model_validate(sections)) == expected
+
+
+def test_the_reference_is_the_actor_only_with_adapters_in_the_same_ranks() -> None:
+    assert reference_is_actor(Config.model_validate(KL | LORA))
+    assert not reference_is_actor(Config.model_validate(LORA))
+    assert not reference_is_actor(Config.model_validate(KL))
+    assert not reference_is_actor(Config.model_validate(KL | LORA | {"ref": {"placement": "own"}}))
+
+
+def test_each_role_has_its_model() -> None:
+    config = Config.model_validate(
+        CRITIC
+        | REWARD
+        | LORA
+        | {"critic": {"optim": {"lr": 3e-5}}, "trainer": {"optim": {"lr": 1e-6}, "gradient_checkpointing": True}}
+        | {"seed": 7, "rollout": {"dtype": "bfloat16", "sampling": {"temperature": 0.7}}}
+    )
+    actor, critic, scorer = (find(config, role) for role in ("actor", "critic", "reward_model"))
+    assert [plan.model_type for plan in (actor, critic, scorer)] == ["language_model", "value_model", "reward_model"]
+    assert [plan.model.path for plan in (actor, critic, scorer)] == ["policy", "policy", "scorer"]
+    assert [plan.model.lora_rank for plan in (actor, critic, scorer)] == [8, 0, 0]
+    assert actor.optim is not None
+    assert critic.optim is not None
+    assert scorer.optim is None
+    assert (actor.optim.lr, critic.optim.lr) == (1e-6, 3e-5)
+    assert [plan.engine.gradient_checkpointing for plan in (actor, critic, scorer)] == [True, True, False]
+    assert (actor.temperature, actor.seed, actor.weights_dtype) == (0.7, 7, "bfloat16")
+
+
+def test_code_of_a_model_directory_runs_only_where_it_was_allowed() -> None:
+    config = Config.model_validate(REWARD | {"model": {"trust_remote_code": True}})
+    assert not find(config, "reward_model").model.trust_remote_code
+    config = Config.model_validate({"reward_model": REWARD["reward_model"] | {"trust_remote_code": True}})
+    assert find(config, "reward_model").model.trust_remote_code
+    assert not find(config, "actor").model.trust_remote_code
+
+
+@given(
+    own=st.fixed_dictionaries(
+        {},
+        optional={
+            "strategy": st.sampled_from(["ddp", "local"]),
+            "num_workers": st.integers(1, 12),
+            "device": st.sampled_from(["cpu", "cuda"]),
+            "dtype": st.sampled_from(["float32", "bfloat16"]),
+            "cpu_threads": st.integers(1, 4),
+            "ppo_max_token_len": st.integers(1, 1 << 15),
+            "param_offload": st.booleans(),
+        },
+    ),
+    degree=st.sampled_from([1, 2, 4]),
+)
+def test_what_a_role_leaves_open_is_the_trainers(own: dict[str, Any], degree: int) -> None:
+    trainer = {"num_workers": 4, "cpu_threads": 3, "ulysses_sequence_parallel_size": degree, "device": "cpu"}
+    for placement in ("actor", "own"):
+        settings = own | {"placement": placement}
+        config = Config.model_validate(KL | {"ref": settings, "trainer": trainer})
+        engine = find(config, "ref").engine
+        assert type(engine) is EngineConfig
+        of_the_ranks = {"num_workers", "device", "cpu_threads"} if placement == "actor" else set()
+        for key in EngineConfig.model_fields.keys() - {"ulysses_sequence_parallel_size"}:
+            wanted = own[key] if key in own and key not in of_the_ranks else getattr(config.trainer, key)
+            assert getattr(engine, key) == wanted, key
+        assert engine.num_workers % engine.ulysses_sequence_parallel_size == 0
+        assert engine.ulysses_sequence_parallel_size <= degree
+        group = plan_groups(config)[-1]
+        assert (group.num_ranks, group.device) == (engine.num_workers, engine.device)
+        assert group.cpu_threads == max(plan.engine.cpu_threads for plan in group.roles)
