@@ -19,7 +19,7 @@ import anyio
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.remote import ask, stream
 from asyncrl.cli.watchdog import Watchdog
-from asyncrl.config.plan import training_steps
+from asyncrl.config.plan import total_samples, training_steps
 from asyncrl.config.schema import Config
 from asyncrl.failures import InfraError
 from asyncrl.manifest import Resume
@@ -106,7 +106,7 @@ class Run:
         pacing = Pacing(
             samples_per_version=self._config.samples_per_version,
             staleness_threshold=mode.staleness_threshold,
-            total_samples=total_steps * self._config.trainer.ppo_mini_batch_size,
+            total_samples=total_samples(self._config, total_steps),
         )
         options = QueueOptions(num_prompts, pacing, mode.max_staleness, mode.stale_action)
         self._queue_actor = start_queue(options, self._resume.manifest.queue if self._resume else None)

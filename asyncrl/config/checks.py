@@ -14,15 +14,19 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from asyncrl import assets
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
+from asyncrl.config.trainer_rules import roles
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _DATA_SUFFIXES = (".parquet", *_JSON_LINES)
+BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
+STRATEGY_ENTRY_POINTS = "asyncrl.engines"
 BUILTIN_REWARDS = ("exact_match", "math_verify", "reasoning_gym")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -34,10 +38,10 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
     found = [*_model(config), *_chat_template(config), *_api_key(config)]
     if serve_only:
         return [*found, *_port(config)]
-    found += [*_data_files(config), *_reward(config), *_resume(config)]
+    found += [*_data_files(config), *_reward(config), *_roles(config), *_resume(config)]
     if config.ray.address is not None:  # the parts may run where these files are, though they are not here
         found = [replace(problem, severity="warning") for problem in found]
-    return [*found, *_run_dir(config)]
+    return [*found, *_strategies(config), *_run_dir(config)]
 
 
 def _local(path: str) -> Path | None:
@@ -108,6 +112,47 @@ def _model_directory(key: str, path: str, needed: tuple[str, ...]) -> Iterator[P
             "it is no directory here, not in the hub's cache, and HF_HUB_OFFLINE forbids a download",
             f"{_like(local)}; or unset HF_HUB_OFFLINE",
         )
+
+
+def _roles(config: Config) -> Iterator[Problem]:
+    """Models besides the policy, and what the policy's own says about how it can be spread."""
+    if config.needs_critic and config.critic.path is not None:
+        yield from _model_directory("critic.path", config.critic.path, ("config.json",))
+    if config.reward_model.placement != "off" and config.reward_model.path is not None:
+        yield from _model_directory("reward_model.path", config.reward_model.path, ("config.json",))
+    size, heads = config.trainer.ulysses_sequence_parallel_size, model_config(config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+        yield Problem(
+            "trainer.ulysses_sequence_parallel_size",
+            size,
+            f"the model at {config.model.path} has {heads} attention heads, which {size} ranks cannot share out",
+            f"set it to one of {', '.join(map(str, divisors))}",
+        )
+    if config.trainer.use_liger and importlib.util.find_spec("liger_kernel") is None:
+        yield Problem(
+            "trainer.use_liger",
+            True,
+            "the package liger-kernel is not installed here",
+            "pip install liger-kernel, or leave this key out",
+        )
+
+
+def _strategies(config: Config) -> Iterator[Problem]:
+    """Entry points are read, not loaded: what one needs is told when it is."""
+    given = {"trainer.strategy": config.trainer.strategy}
+    given |= {f"{name}.strategy": role.strategy for name, role in roles(config).items() if role.strategy is not None}
+    known = sorted({*BUILTIN_STRATEGIES, *(point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS))})
+    for key, strategy in given.items():
+        if strategy not in known:
+            (nearest,) = get_close_matches(strategy, known, n=1, cutoff=0.0)
+            yield Problem(
+                key,
+                strategy,
+                f"there is no such engine; known are {', '.join(known)}",
+                f"did you mean {nearest}? Or install the package that registers it as an entry point of "
+                f"{STRATEGY_ENTRY_POINTS}",
+            )
 
 
 def _in_hub_cache(name: str) -> bool:

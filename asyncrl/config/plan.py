@@ -9,12 +9,15 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
+from asyncrl.config.trainer_rules import roles
 from asyncrl.failures import ConfigError
 
 GIB = 1024**3
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
+_UNSHARDED = ("local", "ddp")
+"""Strategies by which every rank holds whole models."""
 _VERSIONS_HELD = 3
 """Published versions in the object store: the newest, and two that replicas may still be loading."""
 
@@ -38,6 +41,8 @@ class Part:
     gpus: int
     memory_bytes: int | None
     """Weights, optimizer and caches; activations and the libraries themselves come on top. None: not known."""
+    computes: bool = False
+    """Keeps its threads busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
     total_steps = config.trainer.total_training_steps
     if total_steps is None and num_prompts is not None:
         total_steps = training_steps(config, num_prompts)
-    steps_per_version = config.async_training.require_batches * config.async_training.trigger_parameter_sync_step
+    steps_per_version = config.steps_per_lease * config.async_training.trigger_parameter_sync_step
     # An admission needs fed - dropped < bound, so a fractional bound rounds up.
     unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
     generating = min(unconsumed, config.rollout.max_concurrent_samples)
@@ -86,7 +91,7 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
         total_steps=total_steps,
         # The last step is always published, even in the middle of a version.
         total_versions=None if total_steps is None else math.ceil(total_steps / steps_per_version),
-        total_samples=None if total_steps is None else total_steps * config.trainer.ppo_mini_batch_size,
+        total_samples=None if total_steps is None else total_samples(config, total_steps),
         samples_per_step=config.trainer.ppo_mini_batch_size,
         samples_per_lease=config.samples_per_lease,
         samples_per_version=config.samples_per_version,
@@ -113,25 +118,70 @@ def training_steps(config: Config, num_prompts: int) -> int:
             f"which is {config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so "
             "there would be no step; add data or epochs, or lower trainer.ppo_mini_batch_size"
         )
-    return leases * config.async_training.require_batches
+    return leases * config.steps_per_lease
+
+
+def total_samples(config: Config, total_steps: int) -> int:
+    """Samples that so many steps train: every pass (`trainer.ppo_epochs`) over a lease takes the same ones."""
+    return total_steps // config.trainer.ppo_epochs * config.trainer.ppo_mini_batch_size
 
 
 def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iterator[Part]:
     on_gpu = machine.gpus > 0
-    trains_on_gpu = config.trainer.device == "cuda" or (config.trainer.device == "auto" and on_gpu)
     weights = None if num_parameters is None else num_parameters * _BYTES[config.rollout.dtype]
-    training = None
-    if num_parameters is not None:
-        training = num_parameters * (_TRAINING_BYTES + (4 if config.algorithm.use_kl_loss else 0))
     cache = 0 if on_gpu else config.rollout.cpu_kv_cache_gib * GIB
     engine = None if weights is None else weights // config.rollout.tensor_parallel_size + cache
     ranks = config.rollout.num_replicas * config.rollout.tensor_parallel_size
+    threads = 1 if on_gpu else config.rollout.cpu_threads
     yield Part("driver", 1, 1, 0, None)
     yield Part("sample queue", 1, 1, 0, None)
     yield Part("weight store", 1, 1, 0, None if weights is None else _VERSIONS_HELD * weights)
     yield Part("rollouter", 1, 1, 0, None)
-    yield Part("engine (vLLM)", ranks, 1 if on_gpu else config.rollout.cpu_threads, int(on_gpu), engine)
-    yield Part("trainer", 1, 1 if trains_on_gpu else config.trainer.cpu_threads, int(trains_on_gpu), training)
+    yield Part("engine (vLLM)", ranks, threads, int(on_gpu), engine, computes=True)
+    if config.reward_model.placement == "serve":
+        yield Part("reward model (Serve)", config.reward_model.num_replicas, 1, 0, None, computes=True)
+    yield Part("trainer", 1, 1, 0, None)
+    yield from _ranks(config, on_gpu, num_parameters)
+
+
+def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[Part]:
+    """The training processes: the policy's, with the models that share them, and those of models apart."""
+    trainer, others = config.trainer, roles(config)
+    inside = [name for name, role in others.items() if role.placement == "actor"]
+    shared = {name: size for name in inside if (size := _model_bytes(config, name))}
+    policy = _rank_bytes(
+        num_parameters, _model_bytes(config, "trainer") + sum(shared.values()), trainer.strategy, trainer.num_workers
+    )
+    gpu = _takes_gpu(trainer.device, on_gpu)
+    threads = 1 if gpu else trainer.cpu_threads
+    yield Part(" + ".join(["policy", *shared]) + " rank", trainer.num_workers, threads, int(gpu), policy, computes=True)
+    for name, role in others.items():
+        if role.placement == "own":
+            count, device = role.num_workers or trainer.num_workers, role.device or trainer.device
+            gpu = _takes_gpu(device, on_gpu)
+            threads = 1 if gpu else role.cpu_threads or trainer.cpu_threads
+            size = _rank_bytes(num_parameters, _model_bytes(config, name), role.strategy or trainer.strategy, count)
+            yield Part(f"{name} rank", count, threads, int(gpu), size, computes=True)
+
+
+def _model_bytes(config: Config, name: str) -> int:
+    """Of each parameter. With LoRA the adapters, which alone are trained, are small beside the weights."""
+    lora = config.model.lora_rank > 0
+    if name == "ref" and lora and config.ref.placement == "actor":
+        return 0
+    trained = name == "critic" or (name == "trainer" and not lora)
+    return _TRAINING_BYTES if trained else _BYTES["float32"]
+
+
+def _rank_bytes(num_parameters: int | None, model_bytes: int, strategy: str, num_ranks: int) -> int | None:
+    """Models besides the policy are taken to be of its size."""
+    if num_parameters is None:
+        return None
+    return num_parameters * model_bytes // (1 if strategy in _UNSHARDED else num_ranks)
+
+
+def _takes_gpu(device: str, on_gpu: bool) -> bool:
+    return device == "cuda" or (device == "auto" and on_gpu)
 
 
 def problems(plan: Plan) -> list[Problem]:
@@ -146,16 +196,17 @@ def _shortages(plan: Plan) -> Iterator[Problem]:
             "resources",
             f"{gpus} GPUs",
             f"this machine shows {plan.machine.gpus}",
-            "lower rollout.num_replicas or rollout.tensor_parallel_size, or point ray.address at a cluster",
+            "lower trainer.num_workers, rollout.num_replicas or rollout.tensor_parallel_size, or point ray.address at "
+            "a cluster",
             "warning",
         )
-    busy = sum(part.count * part.threads for part in plan.parts if part.name in ("engine (vLLM)", "trainer"))
+    busy = sum(part.count * part.threads for part in plan.parts if part.computes)
     if not gpus and busy > plan.machine.cpus:
         yield Problem(
             "resources",
             f"{busy} computing threads",
             f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down",
-            "lower rollout.cpu_threads, trainer.cpu_threads or rollout.num_replicas",
+            "lower rollout.cpu_threads, trainer.cpu_threads, trainer.num_workers or rollout.num_replicas",
             "warning",
         )
     needed = sum(part.count * (part.memory_bytes or 0) for part in plan.parts if not part.gpus)

@@ -31,11 +31,44 @@ def test_counts_follow_from_the_config() -> None:
     assert plan.max_model_len == config.data.max_prompt_length + config.rollout.response_length
 
 
+def test_passes_over_a_lease_are_steps_on_the_same_samples() -> None:
+    config = load_config(
+        None,
+        ["trainer.ppo_mini_batch_size=4", "async_training.require_batches=3", "trainer.ppo_epochs=2",
+         "trainer.total_training_steps=30"],
+    )  # fmt: skip
+    plan = make_plan(config, LAPTOP, num_parameters=1000, num_prompts=100)
+    assert (plan.total_samples, plan.samples_per_lease, plan.total_versions) == (60, 12, 5)
+    epochs = load_config(
+        None,
+        ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=null",
+         "trainer.total_epochs=3"],
+    )  # fmt: skip
+    assert training_steps(epochs, 8) == 3 * 2 * 2
+
+
+def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
+    """Processes and bytes per parameter of each, of those that train."""
+    plan = make_plan(load_config(None, overrides), LAPTOP, num_parameters=1000, num_prompts=None)
+    return {part.name: (part.count, (part.memory_bytes or 0) / 1000) for part in plan.parts if "rank" in part.name}
+
+
 def test_memory_is_weights_optimizer_and_cache() -> None:
     config = load_config(None, ["algorithm=grpo_kl", "rollout.dtype=bfloat16"])
     parts = {part.name: part for part in make_plan(config, LAPTOP, num_parameters=1000, num_prompts=None).parts}
-    assert parts["trainer"].memory_bytes == 1000 * (16 + 4)
+    assert parts["policy + ref rank"].memory_bytes == 1000 * (16 + 4)
     assert parts["engine (vLLM)"].memory_bytes == GIB + 2000
+    ranks = ["trainer.num_workers=2", "trainer.strategy=fsdp2"]
+    gae = ["algorithm.adv_estimator=gae"]
+    assert memory([*ranks, *gae]) == {"policy + critic rank": (2, (16 + 16) / 2)}
+    assert memory([*ranks, "trainer.strategy=ddp", *gae]) == {"policy + critic rank": (2, 32)}
+    assert memory([*gae, "critic.placement=own", "critic.num_workers=4", *ranks]) == {
+        "policy rank": (2, 8),
+        "critic rank": (4, 4),
+    }
+    lora = ["model.lora_rank=8", "algorithm=grpo_kl"]
+    assert memory(lora) == {"policy rank": (1, 4)}
+    assert memory([*lora, "ref.placement=own"]) == {"policy rank": (1, 4), "ref rank": (1, 4)}
 
 
 def test_epochs_give_whole_leases() -> None:

@@ -272,6 +272,47 @@ def test_reward_functions(tmp_path: Path) -> None:
     assert "not Python" in only(looked({"reward.function": f"{file}:score"})).consequence
 
 
+def test_an_engine_that_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = only(looked({"trainer.strategy": "fdsp2"}))
+    assert (problem.key, "did you mean fsdp2?" in problem.fix) == ("trainer.strategy", True)
+    problem = only(looked({"critic.strategy": "dpp", **GAE}))
+    assert (problem.key, "did you mean ddp?" in problem.fix) == ("critic.strategy", True)
+    assert looked({"critic.strategy": "dpp"}) == []  # there is no critic
+    # a package announces another one
+    announced = tmp_path / "other-1.0.dist-info"
+    announced.mkdir()
+    (announced / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (announced / "entry_points.txt").write_text("[asyncrl.engines]\nother_engine = no.such.module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert looked({"trainer.strategy": "other_engine"}) == []
+    assert "other_engine" in only(looked({"trainer.strategy": "other_engin"})).fix
+
+
+def test_engines_known_to_the_checks_are_those_of_the_registry() -> None:
+    from trainer.engine import registry
+
+    assert set(checks.BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
+    assert checks.STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
+
+
+def test_models_of_other_roles(tmp_path: Path) -> None:
+    assert "is not there" in only(looked({**GAE, "critic.path": str(tmp_path / "none")})).consequence
+    assert looked({"critic.path": str(tmp_path / "none")}) == []
+    scored = {"reward_model.placement": "worker", "reward_model.path": str(tmp_path)}
+    assert {problem.key for problem in looked(scored)} == {"reward_model.path"}
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    heads = checks.model_config(load_config())["num_attention_heads"]
+    problem = only(looked({"trainer.ulysses_sequence_parallel_size": heads + 1}))
+    assert f"{heads} attention heads" in problem.consequence
+
+
+def test_kernels_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert "liger-kernel" in next(p for p in looked({"trainer.use_liger": True}) if "liger" in p.key).consequence
+
+
 def test_the_api_key_variable_must_hold_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     assert only(looked({"serve.api_key_env": "MY_KEY"})).key == "serve.api_key_env"
