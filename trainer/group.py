@@ -67,11 +67,12 @@ class RankActor(Rank):
             args = [from_wire(value) for value in call.args]
             return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
 
-        return await self._answer(f"{role}.{method}", run)
+        return await self._call(role, method, run)
 
 
 class WorkerGroup:
-    """Ranks and the roles in them. One call at a time; others wait. All on one event loop. `start` makes one."""
+    """Ranks and the roles in them. One call at a time; others wait, save those that may run beside them. All on one
+    event loop. `start` makes one."""
 
     def __init__(self, plan: GroupPlan, timeouts: TimeoutsConfig, device: Literal["cpu", "cuda"]) -> None:
         self.plan = plan
@@ -142,7 +143,8 @@ class WorkerGroup:
         def send(rank: int) -> Any:
             return self._actors[rank].call_on_wire.remote(role, method, payloads[rank])
 
-        values = await self._ask(f"{role}.{method}", send, calls, limit_s, disk=method in DISK)
+        ask = self._exchange if mode.beside else self._ask
+        values = await ask(f"{role}.{method}", send, calls, limit_s, disk=method in DISK)
         return await anyio.to_thread.run_sync(
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
@@ -285,22 +287,28 @@ class WorkerGroup:
     async def _ask(
         self, what: str, send: Callable[[int], Any], ranks: Collection[int], limit_s: float, *, disk: bool = False
     ) -> dict[int, Any]:
-        """Send to `ranks` and return each one's value. The first failure is raised as soon as its cause is known."""
+        """`_exchange`, when its turn has come."""
         async with self._lock:
             await self._drain()
-            if self._failure is not None:
-                raise self._gone(what)
-            refs = {rank: send(rank) for rank in ranks}
-            try:
-                outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
-            except anyio.get_cancelled_exc_class():
-                self._abandoned = refs
-                raise
-            error = failure(self.plan.name, what, ranks, outcomes, limit_s)
-            if error is not None:
-                await self._judge(error, ranks, outcomes, disk=disk)
-                raise error
-            return values_of(outcomes)
+            return await self._exchange(what, send, ranks, limit_s, disk=disk)
+
+    async def _exchange(
+        self, what: str, send: Callable[[int], Any], ranks: Collection[int], limit_s: float, *, disk: bool = False
+    ) -> dict[int, Any]:
+        """Send to `ranks` and return each one's value. The first failure is raised as soon as its cause is known."""
+        if self._failure is not None:
+            raise self._gone(what)
+        refs = {rank: send(rank) for rank in ranks}
+        try:
+            outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
+        except anyio.get_cancelled_exc_class():
+            self._abandoned = refs
+            raise
+        error = failure(self.plan.name, what, ranks, outcomes, limit_s)
+        if error is not None:
+            await self._judge(error, ranks, outcomes, disk=disk)
+            raise error
+        return values_of(outcomes)
 
     async def _drain(self) -> None:
         """The ranks may still be at a call whose caller was cancelled: wait for them, as long as they may take."""

@@ -121,9 +121,9 @@ class TrainingWorker:
         """Begin; training may go on when this returns. See `BaseEngine.save`."""
         self.engine.save(directory, hf=hf)
 
-    @dispatched("all")
+    @dispatched("all", beside=True)
     def finish_checkpoint(self) -> None:
-        """Wait until it is written.
+        """Wait until it is written. Training may go on meanwhile: files have threads and a process group of their own.
 
         Raises:
             InfraError: it could not be.

@@ -150,6 +150,20 @@ async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
     assert len(slow.threads) == 1
 
 
+async def test_a_checkpoint_is_finished_while_a_step_goes_on(group: InlineGroup, tmp_path: Path) -> None:
+    slow = Slow()
+    await group.set_loss_fn(slow)
+    await group.save_checkpoint(tmp_path)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.train_batch, BATCH)
+            await anyio.to_thread.run_sync(slow.begun.wait)
+            await group.finish_checkpoint()
+            assert (tmp_path / "engine.json").exists()
+            slow.let_go.set()
+    assert await group.step() == 1
+
+
 def test_memory_that_runs_out_says_what_to_turn() -> None:
     error = typed(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
     assert type(error) is InfraError
