@@ -22,6 +22,13 @@ SHAPES = {
     "135M": Shape(hidden_size=576, layers=30, heads=9, kv_heads=3, intermediate_size=1536, vocab_size=49152),
 }
 """About the quickstart's model; SmolLM2-135M's."""
+QWEN_SHAPES = {
+    "0.5B": Shape(896, layers=24, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936, max_positions=32768),
+    "1.5B": Shape(
+        1536, layers=28, heads=12, kv_heads=2, intermediate_size=8960, vocab_size=151936, max_positions=32768
+    ),
+}
+"""Qwen2.5's."""
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
@@ -53,4 +60,24 @@ def make_llama(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     ).save_pretrained(directory)
+    return directory
+
+
+def make_qwen(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
+    """Save a random Qwen 2 with tied embeddings, in bfloat16, without a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""What the training engine is measured against: transformers, AdamW and a loop, as one would write them in an afternoon.
+"""What the training engine is measured against: transformers, AdamW and a loop, as one would write them first.
 
 Sequences are padded to the batch's longest, in the order they come, and cut into micro-batches of the same token budget
 that the engine has. Same loss: PPO's clip, mean over all trained tokens. Same clipping, same fused AdamW.
@@ -115,7 +115,7 @@ class PlainTrainer:
         gain = torch.tensor(advantages, device=self._device)[:, None]
         loss = self._clipped(log_probs, old[:, 1:], gain).mul(mask[:, 1:]).sum() / trained
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def _clipped(self, log_probs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
         ratio = torch.exp(log_probs - old)

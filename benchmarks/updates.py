@@ -1,0 +1,216 @@
+"""Updates of the engine and of the plain loop on one batch, in turns, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
+from asyncrl.ports import TrainRow
+from benchmarks.plain_trainer import GROUP, SIGMAS, PlainTrainer, Workload, make_rows
+from trainer.algorithms.objective import PolicyLoss
+from trainer.batching import balance
+from trainer.engine.base import BaseEngine, EngineSpec
+from trainer.engine.registry import EngineRegistry
+from trainer.tensors import input_lengths, to_batch
+
+WAYS = ("plain", "padded", "packed")
+LR = 1e-6
+ALGORITHM = AlgorithmConfig(clip_ratio_c=None)
+"""Plain PPO: one clip."""
+GATHER_S = 600
+"""How long one rank waits for another: the plain loop runs in one of them."""
+LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
+"""The ways have to agree on the first loss, or they don't do the same work."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    model: str
+    device: str
+    ranks: int
+    lengths: str
+    workload: Workload
+    rounds: int
+
+
+class Measured(NamedTuple):
+    tokens: int
+    """Prompt and response tokens of the batch."""
+    flops: float
+    """Floating point operations of one update, without recomputation."""
+    times_s: dict[str, list[float]]
+    """Of each way, round by round; empty where the GPU's memory was too small."""
+    peak_bytes: dict[str, int]
+    """Of the GPU's memory."""
+
+
+class Way(NamedTuple):
+    update: Callable[[], float]
+    """One optimizer step; returns the loss."""
+    close: Callable[[], None]
+
+
+def take_turns(case: Case, path: Path, directory: Path) -> Measured:
+    """Run the case on the model at `path`; `directory` is made, for what the processes tell each other."""
+    directory.mkdir()
+    mp.start_processes(_run_rank, (case, path, directory), nprocs=case.ranks, start_method="spawn")
+    return Measured(**json.loads((directory / "result.json").read_text(encoding="utf-8")))
+
+
+def _run_rank(rank: int, case: Case, path: Path, directory: Path) -> None:
+    if case.ranks > 1:
+        os.environ["LOCAL_RANK"] = str(rank)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory / 'store'}",
+            rank=rank,
+            world_size=case.ranks,
+            timeout=timedelta(seconds=GATHER_S),
+        )
+    vocab_size = json.loads((path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    rows = make_rows(case.workload.lengths(SIGMAS[case.lengths]), case.workload.prompt_tokens, vocab_size)
+    runner = _Runner(rank, case, path, rows)
+    times_s, peak_bytes = runner.alone() if case.device == "cuda" else runner.in_turns()
+    if rank == 0:
+        measured = Measured(
+            tokens=sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
+            flops=update_flops(path, rows),
+            times_s=times_s,
+            peak_bytes=peak_bytes,
+        )
+        (directory / "result.json").write_text(json.dumps(measured._asdict()), encoding="utf-8")
+    if case.ranks > 1:
+        dist.destroy_process_group()
+
+
+class _Runner:
+    """The three ways to make one update, on this rank."""
+
+    def __init__(self, rank: int, case: Case, path: Path, rows: list[TrainRow]) -> None:
+        self._rank, self._case, self._path, self._rows = rank, case, path, rows
+        self._advantages = [(number % GROUP - (GROUP - 1) / 2) / GROUP for number in range(len(rows))]
+
+    def in_turns(self) -> tuple[dict[str, list[float]], dict[str, int]]:
+        """All ways are set up; each round runs each of them once."""
+        ways = {name: self._build(name) for name in WAYS}
+        self._compare({name: way.update() for name, way in ways.items()})
+        times_s: dict[str, list[float]] = {name: [] for name in WAYS}
+        for _ in range(self._case.rounds):
+            for name, way in ways.items():
+                times_s[name].append(self._timed(way))
+        for way in ways.values():
+            way.close()
+        return times_s, dict.fromkeys(WAYS, 0)
+
+    def alone(self) -> tuple[dict[str, list[float]], dict[str, int]]:
+        """One way after another, each with the GPU's memory to itself."""
+        times_s: dict[str, list[float]] = {name: [] for name in WAYS}
+        peak_bytes = dict.fromkeys(WAYS, 0)
+        losses = {}
+        for name in WAYS:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            way = self._build(name)
+            try:
+                losses[name] = way.update()
+                times_s[name] = [self._timed(way) for _ in range(self._case.rounds)]
+            except torch.OutOfMemoryError:
+                times_s[name] = []
+            peak_bytes[name] = torch.cuda.max_memory_allocated()
+            way.close()
+            del way
+        self._compare(losses)
+        return times_s, peak_bytes
+
+    def _timed(self, way: Way) -> float:
+        self._meet()
+        started = time.perf_counter()
+        way.update()
+        self._meet()
+        return time.perf_counter() - started
+
+    def _meet(self) -> None:
+        if self._case.ranks > 1:
+            dist.barrier()
+        if self._case.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _compare(self, losses: dict[str, float]) -> None:
+        known = [loss for loss in losses.values() if loss == loss]
+        if max(known) - min(known) > LOSS_TOLERANCE[self._case.device]:
+            raise SystemExit(f"{self._case.model}: the ways disagree on the loss, so they do different work: {losses}")
+
+    def _build(self, name: str) -> Way:
+        if name != "plain":
+            return self._engine(packed=name == "packed")
+        if self._rank != 0:
+            return Way(lambda: float("nan"), lambda: None)
+        return self._plain()
+
+    def _plain(self) -> Way:
+        case = self._case
+        dtype = torch.bfloat16 if case.device == "cuda" else torch.float32
+        loop = PlainTrainer(self._path, OptimConfig(lr=LR), ALGORITHM, case.device, dtype)
+
+        def update() -> float:
+            torch.set_num_threads(case.ranks)
+            return loop.update(self._rows, self._advantages, case.workload.micro_batch_tokens)
+
+        return Way(update, lambda: None)
+
+    def _engine(self, *, packed: bool) -> Way:
+        case = self._case
+        settings = EngineConfig(
+            strategy="local" if case.ranks == 1 else "fsdp2",
+            num_workers=case.ranks,
+            device=case.device,
+            dtype="bfloat16" if case.device == "cuda" else "float32",
+            ppo_max_token_len=case.workload.micro_batch_tokens,
+            use_remove_padding=packed,
+        )
+        model, optim = ModelConfig(path=str(self._path)), OptimConfig(lr=LR)
+        engine = EngineRegistry.new(EngineSpec("language_model", model, settings, optim))
+        loss = PolicyLoss(ALGORITHM, response_length=case.workload.longest_tokens)
+
+        def update() -> float:
+            torch.set_num_threads(1)
+            figures = engine.forward_backward(self._share(engine), loss)
+            engine.optim_step(figures["loss"])
+            return figures["loss"]
+
+        return Way(update, engine.close)
+
+    def _share(self, engine: BaseEngine) -> object:
+        """This rank's rows, as the Trainer lays them out: made anew for every update."""
+        batch = to_batch(self._rows)
+        batch["old_log_probs"] = batch["rollout_log_probs"]
+        batch["advantages"] = torch.tensor(self._advantages)[:, None].expand_as(batch["rollout_log_probs"]).contiguous()
+        layout = engine.layout
+        return batch[torch.tensor(balance(input_lengths(batch), layout.data_size)[layout.data_rank])]
+
+
+def update_flops(path: Path, rows: list[TrainRow]) -> float:
+    """`6 · parameters · tokens`, input embeddings aside, and `6 · layers · width · length²` for causal attention.
+
+    PaLM (https://arxiv.org/abs/2204.02311) appendix B, with half of the attention scores masked.
+    """
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    attention = hidden * head_dim * (2 * heads + 2 * config["num_key_value_heads"])
+    parameters = layers * (attention + 3 * hidden * config["intermediate_size"]) + hidden * config["vocab_size"]
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    return 6.0 * parameters * sum(lengths) + 6.0 * layers * heads * head_dim * sum(length**2 for length in lengths)
