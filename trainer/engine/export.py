@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.schema import ModelConfig
 from trainer.engine.dist import rank
 from trainer.engine.foreign import ForeignModel
-from trainer.engine.lora import Adapter, adapter_of
+from trainer.engine.lora import Adapter, adapter_of, base_of, is_adapted
 from trainer.engine.optim import local_part
 from trainer.engine.storage import write_tensors
 
@@ -179,8 +178,8 @@ def _own(
     module: nn.Module, prefix: str, seen: set[int], adapter: Adapter | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers below `module`, down to modules that FSDP gathers by themselves."""
-    if isinstance(module, LoraLayer):
-        yield from _own(module.get_base_layer(), prefix, seen, adapter_of(module))
+    if is_adapted(module):
+        yield from _own(base_of(module), prefix, seen, adapter_of(module))
         return
     buffers = {key: buffer for key, buffer in module._buffers.items() if key not in module._non_persistent_buffers_set}
     for key, tensor in (module._parameters | buffers).items():

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -52,6 +50,8 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """
     if config.lora_rank == 0:
         return model
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and most runs train without adapters
+
     targets = _targets(model, config.target_modules)
     heads = [getattr(model, name) for name in HEADS if hasattr(model, name)]
     lora = LoraConfig(
@@ -78,7 +78,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: it has none.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = [module for module in model.modules() if is_adapted(module)]
     if not layers:
         raise ConfigError(
             "model.lora_rank=0: there are no adapters to switch off, so the policy cannot be its own reference; "
@@ -86,12 +86,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         )
     # Not enable_adapters(): that flips requires_grad as well, which parameters that FSDP has flattened refuse.
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters = True  # type: ignore[assignment]
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer._disable_adapters = False  # type: ignore[assignment]
 
 
 def is_adapter(name: str) -> bool:
@@ -99,10 +99,20 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def adapter_of(layer: LoraLayer) -> Adapter:
-    a: Any = layer.lora_A[ADAPTER]
-    b: Any = layer.lora_B[ADAPTER]
-    return Adapter(a.weight, b.weight, layer.scaling[ADAPTER], transposed=isinstance(layer.get_base_layer(), Conv1D))
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a layer with an adapter around it."""
+    return "lora_A" in module._modules
+
+
+def base_of(layer: nn.Module) -> nn.Module:
+    """The layer within one that `is_adapted`."""
+    return layer.get_submodule("base_layer")
+
+
+def adapter_of(layer: Any) -> Adapter:
+    """Of a layer that `is_adapted`."""
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    return Adapter(a, b, layer.scaling[ADAPTER], transposed=isinstance(base_of(layer), Conv1D))
 
 
 def _targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:

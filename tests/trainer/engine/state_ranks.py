@@ -249,7 +249,7 @@ def damage(directory: Path) -> None:
 def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     damage(directory)
     outcomes: dict[str, str | None] = {}

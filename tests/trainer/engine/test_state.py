@@ -32,7 +32,7 @@ from trainer.engine import storage
 from trainer.engine.models import load_model
 from trainer.engine.state import begin_save, load
 
-DEADLINE_S = 100
+DEADLINE_S = 180
 
 
 @pytest.fixture(scope="module")
