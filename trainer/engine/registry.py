@@ -97,7 +97,7 @@ def _load(backend: str) -> None:
     point = _outside().get(backend)
     if point is None:
         known = EngineRegistry.backends()
-        near = get_close_matches(backend, known, n=1, cutoff=0.0)
+        near = get_close_matches(backend.lower(), known, n=1, cutoff=0.0)
         raise ConfigError(
             f"trainer.strategy={backend}: no such engine; did you mean {near[0]}? Known: {', '.join(known)}"
         )

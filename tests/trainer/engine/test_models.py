@@ -1,0 +1,182 @@
+"""Models from files: any architecture without dropout, whole or refused; heads that start at 0; Liger kernels."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.failures import ConfigError
+from tests.fakes.trainer_model import write_model
+from trainer.algorithms.objective import ValueLoss
+from trainer.engine.base import EngineSpec
+from trainer.engine.contract.reference import make_batch, plain_scores
+from trainer.engine.local import LocalEngine
+from trainer.engine.models import decoder_layers, head_of, load_model, speed_up
+
+SHAPE = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SHAPE, attention_dropout=0.5, tie_word_embeddings=False),
+    "gemma2": Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=4),
+    "gpt2": GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
+    ),
+}
+
+
+def write(name: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(directory)
+    return directory
+
+
+def local(path: Path, **fields: object) -> LocalEngine:
+    engine = EngineConfig(strategy="local", device="cpu", ppo_max_token_len=64)
+    return LocalEngine(EngineSpec("language_model", ModelConfig(path=str(path)), engine, **fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_engine_runs_it_as_transformers_does(name: str, tmp_path: Path) -> None:
+    path, batch = write(name, tmp_path), make_batch(8, 1)
+    engine = local(path)
+    results = engine.infer(batch)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for number in range(len(batch)):
+            expected, entropy = plain_scores(model, "language_model", batch[number])
+            length = len(expected)
+            torch.testing.assert_close(results["log_probs"][number, :length], expected, rtol=0, atol=5e-5)
+            torch.testing.assert_close(results["entropy"][number, :length], entropy, rtol=0, atol=5e-5)
+    saved, exported = load_file(path / "model.safetensors"), dict(engine.weights("float32"))
+    assert exported.keys() == saved.keys()
+    for key, tensor in saved.items():
+        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_nothing_is_dropped_out(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path)
+    model, ids = load_model(str(path)).train(), torch.arange(1, 9)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    if name in ("qwen2", "gpt2"):  # the classification heads of these have a dropout of their own
+        value = load_model(str(path), "value_model").train()
+        nn.init.normal_(head_of(value).weight)  # type: ignore[arg-type]
+        assert torch.equal(value(ids).logits, value(ids).logits)
+
+
+def test_repeated_layers_are_found(tmp_path: Path) -> None:
+    assert [type(layer).__name__ for layer in decoder_layers(load_model(str(write("qwen2", tmp_path))))] == [
+        "Qwen2DecoderLayer"
+    ] * 2
+    with pytest.raises(ConfigError, match=r"Linear: names no repeated layers; use trainer\.strategy=ddp"):
+        decoder_layers(nn.Linear(1, 1))
+
+
+# ------------------------------------------------------------------------------------------------ heads
+
+
+def test_a_value_head_that_is_missing_starts_at_zero_and_learns(tmp_path: Path) -> None:
+    model = load_model(str(write_model(tmp_path)), "value_model")
+    assert not any(parameter.any() for parameter in head_of(model).parameters())
+    batch = make_batch(4, 1)
+    spec = EngineSpec(
+        "value_model",
+        ModelConfig(path=str(tmp_path)),
+        EngineConfig(strategy="local", device="cpu"),
+        OptimConfig(lr=0.1),
+    )
+    engine = LocalEngine(spec)
+    engine.optim_step(engine.forward_backward(batch, ValueLoss(None))["loss"])
+    assert engine.infer(batch)["values"].abs().max() > 0
+
+
+def test_a_value_head_in_the_files_is_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_config(LlamaConfig(**SHAPE, num_labels=1))
+    nn.init.normal_(model.score.weight)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), "value_model")
+    assert torch.equal(head_of(loaded).weight, model.score.weight)  # type: ignore[arg-type]
+
+
+def test_a_reward_model_needs_its_head(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"1 weights are missing \(score\.weight, …\), so they would be random"):
+        load_model(str(write_model(tmp_path)), "reward_model")
+
+
+def test_a_head_of_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear: has no head called score or classifier"):
+        head_of(nn.Linear(1, 1))
+
+
+# ------------------------------------------------------------------------------------------------ bad files
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    file = write_model(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    for model_type in ("language_model", "value_model"):
+        with pytest.raises(ConfigError, match=r"1 weights are missing \(model\.norm\.weight"):
+            load_model(str(tmp_path), model_type)  # type: ignore[arg-type]
+
+
+def test_no_model_no_safetensors_or_torn_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=/nowhere: no causal language model"):
+        load_model("/nowhere")
+    file = write_model(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"no value model"):
+        load_model(str(tmp_path), "value_model")
+    torch.save({"weight": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"safetensors"):
+        load_model(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def test_liger_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = load_model(str(write_model(tmp_path))), EngineConfig(use_liger=True)
+    with pytest.raises(ConfigError, match=r"use_liger=true: Liger kernels run on GPUs only"):
+        speed_up(model, engine, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install liger-kernel"):
+        speed_up(model, engine, torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_log_probs(tmp_path: Path) -> None:
+    path, batch = write_model(tmp_path), make_batch(6, 1)
+    config = EngineConfig(strategy="local", device="cpu", torch_compile=True)
+    compiled = LocalEngine(EngineSpec("language_model", ModelConfig(path=str(path)), config))
+    got, expected = (engine.infer(batch)["log_probs"] for engine in (compiled, local(path)))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,79 @@
+"""The learning-rate schedule, written out; norms, clipping and steps against torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.config.schema import OptimConfig
+from asyncrl.failures import BugError
+from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
+
+
+def rates(total: int = 10, beyond: int = 2, **fields: object) -> list[float]:
+    optim = OptimConfig(lr=1.0, **fields)
+    return [learning_rate(step, total, optim) for step in range(1, total + beyond + 1)]
+
+
+def test_constant() -> None:
+    assert rates() == [1.0] * 12
+
+
+def test_warm_up_starts_above_zero_and_reaches_the_peak() -> None:
+    assert rates(warmup_steps=4)[:6] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_linear_decay_ends_at_the_minimum() -> None:
+    expected = [0.5, 1.0, *(1 - 0.9 * k / 8 for k in range(1, 9)), 0.1, 0.1]
+    assert rates(warmup_steps=2, decay="linear", min_lr_ratio=0.1) == pytest.approx(expected)
+
+
+def test_cosine_decay() -> None:
+    expected = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(1, 11)] + [0.0, 0.0]
+    assert rates(decay="cosine") == pytest.approx(expected)
+
+
+def test_a_warm_up_longer_than_the_run() -> None:
+    assert rates(total=3, beyond=0, warmup_steps=6, decay="cosine") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+
+
+def test_a_decay_needs_its_end() -> None:
+    with pytest.raises(BugError, match="total steps"):
+        learning_rate(1, None, OptimConfig(decay="linear"))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_norm_and_clipping_are_those_of_torch(max_norm: float) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(3, 4, dtype=torch.float64)), nn.Parameter(torch.randn(5, dtype=torch.float64))]
+    frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+    ours[0].grad, theirs = torch.randn(3, 4, dtype=torch.float64), [nn.Parameter(p.detach().clone()) for p in ours]
+    theirs[0].grad = ours[0].grad.clone()
+    parts = gradients([*ours, frozen])
+    norm = math.sqrt(squared_norm(parts))
+    clip_(parts, norm, max_norm)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(theirs, max_norm)), rel=1e-12)
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad, rtol=1e-12, atol=0)
+    assert ours[1].grad is not None and not ours[1].grad.any(), "a missing gradient becomes one of zeros"
+    assert frozen.grad is None
+
+
+def test_a_gradient_of_zeros_still_moves_by_momentum() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = adamw(layer, OptimConfig(lr=0.1, weight_decay=0.0))
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    before = layer.weight.detach().clone()
+    gradients(layer.parameters())
+    optimizer.step()
+    assert (layer.weight != before).all()
+
+
+def test_adamw_steps_what_is_trained() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    assert adamw(layer, OptimConfig()).param_groups[0]["params"] == [layer.weight]

@@ -1,0 +1,95 @@
+"""Engines by name: what may be registered, what is found, what is said when it is not."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import EngineConfig, ModelConfig
+from asyncrl.failures import ConfigError
+from trainer.engine import registry
+from trainer.engine.base import BaseEngine, EngineSpec
+from trainer.engine.local import LocalEngine
+from trainer.engine.registry import EngineRegistry
+from trainer.engine.torch_engine import TorchEngine
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineRegistry, "_engines", dict(EngineRegistry._engines))
+
+
+def spec(backend: str, **fields: Any) -> EngineSpec:
+    return EngineSpec("language_model", ModelConfig(path="/nowhere"), EngineConfig(strategy=backend, **fields))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("fsdp_2", "fsdp2"), ("FSDP", "fsdp"), ("locale", "local"), ("dpp", "ddp")]
+)
+def test_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.strategy={wrong}: .*did you mean {near}\? Known: .*fsdp2"):
+        EngineRegistry.new(spec(wrong, device="cpu"))
+
+
+def test_an_engine_has_to_be_whole_when_it_is_defined() -> None:
+    with pytest.raises(TypeError, match="Half lacks adapters_off, close, finish_save, forward_backward, infer, "):
+
+        class Half(BaseEngine):
+            def plan(self, total_steps: int) -> None: ...
+
+    with pytest.raises(TypeError, match="Unwrapped lacks _wrap:"):
+
+        class Unwrapped(TorchEngine):
+            pass
+
+
+def test_what_is_abstract_cannot_be_registered() -> None:
+    class Base(BaseEngine, abstract=True):
+        pass
+
+    register = EngineRegistry.register("language_model", "half", "cpu")
+    for engine in (Base, TorchEngine):
+        with pytest.raises(TypeError, match=f"engine half: {engine.__name__} is abstract, it lacks "):
+            register(engine)
+    with pytest.raises(TypeError, match="is no BaseEngine"):
+        register(Path)  # type: ignore[type-var]
+    assert "half" not in EngineRegistry.backends()
+
+
+@pytest.mark.parametrize(("model_type", "device"), [("langauge_model", "cpu"), ("language_model", "tpu")])
+def test_unknown_model_types_and_devices_are_refused(model_type: Any, device: Any) -> None:
+    with pytest.raises(TypeError, match="is none of "):
+        EngineRegistry.register(model_type, "mine", device)
+
+
+def test_a_backend_runs_what_it_was_registered_for() -> None:
+    EngineRegistry.register(("language_model", "value_model"), "mine", "cpu")(LocalEngine)
+    assert EngineRegistry.find("mine", "value_model", "cpu") is LocalEngine
+    assert EngineRegistry.model_types("mine", "cpu") == {"language_model", "value_model"}
+    assert EngineRegistry.model_types("mine", "cuda") == set()
+    with pytest.raises(ConfigError, match="does not run a reward_model on cpu, only language_model on cpu"):
+        EngineRegistry.find("mine", "reward_model", "cpu")
+
+
+def test_a_package_registers_through_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_engine.py").write_text(
+        "from trainer.engine.local import LocalEngine\n"
+        "from trainer.engine.registry import EngineRegistry\n"
+        "@EngineRegistry.register('language_model', backend='theirs', device='cpu')\n"
+        "class TheirEngine(LocalEngine): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    points = [
+        EntryPoint("theirs", "their_engine", registry.ENTRY_POINTS),
+        EntryPoint("broken", "their_missing_module", registry.ENTRY_POINTS),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "asyncrl.engines" else [])
+    assert {"theirs", "broken", "fsdp2"} <= set(EngineRegistry.backends())
+    assert "their_engine" not in sys.modules
+    assert EngineRegistry.find("theirs", "language_model", "cpu").__name__ == "TheirEngine"
+    with pytest.raises(ConfigError, match=r"(?s)strategy=broken: .*their_missing_module cannot be loaded.*No module"):
+        EngineRegistry.find("broken", "language_model", "cpu")
