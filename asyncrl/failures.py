@@ -1,4 +1,4 @@
-"""The failure classes of docs/design.md §5, as exceptions that survive a trip between processes.
+"""The failure classes of docs/design.md §6, as exceptions that survive a trip between processes.
 
 Every one carries plain strings only, so it pickles whatever library raised the original, and the part that decides
 what to do (retry, drop, stop) never has to import that library.

@@ -1,4 +1,4 @@
-"""What a run comes to: `summary.json` (docs/design.md §6), built from its rows. Pure."""
+"""What a run comes to: `summary.json` (docs/design.md §7), built from its rows. Pure."""
 
 from __future__ import annotations
 
