@@ -37,15 +37,14 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
     """
     if dist.is_initialized():
         return False
-    alone = "WORLD_SIZE" not in os.environ
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend, timeout = BACKENDS[device.type], timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            BACKENDS[device.type],
-            timeout=timedelta(seconds=timeout_s),
-            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-        )
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     except (RuntimeError, ValueError) as error:
         raise InfraError.wrap(
             f"no process group of {os.environ.get('WORLD_SIZE', '1')} ranks within {timeout_s:g} s; look for a rank "

@@ -41,21 +41,22 @@ class FsdpEngine(TorchEngine):
         )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        if last or self._alone or self.device.type != "cpu":
+        if last or not isinstance(self._model, FullyShardedDataParallel) or self.device.type != "cpu":
             return nullcontext()
         return self._model.no_sync()
 
     @torch.no_grad()
     def _move_model(self, device: torch.device) -> None:
-        if self._alone:
-            self._model.to(device)
+        model = self._model
+        if not isinstance(model, FullyShardedDataParallel):
+            model.to(device)
             return
-        _lazy_init(self._model, self._model)
-        for handle in self._model._all_handles:
+        _lazy_init(model, model)
+        for handle in model._all_handles:
             handle.flat_param_to(device)
             handle.flat_param._local_shard = handle.flat_param.data
             handle._use_sharded_views()  # the parameters that the optimizer steps
-        for buffer in self._model.buffers():
+        for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
 
     def _settle(self) -> None:

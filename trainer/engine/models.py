@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -117,7 +118,7 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError("trainer.use_liger=true: Liger kernels run on GPUs only; set trainer.use_liger=false")
     try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        kernels = importlib.import_module("liger_kernel.transformers")
     except ImportError as error:
         raise ConfigError.wrap(
             "trainer.use_liger=true: the package liger-kernel is missing; pip install liger-kernel, or set "
@@ -125,7 +126,7 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
             error,
         ) from None
     # Its fused losses take the whole forward pass over; ours is computed outside of the model.
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    kernels._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 @contextmanager

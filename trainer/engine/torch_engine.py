@@ -57,6 +57,10 @@ class TorchEngine(BaseEngine, abstract=True):
     averages: ClassVar[bool] = False
     """The wrapper divides gradients by the number of ranks; ours are sums."""
 
+    _model: nn.Module
+    _scorer: Scorer
+    _optimizer: torch.optim.Optimizer | None
+
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self.device = dist.pick_device(spec.engine.device)

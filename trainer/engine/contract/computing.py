@@ -67,7 +67,7 @@ def _follow_the_reference(
         close(figures["loss"], expected, EXACT, f"loss of batch {seed}")
         close(outcome.grad_norm, expected_norm, EXACT, f"gradient norm of batch {seed}")
         close(figures["tokens"], float(batch["loss_mask"].sum()), 0.0, "trained tokens")
-    same_weights(weights_of(engine), reference.weights(), SINGLE / 10, "after three steps")
+    same_weights(weights_of(engine), reference.weights(), SINGLE / 4, "after three steps")
 
 
 @check()
@@ -149,7 +149,7 @@ def micro_batches_do_not_change_a_step(setting: Setting) -> None:
 
 @check()
 def packed_rows_equal_padded_ones(setting: Setting) -> None:
-    same_step(*(one_step(setting, use_remove_padding=flag) for flag in (True, False)))
+    same_step(one_step(setting, use_remove_padding=True), one_step(setting, use_remove_padding=False))
     batch, found = make_batch(8, 2), []
     for flag in (True, False):
         engine = setting.engine(use_remove_padding=flag)
