@@ -160,8 +160,8 @@ def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator
             count, device = role.num_workers or trainer.num_workers, role.device or trainer.device
             gpu = _takes_gpu(device, on_gpu)
             threads = 1 if gpu else role.cpu_threads or trainer.cpu_threads
-            size = _rank_bytes(num_parameters, _model_bytes(config, name), role.strategy or trainer.strategy, count)
-            yield Part(f"{name} rank", count, threads, int(gpu), size, computes=True)
+            memory = _rank_bytes(num_parameters, _model_bytes(config, name), role.strategy or trainer.strategy, count)
+            yield Part(f"{name} rank", count, threads, int(gpu), memory, computes=True)
 
 
 def _model_bytes(config: Config, name: str) -> int:
