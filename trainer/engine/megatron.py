@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.failures import ConfigError
-from trainer.engine.base import EngineSpec
 from trainer.engine.ddp import DdpEngine
 from trainer.engine.foreign import Attention, ForeignModel, head_dim, missing, require
 from trainer.engine.registry import EngineRegistry
@@ -31,29 +30,21 @@ NAMES = {
     "head.weight": "lm_head.weight",
 }
 LAYER_NAMES = {
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "self_attention.linear_qkv.linear": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj.linear": ("self_attn.o_proj",),
     "self_attention.q_layernorm": ("self_attn.q_norm",),
     "self_attention.k_layernorm": ("self_attn.k_norm",),
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": ("mlp.down_proj",),
+    "mlp.linear_fc1.linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2.linear": ("mlp.down_proj",),
     "input_layernorm": ("input_layernorm",),
     "pre_mlp_layernorm": ("post_attention_layernorm",),
 }
-"""Megatron-Core's names of modules and Hugging Face's, within a layer."""
+"""Modules of a layer here, and Hugging Face's that they are made of."""
 
 
 @EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class MegatronEngine(DdpEngine):
     """Raises ConfigError: megatron-core is not installed, or the model is none that is mapped to it here."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        if spec.model.lora_rank and spec.optim is not None:
-            raise ConfigError(
-                f"model.lora_rank={spec.model.lora_rank} with trainer.strategy={BACKEND}: its linear layers take no "
-                "adapters; set model.lora_rank=0, or use trainer.strategy=fsdp2"
-            )
-        super().__init__(spec)
 
     def _load(self) -> PreTrainedModel:
         try:
@@ -71,7 +62,7 @@ class MegatronEngine(DdpEngine):
 
 
 class MegatronModel(ForeignModel):
-    """A Megatron-Core GPT with a copy of the weights of `source`.
+    """A Megatron-Core GPT with the weights of `source`, whose memory it may share.
 
     `inner` ends in hidden states; the head is this model's own, a plain linear layer.
     """
@@ -88,14 +79,15 @@ class MegatronModel(ForeignModel):
         require(config, BACKEND, FIXED)
         super().__init__(config)
         self._joined = _Joined(config)
-        self.inner = _build_gpt(config, source.dtype)
+        with torch.device("meta"):
+            self.inner = _build_gpt(config, source.dtype)
         # Where a padding token has no gradient as an input; Megatron-Core's own are for ranks that share a vocabulary.
         self.inner.embedding.word_embeddings = copy.deepcopy(source.get_input_embeddings())
         self.inner.output_layer = _HiddenStates()
         self._positions = _Positions()
         self.inner.rotary_pos_emb = _Rotary(source.get_decoder().rotary_emb, self._positions)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=source.dtype, device="meta")
-        self._copy_weights(source.state_dict())
+        self._take_weights(source.state_dict())
         for number, layer in enumerate(self.inner.decoder.layers):
             layer.self_attention.core_attention = _CoreAttention(config, number)
 
@@ -113,10 +105,10 @@ class MegatronModel(ForeignModel):
             for key, part in zip(_hf_names(name), self._joined.split(name, tensor), strict=True)
         }
 
-    def _copy_weights(self, source: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.inner.named_parameters():
-                parameter.copy_(self._joined.join(name, [source[key] for key in _hf_names(name)]))
+    def _take_weights(self, source: Mapping[str, Tensor]) -> None:
+        names = [name for name, _ in self.inner.named_parameters()]
+        joined = {name: self._joined.join(name, [source[key] for key in _hf_names(name)]) for name in names}
+        self.inner.load_state_dict(joined, assign=True, strict=False)  # not strict: of its extra state there is none
         tied = self.config.tie_word_embeddings
         self.head.weight = self.get_input_embeddings().weight if tied else nn.Parameter(source["lm_head.weight"])
 
@@ -141,6 +133,17 @@ class _Joined:
             grouped = [part.unflatten(0, (self._groups, -1, self._head_dim)) for part in parts]
             return torch.cat(grouped, dim=1).flatten(0, 2)
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+class _Projection(nn.Module):
+    """In place of Megatron-Core's linear layers, which compute in half precision on GPUs only and take no adapters."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, bias: bool, **_settings: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(input_size, output_size, bias=bias, dtype=config.params_dtype)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return self.linear(hidden), None
 
 
 class _HiddenStates(nn.Module):
@@ -240,9 +243,12 @@ def _build_gpt(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
     )
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qwen3)
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_qkv = attention.linear_proj = mlp.linear_fc1 = mlp.linear_fc2 = _Projection
     return GPTModel(
         settings,
-        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qwen3),
+        layer,
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         position_embedding_type="rope",
