@@ -32,8 +32,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Dispatch(NamedTuple):
     scatter: Literal["all", "rows", "mini_batches", "rank_zero"]
     collect: Literal["first", "rows"]
-    beside: bool = False
-    """May run while another call does: it only waits, and what it waits for uses no model."""
 
 
 class Share(NamedTuple):
@@ -53,15 +51,12 @@ class Call(NamedTuple):
 
 
 def dispatched(
-    scatter: Literal["all", "rows", "mini_batches", "rank_zero"],
-    collect: Literal["first", "rows"] = "first",
-    *,
-    beside: bool = False,
+    scatter: Literal["all", "rows", "mini_batches", "rank_zero"], collect: Literal["first", "rows"] = "first"
 ) -> Callable[[Method], Method]:
     """Declare how a worker's method is called on a group."""
 
     def declare(method: Method) -> Method:
-        method.dispatch = Dispatch(scatter, collect, beside)  # type: ignore[attr-defined]
+        method.dispatch = Dispatch(scatter, collect)  # type: ignore[attr-defined]
         return method
 
     return declare

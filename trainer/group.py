@@ -45,8 +45,11 @@ CLOSE_S = 10.0
 """For processes to be gone."""
 QUICK = frozenset({"set_loss_fn", "plan", "step"})
 """Methods that answer at once: `timeouts.call_s`. All others: `timeouts.train_s`."""
-DISK = frozenset({"save_checkpoint", "finish_checkpoint"})
-"""Methods whose InfraError may be a disk's: if all ranks report it, they are fine."""
+READING = frozenset({"infer_batch", "save_checkpoint", "finish_checkpoint"})
+"""Methods that leave the model as it is."""
+
+Send = Callable[[int], Any]
+"""Rank number → reference to its answer."""
 
 
 class Place(NamedTuple):
@@ -67,12 +70,11 @@ class RankActor(Rank):
             args = [from_wire(value) for value in call.args]
             return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
 
-        return await self._call(role, method, run)
+        return await self._answer(f"{role}.{method}", run)
 
 
 class WorkerGroup:
-    """Ranks and the roles in them. One call at a time; others wait, save those that may run beside them. All on one
-    event loop. `start` makes one."""
+    """Ranks and the roles in them. One call at a time; others wait. All on one event loop. `start` makes one."""
 
     def __init__(self, plan: GroupPlan, timeouts: TimeoutsConfig, device: Literal["cpu", "cuda"]) -> None:
         self.plan = plan
@@ -143,8 +145,7 @@ class WorkerGroup:
         def send(rank: int) -> Any:
             return self._actors[rank].call_on_wire.remote(role, method, payloads[rank])
 
-        ask = self._exchange if mode.beside else self._ask
-        values = await ask(f"{role}.{method}", send, calls, limit_s, disk=method in DISK)
+        values = await self._ask(f"{role}.{method}", send, calls, limit_s, changes_model=method not in READING)
         return await anyio.to_thread.run_sync(
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
@@ -155,9 +156,8 @@ class WorkerGroup:
         def send(rank: int) -> Any:
             return self._actors[rank].publish.remote(role, dtype, version, step, validate)
 
-        values = await self._ask(
-            f"publishing version {version}", send, range(self.plan.num_ranks), self._timeouts.train_s
-        )
+        ranks, limit_s = range(self.plan.num_ranks), self._timeouts.train_s
+        values = await self._ask(f"publishing version {version}", send, ranks, limit_s, changes_model=False)
         return values[0]
 
     async def status(self) -> list[Mapping[str, Any]]:
@@ -285,30 +285,24 @@ class WorkerGroup:
             raise InfraError.wrap("the object store cannot take a batch", error) from None
 
     async def _ask(
-        self, what: str, send: Callable[[int], Any], ranks: Collection[int], limit_s: float, *, disk: bool = False
-    ) -> dict[int, Any]:
-        """`_exchange`, when its turn has come."""
-        async with self._lock:
-            await self._drain()
-            return await self._exchange(what, send, ranks, limit_s, disk=disk)
-
-    async def _exchange(
-        self, what: str, send: Callable[[int], Any], ranks: Collection[int], limit_s: float, *, disk: bool = False
+        self, what: str, send: Send, ranks: Collection[int], limit_s: float, *, changes_model: bool = True
     ) -> dict[int, Any]:
         """Send to `ranks` and return each one's value. The first failure is raised as soon as its cause is known."""
-        if self._failure is not None:
-            raise self._gone(what)
-        refs = {rank: send(rank) for rank in ranks}
-        try:
-            outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
-        except anyio.get_cancelled_exc_class():
-            self._abandoned = refs
-            raise
-        error = failure(self.plan.name, what, ranks, outcomes, limit_s)
-        if error is not None:
-            await self._judge(error, ranks, outcomes, disk=disk)
-            raise error
-        return values_of(outcomes)
+        async with self._lock:
+            await self._drain()
+            if self._failure is not None:
+                raise self._gone(what)
+            refs = {rank: send(rank) for rank in ranks}
+            try:
+                outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
+            except anyio.get_cancelled_exc_class():
+                self._abandoned = refs
+                raise
+            error = failure(self.plan.name, what, ranks, outcomes, limit_s)
+            if error is not None:
+                await self._judge(error, ranks, outcomes, changes_model=changes_model)
+                raise error
+            return values_of(outcomes)
 
     async def _drain(self) -> None:
         """The ranks may still be at a call whose caller was cancelled: wait for them, as long as they may take."""
@@ -319,13 +313,13 @@ class WorkerGroup:
         self._abandoned = {}
         error = failure(self.plan.name, "a cancelled call", refs, outcomes, limit_s)
         if error is not None:
-            await self._judge(error, refs, outcomes, disk=True)
+            await self._judge(error, refs, outcomes, changes_model=True)
 
     async def _judge(
-        self, error: AsyncRLError, ranks: Collection[int], outcomes: Mapping[int, Outcome], *, disk: bool
+        self, error: AsyncRLError, ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool
     ) -> None:
         """Kill the group unless it is as usable as before."""
-        if not usable(ranks, outcomes, disk=disk):
+        if not usable(ranks, outcomes, changes_model=changes_model):
             self._failure = error
             with anyio.CancelScope(shield=True):
                 await self._kill()

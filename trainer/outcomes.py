@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
+from asyncrl.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError
 
 GRACE_S = 5.0
 """What the other ranks may take to report the failure that one of them has reported."""
@@ -92,12 +92,11 @@ def failure(
     return None
 
 
-def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, disk: bool) -> bool:
-    """Whether the ranks can go on after a failure: all have reported one of the same, harmless kind.
-
-    Args:
-        disk: the call writes files, so that an InfraError of all ranks is the disk's.
+def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool) -> bool:
+    """Whether the ranks can go on after a failure: none is lost or still at it, and their models are alike, because
+    all have refused alike, or because the call changes none.
     """
-    kinds = {type(outcome.error) if isinstance(outcome, Answer) else Lost for outcome in outcomes.values()}
-    harmless = (*AGREED, InfraError) if disk else AGREED
-    return len(outcomes) == len(ranks) and len(kinds) == 1 and kinds.pop() in harmless
+    if len(outcomes) < len(ranks) or any(isinstance(outcome, Lost) for outcome in outcomes.values()):
+        return False
+    kinds = {type(outcome.error) for outcome in outcomes.values()}
+    return not changes_model or (len(kinds) == 1 and kinds.pop() in AGREED)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.ports import Publication, WeightPublisher
-from trainer.dispatch import dispatch_of
 from trainer.engine.base import EngineSpec, Layout
 from trainer.engine.dist import BACKENDS, guarded, leave
 from trainer.outcomes import Answer
@@ -53,8 +52,7 @@ class Meeting(NamedTuple):
 
 
 class Rank:
-    """Calls run one at a time, in the order in which they come; `status`, and methods that are declared so, beside
-    them.
+    """Calls run one at a time, in the order in which they come; `status` and `written` answer beside them.
 
     Args:
         publisher: where `publish` of rank 0 puts weights.
@@ -103,7 +101,8 @@ class Rank:
 
     async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         """Call a method of the role's worker."""
-        return await self._call(role, method, lambda: getattr(self._workers[role], method)(*args, **kwargs))
+        worker = self._workers[role]
+        return await self._answer(f"{role}.{method}", lambda: getattr(worker, method)(*args, **kwargs))
 
     async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Answer:
         """Collect the role's weights on rank 0, which offers them as `version` and answers with the `Publication`."""
@@ -144,17 +143,6 @@ class Rank:
         if self._publisher is None:
             raise BugError("a rank without a publisher was asked to publish")
         return await self._publisher.publish(version, step, tensors, validate=validate)
-
-    async def _call(self, role: Role, method: str, run: Callable[[], Any]) -> Answer:
-        """As the method's dispatch says: on the engine's thread, or beside what runs there."""
-        what = f"{role}.{method}"
-        if not dispatch_of(TrainingWorker, method).beside:
-            return await self._answer(what, run)
-        try:
-            with anyio.CancelScope(shield=True):
-                return Answer(await asyncio.to_thread(run), None)
-        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            return Answer(None, typed(error, what))
 
     async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
         try:

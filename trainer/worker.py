@@ -121,9 +121,9 @@ class TrainingWorker:
         """Begin; training may go on when this returns. See `BaseEngine.save`."""
         self.engine.save(directory, hf=hf)
 
-    @dispatched("all", beside=True)
+    @dispatched("all")
     def finish_checkpoint(self) -> None:
-        """Wait until it is written. Training may go on meanwhile: files have threads and a process group of their own.
+        """Wait until it is written. `engine.wait_for_files` first, beside other calls, and this holds up none of them.
 
         Raises:
             InfraError: it could not be.

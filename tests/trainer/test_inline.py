@@ -150,18 +150,24 @@ async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
     assert len(slow.threads) == 1
 
 
-async def test_a_checkpoint_is_finished_while_a_step_goes_on(group: InlineGroup, tmp_path: Path) -> None:
-    slow = Slow()
-    await group.set_loss_fn(slow)
+async def test_training_goes_on_while_files_are_written(
+    group: InlineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, waited_for = threading.Event(), threading.Event()
+
+    def wait_for_files() -> None:
+        waited_for.set()
+        assert written.wait(30)
+
+    monkeypatch.setattr(group._rank._workers["actor"].engine, "wait_for_files", wait_for_files)
     await group.save_checkpoint(tmp_path)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.train_batch, BATCH)
-            await anyio.to_thread.run_sync(slow.begun.wait)
-            await group.finish_checkpoint()
-            assert (tmp_path / "engine.json").exists()
-            slow.let_go.set()
-    assert await group.step() == 1
+            tasks.start_soon(group.finish_checkpoint)
+            await anyio.to_thread.run_sync(waited_for.wait)
+            await group.train_batch(BATCH)
+            written.set()
+    assert (tmp_path / "engine.json").exists()
 
 
 def test_memory_that_runs_out_says_what_to_turn() -> None:

@@ -1,0 +1,279 @@
+"""Groups of ranks on a real Ray cluster: the same figures as one process, and failures that end in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import ray
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
+from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
+from tests.fakes.losses import GoesWrong, Likelihood, NotFinite
+from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import VOCAB, make_config, write_model
+from trainer import outcomes
+from trainer.group import WorkerGroup
+from trainer.groups import TrainerGroups
+from trainer.inline import InlineGroup
+from trainer.placement import RolePlan, plan_groups
+from trainer.worker import engine_spec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
+DIED = r"actor\.train_batch: rank 1 of the actor group died"
+MINI_BATCHES = [[0, 1, 2], [3, 4, 5], [6], [5, 0]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def configure(model: Path, **sections: Any) -> Config:
+    trainer = {"strategy": "ddp", "num_workers": 2} | sections.pop("trainer", {})
+    return make_config(model, trainer=trainer, **sections)
+
+
+@asynccontextmanager
+async def running(config: Config, **options: Any) -> AsyncIterator[WorkerGroup]:
+    group = await WorkerGroup.start(plan_groups(config)[0], config.timeouts, **options)
+    processes = [psutil.Process(place.pid) for place in group.places]
+    try:
+        yield group
+    finally:
+        await group.close()
+        assert not [process for process in processes if process.is_running()], "a rank outlived its group"
+
+
+@asynccontextmanager
+async def inline(plan: RolePlan) -> AsyncIterator[InlineGroup]:
+    engine = plan.engine.model_copy(update={"strategy": "local", "num_workers": 1})
+    group = await InlineGroup.start(engine_spec(replace(plan, engine=engine), device="cpu", collective_s=10))
+    try:
+        yield group
+    finally:
+        await group.close()
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> Config:
+    return configure(
+        model, trainer={"strategy": "fsdp2"}, algorithm={"use_kl_loss": True, "adv_estimator": "gae"},
+        ref={"strategy": "ddp"}, rollout={"dtype": "bfloat16"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    return start_store("group-test")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def groups(config: Config, store: Any) -> AsyncIterator[TrainerGroups]:
+    """Actor, reference and critic in the same two ranks."""
+    groups = await TrainerGroups.start(config, publisher=ObjectStorePublisher(store, call_s=10))
+    yield groups
+    await groups.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def actor(groups: TrainerGroups) -> Any:
+    actor = groups.roles["actor"]
+    await actor.reset()
+    await actor.set_loss_fn(Likelihood())
+    await actor.plan(10)
+    return actor
+
+
+def assert_alike(left: Any, right: Any) -> None:
+    for mine, theirs in zip(left, right, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-4), name
+
+
+async def test_two_ranks_train_as_one_process_does(actor: Any, config: Config) -> None:
+    """Seven rows do not divide by two ranks, and one mini-batch has a single row."""
+    async with inline(plan_groups(config)[0].roles[0]) as alone:
+        await alone.set_loss_fn(Likelihood())
+        await alone.plan(10)
+        assert_alike(
+            await actor.train_mini_batch(BATCH, MINI_BATCHES), await alone.train_mini_batch(BATCH, MINI_BATCHES)
+        )
+        assert_alike([await actor.train_batch(BATCH)], [await alone.train_batch(BATCH)])
+        await actor.forward_backward(BATCH)
+        await alone.forward_backward(BATCH)
+        assert_alike([await actor.optim_step()], [await alone.optim_step()])
+        assert await actor.step() == await alone.step() == 6
+        ours, theirs = await actor.infer_batch(BATCH), await alone.infer_batch(BATCH)
+    assert ours.batch_size == BATCH.batch_size
+    torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours["entropy"], theirs["entropy"], rtol=1e-3, atol=1e-4)
+
+
+async def test_rows_keep_their_order(actor: Any) -> None:
+    whole = (await actor.infer_batch(BATCH))["log_probs"]
+    order = torch.tensor([4, 0, 6, 2])
+    torch.testing.assert_close((await actor.infer_batch(BATCH[order]))["log_probs"], whole[order])
+    torch.testing.assert_close((await actor.infer_batch(BATCH[3:4]))["log_probs"], whole[3:4])
+
+
+async def test_roles_share_ranks_and_nothing_else(groups: TrainerGroups, actor: Any) -> None:
+    reference, critic = groups.roles["ref"], groups.roles["critic"]
+    assert [group.plan.name for group in groups.groups] == ["actor"]
+    start = (await actor.infer_batch(BATCH))["log_probs"]
+    torch.testing.assert_close((await reference.infer_batch(BATCH))["log_probs"], start)
+    values = await critic.infer_batch(BATCH)
+    assert set(values.sorted_keys) == {"values"}
+    await actor.train_batch(BATCH)
+    assert ((await actor.infer_batch(BATCH))["log_probs"] - start).abs().max() > 1e-3
+    torch.testing.assert_close((await reference.infer_batch(BATCH))["log_probs"], start)
+    torch.testing.assert_close((await critic.infer_batch(BATCH))["values"], values["values"])
+    assert (await actor.step(), await critic.step()) == (1, 0)
+
+
+async def test_failures_that_all_ranks_share_leave_the_group_as_it_was(actor: Any) -> None:
+    batch = BATCH.clone()
+    batch["loss_mask"][:] = False
+    with pytest.raises(DataError, match="a batch without a single trained token"):
+        await actor.train_batch(batch)
+    batch["loss_mask"][0, 0] = True
+    with pytest.raises(DataError, match="mini-batch 1 without a single trained token"):
+        await actor.train_mini_batch(batch, [[0, 1], [2, 3]])
+    with pytest.raises(ConfigError, match="lora_rank=0"):
+        await actor.infer_batch(BATCH, adapters=False)
+    await actor.set_loss_fn(NotFinite())
+    with pytest.raises(DivergenceError, match="loss nan"):
+        await actor.train_batch(BATCH)
+    await actor.set_loss_fn(Likelihood())
+    assert (await actor.train_batch(batch))["tokens"] == 1, "one trained token on one of the ranks is a step"
+    with pytest.raises(BugError, match="did you mean train_batch"):
+        await actor.call("train_batches", BATCH)
+
+
+async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> None:
+    await actor.train_batch(BATCH)
+    published = await actor.publish(1, 1, validate=True)
+    assert await ObjectStoreFeed(store, call_s=10).latest() == published
+    assert (published.version, published.step, published.validate) == (1, 1, True)
+    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(1), timeout=10), timeout=10))
+    tensors = {name: array for chunk in chunks for name, array in chunk.items()}
+    assert {array.dtype for array in tensors.values()} == {np.dtype("uint16")}, "bfloat16, as its bits"
+    assert sum(array.nbytes for array in tensors.values()) == published.num_bytes
+    assert "model.embed_tokens.weight" in tensors
+    with pytest.raises(BugError, match="version 1 published after version 1"):
+        await actor.publish(1, 1, validate=False)
+
+
+async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups, actor: Any) -> None:
+    group = groups.groups[0]
+    sent = anyio.Event()
+    send = group._actors[1]
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            sent.set()
+            return getattr(send, name)
+
+    group._actors[1] = Spy()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actor.train_batch, BATCH)
+            await sent.wait()
+            tasks.cancel_scope.cancel()
+    finally:
+        group._actors[1] = send
+    assert await actor.step() == 1, "what was under way is waited for"
+    assert (await actor.train_batch(BATCH))["loss"] > 0
+
+
+async def test_ranks_say_what_they_do_while_they_do_it(groups: TrainerGroups, actor: Any) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(actor.train_mini_batch, BATCH, MINI_BATCHES * 20)
+        while True:
+            ranks = (await groups.status())["actor"]
+            assert [rank["rank"] for rank in ranks] == [0, 1]
+            assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].places}
+            if any(rank["doing"] == "actor.train_mini_batch" for rank in ranks):
+                break
+
+
+# ------------------------------------------------------------------------------------------------ the group is lost
+
+
+async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> None:
+    async with running(configure(model, timeouts={"collective_s": 100})) as group:
+        actor = group.role_group("actor")
+        await actor.set_loss_fn(GoesWrong(1, "dies"))
+        with (
+            anyio.fail_after(10),
+            pytest.raises(InfraError, match=DIED),
+        ):
+            await actor.train_batch(BATCH)
+        for call in (actor.step(), actor.train_batch(BATCH), group.status()):
+            with pytest.raises(InfraError, match="the actor group is gone"):
+                await call
+
+
+async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waits in a collective operation, and would for as long as that may take."""
+    monkeypatch.setattr(outcomes, "GRACE_S", 0.5)
+    async with running(configure(model, timeouts={"collective_s": 100})) as group:
+        actor = group.role_group("actor")
+        await actor.set_loss_fn(GoesWrong(0, "raises"))
+        with anyio.fail_after(10), pytest.raises(BugError, match=r"rank 0 of the actor group: .*only here"):
+            await actor.train_batch(BATCH)
+        with pytest.raises(InfraError, match="the actor group is gone"):
+            await actor.step()
+
+
+async def test_a_stopped_rank_is_late_and_then_gone(model: Path) -> None:
+    async with running(configure(model, timeouts={"train_s": 1.0, "collective_s": 100})) as group:
+        actor = group.role_group("actor")
+        os.kill(group.places[1].pid, signal.SIGSTOP)
+        with anyio.fail_after(10), pytest.raises(DeadlineError, match="did not answer within 1 s"):
+            await actor.infer_batch(BATCH)
+
+
+@pytest.mark.slow
+async def test_a_collective_that_takes_too_long_is_a_deadline(model: Path) -> None:
+    """One rank sleeps: the other gives up after `collective_s` and says so; the call does not wait for `train_s`."""
+    async with running(configure(model, timeouts={"collective_s": 2.0})) as group:
+        actor = group.role_group("actor")
+        await actor.set_loss_fn(GoesWrong(1, "sleeps"))
+        with anyio.fail_after(20), pytest.raises(DeadlineError, match=r"rank 0 of the actor group: .*collective"):
+            await actor.train_batch(BATCH)
+
+
+async def test_what_cannot_start_leaves_nothing_behind(model: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    config = configure(model, trainer={"strategy": "fsdp3"})
+    with pytest.raises(ConfigError, match="no such engine; did you mean fsdp"):
+        await TrainerGroups.start(config)
+    ranks = [
+        child for child in psutil.Process().children(recursive=True)
+        if child.pid not in before and "RankActor" in " ".join(child.cmdline())
+    ]  # fmt: skip
+    assert not ranks
+    with pytest.raises(ConfigError, match="takes a GPU for each rank and the Ray cluster has 0"):
+        await TrainerGroups.start(configure(model, trainer={"device": "cuda"}))
