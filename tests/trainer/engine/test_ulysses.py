@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,7 +30,7 @@ from transformers import (
 from asyncrl.failures import ConfigError
 from tests.fakes.token_batch import make_batch
 from trainer.engine import scorer
-from trainer.engine.attention import enable_packing
+from trainer.engine.attention import NAME, enable_packing
 from trainer.engine.base import ModelType
 from trainer.engine.scorer import Scorer
 from trainer.engine.ulysses import Shard, check_heads, spread_kv
@@ -68,17 +71,31 @@ def make_model(config: PreTrainedConfig, kind: ModelType, checkpointing: bool) -
     return model
 
 
-def run(model: PreTrainedModel, batch: TensorDict, kind: ModelType, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Scores, entropies and this rank's gradients of a loss of them."""
+def run(
+    model: PreTrainedModel,
+    batch: TensorDict,
+    kind: ModelType,
+    group: dist.ProcessGroup | None,
+    module: nn.Module | None = None,
+) -> list[Tensor]:
+    """Scores, entropies and, of a model that is not wrapped, this rank's gradients of a loss of them."""
     score = Scorer(
-        model, model_type=kind, device=torch.device("cpu"), autocast=None, packed=group is not None, sp_group=group
+        model,
+        module=module,
+        model_type=kind,
+        device=torch.device("cpu"),
+        autocast=None,
+        packed=model.config._attn_implementation == NAME,
+        sp_group=group,
     )
     micro = score.lay_out(batch, range(len(batch)), batch["loss_mask"])
     scores = score(micro, entropy_gradient=True)
     factors = torch.linspace(-1.0, 1.0, len(scores.log_probs), dtype=torch.float64)
     ((scores.log_probs * factors).square().sum() + (scores.entropy * factors).sum()).backward()
-    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-    return [scores.log_probs.detach(), scores.entropy.detach(), gradients]
+    results = [scores.log_probs.detach(), scores.entropy.detach()]
+    if module is None:
+        results.append(torch.cat([part.grad.flatten() for part in model.parameters() if part.grad is not None]))
+    return results
 
 
 def cases() -> Iterator[tuple[PreTrainedConfig, TensorDict, ModelType, bool, int]]:
@@ -107,7 +124,46 @@ def on_rank(rank: int, store: str) -> None:
         assert not torch.allclose(alone, gradients)  # each rank has a part only
         for got, wanted in zip([log_probs, entropy, gradients], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+    check_sharded(group)
     dist.destroy_process_group()
+
+
+def check_sharded(group: dist.ProcessGroup) -> None:
+    """Weights sharded over the same two ranks, logits in pieces, layers run again in the backward pass."""
+    config, batch = CONFIGS["1 kv head"], BATCHES["many"]
+    scorer.MAX_LOGITS = 5 * VOCAB
+    scores, _, gradients = run(make_model(config, "language_model", True), batch, "language_model", None)
+    for wrap in (fsdp, fsdp2):
+        for sp_group in (None, group):
+            model = make_model(config, "language_model", True)
+            assert enable_packing(model)
+            module = wrap(model)
+            got = run(model, batch, "language_model", sp_group, module)
+            torch.testing.assert_close(got[0], scores, rtol=1e-11, atol=1e-11)
+            # both divide by the number of ranks: of two that did the same, or each its part
+            whole = whole_gradients(module) * (1 if sp_group is None else 2)
+            torch.testing.assert_close(whole, gradients, rtol=1e-11, atol=1e-11)
+
+
+def fsdp(model: PreTrainedModel) -> nn.Module:
+    policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy)
+
+
+def fsdp2(model: PreTrainedModel) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole_gradients(module: nn.Module) -> Tensor:
+    if isinstance(module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+            return torch.cat([part.grad.flatten() for part in module.parameters() if part.grad is not None])
+    shards: list[Any] = [part.grad for part in module.parameters() if part.grad is not None]
+    return torch.cat([shard.full_tensor().flatten() for shard in shards])
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
