@@ -20,14 +20,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
 from asyncrl.failures import ConfigError
 from tests.fakes.trainer_model import write_model
-from trainer.algorithms.objective import ValueLoss
+from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.engine.base import EngineSpec
 from trainer.engine.contract.reference import make_batch, plain_scores
 from trainer.engine.local import LocalEngine
 from trainer.engine.models import decoder_layers, head_of, load_model, speed_up
+from trainer.engine.registry import EngineRegistry
 
 SHAPE = {
     "vocab_size": 24,
@@ -174,9 +175,16 @@ def test_liger_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_log_probs(tmp_path: Path) -> None:
-    path, batch = write_model(tmp_path), make_batch(6, 1)
-    config = EngineConfig(strategy="local", device="cpu", torch_compile=True)
-    compiled = LocalEngine(EngineSpec("language_model", ModelConfig(path=str(path)), config))
-    got, expected = (engine.infer(batch)["log_probs"] for engine in (compiled, local(path)))
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", ["local", "fsdp2"])
+def test_compiled_layers_give_the_same_step(backend: str, tmp_path: Path) -> None:
+    path, batch, loss = write_model(tmp_path), make_batch(6, 1), PolicyLoss(AlgorithmConfig(), 20)
+    found = []
+    for flag in (True, False):
+        config = EngineConfig(strategy=backend, device="cpu", torch_compile=flag, gradient_checkpointing=True)
+        engine = EngineRegistry.new(EngineSpec("language_model", ModelConfig(path=str(path)), config, OptimConfig()))
+        log_probs = engine.infer(batch)["log_probs"]
+        figures = engine.forward_backward(batch, loss)
+        found.append((log_probs, figures["loss"], engine.optim_step(figures["loss"]).grad_norm))
+        engine.close()
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)

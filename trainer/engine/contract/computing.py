@@ -198,6 +198,20 @@ def sequence_parallel_ranks_give_the_same_step(setting: Setting) -> None:
         close(values, expected[key], SAME, key)
 
 
+@check("value_model", num_ranks=2)
+def sequence_parallel_ranks_give_the_same_values(setting: Setting) -> None:
+    batch, found = make_batch(6, 1), []
+    for size in (2, 1):
+        engine = setting.engine("value_model", float64=True, ulysses_sequence_parallel_size=size)
+        rows = share_of(engine, batch)
+        for _ in range(2):
+            figures = engine.forward_backward(rows, make_loss("value_model"))
+            norm = engine.optim_step(figures["loss"]).grad_norm
+        found.append((figures["loss"], norm, engine.infer(batch)["values"]))
+    for name, parallel, plain in zip(("loss", "gradient norm", "values"), *found, strict=True):
+        close(parallel, plain, EXACT if name != "values" else SAME, name)
+
+
 @check()
 def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None:
     batch = make_batch(8, 1)
