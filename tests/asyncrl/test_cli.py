@@ -77,7 +77,7 @@ def test_a_bad_config_says_key_value_consequence_and_fix(capsys: pytest.CaptureF
     assert main(["launch", "fully_async", "rollout.n=1"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "rollout.n = 1  (command line)\n    GRPO compares" in captured.err
+    assert "rollout.n = 1  (command line)\n    grpo compares" in captured.err
     assert "fix: set rollout.n to 2 or more" in captured.err
 
 
