@@ -21,8 +21,10 @@ from trainer.engine.models import head_of
 from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends
 from trainer.engine.ulysses import KEY, Shard, check_heads, gather_scores
 
-MAX_LOGITS = 2**28
-"""Above so many logits in one pass (1 GiB in float32) they are computed in pieces, and again in the backward pass."""
+MAX_LOGITS = {"cpu": 2**28, "cuda": 2**31}
+"""Above so many logits in one pass (1 GiB in float32, 4 GiB in bfloat16, and their gradient as much again) they are
+computed in pieces, and once more in the backward pass."""
+PIECE_LOGITS = 2**28
 
 
 class Scorer:
@@ -152,12 +154,12 @@ class Scorer:
 
     def _in_pieces(self, hidden: Tensor) -> bool:
         vocab = getattr(self._head, "out_features", 0)
-        return self._behind_head is not None and hidden.shape[1] * vocab > MAX_LOGITS
+        return self._behind_head is not None and hidden.shape[1] * vocab > MAX_LOGITS[self._device.type]
 
     def _score_in_pieces(self, current: _Pass) -> Tensor:
         """float32 `[2, N]`; logits are dropped after each piece and computed again in the backward pass."""
         assert current.hidden is not None and self._behind_head is not None
-        size = max(1, MAX_LOGITS // int(self._head.out_features))  # type: ignore[arg-type]
+        size = max(1, min(PIECE_LOGITS, MAX_LOGITS[self._device.type]) // int(self._head.out_features))  # type: ignore[arg-type]
         pieces = []
         for hidden, targets in zip(current.hidden.split(size, dim=1), current.targets.split(size), strict=True):
             pieces.append(

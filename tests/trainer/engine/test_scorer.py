@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_plain_model(
     config: PreTrainedConfig, pieces: bool, of_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pieces:
-        monkeypatch.setattr(scorer, "MAX_LOGITS", 7 * VOCAB)
+        monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", 7 * VOCAB)
     monkeypatch.setitem(logits.BLOCK_LOGITS, "cpu", 5 * VOCAB)
     model = make_model(config=config)
     log_probs, entropy = (torch.cat(parts) for parts in zip(*by_row(model), strict=True))
@@ -248,7 +248,7 @@ def test_unknown_arithmetic_behind_the_head_is_noticed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(model), "forward", odd_forward)
     assert behind_head(model) is None
-    monkeypatch.setattr(scorer, "MAX_LOGITS", VOCAB)
+    monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", VOCAB)
     expected = torch.cat([log_probs for log_probs, _ in by_row(model)])
     score = make_scorer(model)
     scores = score(score.lay_out(BATCH, ROWS, BATCH["loss_mask"]))
@@ -270,7 +270,7 @@ def test_wrapped_models(
 ) -> None:
     """Called through a wrapper, with the same scores and every gradient where the wrapper keeps it."""
     if pieces:
-        monkeypatch.setattr(scorer, "MAX_LOGITS", 7 * VOCAB)
+        monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", 7 * VOCAB)
     plain, model = make_model(kind), make_model(kind)
     factors = torch.linspace(-1.0, 1.0, 60, dtype=torch.float64)
 

@@ -114,7 +114,7 @@ def on_rank(rank: int, store: str) -> None:
     )
     group = dist.new_group([0, 1])
     for config, batch, kind, checkpointing, most in cases():
-        scorer.MAX_LOGITS = most
+        scorer.MAX_LOGITS["cpu"] = most
         expected = run(make_model(config, kind, checkpointing), batch, kind, None)
         model = make_model(config, kind, checkpointing)
         assert enable_packing(model)
@@ -131,7 +131,7 @@ def on_rank(rank: int, store: str) -> None:
 def check_sharded(group: dist.ProcessGroup) -> None:
     """Weights sharded over the same two ranks, logits in pieces, layers run again in the backward pass."""
     config, batch = CONFIGS["1 kv head"], BATCHES["many"]
-    scorer.MAX_LOGITS = 5 * VOCAB
+    scorer.MAX_LOGITS["cpu"] = 5 * VOCAB
     scores, _, gradients = run(make_model(config, "language_model", True), batch, "language_model", None)
     for wrap in (fsdp, fsdp2):
         for sp_group in (None, group):
