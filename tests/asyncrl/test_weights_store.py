@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,6 +132,28 @@ async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> N
         await ObjectStoreFeed(store, call_s=5).latest()
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.01 s"):
         await object_store._answer(anyio.sleep(5), 0.01, "nothing")
+
+
+async def test_a_full_object_store_does_not_hold_up_the_trainer(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+
+    def put(chunk: Any) -> None:
+        let_go.wait(30)
+
+    monkeypatch.setattr(ray, "put", put)
+    publisher = ObjectStorePublisher(store, call_s=0.05)
+    with pytest.raises(DeadlineError, match=r"did not take 16000 bytes of version 1 within 0\.05 s: .*must fit"):
+        await publisher.publish(1, 1, weights(1), validate=False)
+    let_go.set()
+
+    def refuse(chunk: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(ray, "put", refuse)
+    with pytest.raises(
+        InfraError, match=r"no room for 16000 bytes of version 1: .*raise ray\.object_store_memory_bytes"
+    ):
+        await publisher.publish(1, 1, weights(1), validate=False)
 
 
 async def test_find_store(store: Any) -> None:

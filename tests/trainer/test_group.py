@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
+from ray.util.placement_group import placement_group_table
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
@@ -183,6 +184,7 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     assert "model.embed_tokens.weight" in tensors
     with pytest.raises(BugError, match="version 1 published after version 1"):
         await actor.publish(1, 1, validate=False)
+    assert await actor.step() == 1, "the ranks have done their part"
 
 
 async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups, actor: Any) -> None:
@@ -222,7 +224,8 @@ async def test_ranks_say_what_they_do_while_they_do_it(groups: TrainerGroups, ac
 
 
 async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> None:
-    async with running(configure(model, timeouts={"collective_s": 100})) as group:
+    async with running(configure(model, timeouts={"collective_s": 100}), reserve_cpus=True) as group:
+        assert await bundles("CREATED") == [[{"CPU": 1.0}] * 2]
         actor = group.role_group("actor")
         await actor.set_loss_fn(GoesWrong(1, "dies"))
         with (
@@ -233,6 +236,19 @@ async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> 
         for call in (actor.step(), actor.train_batch(BATCH), group.status()):
             with pytest.raises(InfraError, match="the actor group is gone"):
                 await call
+    assert await bundles("CREATED") == []
+
+
+async def bundles(state: str) -> list[list[dict[str, float]]]:
+    """Of the cluster's placement groups in this state."""
+    table = await anyio.to_thread.run_sync(placement_group_table)
+    return [list(entry["bundles"].values()) for entry in table.values() if entry["state"] == state]
+
+
+async def test_a_cluster_without_room_is_a_deadline(model: Path) -> None:
+    config = configure(model, trainer={"cpu_threads": 2}, timeouts={"start_s": 1.0})
+    with pytest.raises(DeadlineError, match=r"the actor group waited 1 s for 2 times \{'CPU': 2\.0\} on"):
+        await WorkerGroup.start(plan_groups(config)[0], config.timeouts, reserve_cpus=True)
 
 
 async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
