@@ -34,6 +34,7 @@ from trainer.placement import reference_is_actor
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample
 from trainer.tensors import to_batch
+from trainer.worker import NEEDED
 
 
 class Experience(NamedTuple):
@@ -82,18 +83,19 @@ class ExperienceBuilder:
 
     async def _ask(self, batch: TensorDict) -> None:
         """Add what the roles say to `batch`. One after the other: most roles share their ranks."""
+        asked = batch.select(*NEEDED)  # what a forward pass takes; the rest need not travel
         # In bypass mode the behaviour policy is the proximal one, so nobody has to compute it.
         batch["old_log_probs"] = batch["rollout_log_probs"]
         if not self._config.algorithm.rollout_correction.bypass_mode:
-            batch["old_log_probs"] = (await self._actor.infer_batch(batch))["log_probs"]
+            batch["old_log_probs"] = (await self._actor.infer_batch(asked))["log_probs"]
         if self._ref is not None:
-            batch["ref_log_probs"] = (await self._ref.infer_batch(batch))["log_probs"]
+            batch["ref_log_probs"] = (await self._ref.infer_batch(asked))["log_probs"]
         elif reference_is_actor(self._config):
-            batch["ref_log_probs"] = (await self._actor.infer_batch(batch, adapters=False))["log_probs"]
+            batch["ref_log_probs"] = (await self._actor.infer_batch(asked, adapters=False))["log_probs"]
         if self._critic is not None:
-            batch["values"] = (await self._critic.infer_batch(batch))["values"]
+            batch["values"] = (await self._critic.infer_batch(asked))["values"]
         if self._reward_model is not None:
-            batch["model_scores"] = (await self._reward_model.infer_batch(batch))["scores"]
+            batch["model_scores"] = (await self._reward_model.infer_batch(asked))["scores"]
 
 
 def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef: float | None) -> Experience:
