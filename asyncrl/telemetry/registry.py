@@ -77,9 +77,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/value_mean", "1", "mean value, as the critic learns"),
         Metric("critic/return_mean", "1", "mean of what the values should have been"),
         Metric("critic/clip_fraction", "1", "share of values whose loss was clipped"),
-        Metric(
-            "critic/explained_variance", "1", "of the returns, by the values at lease; 1: perfect"
-        ),
+        Metric("critic/explained_variance", "1", "of the returns, by the values at lease; 1: perfect"),
         Metric("timing/experience_s", "s", "log-probs, values and scores of the lease, advantages, correction"),
         Metric("timing/update_critic_s", "s", "all of the critic's steps on the lease"),
     ),
