@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from asyncrl.failures import ConfigError
+from trainer.engine.base import EngineSpec
 
 INNER = "inner."
 
@@ -110,7 +112,7 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def require(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -> None:
+def check_settings(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -> None:
     """Check that a model has nothing that a backend's version of it would leave out.
 
     Args:
@@ -127,10 +129,36 @@ def require(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -
             )
 
 
-def missing(backend: str, package: str, error: ImportError) -> ConfigError:
-    """The library is not there, or is broken."""
-    return ConfigError.wrap(
-        f"trainer.strategy={backend}: it needs {package}, which cannot be imported; pip install 'asyncrl[{backend}]', "
-        "or use trainer.strategy=fsdp2",
-        error,
-    )
+def check_weights(model: ForeignModel, source: PreTrainedModel, backend: str) -> None:
+    """Check that every weight of `source` has its place in `model`, and no other.
+
+    Raises:
+        ConfigError: names those that have not.
+    """
+    wanted = {name for name, _ in source.named_parameters()}
+    odd = sorted(wanted ^ set(model.checkpoint_weights(dict(model.named_parameters()))))
+    if odd:
+        raise ConfigError(
+            f"trainer.strategy={backend}: {len(odd)} weights of this {source.config.model_type} have no counterpart "
+            f"({', '.join(odd[:3])}, …); use trainer.strategy=fsdp2"
+        )
+
+
+def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ConfigError: the library is not there or is broken, or kernels are asked for that only fit transformers' models.
+    """
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.strategy={backend}: it needs {package}, which cannot be imported here ({error}); "
+            f"pip install 'asyncrl[{backend}]', or use trainer.strategy=fsdp2"
+        ) from None
+    if spec.engine.use_liger:
+        raise ConfigError(
+            f"trainer.use_liger=true with trainer.strategy={backend}: Liger kernels replace parts of transformers' "
+            "models, which this one is not; set trainer.use_liger=false"
+        )

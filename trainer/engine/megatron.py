@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.failures import ConfigError
+from trainer.engine.base import EngineSpec
 from trainer.engine.ddp import DdpEngine
-from trainer.engine.foreign import Attention, ForeignModel, head_dim, missing, require
+from trainer.engine.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engine.registry import EngineRegistry
 
 BACKEND = "megatron"
 MODELS = ("llama", "qwen2", "qwen3")
-FIXED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 """What is built here, where a Hugging Face configuration leaves a choice."""
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -46,12 +47,18 @@ LAYER_NAMES = {
 class MegatronEngine(DdpEngine):
     """Raises ConfigError: megatron-core is not installed, or the model is none that is mapped to it here."""
 
+    def __init__(self, spec: EngineSpec) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
+            check_ready(spec, BACKEND, "megatron-core", "megatron.core.models.gpt")
+        super().__init__(spec)
+
     def _load(self) -> PreTrainedModel:
-        try:
-            _initialize()
-            return MegatronModel(super()._load())
-        except ImportError as error:
-            raise missing(BACKEND, "megatron-core", error) from None
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        return MegatronModel(super()._load())
 
     def close(self) -> None:
         if self._owns_group:
@@ -76,7 +83,7 @@ class MegatronModel(ForeignModel):
                 f"trainer.strategy={BACKEND}: runs models of type {', '.join(MODELS)}, not {config.model_type}; use "
                 "trainer.strategy=fsdp2"
             )
-        require(config, BACKEND, FIXED)
+        check_settings(config, BACKEND, FIXED)
         super().__init__(config)
         self._joined = _Joined(config)
         with torch.device("meta"):
@@ -90,6 +97,7 @@ class MegatronModel(ForeignModel):
         self._take_weights(source.state_dict())
         for number, layer in enumerate(self.inner.decoder.layers):
             layer.self_attention.core_attention = _CoreAttention(config, number)
+        check_weights(self, source, BACKEND)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.inner.embedding.word_embeddings
@@ -201,15 +209,6 @@ def _hf_names(name: str) -> list[str]:
     number, _, rest = name.removeprefix("decoder.layers.").partition(".")
     module, _, kind = rest.rpartition(".")
     return [f"model.layers.{number}.{part}.{kind}" for part in LAYER_NAMES[module]]
-
-
-def _initialize() -> None:
-    """Megatron-Core's process groups, of one rank each but for the data-parallel one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
-        from megatron.core import parallel_state
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
 
 def _build_gpt(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.failures import ConfigError
-from trainer.engine.foreign import Attention, ForeignModel, head_dim, missing, require
+from trainer.engine.base import EngineSpec
+from trainer.engine.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engine.fsdp2 import Fsdp2Engine, sum_gradients
 from trainer.engine.registry import EngineRegistry
 
@@ -32,11 +33,12 @@ class TorchtitanEngine(Fsdp2Engine):
         ConfigError: torchtitan is not installed, or the model is none of those it has.
     """
 
+    def __init__(self, spec: EngineSpec) -> None:
+        check_ready(spec, BACKEND, "torchtitan", "torchtitan.models.common.decoder")
+        super().__init__(spec)
+
     def _load(self) -> PreTrainedModel:
-        try:
-            return TitanModel(super()._load())
-        except ImportError as error:
-            raise missing(BACKEND, "torchtitan", error) from None
+        return TitanModel(super()._load())
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -80,6 +82,7 @@ class TitanModel(ForeignModel):
         self.inner.tok_embeddings.padding_idx = source.get_input_embeddings().padding_idx
         for number, layer in enumerate(self.inner.layers.values()):
             layer.attention.inner_attention = _InnerAttention(source.config, number)
+        check_weights(self, source, BACKEND)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.inner.tok_embeddings
@@ -114,7 +117,7 @@ class _Parts(NamedTuple):
 def _parts(config: PretrainedConfig) -> _Parts:
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-    require(config, BACKEND, FIXED)
+    check_settings(config, BACKEND, FIXED)
     if config.model_type == "llama":
         from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
         from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter

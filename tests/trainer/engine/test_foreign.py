@@ -1,0 +1,236 @@
+"""Engines of other libraries: without the library they say what to install; with it they are what transformers' are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.failures import ConfigError
+from trainer.engine.attention import enable_packing
+from trainer.engine.base import EngineSpec
+from trainer.engine.contract import checks_of
+from trainer.engine.foreign import Attention, ForeignModel, check_settings, check_weights
+from trainer.engine.registry import EngineRegistry
+
+LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
+SELFCHECK_S = 240
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def has(backend: str) -> bool:
+    package, _, rest = LIBRARIES[backend].partition(".")
+    return find_spec(package) is not None and (not rest or find_spec(LIBRARIES[backend]) is not None)
+
+
+def need(backend: str) -> None:
+    if not has(backend):
+        pytest.skip(f"{backend} is not installed")
+
+
+def spec(backend: str, path: Path | str = "/nowhere", **engine: Any) -> EngineSpec:
+    settings = EngineConfig(strategy=backend, device="cpu", **engine)
+    return EngineSpec("language_model", ModelConfig(path=str(path)), settings, OptimConfig())
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_missing_library_is_named_with_what_to_install(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == backend]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, backend, None)  # importing it fails
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{backend}\]'"
+    ):
+        EngineRegistry.new(spec(backend))
+
+
+def test_backends_are_found_by_name_without_importing_their_library() -> None:
+    program = (
+        "import sys\n"
+        "from trainer.engine.registry import EngineRegistry\n"
+        "assert {'torchtitan', 'megatron'} <= set(EngineRegistry.backends())\n"
+        "assert 'trainer.engine.torchtitan' not in sys.modules\n"
+        "for name in ('torchtitan', 'megatron'):\n"
+        "    assert EngineRegistry.model_types(name, 'cpu') == {'language_model'}\n"
+        "assert not {'torchtitan', 'megatron'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.timeout(SELFCHECK_S + 30)
+def test_contract(backend: str, ranks: int) -> None:
+    need(backend)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") if ranks > 1 else ()
+    command = [sys.executable, *launcher, "-m", "trainer.engine.selfcheck"]
+    options = ["--backend", backend, "--device", "cpu", "--json"]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=SELFCHECK_S, check=False)
+    assert run.stdout, run.stderr[-4000:]
+    results = json.loads(run.stdout[run.stdout.index("{") :])["results"]
+    assert [result["detail"] for result in results if not result["passed"]] == []
+    assert len(results) == len(checks_of(backend, "cpu", ranks))
+
+
+def configurations(backend: str) -> list[PretrainedConfig]:
+    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    every = [
+        LlamaConfig(**sizes, tie_word_embeddings=True, pad_token_id=0),
+        LlamaConfig(**sizes, rope_parameters=llama3 | {"original_max_position_embeddings": 16}),
+        Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
+        Qwen2Config(**sizes),
+    ]
+    return every if backend == "megatron" else every[:-1]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_its_models_compute_what_transformers_do(backend: str, tmp_path: Path) -> None:
+    need(backend)
+    for number, config in enumerate(configurations(backend)):
+        torch.manual_seed(number)
+        path = tmp_path / f"{config.model_type}_{number}"
+        source = _random(config)
+        source.save_pretrained(path)
+        engine: Any = EngineRegistry.new(spec(backend, path))
+        model, ids = engine._scorer.module, torch.randint(1, 64, (3, 40))
+        torch.testing.assert_close(model(ids).logits, source(ids).logits, atol=2e-5, rtol=1e-4, msg=str(path.name))
+        assert engine._scorer.packed
+        weights = dict(engine.weights("float32"))
+        assert weights.keys() == {name for name, _ in source.named_parameters()}
+        for name, parameter in source.named_parameters():
+            assert torch.equal(weights[name], parameter.detach()), name
+        engine.close()
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, "runs models of type llama"),
+        ({"hidden_act": "gelu"}, "no hidden_act='gelu'"),
+        ({"attention_bias": True}, "no attention_bias=True"),
+    ],
+)
+def test_a_model_it_would_compute_differently_is_refused(
+    backend: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    need(backend)
+    config = AutoConfig.for_model(**{"model_type": "llama", "num_key_value_heads": 2, **SIZES, **changes})
+    _random(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        EngineRegistry.new(spec(backend, tmp_path))
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_kernels_for_transformers_models_are_refused(backend: str) -> None:
+    need(backend)
+    with pytest.raises(ConfigError, match="use_liger=true with"):
+        EngineRegistry.new(spec(backend, use_liger=True))
+
+
+# ----------------------------------------------------------------------------------- the face, without any library
+
+
+class Twin(ForeignModel):
+    """A transformers model behind the face: what it computes is known."""
+
+    layer_class = "LlamaDecoderLayer"
+
+    def __init__(self, source: LlamaForCausalLM) -> None:
+        super().__init__(source.config)
+        self.inner, self.head = source.model, source.lm_head
+        for number, layer in enumerate(source.model.layers):
+            layer.self_attn = _Seen(layer.self_attn, source.config, number)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inner.embed_tokens
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        angles = self.inner.rotary_emb(self.inner.embed_tokens(input_ids), position_ids)
+        hidden = self.inner.embed_tokens(input_ids)
+        for layer in self.inner.layers:
+            hidden = layer(hidden, position_embeddings=angles)
+        return self.inner.norm(hidden)
+
+    def to_hf(self, weights: Any) -> dict[str, Tensor]:
+        return {
+            (f"model.{name}" if not name.startswith("head.") else f"lm_{name}").replace(".source.", "."): tensor
+            for name, tensor in weights.items()
+        }
+
+
+class _Seen(Attention):
+    def __init__(self, source: nn.Module, config: PretrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, 2, layer_idx)
+        self.source = source
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        shape = (*hidden_states.shape[:-1], -1, self.source.head_dim)
+        parts = (self.source.q_proj, self.source.k_proj, self.source.v_proj)
+        query, key, value = (part(hidden_states).view(shape).transpose(1, 2) for part in parts)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        return self.source.o_proj(self.attend(query, key, value).flatten(2)), None
+
+
+@pytest.fixture
+def twin() -> tuple[LlamaForCausalLM, Twin]:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="sdpa")
+    source, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    other.load_state_dict(source.state_dict())
+    return source, Twin(other)
+
+
+def test_attention_goes_through_transformers_interface_and_packs(twin: tuple[LlamaForCausalLM, Twin]) -> None:
+    source, model = twin
+    ids = torch.randint(0, 64, (2, 11))
+    torch.testing.assert_close(model(ids).logits, source(ids).logits)
+    assert enable_packing(model)
+    torch.testing.assert_close(model(ids).logits, source(ids).logits)
+
+
+def test_checkpointed_layers_give_the_same_gradients(twin: tuple[LlamaForCausalLM, Twin]) -> None:
+    source, model = twin
+    ids = torch.randint(0, 64, (2, 11))
+    source(ids).logits.logsumexp(-1).sum().backward()
+    model.gradient_checkpointing_enable()
+    names = [name for name, _ in model.named_parameters()]
+    assert sum("_checkpoint_wrapped_module" in name for name in names) == 18
+    model(ids).logits.logsumexp(-1).sum().backward()
+    for (name, expected), parameter in zip(source.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, msg=name)
+
+
+def test_weights_without_a_counterpart_and_other_settings_are_named(twin: tuple[LlamaForCausalLM, Twin]) -> None:
+    source, model = twin
+    check_weights(model, source, "theirs")
+    model.inner.norm.register_parameter("bias", nn.Parameter(torch.zeros(32)))
+    with pytest.raises(ConfigError, match=r"strategy=theirs: 1 weights of this llama .*model\.norm\.bias"):
+        check_weights(model, source, "theirs")
+    check_settings(source.config, "theirs", {"hidden_act": "silu", "unknown_to_llama": 3})
+    with pytest.raises(ConfigError, match="no hidden_act='silu'"):
+        check_settings(source.config, "theirs", {"hidden_act": "gelu"})
+
+
+def _random(config: PretrainedConfig) -> Any:
+    """With norms and biases that are not their neutral start."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(1.0, 0.2)
+    return model.eval()
