@@ -30,6 +30,8 @@ class ForeignModel(PreTrainedModel):
 
     layer_class = ""
     """Name of the class of the repeated layers."""
+    inner: Any
+    head: nn.Module
     base_model_prefix = "body"
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -38,8 +40,6 @@ class ForeignModel(PreTrainedModel):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
         self._no_split_modules = [self.layer_class]
-        self.inner: nn.Module
-        self.head: nn.Module
 
     @abstractmethod
     def to_hf(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -171,7 +171,9 @@ class _Positions:
 class _Rotary(nn.Module):
     """Angles from the positions that are asked for; Megatron-Core's own count from 0 and live on GPUs only."""
 
-    def __init__(self, source: nn.Module, positions: _Positions) -> None:
+    inv_freq: Tensor
+
+    def __init__(self, source: Any, positions: _Positions) -> None:
         super().__init__()
         if source.attention_scaling != 1.0:
             raise ConfigError(

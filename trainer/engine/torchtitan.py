@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from trainer.engine.base import EngineSpec
 from trainer.engine.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
 from trainer.engine.fsdp2 import Fsdp2Engine, sum_gradients
 from trainer.engine.registry import EngineRegistry
-
-if TYPE_CHECKING:
-    from torchtitan.models.common.decoder import Decoder
 
 BACKEND = "torchtitan"
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -69,7 +66,7 @@ class TitanModel(ForeignModel):
         settings = _decoder_settings(source.config, parts)
         self._adapter = parts.adapter(settings, None)
         with torch.device("meta"):
-            self.inner: Decoder = settings.build()
+            self.inner = settings.build()
         self.inner._skip_lm_head = True  # it is called apart, on the positions that are scored
         self.inner.load_state_dict(self._adapter.from_hf(source.state_dict()), assign=True)
         if settings.enable_weight_tying:
@@ -109,7 +106,7 @@ class _Parts(NamedTuple):
     """What torchtitan makes one architecture of."""
 
     model: Any
-    block: type
+    block: Any
     rope: Any
     adapter: Any
 
