@@ -1,0 +1,93 @@
+"""How the parts of a run go together: drift, versions, records, deadlines, the cluster, the HTTP side."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import NonNegative, Positive, Seconds, Section
+
+
+class AsyncTrainingConfig(Section):
+    """How far generation and training may drift apart. docs/design.md §3 has the four usual modes."""
+
+    staleness_threshold: Annotated[float, Field(ge=0)] = 1.0
+    """Generation may run this many versions' worth of samples ahead; 0: on-policy pacing."""
+    trigger_parameter_sync_step: Positive = 1
+    """A version is published every so many leases."""
+    require_batches: Positive = 1
+    """Mini-batches per lease; each is one optimizer step."""
+    partial_rollout: bool = True
+    """Responses in flight at a weight sync go on under the new weights; false: the sync waits for them."""
+    partial_mode: Literal["keep", "abort"] = "keep"
+    """How they go on: frozen in the engine with their KV cache, or handed back to the client and resubmitted."""
+    max_staleness: NonNegative | None = None
+    """Bound on `trainer version - oldest version of any token`; null: none."""
+    stale_action: Literal["drop", "mask", "keep"] = "drop"
+    """Beyond the bound: drop the sample, mask its too old tokens, or train on it and only count it."""
+
+
+class WeightSyncConfig(Section):
+    """From trainer to engines."""
+
+    backend: Literal["object_store"] = "object_store"
+    """How versions travel."""
+    verify: Literal["every", "first", "off"] = "every"
+    """Compare the engine's weights with the published checksums after each load, only the first, or never."""
+    clear_kv_cache: bool = False
+    """With `partial_mode: keep`: recompute the KV cache of running requests under the new weights."""
+
+
+class LoggingConfig(Section):
+    """What a run writes and shows."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """auto: a live view on a terminal, plain lines elsewhere."""
+    jsonl: bool = True
+    """metrics.jsonl in the run directory."""
+    tensorboard: bool = True
+    """TensorBoard files in the run directory."""
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Of the log files in the run directory and of what reaches the terminal."""
+
+
+class TimeoutsConfig(Section):
+    """Deadlines, in seconds."""
+
+    start_s: Seconds = 600.0
+    """For an engine or the trainer to come up."""
+    call_s: Seconds = 60.0
+    """For a call between parts that should answer at once."""
+    generate_s: Seconds = 600.0
+    """For one generate call."""
+    train_s: Seconds = 1800.0
+    """For one call to the training processes: a step, or a forward pass over a lease."""
+    collective_s: Seconds = 300.0
+    """For one collective operation between training processes."""
+    apply_s: Seconds = 300.0
+    """For a replica to load a version."""
+    watchdog_s: Seconds = 600.0
+    """A run in which nothing moves for so long stops and says what it waits on."""
+    stop_s: Seconds = 15.0
+    """For a clean stop: checkpoint, summary, Ray and Serve down."""
+
+
+class RayConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """null: a private one on this machine, gone at the end; else `auto` or `host:port`."""
+    object_store_memory_bytes: Positive | None = None
+    """Of a private cluster; null: Ray decides."""
+
+
+class ServeConfig(Section):
+    """The HTTP side of `asyncrl serve`."""
+
+    host: str = "127.0.0.1"
+    """Loopback unless you say otherwise, and then `api_key_env` is needed."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """TCP port."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key clients must send."""
