@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Given, Problem, Rule, warning
 from asyncrl.config.schema import AlgorithmConfig, Config
 
 NEEDS_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
@@ -14,7 +14,7 @@ _SEQUENCE_CLIP = 0.05
 """A clip range above this hardly ever touches a geometric mean of probability ratios."""
 
 
-def groups(config: Config, given: Collection[str]) -> Iterator[Problem]:
+def groups(config: Config, given: Given) -> Iterator[Problem]:
     name, single = config.algorithm.adv_estimator, config.rollout.n == 1
     if single and name in NEEDS_GROUPS:
         yield Problem(
@@ -32,7 +32,7 @@ def groups(config: Config, given: Collection[str]) -> Iterator[Problem]:
         )
 
 
-def correction(config: Config, given: Collection[str]) -> Iterator[Problem]:
+def correction(config: Config, given: Given) -> Iterator[Problem]:
     section, keys = "algorithm.rollout_correction", config.algorithm.rollout_correction
     if keys.bypass_mode and keys.rollout_is != "none":
         if config.algorithm.policy_loss != "reinforce":
@@ -58,47 +58,86 @@ def correction(config: Config, given: Collection[str]) -> Iterator[Problem]:
             f"every weight is below it or above rollout_is_threshold = {keys.rollout_is_threshold:g}: all would be 0",
             "set it below rollout_is_threshold",
         )
-    low = keys.rollout_rs_threshold_low or 1.0 / keys.rollout_rs_threshold
-    if keys.rollout_rs == "geometric" and low > keys.rollout_rs_threshold:
+    if keys.rollout_rs not in ("none", "geometric") and keys.rollout_rs_threshold is None:
         yield Problem(
             f"{section}.rollout_rs_threshold",
-            keys.rollout_rs_threshold,
+            None,
+            f"{section}.rollout_rs={keys.rollout_rs} rejects what diverges by more than so many nats, and no number is "
+            "right for every statistic",
+            "give the largest divergence that is let through, in nats",
+        )
+    low = keys.rollout_rs_threshold_low or 1.0 / keys.rejection_bound
+    if keys.rollout_rs == "geometric" and low > keys.rejection_bound:
+        yield Problem(
+            f"{section}.rollout_rs_threshold",
+            keys.rejection_bound,
             f"the ratio would have to be at least {low:g} and at most that: every response would be rejected",
             "set it above 1, such as 1.001, and rollout_rs_threshold_low below it, or to 0 for one over it",
         )
 
 
-def objective(config: Config, given: Collection[str]) -> Iterator[Problem]:
+def objective(config: Config, given: Given) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.policy_loss == "gspo":
         if min(algorithm.clip_ratio_low, algorithm.clip_ratio_high) > _SEQUENCE_CLIP:
-            yield Problem(
+            yield warning(
                 "algorithm.clip_ratio_high",
                 algorithm.clip_ratio_high,
                 "GSPO clips a mean over the response, which stays far closer to 1 than a token's ratio: nothing would "
                 "be clipped",
                 "set algorithm.clip_ratio_low=3e-4 algorithm.clip_ratio_high=4e-4",
-                "warning",
             )
         if algorithm.loss_agg_mode != "seq-mean-token-mean":
-            yield Problem(
+            yield warning(
                 "algorithm.loss_agg_mode",
                 algorithm.loss_agg_mode,
                 "GSPO's objective is a mean over responses; this one weighs them by length",
                 "set it to seq-mean-token-mean",
-                "warning",
             )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
-        yield Problem(
+        yield warning(
             "algorithm.use_kl_in_reward",
             True,
             "the KL divergence would be penalized twice, in the reward and in the loss",
             "leave out one of use_kl_in_reward and use_kl_loss, unless you mean it",
-            "warning",
         )
 
 
-def shaping(config: Config, given: Collection[str]) -> Iterator[Problem]:
+def unclipped(config: Config, given: Given) -> Iterator[Problem]:
+    """Plain policy gradients are of the policy that sampled; what else there is needs weights."""
+    drift, key = config.async_training, "algorithm.rollout_correction.rollout_is"
+    if config.algorithm.policy_loss != "reinforce" or config.algorithm.rollout_correction.rollout_is != "none":
+        return
+    causes = (
+        ("async_training.staleness_threshold", drift.staleness_threshold, 0),
+        ("async_training.trigger_parameter_sync_step", drift.trigger_parameter_sync_step, 1),
+        ("async_training.require_batches", drift.require_batches, 1),
+        ("trainer.ppo_epochs", config.trainer.ppo_epochs, 1),
+    )
+    told = [f"{name}={value:g}" for name, value, on_policy in causes if value > on_policy]
+    if told:
+        yield warning(
+            key,
+            "none",
+            f"with {', '.join(told)} samples are of older policies than the one that learns from them, and "
+            "algorithm.policy_loss=reinforce neither clips nor weighs them: the gradient is biased",
+            "set it to token or sequence, or train on-policy",
+        )
+
+
+def adaptive_kl(config: Config, given: Given) -> Iterator[Problem]:
+    control, responses = config.algorithm.kl_ctrl, config.samples_per_lease * config.rollout.n
+    if config.algorithm.use_kl_in_reward and control.type == "adaptive" and responses > control.horizon:
+        yield warning(
+            "algorithm.kl_ctrl.horizon",
+            control.horizon,
+            f"a lease has {responses} responses (trainer.ppo_mini_batch_size x async_training.require_batches x "
+            "rollout.n), so each would change the coefficient by more than a fifth, and it would swing",
+            f"set it well above {responses}",
+        )
+
+
+def shaping(config: Config, given: Given) -> Iterator[Problem]:
     buffer, longest = config.reward.overlong_buffer, config.rollout.response_length
     if buffer.enable and buffer.len > longest:
         yield Problem(
@@ -109,7 +148,7 @@ def shaping(config: Config, given: Collection[str]) -> Iterator[Problem]:
         )
 
 
-RULES = (groups, correction, objective, shaping)
+RULES: tuple[Rule, ...] = (groups, correction, unclipped, objective, adaptive_kl, shaping)
 
 _Idle = tuple[str, Callable[[Config], bool], str, str]
 

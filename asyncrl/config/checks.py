@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import assets
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.trainer_rules import roles
+from asyncrl.config.trainer_rules import epoch_steps, fits, roles, too_few_prompts
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _DATA_SUFFIXES = (".parquet", *_JSON_LINES)
@@ -38,7 +38,8 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
     found = [*_model(config), *_chat_template(config), *_api_key(config)]
     if serve_only:
         return [*found, *_port(config)]
-    found += [*_data_files(config), *_reward(config), *_roles(config), *_resume(config)]
+    found += [*_data_files(config), *_length(config), *_reward(config), *_roles(config), *_gpus(config)]
+    found += _resume(config)
     if config.ray.address is not None:  # the parts may run where these files are, though they are not here
         found = [replace(problem, severity="warning") for problem in found]
     return [*found, *_strategies(config), *_run_dir(config)]
@@ -202,6 +203,43 @@ def num_prompts(config: Config) -> int | None:
         with local.open("rb") as stream:
             total += sum(1 for line in stream if line.strip())
     return min(total, config.data.max_train_samples or total)
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that this process may use."""
+    driver = Path("/proc/driver/nvidia/gpus")
+    present = len(list(driver.iterdir())) if driver.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    chosen = [device for device in visible.split(",") if device.strip() and device.strip() != "-1"]
+    return min(present, len(chosen))
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    """The rules about a run's length, where the data decides it."""
+    prompts = None if config.trainer.total_training_steps is not None else num_prompts(config)
+    if prompts is not None:
+        steps = epoch_steps(config, prompts)
+        yield from fits(config, steps) if steps else [too_few_prompts(config, prompts)]
+
+
+def _gpus(config: Config) -> Iterator[Problem]:
+    """What `trainer.device: auto` makes of keys for GPUs; `idle` has the same for `cpu`."""
+    trainer = config.trainer
+    if trainer.device != "auto" or visible_gpus():
+        return
+    found = "this machine shows no GPU, which trainer.device=auto would take"
+    for key in ("activation_offload", "param_offload", "optimizer_offload"):
+        if getattr(trainer, key):
+            yield warning(f"trainer.{key}", True, f"{found}: on CPU it has no effect", "leave this key out")
+    if trainer.use_liger:
+        yield Problem(
+            "trainer.use_liger",
+            True,
+            f"{found}: Liger kernels run on GPUs only",
+            "leave this key out, or set trainer.device=cuda if there is a GPU after all",
+        )
 
 
 def _chat_template(config: Config) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, errors, report, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.trainer_rules import roles
+from asyncrl.config.trainer_rules import epoch_steps, fits, roles, too_few_prompts
 from asyncrl.failures import ConfigError
 
 GIB = 1024**3
@@ -107,18 +107,15 @@ def training_steps(config: Config, num_prompts: int) -> int:
     """Optimizer steps of the whole run, with `num_prompts` an epoch; a last lease that would not fill is left out.
 
     Raises:
-        ConfigError: the prompts do not fill a single lease.
+        ConfigError: the prompts do not fill a single lease, or only the critic's warm-up.
     """
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
-    leases = num_prompts * config.trainer.total_epochs // config.samples_per_lease
-    if leases == 0:
-        raise ConfigError(
-            f"trainer.total_epochs = {config.trainer.total_epochs}: {num_prompts} prompts each do not fill a lease, "
-            f"which is {config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so "
-            "there would be no step; add data or epochs, or lower trainer.ppo_mini_batch_size"
-        )
-    return leases * config.steps_per_lease
+    steps = epoch_steps(config, num_prompts)
+    found = errors(fits(config, steps)) if steps else [too_few_prompts(config, num_prompts)]
+    if found:
+        raise ConfigError(report(found))
+    return steps
 
 
 def total_samples(config: Config, total_steps: int) -> int:
@@ -139,7 +136,7 @@ def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iter
     yield Part("rollouter", 1, 1, 0, None)
     yield Part("engine (vLLM)", ranks, threads, int(on_gpu), engine, computes=True)
     if config.reward_model.placement == "serve":
-        yield Part("reward model (Serve)", config.reward_model.num_replicas, 1, 0, None, computes=True)
+        yield Part("reward model (Serve)", config.reward_model.num_replicas, 1, int(on_gpu), None, computes=True)
     yield Part("trainer", 1, 1, 0, None)
     yield from _ranks(config, on_gpu, num_parameters)
 
@@ -192,32 +189,29 @@ def problems(plan: Plan) -> list[Problem]:
 def _shortages(plan: Plan) -> Iterator[Problem]:
     gpus = sum(part.count * part.gpus for part in plan.parts)
     if gpus > plan.machine.gpus:
-        yield Problem(
+        yield warning(
             "resources",
             f"{gpus} GPUs",
             f"this machine shows {plan.machine.gpus}",
-            "lower trainer.num_workers, rollout.num_replicas or rollout.tensor_parallel_size, or point ray.address at "
-            "a cluster",
-            "warning",
+            "lower trainer.num_workers, rollout.num_replicas, rollout.tensor_parallel_size or "
+            "reward_model.num_replicas, or point ray.address at a cluster",
         )
     busy = sum(part.count * part.threads for part in plan.parts if part.computes)
     if not gpus and busy > plan.machine.cpus:
-        yield Problem(
+        yield warning(
             "resources",
             f"{busy} computing threads",
             f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down",
             "lower rollout.cpu_threads, trainer.cpu_threads, trainer.num_workers or rollout.num_replicas",
-            "warning",
         )
     needed = sum(part.count * (part.memory_bytes or 0) for part in plan.parts if not part.gpus)
     available = plan.machine.memory_bytes
     if available is not None and needed > available:
-        yield Problem(
+        yield warning(
             "resources",
             f"{needed / GIB:.1f} GiB",
             f"this machine has {available / GIB:.1f} GiB of memory",
             "take a smaller model, fewer replicas or a smaller rollout.cpu_kv_cache_gib",
-            "warning",
         )
 
 

@@ -29,7 +29,13 @@ _OWN_ENGINE_KWARGS: Mapping[str, str] = {
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+        "rollout.tensor_parallel_size or rollout.num_replicas: an engine is given GPUs for these",
+    ),
+    "load_format": "nothing: weights are read from safetensors, never from a pickle",
     "logprobs_mode": "nothing: log-probs must be those the loss expects",
+    "worker_cls": "nothing: weight updates need the engine's own",
     "worker_extension_cls": "nothing: weight updates need it",
 }
 
@@ -111,11 +117,12 @@ def _context(config: Config, given: Given) -> Iterator[Problem]:
 
 
 def _groups(config: Config, given: Given) -> Iterator[Problem]:
-    if config.rollout.sampling.temperature == 0 and config.rollout.n > 1:
+    if config.rollout.sampling.temperature == 0:
         yield Problem(
             "rollout.sampling.temperature",
             0,
-            f"greedy decoding gives {config.rollout.n} equal responses to each prompt: no exploration, no advantage",
+            "greedy decoding always gives a prompt the same response: nothing is explored, and there is nothing better "
+            "to learn from",
             "set it above 0, usually 1.0; rollout.val.temperature is the one for validation",
         )
     if config.rollout.val.temperature == 0 and config.rollout.val.n > 1:
@@ -207,13 +214,21 @@ def _engine(config: Config, given: Given) -> Iterator[Problem]:
 
 def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
     limits = config.timeouts
-    longest = max(limits.call_s, config.reward.timeout_s)
-    if limits.watchdog_s < longest:
+    # A call to the training processes counts as movement while it is under way: train_s and collective_s may be longer.
+    silent = {
+        "timeouts.call_s": limits.call_s,
+        "timeouts.generate_s": limits.generate_s,
+        "timeouts.apply_s": limits.apply_s,
+        "reward.timeout_s": config.reward.timeout_s,
+    }
+    longest = max(silent, key=silent.__getitem__)
+    if limits.watchdog_s < silent[longest]:
         yield warning(
             "timeouts.watchdog_s",
             limits.watchdog_s,
-            f"one call may take {longest:g} s (timeouts.call_s, reward.timeout_s), so a healthy run could be stopped",
-            f"set it to at least {longest:g}",
+            f"one call may take {silent[longest]:g} s ({longest}) in which nothing else moves, so a healthy run could "
+            "be stopped",
+            f"set it to at least {silent[longest]:g}, or lower {longest}",
         )
 
 

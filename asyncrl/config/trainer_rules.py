@@ -60,19 +60,51 @@ def _steps(config: Config, given: Given) -> Iterator[Problem]:
             f"trainer.total_training_steps = {steps} decides the length, so it would have no effect",
             "set trainer.total_training_steps=null, or leave this key out",
         )
-    if training.optim.warmup_steps >= steps:
+    yield from fits(config, steps)
+
+
+def epoch_steps(config: Config, num_prompts: int) -> int:
+    """Steps of `trainer.total_epochs` over so many prompts; a last lease that would not fill is left out."""
+    return num_prompts * config.trainer.total_epochs // config.samples_per_lease * config.steps_per_lease
+
+
+def too_few_prompts(config: Config, num_prompts: int) -> Problem:
+    """What there is to say where `epoch_steps` is 0."""
+    return Problem(
+        "trainer.total_epochs",
+        config.trainer.total_epochs,
+        f"{num_prompts} prompts each do not fill a lease, which is {config.samples_per_lease} "
+        "(trainer.ppo_mini_batch_size x async_training.require_batches), so there would be no step",
+        "add data or epochs, or lower trainer.ppo_mini_batch_size",
+    )
+
+
+def fits(config: Config, steps: int) -> Iterator[Problem]:
+    """Whether warm-ups end before a run of `steps` does, its length given or derived from the data."""
+    training, critic = config.trainer, config.critic
+    alone = critic.warmup_steps if config.needs_critic else 0
+    if alone >= steps:
+        yield Problem(
+            "critic.warmup_steps",
+            alone,
+            f"the run has {steps} steps, in all of which only the critic would learn",
+            f"set it below {steps}",
+        )
+    elif training.optim.warmup_steps >= steps - alone:
+        after = f", {alone} of them the critic's alone (critic.warmup_steps)" if alone else ""
         yield warning(
             "trainer.optim.warmup_steps",
             training.optim.warmup_steps,
-            f"the run has {steps} steps, so the learning rate would never reach its peak",
-            f"set it below {steps}",
+            f"the run has {steps} steps{after}, so the learning rate would never reach its peak",
+            f"set it below {steps - alone}",
         )
-    if config.needs_critic and config.critic.warmup_steps >= steps:
-        yield Problem(
-            "critic.warmup_steps",
-            config.critic.warmup_steps,
-            f"the run has {steps} steps, in all of which only the critic would learn",
-            f"set it below {steps}",
+    critic_steps = steps // training.ppo_epochs * critic.ppo_epochs
+    if config.needs_critic and critic.optim.warmup_steps >= critic_steps:
+        yield warning(
+            "critic.optim.warmup_steps",
+            critic.optim.warmup_steps,
+            f"the critic takes {critic_steps} steps, so its learning rate would never reach its peak",
+            f"set it below {critic_steps}",
         )
 
 
@@ -208,18 +240,26 @@ def _reward_model(config: Config, given: Given) -> Iterator[Problem]:
             f"reward_model.placement={model.placement} needs a model that scores",
             "give a sequence-classification model with one label, or set reward_model.placement=off",
         )
+    if model.placement != "off" and model.weight == 0:
+        yield warning(
+            "reward_model.weight",
+            0,
+            "the reward model is asked, and what it says changes nothing",
+            "set it to another number, or reward_model.placement=off",
+        )
+    scored = config.reward.weight != 0 or (model.placement != "off" and model.weight != 0)
+    if not scored and not config.reward.overlong_buffer.enable:
+        yield Problem(
+            "reward.weight",
+            0,
+            "no other score counts in the reward, so every response would be worth 0 and nothing would be learned",
+            "set it to another number, or let a reward model score (reward_model.placement, reward_model.weight)",
+        )
 
 
 def _remax(config: Config, given: Given) -> Iterator[Problem]:
     if config.algorithm.adv_estimator != "remax":
         return
-    if config.rollout.sampling.temperature == 0 and config.rollout.n == 1:
-        yield Problem(
-            "rollout.sampling.temperature",
-            0,
-            "ReMax compares with the greedy response, which every response would be: all advantages 0",
-            "set it above 0, usually 1.0",
-        )
     if config.reward_model.placement == "worker":
         yield Problem(
             "reward_model.placement",
@@ -232,7 +272,17 @@ def _remax(config: Config, given: Given) -> Iterator[Problem]:
 
 def _filtering(config: Config, given: Given) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
-    if config.algorithm.filter_groups.enable and estimator not in NEEDS_GROUPS:
+    if not config.algorithm.filter_groups.enable:
+        return
+    if config.reward_model.placement == "worker":
+        yield Problem(
+            "algorithm.filter_groups.enable",
+            True,
+            "groups are judged when they are leased, before the Trainer's reward model has scored them: those whose "
+            "responses only the model tells apart would be thrown away",
+            "set reward_model.placement=serve, which scores before the lease, or this to false",
+        )
+    if estimator not in NEEDS_GROUPS:
         yield warning(
             "algorithm.filter_groups.enable",
             True,

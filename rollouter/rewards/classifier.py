@@ -5,6 +5,7 @@ Torch and transformers only, so that it can be tested, and used, without Ray.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,14 @@ class Conversation(NamedTuple):
     response: str
 
 
+class Encoded(NamedTuple):
+    """A conversation as the model reads it."""
+
+    ids: list[int]
+    types: list[int]
+    """Which of the two parts of a pair each token is of (`token_type_ids`); all 0 where the tokenizer does not tell."""
+
+
 class Classifier:
     """Scores conversations with one model on one device."""
 
@@ -39,6 +48,7 @@ class Classifier:
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._pad_id: int | None = model.config.pad_token_id
+        self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
         self.max_tokens: int = min((limit for limit in limits if limit is not None), default=2**31)
         """Longest conversation."""
@@ -87,7 +97,7 @@ class Classifier:
     def score(self, conversations: Sequence[Conversation]) -> list[float | DataError]:
         """The model's output for each, from one forward pass; an error in place of what cannot be scored."""
         results: list[float | DataError] = [0.0] * len(conversations)
-        encoded: dict[int, list[int]] = {}
+        encoded: dict[int, Encoded] = {}
         for number, conversation in enumerate(conversations):
             try:
                 encoded[number] = self.encode(conversation)
@@ -99,8 +109,8 @@ class Classifier:
                 results[number] = value if math.isfinite(value) else finite
         return results
 
-    def encode(self, conversation: Conversation) -> list[int]:
-        """Token ids: by the model's own chat template, or without one as the pair of prompt text and response.
+    def encode(self, conversation: Conversation) -> Encoded:
+        """By the model's own chat template, or without one as the pair of prompt text and response.
 
         Raises:
             DataError: the template refuses the messages, or the model has no room for so many tokens.
@@ -111,28 +121,37 @@ class Classifier:
             messages = [*(dict(message) for message in conversation.messages), answer]
             try:
                 ids: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+                types = [0] * len(ids)
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 raise DataError(f"the reward model's chat template refuses a conversation: {error}") from error
         else:
             prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
-            ids = tokenizer(prompt, conversation.response)["input_ids"]
+            pair = tokenizer(prompt, conversation.response)
+            ids = pair["input_ids"]
+            types = pair.get("token_type_ids", [0] * len(ids))
         if not 0 < len(ids) <= self.max_tokens:
             raise DataError(
                 f"a conversation of {len(ids)} tokens cannot be scored: the reward model takes 1 to {self.max_tokens}; "
                 "lower data.max_prompt_length or rollout.response_length"
             )
-        return ids
+        return Encoded(ids, types)
 
-    def _forward(self, rows: list[list[int]]) -> list[float]:
+    def _forward(self, rows: list[Encoded]) -> list[float]:
         """One padded pass; each row's number is what the row alone would give."""
         # The head looks at the last token that is not padding, so a model without a padding token gets one that no row
         # holds: it then looks at the row's last token, as it does for a row alone.
-        used = {token for row in rows for token in row}
+        used = {token for row in rows for token in row.ids}
         pad = self._pad_id if self._pad_id is not None else next(token for token in range(2**31) if token not in used)
         self._model.config.pad_token_id = pad
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=self._model.device)
-        lengths = torch.tensor([len(row) for row in rows], device=self._model.device)
-        mask = torch.arange(width, device=self._model.device) < lengths[:, None]
-        logits = self._model(input_ids=ids, attention_mask=mask.long()).logits
+        width, device = max(len(row.ids) for row in rows), self._model.device
+        inputs = {"input_ids": torch.tensor([_padded(row.ids, width, pad) for row in rows], device=device)}
+        if self._takes_types:
+            inputs["token_type_ids"] = torch.tensor([_padded(row.types, width, 0) for row in rows], device=device)
+        lengths = torch.tensor([len(row.ids) for row in rows], device=device)
+        mask = torch.arange(width, device=device) < lengths[:, None]
+        logits = self._model(**inputs, attention_mask=mask.long()).logits
         return logits[:, 0].float().tolist()
+
+
+def _padded(row: list[int], width: int, pad: int) -> list[int]:
+    return row + [pad] * (width - len(row))

@@ -119,6 +119,7 @@ async def replicas_up(namespace: str, limit_s: float) -> None:
     """Wait until Serve has replaced whatever engines ended.
 
     Raises:
+        InfraError: Serve does not have them any more.
         DeadlineError: not within `limit_s`.
     """
     try:
@@ -151,7 +152,19 @@ def _start_error(what: str, app: ApplicationStatusOverview) -> ConfigError | Inf
 
 
 async def _status(name: str) -> ApplicationStatusOverview:
-    return (await anyio.to_thread.run_sync(serve.status)).applications[name]
+    """What Serve says of an application; a deadline does not wait for an answer.
+
+    Raises:
+        InfraError: Serve does not have it, or not any more.
+    """
+    applications = (await anyio.to_thread.run_sync(serve.status, abandon_on_cancel=True)).applications
+    if name not in applications:
+        there = ", ".join(sorted(applications)) or "none"
+        raise InfraError(
+            f"Ray Serve has no application {name} any more (it has {there}): it was deleted, or Serve was shut "
+            "down; start the run again, from its last checkpoint with resume=auto"
+        )
+    return applications[name]
 
 
 def _api_key(config: Config) -> str | None:

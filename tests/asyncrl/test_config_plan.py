@@ -82,11 +82,26 @@ def test_epochs_give_whole_leases() -> None:
     assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
 
 
+def test_a_run_that_the_data_makes_too_short_for_the_critics_warm_up_is_refused() -> None:
+    config = load_config(
+        None,
+        ["algorithm=ppo", "critic.warmup_steps=5", "trainer.total_training_steps=null", "trainer.total_epochs=1"],
+    )
+    size = config.samples_per_lease
+    assert training_steps(config, 6 * size) == 6
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps = 5.*\n.*the run has 5 steps"):
+        training_steps(config, 5 * size)
+
+
 def test_shortages_are_warnings() -> None:
     config = load_config(None, ["rollout.num_replicas=4", "trainer.device=cuda"])
     two = Machine(cpus=64, gpus=2, memory_bytes=None)
     (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
     assert (problem.value, problem.severity) == ("5 GPUs", "warning")
+    scored = ["reward_model.placement=serve", "reward_model.num_replicas=3", "reward_model.path=asyncrl://quickstart"]
+    config = load_config(None, [*scored, "trainer.device=cuda"])
+    (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
+    assert problem.value == "5 GPUs", "an engine, a rank, and a GPU for each replica of the reward model"
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
     config = load_config(None, ["rollout.num_replicas=4"])
     found = problems(make_plan(config, small, num_parameters=10**9, num_prompts=None))

@@ -39,6 +39,9 @@ GAE = {"algorithm.adv_estimator": "gae"}
 REMAX = {"algorithm.adv_estimator": "remax"}
 ULYSSES = {"trainer.ulysses_sequence_parallel_size": 2, "trainer.strategy": "fsdp2"}
 SCORED = {"reward_model.placement": "serve", "reward_model.path": "rm"}
+REINFORCE = {"algorithm.policy_loss": "reinforce"}
+ON_POLICY = {"async_training.staleness_threshold": 0}
+ADAPTIVE = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"}
 
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("experiment_name", {"experiment_name": "a/b"}),
@@ -50,6 +53,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("trainer.ppo_max_token_len", {"trainer.ppo_max_token_len": 191}),
     ("rollout.n", {"rollout.n": 1}),
     ("rollout.sampling.temperature", {"rollout.sampling.temperature": 0}),
+    ("rollout.sampling.temperature", GAE | {"rollout.sampling.temperature": 0, "rollout.n": 1}),
     ("rollout.sampling.top_k", {"rollout.sampling.top_k": 0}),
     ("rollout.val.top_k", {"rollout.val.top_k": -2}),
     ("trainer.test_freq", {"trainer.test_freq": 0}),
@@ -90,6 +94,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         f"{CORRECTION}.rollout_rs_threshold",
         {f"{CORRECTION}.rollout_rs": "geometric", f"{CORRECTION}.rollout_rs_threshold": 0.9},
     ),
+    (f"{CORRECTION}.rollout_rs_threshold", {f"{CORRECTION}.rollout_rs": "seq_mean_k1"}),
     ("reward.overlong_buffer.len", {"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4096}),
     ("reward.overlong_buffer.len", {"reward.overlong_buffer.len": 8}),
     ("reward.overlong_buffer.penalty_factor", {"reward.overlong_buffer.penalty_factor": 2.0}),
@@ -113,7 +118,11 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     (f"{CORRECTION}.rollout_rs_threshold", {f"{CORRECTION}.rollout_rs_threshold": 2.0}),
     (
         f"{CORRECTION}.rollout_rs_threshold_low",
-        {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold_low": 0.5},
+        {
+            f"{CORRECTION}.rollout_rs": "token_k1",
+            f"{CORRECTION}.rollout_rs_threshold": 0.1,
+            f"{CORRECTION}.rollout_rs_threshold_low": 0.5,
+        },
     ),
     ("reward.max_errors", {"reward.max_errors": 3}),
     ("trainer.optim.min_lr_ratio", {"trainer.optim.min_lr_ratio": 0.1}),
@@ -136,7 +145,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("reward_model.path", {"reward_model.placement": "serve"}),
     ("reward_model.placement", REMAX | {"reward_model.placement": "worker", "reward_model.path": "rm"}),
-    ("rollout.sampling.temperature", REMAX | {"rollout.n": 1, "rollout.sampling.temperature": 0}),
     ("ref.dtype", {"ref.dtype": "bfloat16"}),
     ("ref.dtype", {"ref.dtype": "bfloat16", "algorithm.use_kl_loss": True, "model.lora_rank": 4}),
     ("ref.num_workers", {"ref.num_workers": 2, "algorithm.use_kl_loss": True}),
@@ -152,6 +160,16 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("trainer.param_offload", {"trainer.param_offload": True, "trainer.device": "cpu"}),
     ("trainer.use_liger", {"trainer.use_liger": True, "trainer.device": "cpu"}),
     ("rollout.engine_kwargs.dtype", {"rollout.engine_kwargs": {"dtype": "half"}}),
+    ("rollout.engine_kwargs.load_format", {"rollout.engine_kwargs": {"load_format": "pt"}}),
+    ("rollout.engine_kwargs.worker_cls", {"rollout.engine_kwargs": {"worker_cls": "mine.Worker"}}),
+    ("rollout.engine_kwargs.pipeline_parallel_size", {"rollout.engine_kwargs": {"pipeline_parallel_size": 2}}),
+    ("rollout.engine_kwargs.data_parallel_size", {"rollout.engine_kwargs": {"data_parallel_size": 2}}),
+    ("reward.weight", {"reward.weight": 0}),
+    ("reward.weight", SCORED | {"reward.weight": 0, "reward_model.weight": 0}),
+    (
+        "algorithm.filter_groups.enable",
+        SCORED | {"reward_model.placement": "worker", "algorithm.filter_groups.enable": True},
+    ),
     ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}),
     ("serve.host", {"serve.host": "0.0.0.0"}),
 ]
@@ -179,6 +197,16 @@ SURPRISING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("algorithm.use_kl_in_reward", {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward": True}),
     ("timeouts.watchdog_s", {"timeouts.watchdog_s": 5}),
+    ("timeouts.watchdog_s", {"timeouts.generate_s": 900}),
+    ("timeouts.watchdog_s", {"timeouts.apply_s": 900}),
+    ("timeouts.watchdog_s", {"reward.timeout_s": 900}),
+    ("critic.optim.warmup_steps", GAE | {"critic.optim.warmup_steps": 10_000}),
+    ("trainer.optim.warmup_steps", GAE | {"critic.warmup_steps": 75}),
+    ("reward_model.weight", SCORED | {"reward_model.weight": 0}),
+    (f"{CORRECTION}.rollout_is", REINFORCE),
+    (f"{CORRECTION}.rollout_is", ON_POLICY | REINFORCE | {"async_training.trigger_parameter_sync_step": 2}),
+    (f"{CORRECTION}.rollout_is", ON_POLICY | REINFORCE | {"async_training.require_batches": 2}),
+    ("algorithm.kl_ctrl.horizon", ADAPTIVE | {"algorithm.kl_ctrl.horizon": 127}),
 ]
 
 
@@ -199,6 +227,45 @@ def test_a_combination_that_surprises(key: str, changes: dict[str, Any]) -> None
 
 def test_the_quickstart_and_its_four_modes_obey_every_rule() -> None:
     assert ruled({}) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"timeouts.train_s": 7200, "timeouts.collective_s": 3600},  # their calls are watched as long as they may take
+        REINFORCE | ON_POLICY,
+        REINFORCE | {f"{CORRECTION}.rollout_is": "token"},
+        ADAPTIVE | {"algorithm.kl_ctrl.horizon": 128},
+        {f"{CORRECTION}.rollout_rs": "geometric"},
+        SCORED | {"reward.weight": 0},
+        SCORED | {"algorithm.filter_groups.enable": True},
+        {"reward.weight": 0, "reward.overlong_buffer.enable": True},
+    ],
+    ids=lambda changes: " ".join(key.rpartition(".")[2] for key in changes),
+)
+def test_what_is_fine(changes: dict[str, Any]) -> None:
+    assert ruled(changes) == []
+
+
+EPOCHS = {"trainer.total_training_steps": None, "trainer.total_epochs": 1, "data.max_train_samples": 50}
+"""Three steps of 16 samples."""
+
+
+def test_warm_ups_are_held_against_a_length_that_the_data_gives() -> None:
+    assert looked(EPOCHS | {"trainer.optim.warmup_steps": 2}) == []
+    found = only(looked(EPOCHS | {"trainer.optim.warmup_steps": 3}))
+    assert (found.key, found.severity, "3 steps" in found.consequence) == (
+        "trainer.optim.warmup_steps",
+        "warning",
+        True,
+    )
+    later = EPOCHS | GAE | {"trainer.optim.warmup_steps": 0}
+    assert looked(later | {"critic.warmup_steps": 2}) == []
+    assert (found := only(looked(later | {"critic.warmup_steps": 3}))).key == "critic.warmup_steps"
+    assert found.severity == "error"
+    assert only(looked(later | {"critic.optim.warmup_steps": 3})).key == "critic.optim.warmup_steps"
+    assert looked(later | {"critic.optim.warmup_steps": 3, "critic.ppo_epochs": 2}) == []
+    assert only(looked(EPOCHS | {"data.max_train_samples": 15})).key == "trainer.total_epochs"
 
 
 def test_a_key_that_is_given_with_its_default_value_is_not_told_to_have_no_effect() -> None:
@@ -311,6 +378,19 @@ def test_heads_that_ranks_cannot_share() -> None:
 def test_kernels_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert "liger-kernel" in next(p for p in looked({"trainer.use_liger": True}) if "liger" in p.key).consequence
+
+
+def test_keys_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks, "visible_gpus", lambda: 0)
+    found = looked({"trainer.activation_offload": True, "trainer.use_liger": True})
+    assert {problem.key: problem.severity for problem in found} == {
+        "trainer.activation_offload": "warning",
+        "trainer.use_liger": "error",
+    }
+    assert looked({"trainer.use_liger": True, "trainer.device": "cuda"}) == []
+    monkeypatch.setattr(checks, "visible_gpus", lambda: 1)
+    assert looked({"trainer.activation_offload": True, "trainer.use_liger": True}) == []
 
 
 def test_the_api_key_variable_must_hold_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

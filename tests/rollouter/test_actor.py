@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
@@ -18,10 +17,10 @@ from asyncrl.config.schema import (
     TrainerConfig,
 )
 from asyncrl.failures import BugError, ConfigError, InfraError
-from asyncrl.ports import ApplyRecord, ApplyReport, RunRecord, ValidationRecord
+from asyncrl.ports import ApplyRecord, RunRecord, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
-from rollouter.actor import RolloutActor, StreamSink, stream_records
+from rollouter.actor import RolloutActor
 from rollouter.rollouter import Rollouter, Task, load_task
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, make_prompt
@@ -138,59 +137,6 @@ async def test_stop_ends_the_run_at_once() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the shell
-
-
-def record(version: int) -> ApplyRecord:
-    return ApplyRecord(version, (ApplyReport("r", version, 0, 0, 0, 0, True),), 0.0)
-
-
-class Scripted(Rollouter):
-    """Tells two records, then ends, fails or waits for ever."""
-
-    def __init__(self, sink: StreamSink, error: Exception | None = None, *, endless: bool = False) -> None:
-        self._sink_of_test = sink
-        self._error = error
-        self._endless = endless
-        self.ended = False
-
-    async def run(self) -> None:
-        try:
-            await self._sink_of_test.put(record(1))
-            await self._sink_of_test.put(record(2))
-            if self._error is not None:
-                raise self._error
-            if self._endless:
-                await anyio.sleep_forever()
-        finally:
-            self.ended = True
-
-
-def scripted(error: Exception | None = None, *, endless: bool = False) -> tuple[Scripted, AsyncIterator[RunRecord]]:
-    send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
-    rollouter = Scripted(StreamSink(send), error, endless=endless)
-    return rollouter, stream_records(rollouter, send, records)
-
-
-async def test_the_stream_gives_every_record_and_then_ends() -> None:
-    _, stream = scripted()
-    assert [item.version async for item in stream] == [1, 2]
-
-
-async def test_the_stream_gives_every_record_before_the_failure() -> None:
-    _, stream = scripted(InfraError("gone"))
-    versions = []
-    with pytest.raises(InfraError, match="gone"):
-        async for item in stream:
-            versions.append(item.version)
-    assert versions == [1, 2]
-
-
-async def test_a_stream_that_is_abandoned_ends_its_run() -> None:
-    rollouter, stream = scripted(endless=True)
-    async for _ in stream:
-        break
-    await stream.aclose()  # type: ignore[attr-defined]
-    assert rollouter.ended
 
 
 async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) -> None:

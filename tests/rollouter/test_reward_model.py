@@ -19,7 +19,7 @@ from asyncrl.types import FinishReason, Prompt, Span, Turn
 from rollouter.rewards.classifier import Classifier, Conversation
 from rollouter.rewards.combination import CombinedScorer
 from tests.fakes.parts import FakeScorer, make_prompt
-from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier
+from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier, make_pair_classifier
 
 torch.set_num_threads(1)
 
@@ -58,7 +58,7 @@ def test_scores_of_a_batch_are_those_of_each_conversation_alone(
     path = make_classifier(tmp_path, pad_token_id=pad_token_id, template=template)
     classifier = load(path)
     batch = classifier.score(CONVERSATIONS)
-    expected = [reference(path, classifier.encode(conversation)) for conversation in CONVERSATIONS]
+    expected = [reference(path, classifier.encode(conversation).ids) for conversation in CONVERSATIONS]
     assert batch == pytest.approx(expected, abs=1e-5)
     assert [classifier.score([conversation])[0] for conversation in CONVERSATIONS] == pytest.approx(expected, abs=1e-5)
     assert len({round(value, 4) for value in expected}) == len(expected)
@@ -70,10 +70,25 @@ def test_the_conversation_goes_through_the_models_own_template(path: str, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(path)
     messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "#3"}]
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert load(path).encode(user("1+2=", "#3")) == expected
+    assert load(path).encode(user("1+2=", "#3")) == (expected, [0] * len(expected))
     plain = load(make_classifier(tmp_path, template=False))
-    assert plain.encode(user("1+2=", "#3")) == tokenizer("1+2=", "#3")["input_ids"]
-    assert tokenizer.decode(plain.encode(user("1+2=", "#3"))) == "1+2=#3"
+    assert plain.encode(user("1+2=", "#3")).ids == tokenizer("1+2=", "#3")["input_ids"]
+    assert tokenizer.decode(plain.encode(user("1+2=", "#3")).ids) == "1+2=#3"
+
+
+def test_a_model_of_pairs_is_told_which_part_a_token_is_of(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    path = make_pair_classifier(tmp_path)
+    model, tokenizer = BertForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    expected = []
+    for conversation in CONVERSATIONS:
+        pair = tokenizer(conversation.messages[0]["content"], conversation.response, return_tensors="pt")
+        with torch.no_grad():
+            expected.append(model(**pair).logits.item())
+            blind = model(input_ids=pair["input_ids"], attention_mask=pair["attention_mask"]).logits.item()
+        assert (abs(blind - expected[-1]) > 1e-3) == bool(conversation.response)
+    assert load(path).score(CONVERSATIONS) == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_cannot_be_scored_is_an_error_in_its_place(path: str) -> None:

@@ -125,7 +125,7 @@ def kept(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Tens
     (`token_*`, which drops the token) or as the row's sum, mean or maximum (`seq_*_*`, which drop the row). For k1, sum
     and mean are taken before the absolute value: there, errors of opposite sign cancel.
     """
-    name, threshold = config.rollout_rs, config.rollout_rs_threshold
+    name, threshold = config.rollout_rs, config.rejection_bound
     if name == "geometric":
         ratio = probability_ratio(rows.mean(log_ratio))
         low = config.rollout_rs_threshold_low or 1.0 / threshold

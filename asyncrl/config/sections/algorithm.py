@@ -8,6 +8,9 @@ from pydantic import Field
 
 from asyncrl.config.sections.base import Positive, Section, Share
 
+GEOMETRIC_BOUND = 1.001
+"""Of a geometric mean of token ratios."""
+
 
 class KlControlConfig(Section):
     """How much the KL divergence from the reference counts in the reward."""
@@ -56,10 +59,15 @@ class RolloutCorrectionConfig(Section):
     ] = "none"  # fmt: skip
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
     of bounds. geometric: by the geometric mean of the token ratios."""
-    rollout_rs_threshold: Annotated[float, Field(gt=0)] = 1.001
-    """Upper bound: of the ratio for `geometric`, of |k1|, k2 or k3 in nats otherwise."""
+    rollout_rs_threshold: Annotated[float, Field(gt=0)] | None = None
+    """Upper bound: of the ratio for `geometric` (null: 1.001), of |k1|, k2 or k3 in nats otherwise (to be given)."""
     rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of the ratio for `geometric`; 0: one over the upper bound."""
+
+    @property
+    def rejection_bound(self) -> float:
+        """`rollout_rs_threshold`, or what stands for null with `geometric`; the rules refuse null for the others."""
+        return GEOMETRIC_BOUND if self.rollout_rs_threshold is None else self.rollout_rs_threshold
 
 
 class AlgorithmConfig(Section):

@@ -68,7 +68,8 @@ class TimeoutsConfig(Section):
     apply_s: Seconds = 300.0
     """For a replica to load a version."""
     watchdog_s: Seconds = 600.0
-    """A run in which nothing moves for so long stops and says what it waits on."""
+    """A run in which nothing moves for so long stops and says what it waits on. A call to the training processes counts
+    as movement while it is under way: `train_s` bounds it."""
     stop_s: Seconds = 15.0
     """For a clean stop: checkpoint, summary, Ray and Serve down."""
 
