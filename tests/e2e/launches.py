@@ -49,6 +49,11 @@ class Launch:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
+    def steps(self) -> list[dict[str, Any]]:
+        """The optimizer steps in metrics.jsonl, those before a resume included."""
+        lines = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == "step"]
+
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
 
@@ -64,14 +69,26 @@ class Launch:
         return found
 
 
-def start(where: Path, *overrides: str, mode: str = "fully_async", run_dir: Path | None = None) -> Launch:
-    """Start `asyncrl launch` on the quickstart with `overrides`; files go below `where`."""
+def balanced(samples: dict[str, Any]) -> bool:
+    """Whether every sample that was fed is somewhere in the books."""
+    live = samples["running"] + samples["ready"] + samples["leased"]
+    return samples["fed"] == live + samples["trained"] + sum(samples["dropped"].values())
+
+
+def start(
+    where: Path,
+    *overrides: str,
+    mode: str = "fully_async",
+    recipe: str = "quickstart",
+    run_dir: Path | None = None,
+) -> Launch:
+    """Start `asyncrl launch` on a shipped recipe with `overrides`; files go below `where`."""
     mark = f"{where.name}-{time.monotonic_ns()}"
     run_dir = run_dir or where / "run"
     output_file = where / f"output-{mark}.txt"
     with output_file.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}", *overrides],
+            [sys.executable, "-m", "asyncrl", "launch", mode, recipe, f"run_dir={run_dir}", *overrides],
             cwd=where,
             stdin=subprocess.DEVNULL,
             stdout=output,

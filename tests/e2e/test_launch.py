@@ -10,17 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, start
+from tests.e2e.launches import SHORT, balanced, start
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def balanced(samples: dict[str, object]) -> bool:
-    dropped = samples["dropped"]
-    assert isinstance(dropped, dict)
-    return samples["fed"] == (
-        samples["running"] + samples["ready"] + samples["leased"] + samples["trained"] + sum(dropped.values())  # type: ignore[operator]
-    )
 
 
 def test_a_run_completes_and_a_resumed_one_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -42,8 +34,7 @@ def test_a_run_completes_and_a_resumed_one_goes_on_where_it_stopped(tmp_path: Pa
     assert summary["samples"]["trained"] == 96
     assert summary["samples"]["fed"] == 96, "feed indices go on: nothing is fed twice"
     assert balanced(summary["samples"])
-    lines = [json.loads(line) for line in (first.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in second.steps()] == [1, 2, 3, 4, 5, 6]
     assert second.survivors() == []
 
 

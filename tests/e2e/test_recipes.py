@@ -1,0 +1,70 @@
+"""The shipped recipes as a user runs them: what they train together, on how many ranks, and that it is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launches import SHORT, Launch, balanced, start
+
+BATCH = 16
+"""Samples of a step of the quickstart."""
+
+
+def finished(run: Launch, *, timeout_s: float = 240.0) -> None:
+    assert run.wait(timeout_s) == 0, run.output()
+    assert run.summary()["status"] == "completed"
+    assert run.summary()["error"] is None
+    assert run.survivors() == []
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_path: Path) -> None:
+    options = (*SHORT, "critic.warmup_steps=1", "trainer.optim.warmup_steps=0", "trainer.strategy=fsdp2")
+    first = start(tmp_path, *options, "trainer.num_workers=2", recipe="ppo_critic")
+    finished(first)
+    (checkpoint,) = (first.run_dir / "checkpoints").iterdir()
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    for role in ("actor", "critic"):
+        assert [name for name in files if name.startswith(f"{role}/dcp/rank_")] == [
+            f"{role}/dcp/rank_{rank:05}.safetensors" for rank in range(2)
+        ]
+
+    second = start(
+        tmp_path, *options, "trainer.num_workers=1", "trainer.total_training_steps=6", "resume=auto",
+        recipe="ppo_critic", run_dir=first.run_dir,
+    )  # fmt: skip
+    finished(second)
+    summary = second.summary()
+    assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (6, 6, 4)
+    assert summary["samples"]["trained"] == summary["samples"]["fed"] == 6 * BATCH
+    assert balanced(summary["samples"])
+    steps = second.steps()
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(step["critic/grad_norm"] > 0 for step in steps)
+    # In the first step only the critic learned; the policy has since, on two ranks and on one.
+    assert ["actor/grad_norm" in step for step in steps] == [False] + 5 * [True]
+    assert all(step["actor/grad_norm"] > 0 for step in steps[1:])
+    # On one rank the values go on from what two had learned: an untrained head says 0 of everything.
+    assert abs(steps[4]["critic/value_mean"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("recipe", "num_steps"), [("fsdp2_two_ranks", 80), ("ppo_critic", 80), ("grpo_lora_kl", 80), ("dapo", 20)]
+)
+def test_a_recipe_learns(tmp_path: Path, recipe: str, num_steps: int) -> None:
+    run = start(tmp_path, f"trainer.total_training_steps={num_steps}", "logging.console=plain", recipe=recipe)
+    finished(run, timeout_s=840.0)
+    summary = run.summary()
+    assert (summary["step"], summary["version"]) == (num_steps, num_steps)
+    assert summary["samples"]["trained"] == num_steps * BATCH
+    assert balanced(summary["samples"])
+    dropped = {reason for reason, count in summary["samples"]["dropped"].items() if count}
+    assert dropped == ({"filtered"} if recipe == "dapo" else set())
+    before, after = (summary["validation"][when]["reward"] for when in ("before", "after"))
+    assert before < 0.2
+    assert after > 0.8
