@@ -76,9 +76,6 @@ def dispatch_of(worker: type, method: str) -> Dispatch:
     return declared
 
 
-# ------------------------------------------------------------------------------------------------ pure
-
-
 def share_rows(lengths: Sequence[int], num_ranks: int) -> list[Share]:
     """Every row once, at like cost for each data rank; a rank that would get none is given the shortest row to pad."""
     return share_mini_batches(lengths, [range(len(lengths))], num_ranks)
@@ -103,9 +100,6 @@ def _share(parts: Sequence[Sequence[int]], shortest: int) -> Share:
     place = {row: position for position, row in enumerate(rows)}
     padding = [shortest] if not all(parts) else []
     return Share(rows, padding, [[place[row] for row in part] or [len(rows)] for part in parts])
-
-
-# ------------------------------------------------------------------------------------------------ batches
 
 
 def scatter(mode: Dispatch, layouts: Sequence[Layout], call: Call) -> tuple[dict[int, Call], list[Share]]:
@@ -157,9 +151,6 @@ def _take(batch: TensorDict, share: Share) -> TensorDict:
     if share.padding and "loss_mask" in part:
         part["loss_mask"][len(share.rows) :] = False
     return part
-
-
-# ------------------------------------------------------------------------------------------------ between processes
 
 
 class Arrays(NamedTuple):

@@ -12,37 +12,26 @@ checkpoint.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
-import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.config.schema import TimeoutsConfig
-from asyncrl.failures import AsyncRLError, BugError, ConfigError, DeadlineError, InfraError
+from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.ports import Publication, WeightPublisher
 from trainer.dispatch import Call, collect, dispatch_of, from_wire, scatter, to_wire
 from trainer.engine.base import Layout
 from trainer.outcomes import Answer, Lost, Outcome, failure, gather, usable, values_of
 from trainer.placement import GroupPlan, Role, RolePlan
-from trainer.rank import Meeting, Rank
+from trainer.processes import Place, Processes, local_ranks
+from trainer.rank import Meeting
 from trainer.roles import RoleCalls, RoleGroup
 from trainer.worker import TrainingWorker, engine_spec
 
-logger = logging.getLogger(__name__)
-
-ASKED_S = 1.0
-"""For processes to end by themselves when Ray tells them to, which a stopped one does not hear."""
-CLOSE_S = 10.0
-"""For processes to be gone."""
 QUICK = frozenset({"set_loss_fn", "plan", "step"})
 """Methods that answer at once: `timeouts.call_s`. All others: `timeouts.train_s`."""
 READING = frozenset({"infer_batch", "save_checkpoint", "finish_checkpoint"})
@@ -52,37 +41,14 @@ Send = Callable[[int], Any]
 """Rank number → reference to its answer."""
 
 
-class Place(NamedTuple):
-    node_id: str
-    address: str
-    pid: int
-
-
-class RankActor(Rank):
-    """`trainer.rank.Rank` in an actor."""
-
-    async def locate(self) -> Place:
-        context = ray.get_runtime_context()
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid())
-
-    async def call_on_wire(self, role: Role, method: str, call: Call) -> Answer:
-        def run() -> Any:
-            args = [from_wire(value) for value in call.args]
-            return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
-
-        return await self._answer(f"{role}.{method}", run)
-
-
 class WorkerGroup:
     """Ranks and the roles in them. One call at a time; others wait. All on one event loop. `start` makes one."""
 
-    def __init__(self, plan: GroupPlan, timeouts: TimeoutsConfig, device: Literal["cpu", "cuda"]) -> None:
-        self.plan = plan
+    def __init__(self, processes: Processes, timeouts: TimeoutsConfig) -> None:
+        self.plan = processes.plan
+        self._processes = processes
         self._timeouts = timeouts
-        self._device = device
         self._lock = anyio.Lock()
-        self._bundles: PlacementGroup | None = None
-        self._actors: list[Any] = []
         self._places: list[Place] = []
         self._layouts: dict[Role, list[Layout]] = {}
         self._abandoned: dict[int, Any] = {}
@@ -110,12 +76,14 @@ class WorkerGroup:
             DeadlineError: not up within `timeouts.start_s`.
             InfraError: a rank died.
         """
-        group = cls(plan, timeouts, _device(plan))
+        processes = Processes(plan)
+        group = cls(processes, timeouts)
+        until = anyio.current_time() + timeouts.start_s  # of all that follows together
         try:
-            await group._reserve(reserve_cpus)
-            group._start_actors(publisher, reserve_cpus)
-            await group._meet()
-            await group._load()
+            await processes.reserve(cpus=reserve_cpus, limit_s=timeouts.start_s, until=until)
+            processes.start(publisher, reserve_cpus=reserve_cpus)
+            await group._meet(until)
+            await group._load(until)
         except BaseException:
             await group.close()
             raise
@@ -143,7 +111,7 @@ class WorkerGroup:
         limit_s = self._timeouts.call_s if method in QUICK else self._timeouts.train_s
 
         def send(rank: int) -> Any:
-            return self._actors[rank].call_on_wire.remote(role, method, payloads[rank])
+            return self._processes.actors[rank].call_on_wire.remote(role, method, payloads[rank])
 
         values = await self._ask(f"{role}.{method}", send, calls, limit_s, changes_model=method not in READING)
         return await anyio.to_thread.run_sync(
@@ -154,7 +122,7 @@ class WorkerGroup:
         """See `RoleGroup.publish`."""
 
         def send(rank: int) -> Any:
-            return self._actors[rank].publish.remote(role, dtype, version, step, validate)
+            return self._processes.actors[rank].publish.remote(role, dtype, version, step, validate)
 
         ranks, limit_s = range(self.plan.num_ranks), self._timeouts.train_s
         values = await self._ask(f"publishing version {version}", send, ranks, limit_s, changes_model=False)
@@ -180,89 +148,52 @@ class WorkerGroup:
             raise self._gone("writing the checkpoint")
         await self._beside("writing the checkpoint", lambda actor: actor.written.remote(role), self._timeouts.train_s)
 
-    async def _beside(self, what: str, send: Callable[[Any], Any], limit_s: float) -> list[Any]:
+    async def _beside(
+        self, what: str, send: Callable[[Any], Any], limit_s: float, *, until: float | None = None
+    ) -> list[Any]:
         """Ask every rank for what it answers beside its calls."""
-        answers = {rank: _outcome(send(actor), plain=True) for rank, actor in enumerate(self._actors)}
-        outcomes = await gather(answers, limit_s)
+        answers = {rank: _outcome(send(actor), plain=True) for rank, actor in enumerate(self._processes.actors)}
+        outcomes = await gather(answers, _left(limit_s, until))
         error = failure(self.plan.name, what, answers, outcomes, limit_s)
         if error is not None:
             raise error
         return [values_of(outcomes)[rank] for rank in sorted(outcomes)]
 
     async def close(self) -> None:
-        """Kill the ranks and wait until those on this machine are gone, within `CLOSE_S`. What runs is lost."""
+        """See `Processes.kill`. What runs is lost, a checkpoint that nobody has waited for too."""
         with anyio.CancelScope(shield=True):
             self._failure = self._failure or InfraError(f"the {self.plan.name} group is closed")
-            await self._kill()
+            await self._processes.kill(self._places)
 
-    # ------------------------------------------------------------------------------------------------ start
-
-    async def _reserve(self, reserve_cpus: bool) -> None:
-        """A bundle for each rank, near each other. CPU ranks without a reservation need none."""
-        cpus = {"CPU": float(self.plan.cpu_threads)} if reserve_cpus else {}
-        bundle = cpus | ({"GPU": 1.0} if self._device == "cuda" else {})
-        if not bundle:
-            return
-        self._bundles = placement_group([bundle] * self.plan.num_ranks, strategy="PACK")
-        limit_s = self._timeouts.start_s
-        try:
-            with anyio.fail_after(limit_s):
-                await self._bundles.ready()
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the {self.plan.name} group waited {limit_s:g} s for {self.plan.num_ranks} times {bundle} on the Ray "
-                "cluster; free them, add nodes, or lower num_workers"
-            ) from error
-
-    def _start_actors(self, publisher: WeightPublisher | None, reserve_cpus: bool) -> None:
-        threads = str(self.plan.cpu_threads)
-        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        actor: Any = ray.remote(RankActor)
-        for rank in range(self.plan.num_ranks):
-            where = PlacementGroupSchedulingStrategy(self._bundles, rank) if self._bundles is not None else "DEFAULT"
-            shell = actor.options(
-                num_cpus=self.plan.cpu_threads if reserve_cpus else 0,
-                num_gpus=1 if self._device == "cuda" else 0,
-                max_restarts=0,
-                scheduling_strategy=where,
-                runtime_env={"env_vars": environment},
-            )
-            self._actors.append(shell.remote(publisher))
-
-    async def _meet(self) -> None:
+    async def _meet(self, until: float) -> None:
         """Rank 0 opens a place to meet on its machine; all join there."""
-        limit_s, ranks = self._timeouts.start_s, range(self.plan.num_ranks)
-        self._places = await self._beside("start", lambda actor: actor.locate.remote(), limit_s)
+        limit_s, ranks, actors = self._timeouts.start_s, range(self.plan.num_ranks), self._processes.actors
+        self._places = await self._beside("start", lambda actor: actor.locate.remote(), limit_s, until=until)
         host = self._places[0].address
-        opened = await self._ask("start", lambda rank: self._actors[rank].host.remote(host, limit_s), [0], limit_s)
-        meetings = [Meeting(rank, len(ranks), self._local_rank(rank), host, opened[0]) for rank in ranks]
-        collective_s = self._timeouts.collective_s
+
+        def open_at(rank: int) -> Any:
+            return actors[rank].host.remote(host, limit_s)
+
+        opened = await self._ask("start", open_at, [0], limit_s, until=until)
+        local = local_ranks(self._places, self._processes.device)
+        meetings = [Meeting(rank, len(ranks), local[rank], host, opened[0]) for rank in ranks]
+        device, collective_s = self._processes.device, self._timeouts.collective_s
 
         def send(rank: int) -> Any:
-            return self._actors[rank].join.remote(meetings[rank], self._device, collective_s)
+            return actors[rank].join.remote(meetings[rank], device, collective_s)
 
-        await self._ask("joining the process group", send, ranks, limit_s)
+        await self._ask("joining the process group", send, ranks, limit_s, until=until)
 
-    async def _load(self) -> None:
-        collective_s, ranks = self._timeouts.collective_s, range(self.plan.num_ranks)
-        specs = {
-            plan.role: engine_spec(plan, device=self._device, collective_s=collective_s) for plan in self.plan.roles
-        }
+    async def _load(self, until: float) -> None:
+        device, collective_s = self._processes.device, self._timeouts.collective_s
+        specs = {plan.role: engine_spec(plan, device=device, collective_s=collective_s) for plan in self.plan.roles}
 
         def send(rank: int) -> Any:
-            return self._actors[rank].load.remote(specs)
+            return self._processes.actors[rank].load.remote(specs)
 
-        loaded = await self._ask("loading", send, ranks, self._timeouts.start_s)
+        loaded = await self._ask("loading", send, range(self.plan.num_ranks), self._timeouts.start_s, until=until)
         for plan in self.plan.roles:
             self._layouts[plan.role] = [loaded[rank][plan.role] for rank in sorted(loaded)]
-
-    def _local_rank(self, rank: int) -> int:
-        """Every GPU rank sees its own GPU only, as number 0."""
-        if self._device == "cuda":
-            return 0
-        return sum(place.node_id == self._places[rank].node_id for place in self._places[:rank])
-
-    # ------------------------------------------------------------------------------------------------ calls
 
     async def _ship(self, calls: Mapping[int, Call]) -> dict[int, Any]:
         """Each rank's call, batches by way of the object store; ranks of a data group share one object."""
@@ -285,16 +216,27 @@ class WorkerGroup:
             raise InfraError.wrap("the object store cannot take a batch", error) from None
 
     async def _ask(
-        self, what: str, send: Send, ranks: Collection[int], limit_s: float, *, changes_model: bool = True
+        self,
+        what: str,
+        send: Send,
+        ranks: Collection[int],
+        limit_s: float,
+        *,
+        until: float | None = None,
+        changes_model: bool = True,
     ) -> dict[int, Any]:
-        """Send to `ranks` and return each one's value. The first failure is raised as soon as its cause is known."""
+        """Send to `ranks` and return each one's value. The first failure is raised as soon as its cause is known.
+
+        Args:
+            until: when `limit_s` ends, by `anyio.current_time`; None: it begins now.
+        """
         async with self._lock:
             await self._drain()
             if self._failure is not None:
                 raise self._gone(what)
             refs = {rank: send(rank) for rank in ranks}
             try:
-                outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
+                outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, _left(limit_s, until))
             except anyio.get_cancelled_exc_class():
                 self._abandoned = refs
                 raise
@@ -322,23 +264,12 @@ class WorkerGroup:
         if not usable(ranks, outcomes, changes_model=changes_model):
             self._failure = error
             with anyio.CancelScope(shield=True):
-                await self._kill()
+                await self._processes.kill(self._places)
 
     def _gone(self, what: str) -> InfraError:
         return InfraError(
             f"{what}: the {self.plan.name} group is gone; start again from a checkpoint", str(self._failure)
         )
-
-    # ------------------------------------------------------------------------------------------------ the end
-
-    async def _kill(self) -> None:
-        """Not politely: a rank that waits in a collective operation hears nothing."""
-        actors, self._actors = self._actors, []
-        bundles, self._bundles = self._bundles, None
-        if not ray.is_initialized():
-            return
-        with anyio.move_on_after(CLOSE_S):
-            await anyio.to_thread.run_sync(_kill_all, actors, bundles, self._places, abandon_on_cancel=True)
 
 
 class _RoleOfGroup(RoleCalls):
@@ -356,6 +287,10 @@ class _RoleOfGroup(RoleCalls):
         await self._group.written(self._plan.role)
 
 
+def _left(limit_s: float, until: float | None) -> float:
+    return limit_s if until is None else max(0.0, until - anyio.current_time())
+
+
 async def _outcome(ref: Any, *, plain: bool = False) -> Outcome:
     """What a rank has answered; a `Lost` if it died. `plain`: the call answers with a value, not with an `Answer`."""
     try:
@@ -364,37 +299,3 @@ async def _outcome(ref: Any, *, plain: bool = False) -> Outcome:
         return Lost(BugError.wrap("could not take the call", error))
     except RayError as error:
         return Lost(InfraError.wrap("died; start again from a checkpoint", error))
-
-
-def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
-    """`auto`: GPUs when the cluster has any."""
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if plan.device == "cpu" or (plan.device == "auto" and num_gpus == 0):
-        return "cpu"
-    if num_gpus < plan.num_ranks:
-        raise ConfigError(
-            f"num_workers={plan.num_ranks}: the {plan.name} group takes a GPU for each rank and the Ray cluster has "
-            f"{num_gpus}; lower num_workers, or use device=cpu"
-        )
-    return "cuda"
-
-
-def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[Place]) -> None:
-    """Blocking: until the ranks on this machine are gone."""
-    here = ray.get_runtime_context().get_node_id()
-    for actor in actors:
-        ray.kill(actor)
-    if bundles is not None:
-        remove_placement_group(bundles)
-    processes = []
-    for place in places:
-        with suppress(psutil.NoSuchProcess):
-            if place.node_id == here:
-                processes.append(psutil.Process(place.pid))
-    _, alive = psutil.wait_procs(processes, timeout=ASKED_S)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    _, alive = psutil.wait_procs(alive, timeout=CLOSE_S)
-    if alive:
-        logger.warning("training processes %s are still there %g s after they were killed", alive, CLOSE_S)

@@ -18,7 +18,7 @@ from trainer.roles import RoleCalls
 class InlineGroup(RoleCalls):
     """`RoleGroup` of one worker on a thread of this process. `await InlineGroup.start(spec)` makes one.
 
-    Under torchrun every process has one, and gives it its own rows.
+    One call at a time; others wait. Under torchrun every process has one, and gives it its own rows.
     """
 
     def __init__(self, rank: Rank, role: Role, layout: Layout, weights_dtype: Dtype) -> None:
@@ -26,6 +26,8 @@ class InlineGroup(RoleCalls):
         self._role: Role = role
         self._weights_dtype = weights_dtype
         self.layout = layout
+        # Published weights may be the live ones: no step until the publisher has copied them.
+        self._lock = anyio.Lock()
 
     @classmethod
     async def start(
@@ -45,22 +47,34 @@ class InlineGroup(RoleCalls):
             ConfigError: see `EngineRegistry.new`.
         """
         rank = Rank(publisher)
-        layouts = _value(await rank.load({role: spec}))
+        try:
+            layouts = _value(await rank.load({role: spec}))
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await rank.close()
+            raise
         return cls(rank, role, layouts[role], weights_dtype)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _value(await self._rank.call(self._role, method, args, kwargs))
+        async with self._lock:
+            return _value(await self._rank.call(self._role, method, args, kwargs))
 
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
-        return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
+        async with self._lock:
+            return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
 
     async def written(self) -> None:
         await self._rank.written(self._role)
 
     async def close(self) -> None:
-        """Give up the engine and its thread, once what runs has ended."""
+        """Give up the engine and its thread, once what runs has ended.
+
+        Raises:
+            InfraError: a checkpoint begun could not be written. All is given up nevertheless.
+        """
         with anyio.CancelScope(shield=True):
-            await self._rank.close()
+            async with self._lock:
+                _value(await self._rank.close())
 
 
 def _value(answer: Answer) -> Any:

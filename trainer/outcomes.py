@@ -24,6 +24,8 @@ class Answer(NamedTuple):
 
     value: Any
     error: AsyncRLError | None
+    apart: bool = False
+    """The failure is this rank's own business: its model and its collective operations went as those of the others."""
 
 
 class Lost(NamedTuple):
@@ -71,18 +73,22 @@ def failure(
 
     What the ranks agree on is about all of them and stays as it was raised.
     """
+    alike = _alike(ranks, outcomes)
     for rank, outcome in outcomes.items():
         if isinstance(outcome, Lost):
             return type(outcome.error)(
                 f"{what}: rank {rank} of the {group} group {outcome.error.message}", outcome.error.cause
             )
     for rank, outcome in outcomes.items():
-        if isinstance(outcome.error, AGREED):
+        if outcome.error is None:
+            continue
+        if alike:
             return outcome.error
-        if outcome.error is not None:
-            return type(outcome.error)(
-                f"rank {rank} of the {group} group: {outcome.error.message}", outcome.error.cause
-            )
+        alone = isinstance(outcome.error, AGREED) and not _apart(outcome)
+        end = "; the other ranks say otherwise, so the group is of no more use" if alone else ""
+        return type(outcome.error)(
+            f"rank {rank} of the {group} group: {outcome.error.message}{end}", outcome.error.cause
+        )
     silent = [str(rank) for rank in ranks if rank not in outcomes]
     if silent:
         return DeadlineError(
@@ -93,10 +99,25 @@ def failure(
 
 
 def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool) -> bool:
-    """Whether the ranks can go on after a failure: none is lost or still at it, and their models are alike, because
-    all have refused alike, or because the call changes none.
+    """Whether the ranks can go on after a failure.
+
+    None may be lost or still at it. Ranks that have refused alike are as they were; and so is a lone one of which only
+    was read. In any other failure some rank may have left the others alone in a collective operation, and the process
+    group with it.
     """
     if len(outcomes) < len(ranks) or any(isinstance(outcome, Lost) for outcome in outcomes.values()):
         return False
+    if all(outcome.error is None or _apart(outcome) for outcome in outcomes.values()):
+        return True
+    return _alike(ranks, outcomes) or (len(ranks) == 1 and not changes_model)
+
+
+def _alike(ranks: Collection[int], outcomes: Mapping[int, Outcome]) -> bool:
+    """Whether all ranks have answered with the same of the failures that they decide on together."""
     kinds = {type(outcome.error) for outcome in outcomes.values()}
-    return not changes_model or (len(kinds) == 1 and kinds.pop() in AGREED)
+    answered = len(outcomes) == len(ranks) and all(isinstance(outcome, Answer) for outcome in outcomes.values())
+    return answered and len(kinds) == 1 and kinds.pop() in AGREED
+
+
+def _apart(outcome: Outcome) -> bool:
+    return isinstance(outcome, Answer) and outcome.apart

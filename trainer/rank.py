@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
     rank: int
     world_size: int
     local_rank: int
-    """Among the ranks of its machine that see the same GPUs."""
+    """On GPUs: which of those that the process sees is its own. On CPU: how many ranks before it are on its machine."""
     host: str
     port: int
 
@@ -112,7 +112,7 @@ class Rank:
         try:
             return Answer(await self._offer(version, step, collected.value, validate), None)
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            return Answer(None, typed(error, f"publishing version {version}"))
+            return Answer(None, typed(error, f"publishing version {version}"), apart=True)
 
     async def written(self, role: Role) -> None:
         """Until this rank has written its files of the role's checkpoint, beside other calls: those go on."""
@@ -127,17 +127,27 @@ class Rank:
             "for_s": time.monotonic() - self._since,
         }
 
-    async def close(self) -> None:
-        """Leave the process group and end the thread."""
+    async def close(self) -> Answer:
+        """Close every worker, leave the process group and end the thread, whatever fails. Answers with the first
+        failure, as of a checkpoint that nobody has waited for."""
 
         def end() -> None:
-            for worker in self._workers.values():
-                worker.close()
+            closing = [worker.close for worker in self._workers.values()]
             if self._store is not None or self._meeting.world_size > 1:
-                leave()
+                closing.append(leave)
+            failures = []
+            for close in closing:
+                try:
+                    close()
+                except Exception as error:  # noqa: BLE001 - raised below, once the others are closed too
+                    failures.append(error)
+            if failures:
+                raise failures[0]
 
-        await self._answer("closing", end)
-        self._thread.shutdown(wait=False)
+        try:
+            return await self._answer("closing", end)
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def _offer(self, version: int, step: int, tensors: Mapping[str, Any], validate: bool) -> Publication:
         if self._publisher is None:

@@ -1,7 +1,7 @@
-"""What the loop asks of a role's ranks, as awaitables. Every call has its deadline inside, and a
-dead rank is an `InfraError`.
+"""What the loop asks of a role's ranks, as awaitables. Calls come from several tasks and run one at a time.
 
-`trainer.group` answers with Ray actors, `trainer.inline` in this process.
+`trainer.group` answers with Ray actors: every call has its deadline inside, and a dead rank is an `InfraError`.
+`trainer.inline` answers in this process: no deadline but those of collective operations and of the weight store.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class TrainingWorker:
     def __init__(self, spec: EngineSpec) -> None:
         self.engine: BaseEngine = EngineRegistry.new(spec)
         self._loss: Loss | None = None
-        self._pending_loss = 0.0
-        """Of the `forward_backward` calls since the last step."""
+        self._pending_loss: float | None = None
+        """Of the `forward_backward` calls since the last step; None: there were none."""
 
     @property
     def layout(self) -> Layout:
@@ -52,7 +52,7 @@ class TrainingWorker:
     @dispatched("all")
     def reset(self) -> None:
         """Back to the model files, with a fresh optimizer, step 0."""
-        self._pending_loss = 0.0
+        self._pending_loss = None
         self.engine.reset()
 
     @dispatched("all")
@@ -100,8 +100,14 @@ class TrainingWorker:
 
         Raises:
             DivergenceError: loss or gradient not finite; no step was taken, and the gradient is forgotten.
+            BugError: nothing has accumulated; no step was taken.
         """
-        loss, self._pending_loss = self._pending_loss, 0.0
+        loss, self._pending_loss = self._pending_loss, None
+        if loss is None:
+            raise BugError(
+                "optim_step without a forward_backward since the last step, reset or load: there is no gradient to "
+                "apply, yet momentum and weight decay would move the weights; no step was taken"
+            )
         outcome = self.engine.optim_step(loss)
         return {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
 
@@ -132,8 +138,10 @@ class TrainingWorker:
 
     @dispatched("all")
     def load_checkpoint(self, directory: Path) -> None:
-        """See `BaseEngine.load`."""
+        """See `BaseEngine.load`. A gradient that has accumulated is forgotten: it is of the weights before."""
         self.engine.load(directory)
+        if self._pending_loss is not None:
+            self._forget_gradient()
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
         """Collective. Of rank 0 the whole weights by Hugging Face names, bfloat16 as its bits in uint16; else empty.
@@ -158,11 +166,14 @@ class TrainingWorker:
             metrics = self.engine.forward_backward(batch, self._loss)
         except BaseException:
             # A part of this gradient must not find its way into a later step.
-            self.engine.zero_grad()
-            self._pending_loss = 0.0
+            self._forget_gradient()
             raise
-        self._pending_loss += metrics["loss"]
+        self._pending_loss = (self._pending_loss or 0.0) + metrics["loss"]
         return metrics
+
+    def _forget_gradient(self) -> None:
+        self._pending_loss = None
+        self.engine.zero_grad()
 
     def _check(self, batch: TensorDict, steps: Sequence[TensorDict]) -> None:
         """Refuse on every rank what is bad on any, before one of them is left alone in a collective operation."""

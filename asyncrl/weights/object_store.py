@@ -131,7 +131,7 @@ class ObjectStorePublisher:
         """Copy `tensors` into the object store, once, off the loop; then announce the version.
 
         Raises:
-            InfraError: the object store has no room.
+            InfraError: the object store has no room, or failed.
             DeadlineError: the object store did not take a chunk, or the store actor did not answer, within `call_s`.
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
@@ -162,6 +162,12 @@ class ObjectStorePublisher:
         except ray.exceptions.ObjectStoreFullError as error:
             raise InfraError.wrap(
                 f"the object store has no room for {size} bytes of version {version}: {room}", error
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise InfraError.wrap(
+                f"the object store could not take {size} bytes of version {version}; look at the disk it spills to and "
+                "at the node's Ray logs",
+                error,
             ) from error
 
 

@@ -156,6 +156,16 @@ async def test_a_full_object_store_does_not_hold_up_the_trainer(store: Any, monk
         await publisher.publish(1, 1, weights(1), validate=False)
 
 
+async def test_an_object_store_that_fails_is_an_infra_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(chunk: Any) -> None:
+        raise ray.exceptions.OutOfDiskError("/tmp is over 95% full")
+
+    monkeypatch.setattr(ray, "put", fail)
+    with pytest.raises(InfraError, match=r"could not take 16000 bytes of version 1; look at the disk") as caught:
+        await ObjectStorePublisher(store, call_s=10).publish(1, 1, weights(1), validate=False)
+    assert "over 95% full" in caught.value.cause
+
+
 async def test_find_store(store: Any) -> None:
     assert find_store(NAMESPACE) is not None
     assert find_store("another") is None

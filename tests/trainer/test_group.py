@@ -19,6 +19,7 @@ import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
+import trainer.group
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
@@ -190,21 +191,22 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
 async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups, actor: Any) -> None:
     group = groups.groups[0]
     sent = anyio.Event()
-    send = group._actors[1]
+    actors = group._processes.actors
+    send = actors[1]
 
     class Spy:
         def __getattr__(self, name: str) -> Any:
             sent.set()
             return getattr(send, name)
 
-    group._actors[1] = Spy()
+    actors[1] = Spy()
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(actor.train_batch, BATCH)
             await sent.wait()
             tasks.cancel_scope.cancel()
     finally:
-        group._actors[1] = send
+        actors[1] = send
     assert await actor.step() == 1, "what was under way is waited for"
     assert (await actor.train_batch(BATCH))["loss"] > 0
 
@@ -218,9 +220,6 @@ async def test_ranks_say_what_they_do_while_they_do_it(groups: TrainerGroups, ac
             assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].places}
             if any(rank["doing"] == "actor.train_mini_batch" for rank in ranks):
                 break
-
-
-# ------------------------------------------------------------------------------------------------ the group is lost
 
 
 async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> None:
@@ -263,8 +262,17 @@ async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, mon
             await actor.step()
 
 
-async def test_a_stopped_rank_is_late_and_then_gone(model: Path) -> None:
+async def test_a_stopped_rank_is_late_and_then_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+
+    async def spy(answers: Any, limit_s: float) -> Any:
+        ends.append(anyio.current_time() + limit_s)
+        return await outcomes.gather(answers, limit_s)
+
+    monkeypatch.setattr(trainer.group, "gather", spy)
     async with running(configure(model, timeouts={"train_s": 1.0, "collective_s": 100})) as group:
+        assert len(ends) == 4
+        assert max(ends) - min(ends) < 0.5, "one deadline for all that a start waits for, which takes seconds"
         actor = group.role_group("actor")
         os.kill(group.places[1].pid, signal.SIGSTOP)
         with anyio.fail_after(10), pytest.raises(DeadlineError, match="did not answer within 1 s"):

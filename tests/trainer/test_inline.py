@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer.engine.base import EngineSpec
 from trainer.inline import InlineGroup
 from trainer.placement import plan_groups
-from trainer.rank import typed
+from trainer.rank import Rank, typed
 from trainer.worker import engine_spec
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
@@ -132,6 +134,97 @@ class Slow(Likelihood):
         self.begun.set()
         assert self.let_go.wait(30)
         return super().__call__(scores, tokens)
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("engine")}
+
+
+def assert_ended(threads: set[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(5)
+    assert not threads & engine_threads()
+
+
+async def test_what_cannot_start_leaves_no_thread(spec: EngineSpec) -> None:
+    before = engine_threads()
+    wrong = replace(spec, engine=spec.engine.model_copy(update={"strategy": "lokal"}))
+    with pytest.raises(ConfigError, match="did you mean local"):
+        await InlineGroup.start(wrong)
+    assert_ended(engine_threads() - before)
+
+
+async def test_a_checkpoint_that_failed_reaches_whoever_closes(
+    spec: EngineSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine_threads()
+    group = await InlineGroup.start(spec)
+
+    def disk_is_full() -> None:
+        raise InfraError("no space left on device")
+
+    monkeypatch.setattr(group._rank._workers["actor"].engine, "finish_save", disk_is_full)
+    with pytest.raises(InfraError, match="no space left on device"):
+        await group.close()
+    assert_ended(engine_threads() - before)
+
+
+async def test_a_worker_that_fails_to_close_does_not_keep_the_others(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, closed = Rank(), []
+    assert (await rank.load({"actor": spec, "critic": spec, "ref": spec})).error is None
+    for role, worker in rank._workers.items():
+
+        def close(role: str = role) -> None:
+            closed.append(role)
+            if role != "ref":
+                raise InfraError(f"{role} not written")
+
+        monkeypatch.setattr(worker, "close", close)
+    answer = await rank.close()
+    assert isinstance(answer.error, InfraError)
+    assert answer.error.message == "actor not written"
+    assert closed == ["actor", "critic", "ref"]
+
+
+class Races(Publisher):
+    """Says whether a loss was computed while it was at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = anyio.Event()
+        self.computes = threading.Event()
+        self.raced = False
+
+    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
+        self.begun.set()
+        self.raced = await anyio.to_thread.run_sync(self.computes.wait, 0.3)
+        return await super().publish(version, step, tensors, validate=validate)
+
+
+class Tells(Likelihood):
+    def __init__(self, computes: threading.Event) -> None:
+        self.computes = computes
+
+    def __call__(self, scores: Any, tokens: Any) -> Any:
+        self.computes.set()
+        return super().__call__(scores, tokens)
+
+
+async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
+    """They may be the live ones."""
+    publisher = Races()
+    group = await InlineGroup.start(spec, publisher=publisher)
+    await group.set_loss_fn(Tells(publisher.computes))
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(group.publish, 1, 0, validate=False))
+            await publisher.begun.wait()
+            tasks.start_soon(group.train_batch, BATCH)
+    assert publisher.computes.is_set()
+    assert not publisher.raced
+    await group.close()
 
 
 async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:

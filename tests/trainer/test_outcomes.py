@@ -84,6 +84,38 @@ def test_what_ranks_agree_on_is_raised_as_it_is(error: AsyncRLError) -> None:
     assert not usable(range(3), found, changes_model=True)
 
 
+def test_what_one_rank_alone_says_names_it_and_is_the_end() -> None:
+    error = DataError("no token", "a traceback")
+    found: dict[int, Outcome] = {1: raised(error), 0: GOOD}
+    told = failure("actor", "train", range(2), found, 1)
+    assert type(told) is DataError
+    assert told.message == (
+        "rank 1 of the actor group: no token; the other ranks say otherwise, so the group is of no more use"
+    )
+    assert told.cause == "a traceback"
+    for changes_model in (True, False):
+        assert not usable(range(2), found, changes_model=changes_model)
+        assert not usable(range(2), {0: raised(ConfigError("a")), 1: raised(error)}, changes_model=changes_model)
+
+
+@pytest.mark.parametrize("kind", [InfraError, DeadlineError, BugError])
+def test_a_broken_process_group_is_of_no_more_use_after_a_call_that_only_reads(kind: type[AsyncRLError]) -> None:
+    assert not usable(range(2), {0: raised(kind("peer closed")), 1: raised(kind("too late"))}, changes_model=False)
+    assert not usable(range(2), {0: GOOD, 1: raised(kind("peer closed"))}, changes_model=False)
+    assert usable(range(1), {0: raised(kind("a lone rank has no peers"))}, changes_model=False)
+    assert not usable(range(1), {0: raised(kind("half a step"))}, changes_model=True)
+
+
+@pytest.mark.parametrize("kind", [InfraError, DeadlineError, BugError, DataError])
+def test_a_failure_apart_from_the_others_harms_nobody(kind: type[AsyncRLError]) -> None:
+    found: dict[int, Outcome] = {0: Answer(None, kind("no room"), apart=True), 1: GOOD}
+    told = failure("actor", "publishing", range(2), found, 1)
+    assert type(told) is kind
+    assert told.message == "rank 0 of the actor group: no room"
+    assert usable(range(2), found, changes_model=False)
+    assert not usable(range(2), found | {1: raised(InfraError("peer closed"))}, changes_model=False)
+
+
 def test_other_failures_name_their_rank() -> None:
     for kind in (BugError, InfraError, DeadlineError):
         error = kind("boom", "a traceback")
@@ -93,13 +125,20 @@ def test_other_failures_name_their_rank() -> None:
         assert (told.message, told.cause) == ("rank 2 of the actor group: boom", "a traceback")
 
 
-KINDS: list[Any] = [GOOD, DEAD, *(raised(kind("x")) for kind in (DataError, InfraError, DeadlineError, BugError))]
+KINDS: list[Any] = [
+    GOOD,
+    DEAD,
+    Answer(None, InfraError("x"), apart=True),
+    *(raised(kind("x")) for kind in (DataError, InfraError, DeadlineError, BugError)),
+]
 
 
 @given(st.lists(st.sampled_from([*KINDS, None]), min_size=1, max_size=5), st.booleans())
 def test_a_group_goes_on_only_if_its_models_are_alike(said: list[Outcome | None], changes_model: bool) -> None:
     found = {rank: outcome for rank, outcome in enumerate(said) if outcome is not None}
-    names = {type(outcome.error).__name__ if isinstance(outcome, Answer) else "Lost" for outcome in said if outcome}
-    alike = names == {"DataError"} if changes_model else "Lost" not in names
-    assert usable(range(len(said)), found, changes_model=changes_model) == (len(found) == len(said) and alike)
+    names = [type(outcome.error).__name__ if isinstance(outcome, Answer) else "Lost" for outcome in found.values()]
+    fine = [isinstance(outcome, Answer) and (outcome.error is None or outcome.apart) for outcome in found.values()]
+    lone = len(said) == 1 and not changes_model and names != ["Lost"]
+    goes_on = len(found) == len(said) and (all(fine) or set(names) == {"DataError"} or lone)
+    assert usable(range(len(said)), found, changes_model=changes_model) == goes_on
     assert (failure("actor", "train", range(len(said)), found, 1) is None) == all(outcome == GOOD for outcome in said)

@@ -80,6 +80,18 @@ def test_gradients_add_up_until_the_step(model: Path, worker: TrainingWorker) ->
     assert twice == pytest.approx(2 * once, rel=1e-5)
 
 
+def test_a_step_without_a_gradient_is_refused(worker: TrainingWorker) -> None:
+    """It would move the weights all the same: AdamW has its momentum."""
+    with pytest.raises(BugError, match="optim_step without a forward_backward"):
+        worker.optim_step()
+    worker.train_batch(BATCH)
+    before = state(worker)
+    with pytest.raises(BugError, match="optim_step without a forward_backward"):
+        worker.optim_step()
+    assert worker.step() == 1
+    assert same(state(worker), before)
+
+
 def test_nothing_trained_is_refused_before_any_step(worker: TrainingWorker) -> None:
     before = state(worker)
     batch = BATCH.clone()
@@ -152,6 +164,23 @@ def test_checkpoints_go_on_where_they_were(model: Path, worker: TrainingWorker, 
     assert other.step() == 1
     assert same(state(other), saved), "what was saved is not what came after"
     assert other.train_batch(BATCH) == expected
+
+
+def test_a_gradient_of_before_does_not_outlive_a_load(model: Path, worker: TrainingWorker, tmp_path: Path) -> None:
+    worker.train_batch(BATCH)
+    worker.save_checkpoint(tmp_path)
+    worker.finish_checkpoint()
+    expected = worker.train_batch(BATCH)
+    for loss in (Likelihood(), NotFinite()):
+        worker.set_loss_fn(loss)
+        worker.forward_backward(BATCH)
+        worker.load_checkpoint(tmp_path)
+        worker.set_loss_fn(Likelihood())
+        assert worker.train_batch(BATCH) == expected
+    worker.forward_backward(BATCH)
+    worker.load_checkpoint(tmp_path)
+    with pytest.raises(BugError, match="optim_step without a forward_backward"):
+        worker.optim_step()
 
 
 def test_training_needs_a_loss_and_an_optimizer(model: Path) -> None:

@@ -1,0 +1,169 @@
+"""The processes of a group, as Ray actors: what they reserve, where they run, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import anyio
+import anyio.to_thread
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl.failures import ConfigError, DeadlineError
+from asyncrl.ports import WeightPublisher
+from trainer.dispatch import Call, from_wire, to_wire
+from trainer.outcomes import Answer
+from trainer.placement import GroupPlan, Role
+from trainer.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+ASKED_S = 1.0
+"""For processes to end by themselves when Ray tells them to, which a stopped one does not hear."""
+CLOSE_S = 10.0
+"""For processes to be gone."""
+
+
+class Place(NamedTuple):
+    node_id: str
+    address: str
+    pid: int
+    gpu: int
+    """Which of the GPUs that the process sees is its own; 0 on CPU."""
+
+
+class RankActor(Rank):
+    """`trainer.rank.Rank` in an actor."""
+
+    async def locate(self) -> Place:
+        context = ray.get_runtime_context()
+        gpu = own_gpu(context.get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu)
+
+    async def call_on_wire(self, role: Role, method: str, call: Call) -> Answer:
+        def run() -> Any:
+            args = [from_wire(value) for value in call.args]
+            return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
+
+        return await self._answer(f"{role}.{method}", run)
+
+
+class Processes:
+    """One actor for each rank of `plan`, in this order: `reserve`, `start`, and in the end `kill`."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self.plan = plan
+        self.device: Literal["cpu", "cuda"] = _device(plan)
+        self.actors: list[Any] = []
+        """By rank; empty after `kill`."""
+        self._bundles: PlacementGroup | None = None
+
+    async def reserve(self, *, cpus: bool, limit_s: float, until: float) -> None:
+        """A bundle for each rank, near each other. Ranks on CPU need none unless their `cpus` are reserved.
+
+        Args:
+            until: when `limit_s` ends, by `anyio.current_time`.
+
+        Raises:
+            DeadlineError: the cluster had no room in time.
+        """
+        bundle = {"CPU": float(self.plan.cpu_threads)} if cpus else {}
+        bundle |= {"GPU": 1.0} if self.device == "cuda" else {}
+        if not bundle:
+            return
+        self._bundles = placement_group([bundle] * self.plan.num_ranks, strategy="PACK")
+        try:
+            with anyio.fail_after(until - anyio.current_time()):
+                await self._bundles.ready()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the {self.plan.name} group waited {limit_s:g} s for {self.plan.num_ranks} times {bundle} on the Ray "
+                "cluster; free them, add nodes, or lower num_workers"
+            ) from error
+
+    def start(self, publisher: WeightPublisher | None, *, reserve_cpus: bool) -> None:
+        threads = str(self.plan.cpu_threads)
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        actor: Any = ray.remote(RankActor)
+        for rank in range(self.plan.num_ranks):
+            where = PlacementGroupSchedulingStrategy(self._bundles, rank) if self._bundles is not None else "DEFAULT"
+            shell = actor.options(
+                num_cpus=self.plan.cpu_threads if reserve_cpus else 0,
+                num_gpus=1 if self.device == "cuda" else 0,
+                max_restarts=0,
+                scheduling_strategy=where,
+                runtime_env={"env_vars": environment},
+            )
+            self.actors.append(shell.remote(publisher))
+
+    async def kill(self, places: Sequence[Place]) -> None:
+        """Not politely: a rank that waits in a collective operation hears nothing. Waits until those on this machine
+        are gone, within `CLOSE_S`."""
+        actors, self.actors = self.actors, []
+        bundles, self._bundles = self._bundles, None
+        if not ray.is_initialized():
+            return
+        with anyio.move_on_after(CLOSE_S):
+            await anyio.to_thread.run_sync(_kill_all, actors, bundles, places, abandon_on_cancel=True)
+
+
+def own_gpu(assigned: Sequence[str], visible: str | None) -> int:
+    """Which of the GPUs that a process sees is the one Ray has assigned to it. Pure.
+
+    Ray shows a process no other, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 leaves it all of the machine's.
+
+    Args:
+        assigned: ids of one GPU, or of none: a rank on CPU.
+        visible: CUDA_VISIBLE_DEVICES, in whose terms ids are; None: not set, so ids are the machine's own numbers.
+    """
+    if not assigned:
+        return 0
+    return int(assigned[0]) if visible is None else visible.split(",").index(assigned[0])
+
+
+def local_ranks(places: Sequence[Place], device: Literal["cpu", "cuda"]) -> list[int]:
+    """`Meeting.local_rank` of each rank. Pure."""
+    if device == "cuda":
+        return [place.gpu for place in places]
+    nodes = [place.node_id for place in places]
+    return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+
+
+def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
+    """`auto`: GPUs when the cluster has any."""
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if plan.device == "cpu" or (plan.device == "auto" and num_gpus == 0):
+        return "cpu"
+    if num_gpus < plan.num_ranks:
+        raise ConfigError(
+            f"num_workers={plan.num_ranks}: the {plan.name} group takes a GPU for each rank and the Ray cluster has "
+            f"{num_gpus}; lower num_workers, or use device=cpu"
+        )
+    return "cuda"
+
+
+def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[Place]) -> None:
+    """Blocking: until the ranks on this machine are gone."""
+    here = ray.get_runtime_context().get_node_id()
+    for actor in actors:
+        ray.kill(actor)
+    if bundles is not None:
+        remove_placement_group(bundles)
+    processes = []
+    for place in places:
+        with suppress(psutil.NoSuchProcess):
+            if place.node_id == here:
+                processes.append(psutil.Process(place.pid))
+    _, alive = psutil.wait_procs(processes, timeout=ASKED_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(alive, timeout=CLOSE_S)
+    if alive:
+        logger.warning("training processes %s are still there %g s after they were killed", alive, CLOSE_S)
