@@ -15,6 +15,8 @@ class Wait(NamedTuple):
     """Tasks of this part that wait on it now."""
     since_s: float
     """How long the longest of them has waited."""
+    bounded: bool = False
+    """One of them ends by itself: what it waits on has a deadline of its own, which has not passed."""
 
 
 class WaitBoard:
@@ -22,16 +24,17 @@ class WaitBoard:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._open: dict[int, tuple[str, float]] = {}
+        self._open: dict[int, tuple[str, float, float]] = {}
         self._next = 0
         self._total: dict[str, float] = {}
 
     @contextmanager
-    def waiting(self, edge: str) -> Iterator[None]:
-        """Everything inside counts as waiting on `edge`."""
+    def waiting(self, edge: str, *, limit_s: float = 0.0) -> Iterator[None]:
+        """Everything inside counts as waiting on `edge`. `limit_s`: the deadlines of the calls inside end it by then; 0:
+        they do not."""
         key, started = self._next, self._clock()
         self._next += 1
-        self._open[key] = (edge, started)
+        self._open[key] = (edge, started, started + limit_s)
         try:
             yield
         finally:
@@ -41,10 +44,13 @@ class WaitBoard:
     def snapshot(self) -> list[Wait]:
         """Open waits, the longest first."""
         now = self._clock()
-        edges: dict[str, list[float]] = {}
-        for edge, started in self._open.values():
-            edges.setdefault(edge, []).append(now - started)
-        waits = [Wait(edge, len(ages), max(ages)) for edge, ages in edges.items()]
+        edges: dict[str, list[tuple[float, bool]]] = {}
+        for edge, started, ends in self._open.values():
+            edges.setdefault(edge, []).append((now - started, now < ends))
+        waits = [
+            Wait(edge, len(found), max(age for age, _ in found), any(bounded for _, bounded in found))
+            for edge, found in edges.items()
+        ]
         return sorted(waits, key=lambda wait: -wait.since_s)
 
     def total_s(self, edge: str) -> float:

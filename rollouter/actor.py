@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import ray
 from anyio import to_thread
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
-from asyncrl.ports import RunRecord
+from asyncrl.ports import RecordSink, RunRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads
+from asyncrl.record_stream import stream_records
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.rewards.combination import CombinedScorer
 from rollouter.rewards.model import ServedModel
@@ -61,26 +59,29 @@ class RolloutActor:
         """
         if self._task is None:
             raise BugError("RolloutActor.run before prepare")
+        run = partial(self._run, self._task, queue_handle, store_handle)
+        async for record in stream_records("rollouter", run):
+            yield record
+
+    async def _run(self, task: Task, queue_handle: Any, store_handle: Any, sink: RecordSink) -> None:
         call_s = self._config.timeouts.call_s
-        send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
         namespace = ray.get_runtime_context().namespace
         served = (
             ServedModel(self._config, namespace=namespace) if self._config.reward_model.placement == "serve" else None
         )
-        scorer = CombinedScorer(self._task.scorer, self._config, self._task.decode, served)
+        scorer = CombinedScorer(task.scorer, self._config, task.decode, served)
         self._rollouter = Rollouter(
             self._config,
-            self._task._replace(scorer=scorer),
+            task._replace(scorer=scorer),
             queue=QueueClient(queue_handle, call_s),
             payloads=RayPayloads(call_s),
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
             fleet=ServeFleet(self._config, namespace=namespace),
-            sink=StreamSink(send),
+            sink=sink,
         )
         if self._stopped:
             self._rollouter.stop()
-        async for record in stream_records(self._rollouter, send, records):
-            yield record
+        await self._rollouter.run()
 
     async def stop(self) -> None:
         """End `run` soon, without a last apply. For an orderly end close the queue instead."""
@@ -101,37 +102,3 @@ def start_rollouter(config: Config) -> Any:
     """Start the actor in this Ray job and return its handle. Never restarted: its payloads die with it."""
     actor: Any = ray.remote(RolloutActor)
     return actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(config)
-
-
-class StreamSink:
-    """`RecordSink` into a memory stream. Unbounded: records are few, and nobody must wait on their reader."""
-
-    def __init__(self, send: MemoryObjectSendStream[RunRecord]) -> None:
-        self._send = send
-
-    async def put(self, record: RunRecord) -> None:
-        self._send.send_nowait(record)
-
-
-async def stream_records(
-    rollouter: Rollouter, send: MemoryObjectSendStream[RunRecord], records: MemoryObjectReceiveStream[RunRecord]
-) -> AsyncIterator[RunRecord]:
-    """The records of `rollouter.run()`, and then its failure if it has one.
-
-    The run is a task of its own: a task group must not stand open across the yields of a generator, whose consumer
-    may never come back.
-    """
-
-    async def run() -> None:
-        with send:
-            await rollouter.run()
-
-    task = asyncio.create_task(run(), name="rollouter")
-    try:
-        with records:
-            async for record in records:
-                yield record
-        await task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])

@@ -5,23 +5,20 @@ It computes nothing itself: models live in the ranks that it starts (`trainer.gr
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import ray
 from anyio import to_thread
-from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, BugError
+from asyncrl.failures import BugError
 from asyncrl.manifest import Progress, Resume
-from asyncrl.ports import RecordSink, RunRecord
+from asyncrl.ports import RunRecord
 from asyncrl.queue_actor import QueueClient, RayPayloads
+from asyncrl.record_stream import stream_records
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
 from asyncrl.weights.object_store import ObjectStorePublisher
@@ -66,11 +63,11 @@ class TrainerActor:
             self._trainer.stop()
         call_s = self._config.timeouts.call_s
         run = partial(self._trainer.run, QueueClient(queue, call_s), RayPayloads(call_s), total_steps)
-        async for record in stream_records(run):
+        async for record in stream_records("trainer", run):
             yield record
 
     async def stop(self) -> None:
-        """End `run` soon: after the current step, with a checkpoint."""
+        """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
         self._stopped = True
         if self._trainer is not None:
             self._trainer.stop()
@@ -100,43 +97,3 @@ def start_trainer(config: Config) -> Any:
         max_concurrency=MAX_CONCURRENCY,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
     ).remote(config)
-
-
-async def stream_records(run: Callable[[RecordSink], Awaitable[None]]) -> AsyncIterator[RunRecord]:
-    """What `run` puts into its sink, and then its failure if it has one.
-
-    The run is a task of its own: a task group must not stand open across the yields of a generator, whose consumer
-    may never come back. A consumer that goes away cancels it and waits for its end.
-
-    Raises:
-        AsyncRLError: what `run` raised; anything else as a `BugError`.
-    """
-    send, records = anyio.create_memory_object_stream[RunRecord](math.inf)
-
-    async def drive() -> None:
-        with send:
-            await run(StreamSink(send))
-
-    task = asyncio.create_task(drive(), name="trainer")
-    try:
-        with records:
-            async for record in records:
-                yield record
-        await task
-    except AsyncRLError:
-        raise
-    except Exception as error:
-        raise BugError.wrap(f"the trainer failed: {type(error).__name__}: {error}", error) from error
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-class StreamSink:
-    """`RecordSink` into a memory stream. Unbounded: records are few, and nobody must wait on their reader."""
-
-    def __init__(self, send: MemoryObjectSendStream[RunRecord]) -> None:
-        self._send = send
-
-    async def put(self, record: RunRecord) -> None:
-        self._send.send_nowait(record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,8 @@ class RoleCheckpoints:
         """
         if self._begun is not None:
             raise BugError(f"a checkpoint begun before {self._begun[0]} was finished")
-        building = await to_thread.run_sync(self._files.open, progress.step)
+        building = await to_thread.run_sync(self._files.open, progress.step, tuple(self._roles))
         for role, group in self._roles.items():
-            await to_thread.run_sync((building / role).mkdir)
             await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
         self._begun = (building, progress, queue)
 
@@ -100,8 +99,8 @@ class Checkpointer:
         self._identity = identity
         self._keep = keep
 
-    def open(self, step: int) -> Path:
-        """A directory to write the checkpoint of `step` into.
+    def open(self, step: int, parts: Sequence[str] = ()) -> Path:
+        """A directory to write the checkpoint of `step` into, with an empty one inside for each of `parts`.
 
         Raises:
             InfraError: the disk is full or failing. ConfigError: the run directory is not writable.
@@ -110,6 +109,8 @@ class Checkpointer:
         try:
             self._sweep()
             building.mkdir(parents=True)
+            for part in parts:
+                (building / part).mkdir()
         except OSError as error:
             raise disk_error(Path(error.filename or building), error) from error
         return building

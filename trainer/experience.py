@@ -42,7 +42,7 @@ class Experience(NamedTuple):
     """Rows in the samples' order, with what the Trainer adds (`trainer.tensors`)."""
     metrics: Metrics
     kl_coef: float | None
-    """The KL coefficient from the next turn on; None: no KL in the reward."""
+    """The adaptive KL coefficient from the next turn on; None: it does not adapt, or there is no KL in the reward."""
 
 
 class ExperienceBuilder:
@@ -70,7 +70,8 @@ class ExperienceBuilder:
     async def make(
         self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None = None
     ) -> Experience:
-        """See the head of this file. `kl_coef`: where an adaptive coefficient stands; None: at its start.
+        """See the head of this file. `kl_coef`: where an adaptive coefficient stands; None: at its start. A fixed one is
+        the configuration's.
 
         Raises:
             DataError: a role answered with a number that is not finite, for a token or response that counts.
@@ -129,12 +130,12 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
 
 
 def _token_rewards(batch: TensorDict, config: Config, kl_coef: float | None) -> tuple[Tensor, Metrics, float | None]:
-    """Rewards of tokens, float64 `[B, R]`, what to tell of them, and the next KL coefficient."""
+    """Rewards of tokens, float64 `[B, R]`, what to tell of them, and the next adaptive KL coefficient."""
     algorithm, mask = config.algorithm, batch["response_mask"]
     scores, metrics = batch["rewards"], Metrics()
     if "model_scores" in batch:
         # The Rollouter has weighted its own share already.
-        scores = combined_scores(scores, batch["model_scores"], weight=1.0, model_weight=config.reward_model.weight)
+        scores = combined_scores(scores, batch["model_scores"], model_weight=config.reward_model.weight)
         metrics["reward/model_mean"] = float(batch["model_scores"].mean())
     if "baseline_rewards" in batch:
         metrics["reward/baseline_mean"] = float(batch["baseline_rewards"].mean())
@@ -143,23 +144,26 @@ def _token_rewards(batch: TensorDict, config: Config, kl_coef: float | None) -> 
         punishment = overlong_penalty(lengths, config.rollout.response_length, config.reward.overlong_buffer)
         scores = scores + punishment
         metrics["reward/overlong_mean"] = float(punishment.mean())
-    rewards = token_rewards(scores, mask)
+    rewards, next_kl_coef = token_rewards(scores, mask), None
     if algorithm.use_kl_in_reward:
-        kl_coef = algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
+        adapts = algorithm.kl_ctrl.type == "adaptive"
+        # A checkpoint's coefficient must not outlive a change of the configuration that fixes it.
+        coefficient = kl_coef if adapts and kl_coef is not None else algorithm.kl_ctrl.kl_coef
         penalised = kl_penalised(
             rewards,
             batch["old_log_probs"],
             batch["ref_log_probs"],
             mask,
             kind=algorithm.kl_penalty,
-            coefficient=kl_coef,
+            coefficient=coefficient,
         )
         rewards = penalised.token_rewards
-        metrics |= {"reward/kl": penalised.kl, "reward/kl_coef": kl_coef}
-        kl_coef = next_kl_coefficient(kl_coef, penalised.kl, len(batch), algorithm.kl_ctrl)
+        metrics |= {"reward/kl": penalised.kl, "reward/kl_coef": coefficient}
+        if adapts:
+            next_kl_coef = next_kl_coefficient(coefficient, penalised.kl, len(batch), algorithm.kl_ctrl)
     if metrics:
         metrics["reward/shaped_mean"] = float(rewards.sum(dim=1).mean())
-    return rewards, metrics, kl_coef if algorithm.use_kl_in_reward else None
+    return rewards, metrics, next_kl_coef
 
 
 def _advantage_metrics(batch: TensorDict) -> Metrics:

@@ -13,7 +13,7 @@ from asyncrl.failures import AsyncRLError, DataError
 from asyncrl.ports import Lease, PayloadStore, SampleQueue
 from asyncrl.types import DropReason
 from asyncrl.waits import WaitBoard
-from trainer.rows import RowRules, TrainSample, prepare
+from trainer.rows import RowRules, TrainSample, UnusableRowError, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Intake:
         rules: RowRules,
         *,
         max_consecutive_filtered: int | None,
+        max_consecutive_unusable: int,
         call_s: float,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
@@ -46,6 +47,7 @@ class Intake:
         """
         Args:
             max_consecutive_filtered: so many `filtered` samples in a row are an error; None: no limit.
+            max_consecutive_unusable: so many samples in a row that `rows.check_row` refuses are an error.
             call_s: longest single wait for samples; after it the queue is asked again.
         """
         self._queue = queue
@@ -54,6 +56,11 @@ class Intake:
         self._max_consecutive_filtered = max_consecutive_filtered
         self._num_filtered = 0
         """Filtered samples since the last one that was not."""
+        self._max_consecutive_unusable = max_consecutive_unusable
+        self._num_unusable = 0
+        """Unusable samples since the last one that was not."""
+        self._kinds: set[str] = set()
+        """Of unusable samples, each told once."""
         self._call_s = call_s
         self._waits = waits
         self._clock = clock
@@ -70,7 +77,7 @@ class Intake:
         """Lease until `turn` has `num_samples`, the stream ends or `stop` is called.
 
         Raises:
-            DataError: too many filtered samples in a row, or one that cannot be used (`rows.check_row`).
+            DataError: too many samples in a row that were filtered, or that cannot be used (`rows.check_row`).
         """
         started = self._clock()
         with self._waits.waiting("samples"):
@@ -115,7 +122,14 @@ class Intake:
         turn.leases.append(lease.lease_id)
         num_dropped = 0
         for sample in await self._payloads.get([queued.payload for queued in lease.samples]):
-            prepared = prepare(sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules)
+            try:
+                prepared = prepare(sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules)
+            except UnusableRowError as error:
+                num_dropped += 1
+                await self._queue.drop(sample.sample_id, DropReason.FAILED)
+                self._judge(error)
+                continue
+            self._num_unusable = 0
             if prepared.untrainable is None:
                 turn.samples.append(prepared)
                 self._num_filtered = 0
@@ -124,6 +138,23 @@ class Intake:
                 await self._queue.drop(prepared.sample_id, prepared.untrainable)
                 self._count(prepared)
         return num_dropped
+
+    def _judge(self, error: UnusableRowError) -> None:
+        """One bad sample is nothing; nothing but bad samples is the end.
+
+        Raises:
+            DataError: so many came in a row that none can be expected to get through.
+        """
+        self._num_unusable += 1
+        if self._num_unusable >= self._max_consecutive_unusable:
+            raise DataError(
+                f"{self._num_unusable} samples in a row could not be trained on, so none seems to get through. The "
+                f"last one, {error.message}",
+                error.cause,
+            )
+        if error.kind not in self._kinds:
+            self._kinds.add(error.kind)
+            logger.warning("%s It was dropped as failed, and so will be others with %s.", error.message, error.kind)
 
     def _count(self, dropped: TrainSample) -> None:
         if dropped.untrainable is not DropReason.FILTERED:

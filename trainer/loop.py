@@ -12,9 +12,10 @@
     checkpoint  begun between turns, written while the next ones train
 
 A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
-mini-batch is always full, save the last one of a stream that ends: a sample without a token to train on is dropped
-(`stale` or `filtered`) and another is leased in its place, so `trained` means that a gradient was taken, and books stay
-exact. A sample is committed with its first step. A version is published at the end of the turn that brings
+sample without a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and
+books stay exact. Where its rows tell, another is leased in its place. Where the off-policy correction rejects all of
+it, which is known only of a whole lease, the turn goes on without it, and its last mini-batch is smaller, as it is when
+the stream ends. A sample is committed with its first step. A version is published at the end of the turn that brings
 `samples_per_version` more samples, and after the last step.
 
 With a critic, the first `critic_warmup_steps` steps leave the policy as it is: they count like any other, their samples
@@ -22,7 +23,8 @@ are committed (the gradient is the critic's), and their versions have equal weig
 The critic learns from the whole turn before the policy's first step on it, so after a stop in the middle of a turn it
 sees the samples that were given back once more; the policy never does.
 
-What is not committed when the loop ends, for whatever reason, goes back to the queue.
+What is not committed when the loop ends, for whatever reason, goes back to the queue. A failure waits for the
+checkpoint that is being written, as long as its ranks live.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -42,19 +45,25 @@ import torch
 from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
-from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, first_failure
 from asyncrl.manifest import Progress
 from asyncrl.ports import Metrics, QueueSnapshot, RecordSink, SampleQueue, StepRecord
+from asyncrl.types import DropReason
 from asyncrl.waits import WaitBoard
 from trainer.algorithms.objective import finish
 from trainer.batching import mini_batches
 from trainer.experience import Experience
 from trainer.intake import Intake, Turn
+from trainer.loop_settings import LoopSettings
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample, sample_metrics
 
 logger = logging.getLogger(__name__)
+
+EXPERIENCE_CALLS = 5
+"""At most: policy, policy without adapters or reference, critic, reward model; and one for the arithmetic."""
+CHECKPOINT_CALLS = 6
+"""At most, of two roles: begun, written, finished."""
 
 
 class ExperienceMaker(Protocol):
@@ -75,43 +84,6 @@ class Checkpoints(Protocol):
         Raises:
             InfraError: it could not be written.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """What the loop needs to know of the configuration."""
-
-    total_steps: int
-    """Of the whole run, steps before a resume included."""
-    mini_batch_samples: int
-    ppo_epochs: int
-    samples_per_lease: int
-    samples_per_version: int
-    critic_epochs: int
-    critic_warmup_steps: int
-    has_validation: bool
-    test_freq: int
-    save_freq: int
-    save_last: bool
-    seed: int
-
-    @classmethod
-    def of(cls, config: Config, *, total_steps: int) -> LoopSettings:
-        training = config.trainer
-        return cls(
-            total_steps=total_steps,
-            mini_batch_samples=training.ppo_mini_batch_size,
-            ppo_epochs=training.ppo_epochs,
-            samples_per_lease=config.samples_per_lease,
-            samples_per_version=config.samples_per_version,
-            critic_epochs=config.critic.ppo_epochs,
-            critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
-            has_validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
-            test_freq=training.test_freq,
-            save_freq=training.save_freq,
-            save_last=training.save_last,
-            seed=config.seed,
-        )
 
 
 class TrainLoop:
@@ -140,6 +112,8 @@ class TrainLoop:
         self._checkpoints = checkpoints
         self._clock = clock
         self._stopping = False
+        self._num_rejected = 0
+        """Samples of the turns since the last one that had any to train on."""
         self._written = anyio.Event()
         self._written.set()
         self.progress = progress if progress is not None else Progress()
@@ -148,7 +122,8 @@ class TrainLoop:
         self._validated_step = self.progress.published_step
 
     def stop(self) -> None:
-        """End soon and in order: the current step is finished, the rest of its lease released, a checkpoint written."""
+        """End soon and in order: the current step is finished, the rest of its lease released, and, with `save_last`, a
+        checkpoint written."""
         self._stopping = True
         self._intake.stop()
 
@@ -158,16 +133,26 @@ class TrainLoop:
         Raises:
             AsyncRLError: whatever a part raised. What was leased and not committed has been released.
         """
+        failure: Exception | None = None
         try:
             # Owns the one background task there is: the writing of a checkpoint.
             async with anyio.create_task_group() as tasks:
-                ended = False
-                while not ended and not self._stopping and self._samples_wanted() > 0:
-                    ended = await self._turn(sink)
-                    await self._checkpoint_if_due(tasks)
-                await self._finish(tasks)
+                try:
+                    await self._turns(sink, tasks)
+                except Exception as error:
+                    failure = error
+                    await self._keep_checkpoint()
+                    raise
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            # A checkpoint that fails too, behind the failure that it was kept for, is not what counts.
+            raise failure or first_failure(failures) from None
+
+    async def _turns(self, sink: RecordSink, tasks: TaskGroup) -> None:
+        ended = False
+        while not ended and not self._stopping and self._samples_wanted() > 0:
+            ended = await self._turn(sink)
+            await self._checkpoint_if_due(tasks)
+        await self._finish(tasks)
 
     def _samples_wanted(self) -> int:
         """Samples of the next turn; 0: the run is over.
@@ -177,7 +162,8 @@ class TrainLoop:
         """
         settings, progress = self._settings, self.progress
         to_next_version = (progress.version + 1) * settings.samples_per_version - progress.trained_samples
-        # A stop may have left out passes over its last samples; the steps they would have been go to other samples.
+        # A stop may have left out passes over its last samples; the steps they would have been go to other samples, for
+        # which the resumed run's pacing makes room.
         to_end = math.ceil((settings.total_steps - progress.step) / settings.ppo_epochs) * settings.mini_batch_samples
         return max(0, min(settings.samples_per_lease, to_next_version, to_end))
 
@@ -202,6 +188,9 @@ class TrainLoop:
         settings = self._settings
         started, wait_s = self._clock() - turn.wait_s, turn.wait_s
         batch, metrics, kl_coef = await self._make_experience(turn)
+        batch = await self._drop_rejected(turn, batch)
+        if not turn.samples:
+            return
         groups = batch["groups"].tolist()
         # Seeded by what a resume knows too, so that it goes through its leases in the order it would have.
         seed = settings.seed * 1_000_003 + self.progress.trained_samples
@@ -210,6 +199,8 @@ class TrainLoop:
         if self._stopping:
             return
         metrics |= await self._train_critic(batch, groups, seed)
+        if self._stopping:
+            return
         self.progress.kl_coef = kl_coef
         num_first = math.ceil(len(turn.samples) / size)
         for number, rows in enumerate(passes):
@@ -237,48 +228,75 @@ class TrainLoop:
 
     async def _make_experience(self, turn: Turn) -> Experience:
         started = self._clock()
-        with self.waits.waiting("experience"):
+        with self._asking("experience", EXPERIENCE_CALLS):
             batch, metrics, kl_coef = await self._experience.make(
                 turn.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
             )
-        if not batch["loss_mask"].any():
-            raise DataError(
-                f"the off-policy correction rejected every token of a lease of {len(turn.samples)} samples, so there "
-                "is nothing to train on: raise algorithm.rollout_correction.rollout_rs_threshold or "
-                "rollout_is_threshold, or bound async_training.max_staleness"
-            )
         return Experience(batch, metrics | {"timing/experience_s": self._clock() - started}, kl_coef)
 
+    async def _drop_rejected(self, turn: Turn, batch: TensorDict) -> TensorDict:
+        """Without the samples of which the correction left no token; they are dropped, and leave `turn`.
+
+        Raises:
+            DataError: these, with those right before them, are a whole lease or more.
+        """
+        trained = {int(group) for group in batch["groups"][batch["loss_mask"].any(dim=1)]}
+        if len(trained) == len(turn.samples):
+            self._num_rejected = 0
+            return batch
+        self._num_rejected = 0 if trained else self._num_rejected + len(turn.samples)
+        if self._num_rejected >= self._settings.samples_per_lease:
+            raise DataError(
+                f"the off-policy correction rejected every token of {self._num_rejected} samples in a row, so there "
+                "is nothing to train on: raise algorithm.rollout_correction.rollout_rs_threshold, or bound "
+                "async_training.max_staleness"
+            )
+        kept, rejected = [], []
+        for group, sample in enumerate(turn.samples):
+            (kept if group in trained else rejected).append(sample)
+        for sample in rejected:
+            await self._queue.drop(sample.sample_id, DropReason.FILTERED)
+        turn.samples = kept
+        # Each drop frees a permit, so another sample may come even behind the end of the stream.
+        turn.ended = False
+        number = {group: place for place, group in enumerate(sorted(trained))}
+        rows = [row for row, group in enumerate(batch["groups"].tolist()) if group in number]
+        batch = batch[torch.tensor(rows, dtype=torch.int64)]
+        batch["groups"] = torch.tensor([number[group] for group in batch["groups"].tolist()], dtype=torch.int64)
+        return batch
+
     async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> Metrics:
-        """All passes of the critic; means over its steps."""
+        """All passes of the critic, unless it is stopped between two of its steps; means over them."""
         if self._critic is None:
             return {}
         started = self._clock()
         steps = mini_batches(
             groups, size=self._settings.mini_batch_samples, epochs=self._settings.critic_epochs, seed=seed + 1
         )
-        trainable = [rows for rows in steps if batch["loss_mask"][rows].any()]
-        with self.waits.waiting("critic"), anyio.CancelScope(shield=True):
-            results = await self._critic.train_mini_batch(batch, trainable)
+        results: list[Metrics] = []
+        for rows in steps:
+            # A call of its own for each step: each has the whole deadline, and a stop or a cancellation waits for one.
+            with self._asking("critic"), anyio.CancelScope(shield=True):
+                results.append(await self._critic.train_batch(batch[torch.tensor(rows)]))
+            await anyio.lowlevel.checkpoint()
+            if self._stopping:
+                break
         means = {name: math.fsum(result[name] for result in results) / len(results) for name in results[0]}
         return _named("critic", means) | {"timing/update_critic_s": self._clock() - started}
 
     async def _step(self, batch: TensorDict, samples: Sequence[TrainSample], *, commits: bool) -> Metrics:
-        """One optimizer step of the policy, and its samples committed.
-
-        No step is taken in the critic's warm-up, nor where the off-policy correction left no token; it counts as one
-        all the same.
+        """One optimizer step of the policy, and its samples committed. None is taken in the critic's warm-up; it counts
+        as one all the same.
         """
-        started = self._clock()
-        progress, trained_tokens = self.progress, int(batch["loss_mask"].sum())
+        started, progress = self._clock(), self.progress
         metrics: Metrics = {}
         # Shielded: once the gradient is in the weights the ledger has to hear of it, even if the run is cancelled.
         with anyio.CancelScope(shield=True):
-            if progress.step >= self._settings.critic_warmup_steps and trained_tokens:
-                with self.waits.waiting("train"):
+            if progress.step >= self._settings.critic_warmup_steps:
+                with self._asking("train"):
                     metrics = finish(_named("actor", await self._actor.train_batch(batch)))
             progress.step += 1
-            progress.trained_tokens += trained_tokens
+            progress.trained_tokens += int(batch["loss_mask"].sum())
             if commits:
                 progress.trained_samples += len(samples)
                 for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
@@ -307,7 +325,7 @@ class TrainLoop:
         freq = settings.test_freq
         crossed = freq > 0 and progress.step // freq > progress.published_step // freq
         validate = settings.has_validation and (last or crossed)
-        with self.waits.waiting("publish"):
+        with self._asking("publish"):
             await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
         progress.published_step = progress.step
@@ -324,18 +342,25 @@ class TrainLoop:
 
     async def _checkpoint(self, tasks: TaskGroup) -> None:
         """Between turns: nothing is leased, so the snapshot counts every sample as trained, dropped or outstanding."""
-        with self.waits.waiting("checkpoint"):
+        with self._asking("checkpoint", CHECKPOINT_CALLS):
             await self._written.wait()
-            self._written = anyio.Event()
             await self._checkpoints.begin(replace(self.progress), await self._queue.snapshot())
-        self._saved_step = self.progress.step
+        self._saved_step, self._written = self.progress.step, anyio.Event()
         tasks.start_soon(self._write, self._written)
 
     async def _write(self, written: anyio.Event) -> None:
         # A failure reaches `run` through the task group, which ends the turn that is under way.
-        path = await self._checkpoints.finish()
-        logger.info("checkpoint %s", path)
-        written.set()
+        try:
+            path = await self._checkpoints.finish()
+            logger.info("checkpoint %s", path)
+        finally:
+            written.set()
+
+    async def _keep_checkpoint(self) -> None:
+        """After a failure: until the checkpoint that is being written is whole, or has failed too: of ranks that are
+        gone it hears at once."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._settings.call_limit_s):
+            await self._written.wait()
 
     async def _finish(self, tasks: TaskGroup) -> None:
         """The last version (unless stopped), the last checkpoint, and word to whoever waits on the queue."""
@@ -348,8 +373,12 @@ class TrainLoop:
         if self._settings.save_last and self._saved_step < progress.step:
             await self._checkpoint(tasks)
         await self._queue.close()
-        with self.waits.waiting("checkpoint"):
+        with self._asking("checkpoint", CHECKPOINT_CALLS):
             await self._written.wait()
+
+    def _asking(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:
+        """Waiting on so many calls to the ranks, each of which has its deadline."""
+        return self.waits.waiting(edge, limit_s=num_calls * self._settings.call_limit_s)
 
 
 def _named(role: str, metrics: Metrics) -> Metrics:

@@ -14,6 +14,15 @@ from asyncrl.types import DropReason, Sample, SampleId, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
 
+class UnusableRowError(DataError):
+    """A row that would train on nonsense or crash in the model; its sample is DROPPED."""
+
+    def __init__(self, message: str, cause: str = "", kind: str = "") -> None:
+        super().__init__(message, cause)
+        self.kind = kind
+        """What is wrong, in words that are the same for all samples of one kind."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSample:
     """One leased sample, ready to be trained on."""
@@ -48,7 +57,7 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
 
     Raises:
         BugError: tokens of a version the trainer has not reached.
-        DataError: see `check_row`.
+        UnusableRowError: see `check_row`.
     """
     rows, was_stale = [], False
     for trajectory in sample.trajectories:
@@ -88,14 +97,16 @@ def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
     """Refuse what would train on nonsense or crash in the model.
 
     Raises:
-        DataError: empty prompt or response, arrays of unequal length, a token id outside the vocabulary, a behaviour
-            log-prob of a sampled token or a reward that is not finite.
+        UnusableRowError: empty prompt or response, arrays of unequal length, a token id outside the vocabulary, a
+            behaviour log-prob of a sampled token or a reward that is not finite.
     """
     length = len(row.response_ids)
-    problem = ""
+    kind = problem = ""
     if len(row.prompt_ids) == 0 or length == 0:
+        kind = "no prompt or no response"
         problem = f"prompt of {len(row.prompt_ids)} and response of {length} tokens; both need at least one"
     elif {len(row.response_mask), len(row.loss_mask), len(row.rollout_log_probs), len(row.versions)} != {length}:
+        kind = "arrays of unequal length"
         problem = (
             f"{length} response tokens but masks, rollout_log_probs and versions of {len(row.response_mask)}, "
             f"{len(row.loss_mask)}, {len(row.rollout_log_probs)} and {len(row.versions)}"
@@ -104,14 +115,19 @@ def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
         low = int(min(row.prompt_ids.min(), row.response_ids.min()))
         high = int(max(row.prompt_ids.max(), row.response_ids.max()))
         if low < 0 or (vocab_size is not None and high >= vocab_size):
+            kind = "tokens outside the vocabulary"
             vocabulary = "vocabulary" if vocab_size is None else f"vocabulary of {vocab_size}"
             problem = f"token id {low if low < 0 else high} outside the model's {vocabulary}"
         elif not np.all(np.isfinite(row.rollout_log_probs[row.response_mask])):
+            kind = "log-probs that are not finite"
             problem = "a behaviour log-prob that is not finite: its probability ratio would be 0 or infinite"
         elif not np.isfinite(row.reward) or (row.baseline_reward is not None and not np.isfinite(row.baseline_reward)):
+            kind = "rewards that are not finite"
             problem = f"a reward of {row.reward} (baseline {row.baseline_reward}), which is not finite"
     if problem:
-        raise DataError(f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.")
+        raise UnusableRowError(
+            f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.", kind=kind
+        )
 
 
 def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Self
 
 from anyio import to_thread
@@ -17,10 +18,14 @@ from trainer.checkpoint import Checkpointer, RoleCheckpoints, load_roles
 from trainer.experience import ExperienceBuilder
 from trainer.groups import TrainerGroups
 from trainer.intake import Intake
-from trainer.loop import LoopSettings, TrainLoop
+from trainer.loop import TrainLoop
+from trainer.loop_settings import LoopSettings
 from trainer.placement import Role
 from trainer.roles import RoleGroup
 from trainer.rows import RowRules
+
+MIN_CONSECUTIVE_UNUSABLE = 8
+"""Samples in a row that cannot be trained on before the run stops, where a lease has fewer."""
 
 
 class Trainer:
@@ -81,7 +86,7 @@ class Trainer:
             await self._groups.close()
 
     def stop(self) -> None:
-        """End `run` soon: after the current step, with a checkpoint."""
+        """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
         self._stopped = True
         if self._loop is not None:
             self._loop.stop()
@@ -94,7 +99,8 @@ class Trainer:
 
     async def _resume(self, resume: Resume, *, here: bool) -> None:
         """`here`: the run goes on in its own directory, where later checkpoints are another future now."""
-        self.progress = resume.manifest.progress
+        # A copy: the loop counts on in it, and the manifest says what the checkpoint holds.
+        self.progress = replace(resume.manifest.progress)
         with self._waits.waiting("checkpoint"):
             await load_roles(resume.checkpoint, self._trained)
         if here:
@@ -118,6 +124,7 @@ class Trainer:
             payloads,
             row_rules(config),
             max_consecutive_filtered=filtering.max_consecutive if filtering.enable else None,
+            max_consecutive_unusable=max(MIN_CONSECUTIVE_UNUSABLE, config.samples_per_lease),
             call_s=config.timeouts.call_s,
             waits=self._waits,
         )

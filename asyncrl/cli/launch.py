@@ -11,6 +11,7 @@ import anyio
 
 from asyncrl.cli.cluster import cluster
 from asyncrl.cli.interrupts import Interrupts
+from asyncrl.cli.nothing_left import nothing_left, planned_steps
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, ConfigError
 from asyncrl.manifest import Resume, find_resume
@@ -99,6 +100,9 @@ async def _outcome(config: Config, run_dir: RunDir, resume: Resume | None, recor
     interrupts = Interrupts()
     view.phase("starting Ray")
     try:
+        if resume is not None and (done := nothing_left(resume, planned_steps(config))) is not None:
+            view.message("warning", done)
+            return Outcome("completed", None)
         with interrupts.scope:
             async with anyio.create_task_group() as group:
                 await group.start(interrupts.listen)

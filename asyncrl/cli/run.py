@@ -11,12 +11,14 @@ All four are in one task group, `launch`'s: the first failure cancels the rest a
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import anyio
 
 from asyncrl.cli.interrupts import Interrupts
+from asyncrl.cli.nothing_left import nothing_left
 from asyncrl.cli.remote import ask, stream
 from asyncrl.cli.watchdog import Watchdog
 from asyncrl.config.plan import total_samples, training_steps
@@ -35,6 +37,19 @@ from rollouter.serving.app import start_app
 from trainer.actor import start_trainer
 
 TICK_S = 1.0
+
+
+def samples_of_run(config: Config, total_steps: int, resume: Resume | None) -> int:
+    """Samples that the run trains on in all, earlier parts included: pacing admits no more.
+
+    A stop in the middle of a lease may have left out passes over samples that are trained already. The steps which
+    these would have been take other samples, so a resumed run may need more than `total_samples` says.
+    """
+    if resume is None:
+        return total_samples(config, total_steps)
+    progress = resume.manifest.progress
+    mini_batches = math.ceil(max(0, total_steps - progress.step) / config.trainer.ppo_epochs)
+    return progress.trained_samples + mini_batches * config.trainer.ppo_mini_batch_size
 
 
 class Run:
@@ -96,6 +111,8 @@ class Run:
             await start_app(config, namespace=namespace)
         total_steps = training_steps(config, prepared["num_prompts"])
         self._recorder.plan(total_steps)
+        if (done := nothing_left(self._resume, total_steps)) is not None:
+            self._view.message("warning", done)
         if filtered := prepared["num_filtered"] + prepared["num_val_filtered"]:
             self._view.message("warning", f"{filtered} prompts over data.max_prompt_length were left out")
         self._start_queue(prepared["num_prompts"], total_steps)
@@ -106,7 +123,7 @@ class Run:
         pacing = Pacing(
             samples_per_version=self._config.samples_per_version,
             staleness_threshold=mode.staleness_threshold,
-            total_samples=total_samples(self._config, total_steps),
+            total_samples=samples_of_run(self._config, total_steps, self._resume),
         )
         options = QueueOptions(num_prompts, pacing, mode.max_staleness, mode.stale_action)
         self._queue_actor = start_queue(options, self._resume.manifest.queue if self._resume else None)
@@ -140,7 +157,10 @@ class Run:
     async def _stop(self) -> None:
         """Ask both sides to end in order; their streams end by themselves, within the limit or not at all."""
         limit_s = self._config.timeouts.stop_s
-        self._view.phase("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
+        ending = (
+            "with a checkpoint" if self._config.trainer.save_last else "without a checkpoint (trainer.save_last=false)"
+        )
+        self._view.phase(f"stopping after this step, {ending}; Ctrl-C again stops at once")
         with anyio.move_on_after(limit_s):
             await ask("trainer", self._trainer.stop.remote(), limit_s, doing="stopping")
             await ask("rollouter", self._rollouter.stop.remote(), limit_s, doing="stopping")

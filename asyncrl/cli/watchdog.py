@@ -13,7 +13,11 @@ class StallError(InfraError):
 
 
 class Watchdog:
-    """Watches a fingerprint of the run's progress."""
+    """Watches a fingerprint of the run's progress.
+
+    A call that has a deadline of its own counts as moving until that has passed: a long step, a pass over a large lease
+    or the writing of a checkpoint is no stall, and if it hangs, its deadline ends it with a better message.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -24,9 +28,11 @@ class Watchdog:
         """Take note of `progress` at `now_s`.
 
         Raises:
-            StallError: it has been the same for longer than the limit; the message has `waits`, by part.
+            StallError: it has been the same for longer than the limit, and nothing in `waits` is within its own
+                deadline; the message has `waits`, by part.
         """
-        if self._since_s is None or progress != self._progress:
+        bounded = any(wait.bounded for edges in waits.values() for wait in edges)
+        if self._since_s is None or progress != self._progress or bounded:
             self._progress, self._since_s = progress, now_s
         elif now_s - self._since_s > self._limit_s:
             raise StallError(

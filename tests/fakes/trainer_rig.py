@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from asyncrl.waits import WaitBoard
 from tests.fakes.parts import ManualClock, MemoryPayloads
 from tests.fakes.trainer_parts import FakeCheckpoints, FakeExperience, FakeGroup, Records
 from trainer.intake import Intake
-from trainer.loop import LoopSettings, TrainLoop
+from trainer.loop import TrainLoop
+from trainer.loop_settings import LoopSettings
 from trainer.rows import RowRules
 
 SETTINGS = LoopSettings(
@@ -31,6 +33,7 @@ SETTINGS = LoopSettings(
     save_freq=-1,
     save_last=True,
     seed=0,
+    call_limit_s=5.0,
 )
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 
@@ -50,7 +53,9 @@ class Rig:
         **changes: Any,
     ) -> None:
         self.settings = replace(SETTINGS, **changes)
-        total = self.settings.total_steps * self.settings.mini_batch_samples // self.settings.ppo_epochs
+        trained, step = (progress.trained_samples, progress.step) if progress else (0, 0)
+        passes_left = math.ceil((self.settings.total_steps - step) / self.settings.ppo_epochs)
+        total = trained + passes_left * self.settings.mini_batch_samples
         pacing = Pacing(self.settings.samples_per_version, staleness_threshold, total)
         self.queue = LocalSampleQueue(QueueOptions(1000, pacing), restore)
         self.actor = FakeGroup()
@@ -64,6 +69,7 @@ class Rig:
             MemoryPayloads(),
             rules,
             max_consecutive_filtered=max_consecutive_filtered,
+            max_consecutive_unusable=4,
             call_s=call_s,
             waits=waits,
             clock=self.clock,

@@ -207,6 +207,22 @@ async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: P
     assert (actor.loaded, critic.loaded) == ("actor: whole", "critic: whole")
 
 
+async def test_a_disk_without_room_for_a_roles_directory_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "critic":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()})
+    with pytest.raises(InfraError, match="disk is full"):
+        await checkpoints.begin(progress(2), SNAPSHOT)
+
+
 async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     failing = SavingGroup(InfraError("the disk is full"))

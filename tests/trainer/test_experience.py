@@ -174,6 +174,14 @@ async def test_a_coefficient_goes_on_from_where_it_is() -> None:
     assert experience.kl_coef is not None and 0.69 < experience.kl_coef < 0.71
 
 
+async def test_a_fixed_coefficient_is_the_configurations_whatever_a_checkpoint_holds() -> None:
+    config = config_of(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 0.05}})
+    builder = ExperienceBuilder(config, actor=FakeGroup(), ref=answers("log_probs", 4))
+    experience = await builder.make(samples(), trainer_version=VERSION, kl_coef=0.7)
+    assert experience.metrics["reward/kl_coef"] == 0.05
+    assert experience.kl_coef is None
+
+
 async def test_generalized_advantages_with_a_critic() -> None:
     gamma, lam = 0.9, 0.8
     config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})

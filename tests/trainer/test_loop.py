@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.failures import DataError, DivergenceError, InfraError
@@ -15,7 +19,7 @@ from asyncrl.telemetry.registry import describe
 from asyncrl.types import SampleId
 from tests.fakes.trainer_parts import feed, make_sample
 from tests.fakes.trainer_rig import Rig
-from trainer.loop import LoopSettings
+from trainer.loop_settings import LoopSettings
 
 
 async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
@@ -241,14 +245,50 @@ async def test_a_lease_rejected_whole_is_an_error_that_names_the_thresholds() ->
     assert (await rig.books()).ready == 2
 
 
-async def test_a_mini_batch_rejected_whole_counts_as_a_step_without_one_being_taken() -> None:
+def reject(*indices: int) -> Callable[[TensorDict], None]:
+    """The correction rejects all tokens of the samples with these feed indices."""
+
+    def change(batch: TensorDict) -> None:
+        first = batch["input_ids"][torch.arange(len(batch)), batch["prompt_lens"]]
+        batch["loss_mask"][torch.isin(first, torch.tensor(indices))] = False
+
+    return change
+
+
+async def test_samples_rejected_whole_are_filtered_and_no_step_is_taken_for_them() -> None:
+    rig = Rig(total_steps=3, samples_per_lease=4, samples_per_version=4, with_critic=True)
+    assert rig.critic is not None
+    rig.experience.change = reject(1, 3, 4)
+    rewards = {2: (0.0, 4.0), 5: (0.0, 6.0)}
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 9, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
+    # Of the first lease one sample is left; the version still takes four.
+    assert rig.actor.steps == rig.critic.steps == [[2], [5, 6], [7]]
+    assert [record.version for record in rig.records] == [0, 0, 1]
+    assert [record.rewards for record in rig.records] == [(2.0,), (3.0, 0.5), (0.5,)]
+    assert all(record.metrics["tokens/trained"] > 0 for record in rig.records)
+    books = await rig.books()
+    assert (books.trained, books.dropped["filtered"], books.leased) == (4, 3, 0)
+
+
+async def test_a_rejected_sample_behind_the_end_of_the_stream_has_a_replacement() -> None:
     rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4)
-    rig.experience.change = lambda batch: batch["loss_mask"][:4].zero_()
-    await feed(rig.queue, 4)
-    records = await rig.run()
-    assert rig.actor.steps == [[3, 4]]
-    assert [record.metrics["tokens/trained"] for record in records] == [0, 16]
-    assert "actor/loss" not in records[0].metrics
+    rig.experience.change = reject(3, 4)
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 6)
+    assert rig.actor.steps == [[1, 2], [5, 6]]
+    assert (await rig.books()).trained == 4
+
+
+async def test_a_short_turn_rejected_whole_is_not_yet_an_error() -> None:
+    rig = Rig(total_steps=3, samples_per_lease=4, samples_per_version=4)
+    rig.experience.change = reject(1, 5, 6)
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 7)
+    assert rig.actor.steps == [[2, 3], [4], [7]]  # the fourth sample of the version came in a turn of its own
     assert (await rig.books()).trained == 4
 
 
@@ -283,12 +323,15 @@ async def test_a_stop_between_passes_leaves_a_run_that_can_go_on(stop_after: int
     [(progress, snapshot)] = first.checkpoints.saved
     assert progress.step == stop_after
     second = Rig(progress=progress, restore=snapshot, **settings)
-    await feed(second.queue, 8 - snapshot.books.trained)
+    # Two steps (passes over two samples) for each mini-batch that is still to come, the last of which may be left out.
+    wanted = math.ceil((8 - stop_after) / 2) * 2
+    await feed(second.queue, wanted)
+    await second.queue.end_stream()
     await second.run()
     books = await second.books()
-    assert (books.trained, books.num_dropped) == (8, 0)
+    assert (books.trained, books.num_dropped) == (snapshot.books.trained + wanted, 0)
     assert second.loop.progress.version >= 2
-    assert second.loop.progress.published_step == second.loop.progress.step <= 8
+    assert second.loop.progress.published_step == second.loop.progress.step == 8
 
 
 # ------------------------------------------------------------------------------------------------ critic
@@ -351,6 +394,79 @@ async def test_the_run_ends_only_when_the_last_checkpoint_is_written() -> None:
     assert len(rig.checkpoints.saved) == 1
 
 
+@pytest.mark.parametrize("written", [True, False])
+async def test_a_failure_waits_for_the_checkpoint_that_is_being_written(written: bool) -> None:
+    rig = Rig(total_steps=4, save_freq=1)
+    failed = anyio.Event()
+
+    def fail(step: int) -> None:
+        if step == 2:
+            failed.set()
+            raise DivergenceError("nan")
+
+    async def write() -> None:
+        await failed.wait()
+        for _ in range(20):  # by now the failure has come out of its turn
+            await anyio.lowlevel.checkpoint()
+        if not written:
+            raise InfraError("its ranks are gone")
+
+    rig.actor.on_step = fail
+    rig.checkpoints.on_finish = write
+    await feed(rig.queue, 8)
+    with pytest.raises(DivergenceError):
+        await rig.run()
+    assert [progress.step for progress, _ in rig.checkpoints.saved] == [1] * written
+
+
+async def test_a_checkpoint_that_cannot_be_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*args: Any) -> None:
+        raise InfraError("the disk is full")
+
+    rig = Rig(save_freq=1, call_limit_s=1000.0)
+    monkeypatch.setattr(rig.checkpoints, "begin", full)
+    await feed(rig.queue, 2)
+    with pytest.raises(InfraError, match="the disk is full"):
+        await rig.run()
+
+
+async def test_a_stop_ends_the_critics_passes_after_the_step_it_is_in() -> None:
+    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=50)
+    assert rig.critic is not None
+    rig.critic.on_step = lambda step: rig.loop.stop() if step == 3 else None
+    await feed(rig.queue, 4)
+    assert await rig.run() == []
+    assert (len(rig.critic.steps), rig.actor.steps) == (3, [])
+    assert (await rig.books()).dropped["shutdown"] == 4
+
+
+async def test_what_the_ranks_do_is_bounded_by_their_deadline_and_a_wait_for_samples_is_not() -> None:
+    rig = Rig(total_steps=1, call_s=1000.0, with_critic=True)
+    assert rig.critic is not None
+    seen: dict[str, bool] = {}
+
+    def look(*args: Any) -> None:
+        seen.update({wait.edge: wait.bounded for wait in rig.loop.waits.snapshot()})
+
+    rig.experience.change = rig.actor.on_step = rig.critic.on_step = rig.actor.on_publish = look
+
+    async def write() -> None:
+        await anyio.lowlevel.checkpoint()  # until the loop waits for it
+        look()
+
+    rig.checkpoints.on_finish = write
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 1)
+        while not seen:
+            await anyio.lowlevel.checkpoint()
+            look()
+        assert seen == {"samples": False}
+        await feed(rig.queue, 1)
+    bounded = dict.fromkeys(("experience", "critic", "train", "publish", "checkpoint"), True)
+    assert seen == {"samples": False} | bounded
+
+
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run_even_while_it_waits_for_samples() -> None:
     async def fail() -> None:
         raise InfraError("the disk is full")
@@ -368,6 +484,7 @@ def test_settings_from_the_configuration() -> None:
     config = Config.model_validate(
         {
             "seed": 3,
+            "timeouts": {"train_s": 7.0},
             "algorithm": {"adv_estimator": "gae"},
             "trainer": {"ppo_mini_batch_size": 4, "ppo_epochs": 2, "test_freq": 5, "save_freq": 6, "save_last": False},
             "critic": {"ppo_epochs": 7, "warmup_steps": 8},
@@ -388,6 +505,7 @@ def test_settings_from_the_configuration() -> None:
         save_freq=6,
         save_last=False,
         seed=3,
+        call_limit_s=7.0,
     )
     assert LoopSettings.of(config, total_steps=9) == expected
     without = config.model_copy(update={"algorithm": AlgorithmConfig()})

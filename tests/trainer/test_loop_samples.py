@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,49 @@ async def test_a_sample_without_policy_tokens_is_filtered() -> None:
         await feed(rig.queue, 3, make)
     assert rig.actor.steps == [[2, 3]]
     assert (await rig.books()).dropped["filtered"] == 1
+
+
+def broken(sample_id: SampleId, kind: str) -> Any:
+    sample = make_sample(sample_id)
+    if kind == "reward":
+        rows = [replace(row, reward=math.nan) for row in sample.trajectories]
+    else:
+        rows = [replace(row, response_ids=row.response_ids - 100) for row in sample.trajectories]
+    return replace(sample, trajectories=tuple(rows))
+
+
+async def test_a_sample_that_cannot_be_used_is_dropped_and_told_once_for_each_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kinds = {1: "reward", 2: "tokens", 4: "reward", 5: "reward", 6: "tokens"}
+    rig = Rig(total_steps=2)
+
+    def make(sample_id: SampleId) -> Any:
+        kind = kinds.get(sample_id.index)
+        return make_sample(sample_id) if kind is None else broken(sample_id, kind)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        await feed(rig.queue, 9, make)
+    assert rig.actor.steps == [[3, 7], [8, 9]]
+    books = await rig.books()
+    assert (books.dropped["failed"], books.trained, books.leased) == (5, 4, 0)
+    told = [record.message for record in caplog.records if record.name == "trainer.intake"]
+    assert len(told) == 2
+    assert "sample_0_1 cannot be trained on: a reward of nan" in told[0]
+    assert "token id" in told[1]
+
+
+async def test_nothing_but_samples_that_cannot_be_used_stops_the_run() -> None:
+    rig = Rig()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.run)
+            await feed(rig.queue, 20, lambda sample_id: broken(sample_id, "reward"))
+    [error] = caught.value.exceptions
+    assert isinstance(error, DataError)
+    assert "4 samples in a row could not be trained on" in str(error)
+    assert "sample_0_4 cannot be trained on: a reward of nan" in str(error)
 
 
 async def test_groups_that_teach_nothing_are_replaced() -> None:

@@ -17,9 +17,9 @@ MAX_KL_ERROR = 0.2
 """Bound of the relative error that the adaptive controller follows (Ziegler et al., §2.2)."""
 
 
-def combined_scores(scores: Tensor, model_scores: Tensor, *, weight: float, model_weight: float) -> Tensor:
-    """`weight · scores + model_weight · model_scores`, `[B]`: rule-based and model-based together."""
-    return weight * scores.double() + model_weight * model_scores.double()
+def combined_scores(scores: Tensor, model_scores: Tensor, *, model_weight: float) -> Tensor:
+    """`scores + model_weight · model_scores`, `[B]`: rules, weighted by the Rollouter already, and models together."""
+    return scores.double() + model_weight * model_scores.double()
 
 
 def overlong_penalty(response_lens: Tensor, response_length: int, buffer: OverlongBufferConfig) -> Tensor:
@@ -27,8 +27,6 @@ def overlong_penalty(response_lens: Tensor, response_length: int, buffer: Overlo
 
     Eq. 13: 0 up to `response_length - len` tokens, falling linearly to `-penalty_factor` at `response_length` tokens.
     """
-    if not buffer.enable:
-        return torch.zeros(len(response_lens), dtype=torch.float64, device=response_lens.device)
     over = response_lens.double() - (response_length - buffer.len)
     return -buffer.penalty_factor * (over / buffer.len).clamp(0.0, 1.0)
 
@@ -66,7 +64,8 @@ def kl_penalised(
     Ziegler et al. (https://arxiv.org/abs/1909.08593) eq. 2.
 
     Args:
-        log_probs: `old_log_probs`, the policy that the lease starts with, `[B, R]`.
+        log_probs: `old_log_probs`, the proximal policy, `[B, R]`: the one that the lease starts with, or in bypass mode
+            the one that sampled the tokens, whose KL is told late by their staleness.
         kind: `algorithm.kl_penalty`.
     """
     estimate = kl_estimate(log_probs.double(), ref_log_probs.double(), kind)
@@ -75,12 +74,11 @@ def kl_penalised(
 
 
 def next_kl_coefficient(coefficient: float, kl: float, num_responses: int, control: KlControlConfig) -> float:
-    """The coefficient after a lease of `num_responses` whose KL was `kl` nats per response.
+    """The adaptive coefficient after a lease of `num_responses` whose KL was `kl` nats per response.
 
-    fixed: unchanged. adaptive: `β (1 + clip(kl / target - 1, ±0.2) · num_responses / horizon)`, Ziegler et al. §2.2,
-    with the horizon counted in responses, as in OpenAI's code and verl's.
+    `β (1 + clip(kl / target - 1, ±0.2) · num_responses / horizon)`, Ziegler et al. §2.2, with the horizon counted in
+    responses, as in OpenAI's code and verl's. A lease beyond the horizon counts as one horizon: otherwise five of them
+    in a lease would turn the penalty into a reward.
     """
-    if control.type == "fixed":
-        return coefficient
     error = min(max(kl / control.target_kl - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coefficient * (1.0 + error * num_responses / control.horizon)
+    return coefficient * (1.0 + error * min(num_responses / control.horizon, 1.0))

@@ -1,0 +1,60 @@
+"""A part's records as a stream: all of them, then its end."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from asyncrl.failures import BugError, InfraError
+from asyncrl.ports import RecordSink, StepRecord
+from asyncrl.record_stream import stream_records
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 0, {}, (), ())
+
+
+async def test_every_record_and_then_the_end() -> None:
+    async def run(sink: RecordSink) -> None:
+        await sink.put(record(1))
+        await anyio.lowlevel.checkpoint()
+        await sink.put(record(2))
+
+    assert [item.step async for item in stream_records("trainer", run)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (InfraError("gone"), InfraError, "^gone$"),
+        (ValueError("a bug of ours"), BugError, "the rollouter failed: ValueError: a bug of ours"),
+    ],
+)
+async def test_every_record_before_the_failure(error: Exception, kind: type[Exception], message: str) -> None:
+    async def run(sink: RecordSink) -> None:
+        await sink.put(record(1))
+        raise error
+
+    records = stream_records("rollouter", run)
+    assert (await anext(records)).step == 1
+    with pytest.raises(kind, match=message):
+        await anext(records)
+
+
+async def test_a_reader_that_goes_away_ends_the_run_and_waits_for_its_end() -> None:
+    events: list[str] = []
+
+    async def run(sink: RecordSink) -> None:
+        await sink.put(record(1))
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            events.append("released")
+
+    records = stream_records("trainer", run)
+    await anext(records)
+    await records.aclose()  # type: ignore[attr-defined]
+    assert events == ["released"]

@@ -1,0 +1,48 @@
+"""What the training loop goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from asyncrl.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What the loop needs to know of the configuration."""
+
+    total_steps: int
+    """Of the whole run, steps before a resume included."""
+    mini_batch_samples: int
+    ppo_epochs: int
+    samples_per_lease: int
+    samples_per_version: int
+    critic_epochs: int
+    critic_warmup_steps: int
+    has_validation: bool
+    test_freq: int
+    save_freq: int
+    save_last: bool
+    seed: int
+    call_limit_s: float
+    """Deadline of one call to the ranks, in seconds."""
+
+    @classmethod
+    def of(cls, config: Config, *, total_steps: int) -> Self:
+        training = config.trainer
+        return cls(
+            total_steps=total_steps,
+            mini_batch_samples=training.ppo_mini_batch_size,
+            ppo_epochs=training.ppo_epochs,
+            samples_per_lease=config.samples_per_lease,
+            samples_per_version=config.samples_per_version,
+            critic_epochs=config.critic.ppo_epochs,
+            critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
+            has_validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
+            test_freq=training.test_freq,
+            save_freq=training.save_freq,
+            save_last=training.save_last,
+            seed=config.seed,
+            call_limit_s=config.timeouts.train_s,
+        )
