@@ -20,7 +20,7 @@ def finished(run: Launch, *, timeout_s: float = 240.0) -> None:
     assert run.survivors() == []
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(520)
 def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_path: Path) -> None:
     options = (*SHORT, "critic.warmup_steps=1", "trainer.optim.warmup_steps=0", "trainer.strategy=fsdp2")
     first = start(tmp_path, *options, "trainer.num_workers=2", recipe="ppo_critic")
@@ -41,6 +41,10 @@ def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_pa
     assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (6, 6, 4)
     assert summary["samples"]["trained"] == summary["samples"]["fed"] == 6 * BATCH
     assert balanced(summary["samples"])
+    points = summary["validation"]["points"]
+    assert [point["step"] for point in points] == [0, 4, 4, 6]
+    # The policy that one rank has read is the one that two have written.
+    assert points[2]["reward"] == pytest.approx(points[1]["reward"], abs=1 / 16)
     steps = second.steps()
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(step["critic/grad_norm"] > 0 for step in steps)
