@@ -30,8 +30,8 @@ class WaitBoard:
 
     @contextmanager
     def waiting(self, edge: str, *, limit_s: float = 0.0) -> Iterator[None]:
-        """Everything inside counts as waiting on `edge`. `limit_s`: the deadlines of the calls inside end it by then; 0:
-        they do not."""
+        """Everything inside counts as waiting on `edge`. `limit_s`: by then deadlines of the calls inside end it;
+        0: nothing does."""
         key, started = self._next, self._clock()
         self._next += 1
         self._open[key] = (edge, started, started + limit_s)

@@ -70,8 +70,10 @@ class ExperienceBuilder:
     async def make(
         self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None = None
     ) -> Experience:
-        """See the head of this file. `kl_coef`: where an adaptive coefficient stands; None: at its start. A fixed one is
-        the configuration's.
+        """See the head of this file.
+
+        Args:
+            kl_coef: where an adaptive coefficient stands; None: at its start. A fixed one is the configuration's.
 
         Raises:
             DataError: a role answered with a number that is not finite, for a token or response that counts.
