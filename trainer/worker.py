@@ -138,10 +138,10 @@ class TrainingWorker:
 
     @dispatched("all")
     def load_checkpoint(self, directory: Path) -> None:
-        """See `BaseEngine.load`. A gradient that has accumulated is forgotten: it is of the weights before."""
-        self.engine.load(directory)
+        """See `BaseEngine.load`. A gradient that has accumulated is forgotten, also if loading fails."""
         if self._pending_loss is not None:
             self._forget_gradient()
+        self.engine.load(directory)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
         """Collective. Of rank 0 the whole weights by Hugging Face names, bfloat16 as its bits in uint16; else empty.

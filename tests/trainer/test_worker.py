@@ -178,7 +178,8 @@ def test_a_gradient_of_before_does_not_outlive_a_load(model: Path, worker: Train
         worker.set_loss_fn(Likelihood())
         assert worker.train_batch(BATCH) == expected
     worker.forward_backward(BATCH)
-    worker.load_checkpoint(tmp_path)
+    with pytest.raises(ConfigError):
+        worker.load_checkpoint(tmp_path / "nothing")
     with pytest.raises(BugError, match="optim_step without a forward_backward"):
         worker.optim_step()
 
