@@ -96,7 +96,7 @@ def packed_attention(
         key, value = (spread_kv(part, query.shape[1], packing.group) for part in (key, value))
         query, key, value = (heads_to_sequence(part, packing.group) for part in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    if _has_varlen_kernel(query):
+    if _has_varlen_kernel(query, value):
         result = _varlen(query, key, value, packing, scaling, window)
     else:
         result = _one_by_one(query, key, value, packing, scaling, window)
@@ -151,9 +151,11 @@ def _refuse_odd(dropout: float, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(f"attention with {', '.join(odd) or 'dropout or without causality'}")
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     size = query.shape[-1]
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256 or size % 8:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if size > 256 or size % 8 or value.shape[-1] != size:
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
 

@@ -154,6 +154,7 @@ class BaseEngine(ABC):
         """Clip, apply and clear the accumulated gradient. Collective.
 
         Raises (on every rank):
+            BugError: nothing has accumulated since the last step.
             DivergenceError: `loss` or the gradient is not finite; weights and optimizer are as they were.
         """
 
@@ -202,24 +203,24 @@ class BaseEngine(ABC):
         """Wait until the checkpoint begun is written. Collective.
 
         Raises:
-            InfraError: it could not be written (disk full, …).
+            InfraError: it could not be written (disk full, …), or a rank died; DeadlineError if not in time.
         """
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote, on this or another number of ranks. Collective.
+        """Put back what `save` wrote, on this or another number of ranks; forget the accumulated gradient. Collective.
 
         Raises:
-            ConfigError: files are missing or damaged, or belong to another model; nothing was changed.
+            ConfigError: files are missing or damaged, or belong to another model; nothing else was changed.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to the model files, with a fresh optimizer, step 0."""
+        """Back to the model files, with a fresh optimizer, step 0. If it fails, only `reset` and `close` are left."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up the process group, if it is this engine's."""
+        """Wait for a checkpoint begun, as `finish_save` does, and give up the process group, if it is this engine's."""
 
 
 def missing_methods(engine: type[BaseEngine]) -> list[str]:

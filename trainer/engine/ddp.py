@@ -25,7 +25,12 @@ class DdpEngine(TorchEngine):
         devices = [self.device] if self.device.type == "cuda" else None
         # Experts that got no token, or a layer whose output a loss does not use, have no gradient in a pass.
         unused = bool(getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None))
-        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=unused)
+        return DistributedDataParallel(
+            model,
+            device_ids=devices,
+            find_unused_parameters=unused,
+            forward_sync_buffers=False,  # rotary tables and the like: of the same files on all ranks, and never trained
+        )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(self._model, DistributedDataParallel):

@@ -6,16 +6,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.failures import ConfigError, DeadlineError, InfraError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 """What torch's plain RuntimeErrors of a failed collective say; it has no type of its own for most of them."""
+_joins = count()
+"""Every rank joins as often, so that each group they make has a number of its own."""
+_stores: dict[tuple[str, ...], tuple[dist.Store, int, int]] = {}
 
 
 def pick_device(name: str) -> torch.device:
@@ -35,16 +40,20 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
     Raises:
         InfraError: the other ranks did not come within `timeout_s`.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # whoever made the group: NCCL uses the current one
     if dist.is_initialized():
         return False
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     backend, timeout = BACKENDS[device.type], timedelta(seconds=timeout_s)
     try:
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, number, size = _meeting_place(timeout)
+            store.set_timeout(timeout)
+            # A prefix of its own: addresses that the ranks left for an earlier group are not to be found again.
+            store = dist.PrefixStore(f"engines/{next(_joins)}", store)
         else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            store, number, size = dist.HashStore(), 0, 1
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=number, world_size=size)
     except (RuntimeError, ValueError) as error:
         raise InfraError.wrap(
             f"no process group of {os.environ.get('WORLD_SIZE', '1')} ranks within {timeout_s:g} s; look for a rank "
@@ -52,6 +61,17 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
             error,
         ) from None
     return True
+
+
+def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store of torchrun's variables, this rank and the number of ranks.
+
+    Kept for good: rank 0 may be its server, and a second one at the same port would find ranks still at the first.
+    """
+    where = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    if where not in _stores:
+        _stores[where] = next(iter(rendezvous("env://", timeout=timeout)))
+    return _stores[where]
 
 
 def rank() -> int:

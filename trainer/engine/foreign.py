@@ -152,7 +152,7 @@ def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> No
     """
     try:
         import_module(module)
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 - a broken library fails with an OSError, a RuntimeError, …
         raise ConfigError(
             f"trainer.strategy={backend}: it needs {package}, which cannot be imported here ({error}); "
             f"pip install 'asyncrl[{backend}]', or use trainer.strategy=fsdp2"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp._runtime_utils import _lazy_init
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from trainer.engine.models import decoder_layers
 from trainer.engine.registry import EngineRegistry
@@ -30,9 +30,16 @@ class FsdpEngine(TorchEngine):
             return model.to(self.device)
         dtype = self._compute_dtype()
         precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+        head, layers = self._float32_head(model), {type(layer) for layer in decoder_layers(model)}
+
+        def unit(module: nn.Module) -> bool | dict[str, Any]:
+            if module is head:
+                return {"mixed_precision": MixedPrecision(torch.float32, torch.float32)}
+            return type(module) in layers
+
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in decoder_layers(model)}),
+            auto_wrap_policy=CustomPolicy(unit),
             mixed_precision=precision,
             device_id=self.device,
             # With a mesh, its state dicts are of DTensors, which checkpoints can reshard.
@@ -41,7 +48,9 @@ class FsdpEngine(TorchEngine):
         )
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(self._model, FullyShardedDataParallel) or self.device.type != "cpu":
+        # Unsharded gradients are kept, and added up, in the dtype of the pass: only summed ones are float32.
+        sums_late = self.device.type == "cpu" and self._compute_dtype() is None
+        if last or not sums_late or not isinstance(self._model, FullyShardedDataParallel):
             return nullcontext()
         return self._model.no_sync()
 

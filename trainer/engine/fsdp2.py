@@ -30,13 +30,29 @@ class Fsdp2Engine(TorchEngine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         mesh = init_device_mesh(self.device.type, (self.layout.world_size,), mesh_dim_names=("shard",))
         dtype = self._compute_dtype()
-        # A value or reward head is small; it stays in float32 with the gradients' sums.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self._frugal)
+        if (head := self._float32_head(model)) is not None:
+            whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+            fully_shard(head, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_gradients(model)
         return model
+
+    def zero_grad(self) -> None:
+        """Also of a pass that an error has ended: what it had gathered, and what it had not yet summed."""
+        super().zero_grad()
+        assert isinstance(self._model, FSDPModule)
+        if not self._model._get_fsdp_state()._is_root:  # nor anything else, before the first pass
+            return
+        self._model.reset_iter_state()
+        for unit in _units(self._model):
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # not before it was gathered once
+                        parameter._unsharded_param.grad = None
 
     @contextmanager
     def _sync(self, last: bool) -> Iterator[None]:

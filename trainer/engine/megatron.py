@@ -60,12 +60,12 @@ class MegatronEngine(DdpEngine):
             parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         return MegatronModel(super()._load())
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         if self._owns_group:
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
-        super().close()
+        super()._leave()
 
 
 class MegatronModel(ForeignModel):

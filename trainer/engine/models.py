@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -84,6 +84,21 @@ def head_of(model: nn.Module) -> nn.Module:
         if isinstance(head := getattr(model, name, None), nn.Module):
             return head
     raise ConfigError(f"{type(model).__name__}: has no head called {' or '.join(HEADS)}; use another architecture")
+
+
+def keep_float32(head: nn.Module, device: torch.device) -> None:
+    """Let a value or reward head compute in its weights' dtype under autocast too, whatever its input is.
+
+    A value in bfloat16 has three digits: too few for the difference of two, which is what an advantage is.
+    """
+    plain = head.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            output: Tensor = plain(hidden.to(next(head.parameters()).dtype))
+            return output
+
+    head.forward = forward  # type: ignore[method-assign]
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

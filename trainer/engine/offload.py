@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -30,15 +30,19 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 @contextmanager
-def activations_on_cpu(min_bytes: int = MIN_ACTIVATION_BYTES) -> Iterator[None]:
+def activations_on_cpu(shapes: Set[torch.Size] = frozenset(), min_bytes: int = MIN_ACTIVATION_BYTES) -> Iterator[None]:
     """What the forward pass within keeps for the backward pass is copied to (pinned) CPU memory, weights excepted.
 
     Together with gradient checkpointing only the layers' inputs are kept at all, and so copied.
+
+    Args:
+        shapes: of the weights, where autocast makes copies of them: those are no parameters, and known by their shape
+            alone. An activation has one more dimension; one that has not and is taken for a weight just stays.
     """
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if weight or tensor.nbytes < min_bytes:
+        whole = tensor if tensor._base is None else tensor._base
+        if isinstance(whole, nn.Parameter) or whole.shape in shapes or tensor.nbytes < min_bytes:
             return tensor.device, tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Literal, TypeVar, get_args
 
-from asyncrl.failures import ConfigError
+from asyncrl.failures import AsyncRLError, ConfigError
 from trainer.engine.base import BaseEngine, EngineSpec, ModelType, missing_methods
 from trainer.engine.dist import pick_device
 
@@ -103,7 +103,9 @@ def _load(backend: str) -> None:
         )
     try:
         point.load()
-    except (ImportError, AttributeError) as error:
+    except AsyncRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever its module does when it is imported
         raise ConfigError.wrap(
             f"trainer.strategy={backend}: its entry point {point.value} cannot be loaded; install what it needs", error
         ) from None

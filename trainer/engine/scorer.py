@@ -78,8 +78,16 @@ class Scorer:
             if text.pad_token_id is None:  # sequence classification asks for one, for a pooling that is not used here
                 text.pad_token_id = 0
         self._head: nn.Module = head
-        head.register_forward_pre_hook(self._pick_scored)
-        head.register_forward_hook(self._take_scores, prepend=True)  # while FSDP still has the head's weights gathered
+        self._hooks = [
+            head.register_forward_pre_hook(self._pick_scored),
+            # first, while FSDP still has the head's weights gathered
+            head.register_forward_hook(self._take_scores, prepend=True),
+        ]
+
+    def detach(self) -> None:
+        """Leave the model as it was; this scorer is of no more use."""
+        for hook in self._hooks:
+            hook.remove()
 
     def lay_out(self, batch: TensorDict, rows: Sequence[int], mask: Tensor) -> MicroBatch:
         """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,18 +29,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
 from asyncrl.run_dir import disk_error
 from trainer.engine.base import EngineSpec
-from trainer.engine.dist import rank, world_size
+from trainer.engine.dist import pick_device, rank, world_size
 from trainer.engine.export import HfExport
 from trainer.engine.live import LiveState, live_state
 from trainer.engine.storage import Index, ShardReader, ShardWriter, damaged, read_index, write_json, write_tensors
 
 SHARDS = "dcp"
 ENGINE = "engine.json"
-WRITE_DEADLINE = timedelta(hours=1)
-"""How long a rank waits for the others to have written their files."""
+WRITE_FACTOR = 12
+"""A checkpoint may take so many times `EngineSpec.collective_s` to be written: an hour by default."""
+
+T = TypeVar("T")
 
 _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -48,12 +50,12 @@ _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 class PendingSave:
     """A checkpoint on its way to disk."""
 
-    def __init__(self, directory: Path, written: Future[None], group: dist.ProcessGroup | None) -> None:
-        self._directory, self._written, self._group = directory, written, group
+    def __init__(self, directory: Path, written: Future[None], group: dist.ProcessGroup | None, limit_s: float) -> None:
+        self._directory, self._written, self._group, self._limit_s = directory, written, group, limit_s
 
     def wait_for_files(self) -> None:
-        """Until this rank has written its files, well or not. Not collective."""
-        self._written.exception()
+        """Until this rank has written its files, well or not, or has had time enough. Not collective."""
+        wait([self._written], self._limit_s)
 
     def wait(self) -> None:
         """Until every rank has written its files. Collective, but on a process group of its own: it may run beside
@@ -61,10 +63,19 @@ class PendingSave:
 
         Raises (on every rank):
             InfraError: some rank could not write, as when the disk is full; names the file.
+            DeadlineError: some rank is still at it.
             ConfigError: the directory is not writable.
         """
-        error = self._written.exception()
-        _raise_first(_write_failure(self._directory, error), self._group)
+        failure: AsyncRLError | None
+        try:
+            failure = _write_failure(self._directory, self._written.exception(self._limit_s))
+        except TimeoutError:
+            failure = DeadlineError(
+                f"{self._directory}: rank {rank()} has not written its part of the checkpoint within "
+                f"{self._limit_s:g} s, so it does not count; look at the disk, or raise timeouts.collective_s, "
+                f"{WRITE_FACTOR} times which this is"
+            )
+        _raise_first(failure, self._group)
 
 
 def begin_save(
@@ -85,12 +96,14 @@ def begin_save(
         InfraError: the state could not be collected.
     """
     writer = ShardWriter(directory / SHARDS)
-    group = _own_group(model)
+    limit_s = WRITE_FACTOR * spec.collective_s
+    group = _own_group(model, limit_s)
     export = HfExport.stage(model) if hf is not None else None
     with _dcp("saving", directory):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(dict(live_state(model, optimizer).tensors()), storage_writer=writer, planner=planner)
-    generators, record = _generators(), _engine_record(step, spec) if rank() == 0 else None
+    generators = _generators(pick_device(spec.engine.device))
+    record = _engine_record(step, spec) if rank() == 0 else None
 
     def write() -> None:
         writer.flush()
@@ -103,7 +116,7 @@ def begin_save(
     executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = executor.submit(write)
     executor.shutdown(wait=False)
-    return PendingSave(directory, written, group)
+    return PendingSave(directory, written, group, limit_s)
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: EngineSpec) -> int:
@@ -115,29 +128,29 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
         ConfigError: files are missing or damaged, or belong to another model. The message names the file and the fix.
     """
     live = live_state(model, optimizer)
-    found, failure = None, None
-    try:
-        found = _inspect(directory, live, spec)
-    except ConfigError as error:
-        failure = error
-    _raise_first(failure, None)
-    assert found is not None, "_inspect gives one or raises"
+    files = _on_all_ranks(lambda: _read(directory, live, spec))
+    wanted = live.wanted({name: entry.shape for name, entry in files.stored.items()})  # may be collective
+    _on_all_ranks(lambda: _check_fit(directory, files.stored, wanted))
     planner = _StagingPlanner()
     with _dcp("loading", directory):
-        dcp.load(found.wanted, storage_reader=ShardReader(directory / SHARDS, found.stored), planner=planner)
+        dcp.load(wanted, storage_reader=ShardReader(directory / SHARDS, files.stored), planner=planner)
     # Nothing above has changed the live state, and nothing below depends on what is on disk.
-    live.restore(planner.staged, found.wanted)
-    _restore_generators(found.generators)
-    return found.step
+    live.restore(planner.staged, wanted)
+    _restore_generators(files.generators, pick_device(spec.engine.device))
+    return files.step
 
 
-class _Found(NamedTuple):
-    """A checkpoint that fits the live model."""
+def release(model: nn.Module) -> None:
+    """Give back what `begin_save` keeps for this model. No save is under way."""
+    if (group := _groups.pop(model, None)) is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+class _Files(NamedTuple):
+    """Of a checkpoint, all but the shards."""
 
     step: int
     stored: Index
-    wanted: dict[str, Tensor]
-    """By stored name, what shows how the tensor is sharded here."""
     generators: Mapping[str, Tensor]
 
 
@@ -155,15 +168,20 @@ class _StagingPlanner(DefaultLoadPlanner):
         return self.staged[index.fqn]
 
 
-def _inspect(directory: Path, live: LiveState, spec: EngineSpec) -> _Found:
+def _read(directory: Path, live: LiveState, spec: EngineSpec) -> _Files:
     record = _read_record(directory / ENGINE)
     _check_adapters(directory / ENGINE, record["lora"], _lora(spec))
     index = read_index(directory / SHARDS)
     if not live.has_optimizer:
         index = {name: entry for name, entry in index.items() if not name.startswith("optimizer.")}
-    wanted = live.wanted({name: entry.shape for name, entry in index.items()})
-    for name in sorted(wanted.keys() | index.keys()):
-        there = (index[name].dtype, index[name].shape) if name in index else "nothing"
+    was_there = rank() < record["world_size"]
+    generators = _read_generators(directory, pick_device(spec.engine.device)) if was_there else {}
+    return _Files(record["step"], index, generators)
+
+
+def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor]) -> None:
+    for name in sorted(wanted.keys() | stored.keys()):
+        there = (stored[name].dtype, stored[name].shape) if name in stored else "nothing"
         here = (
             (str(wanted[name].dtype).removeprefix("torch."), tuple(wanted[name].shape)) if name in wanted else "nothing"
         )
@@ -172,8 +190,6 @@ def _inspect(directory: Path, live: LiveState, spec: EngineSpec) -> _Found:
                 f"{directory / SHARDS}: the state of another model: {name} is {there} there and {here} here, so "
                 "nothing was loaded; give the model.path that this run was started with, or use resume=none"
             )
-    generators = _read_generators(directory) if rank() < record["world_size"] else {}
-    return _Found(record["step"], index, wanted, generators)
 
 
 def _engine_record(step: int, spec: EngineSpec) -> dict[str, Any]:
@@ -211,40 +227,42 @@ def _rng_file(directory: Path) -> Path:
     return directory / f"rng_{rank()}.safetensors"
 
 
-def _generators() -> dict[str, Tensor]:
+def _generators(device: torch.device) -> dict[str, Tensor]:
+    """Of the CPU and of the engine's device; asking another GPU would make a CUDA context there."""
     tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
     return tensors
 
 
-def _read_generators(directory: Path) -> Mapping[str, Tensor]:
+def _read_generators(directory: Path, device: torch.device) -> Mapping[str, Tensor]:
     path = _rng_file(directory)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise damaged(path, error) from None
-    for name, live in _generators().items():
+    states = _generators(device)
+    for name, live in states.items():
         if name == "cpu" and name not in tensors:
             raise damaged(path, "it lacks the CPU's generator")
         if name in tensors and (tensors[name].shape != live.shape or tensors[name].dtype != live.dtype):
             raise damaged(path, f"it holds no state of a {name} generator")
-    return tensors
+    return {name: tensors[name] for name in states if name in tensors}
 
 
-def _restore_generators(tensors: Mapping[str, Tensor]) -> None:
-    if "cpu" in tensors:
-        torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _own_group(model: nn.Module) -> dist.ProcessGroup | None:
+def _own_group(model: nn.Module, limit_s: float) -> dist.ProcessGroup | None:
     """The ranks once more, for what may run beside the training's collectives. Collective the first time."""
     if world_size() == 1:
         return None
     if model not in _groups:
-        _groups[model] = dist.new_group(backend="gloo", timeout=WRITE_DEADLINE)
+        _groups[model] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
     return _groups[model]
 
 
@@ -261,6 +279,22 @@ def _write_failure(directory: Path, error: BaseException | None) -> AsyncRLError
         "untouched. Free some space, or put the run elsewhere with run_dir=PATH",
         error,
     )
+
+
+def _on_all_ranks(look: Callable[[], T]) -> T:
+    """What `look` gives, once it has given something on every rank. Collective; `look` is not.
+
+    Raises (on every rank):
+        ConfigError: of the first rank where it raised one.
+    """
+    found: list[T] = []
+    failure = None
+    try:
+        found.append(look())
+    except ConfigError as error:
+        failure = error
+    _raise_first(failure, None)
+    return found[0]
 
 
 def _raise_first(failure: AsyncRLError | None, group: dist.ProcessGroup | None) -> None:

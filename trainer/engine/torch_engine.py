@@ -9,43 +9,41 @@ figures at its end, and the norm before a step. Whatever makes one rank stop is 
 
 from __future__ import annotations
 
+import gc
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError
-from trainer.batching import split
+from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
 from trainer.engine import dist, export, lora, offload, state
 from trainer.engine.attention import enable_packing
-from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, ModelType, StepOutcome
+from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
 from trainer.engine.figures import Figures
-from trainer.engine.models import load_model, speed_up
+from trainer.engine.micro_batches import MicroBatches
+from trainer.engine.models import head_of, keep_float32, load_model, speed_up
 from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
-from trainer.engine.packing import select_tokens, token_weights, unpack
+from trainer.engine.packing import token_weights
 from trainer.engine.scorer import Scorer
-from trainer.tensors import input_lengths
+from trainer.engine.ulysses import make_mesh
 
-CPU_MICRO_BATCH_TOKENS = 2048
-"""Larger ones fall out of a CPU's caches: of a 1M-parameter model 9,700 tokens/s at 1,024, 10,400 at 2,048, 9,200 at
-4,096."""
-OVERHEAD_TOKENS = {"cpu": 96, "cuda": 1024}
-"""What one pass costs beyond its tokens, in tokens. It only decides how finely rows are cut."""
-RESULTS: dict[ModelType, tuple[str, ...]] = {
-    "language_model": ("log_probs", "entropy"),
-    "value_model": ("values",),
-    "reward_model": ("scores",),
-}
+
+class Live(NamedTuple):
+    """What a reset makes anew."""
+
+    model: nn.Module
+    """As it is called in a forward pass."""
+    scorer: Scorer
+    passes: MicroBatches
+    optimizer: torch.optim.Optimizer | None
 
 
 class TorchEngine(BaseEngine, abstract=True):
@@ -58,10 +56,6 @@ class TorchEngine(BaseEngine, abstract=True):
     averages: ClassVar[bool] = False
     """The wrapper divides gradients by the number of ranks; ours are sums."""
 
-    _model: nn.Module
-    _scorer: Scorer
-    _optimizer: torch.optim.Optimizer | None
-
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self.device = dist.pick_device(spec.engine.device)
@@ -69,11 +63,17 @@ class TorchEngine(BaseEngine, abstract=True):
         if self.device.type == "cpu":
             torch.set_num_threads(spec.engine.cpu_threads)
         self._owns_group = self.distributed and dist.join(self.device, timeout_s=spec.collective_s)
-        self._mesh = self._make_mesh()
         self._total_steps: int | None = None
         self._pending: state.PendingSave | None = None
-        with dist.guarded("loading the model"):
-            self._build()
+        self._live: Live | None = None
+        try:
+            size = spec.engine.ulysses_sequence_parallel_size
+            self._mesh = make_mesh(self.layout.world_size, size, self.device)
+            with dist.guarded("loading the model"):
+                self._build()
+        except BaseException:
+            self._leave()
+            raise
 
     @property
     def layout(self) -> Layout:
@@ -91,10 +91,23 @@ class TorchEngine(BaseEngine, abstract=True):
         return self._model
 
     @property
+    def _model(self) -> nn.Module:
+        return self._parts.model
+
+    @property
+    def _parts(self) -> Live:
+        if self._live is None:
+            raise InfraError(
+                "this engine has no model since a reset failed (the failure was raised then); reset it again, or make "
+                "a new one"
+            )
+        return self._live
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
+        if (optimizer := self._parts.optimizer) is None:
             raise BugError("this engine was made forward only (EngineSpec.optim is None); it cannot train")
-        return self._optimizer
+        return optimizer
 
     def plan(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -103,40 +116,37 @@ class TorchEngine(BaseEngine, abstract=True):
         if device not in ("cpu", self.device.type):
             raise ConfigError(f"an engine on {self.device.type} cannot move to {device}; only to cpu and back")
         target = self.device if device == self.device.type else torch.device(device)
-        wanted = {"model": model, "grad": grad, "optimizer": optimizer and self._optimizer is not None}
-        for part in (part for part, moves in wanted.items() if moves and self._places[part] != target):
-            if part == "model":
-                self._move_model(target)
-            elif part == "grad":
-                offload.move_gradients(self._model, target)
-            else:
-                offload.move_optimizer(self.optimizer, target)
-            self._places[part] = target
+        wanted = {"model": model, "grad": grad, "optimizer": optimizer}
+        self._put({part: target for part, moves in wanted.items() if moves})
 
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
         self.optimizer  # noqa: B018 - a forward-only engine refuses
         self.to(self.device.type, optimizer=False)
+        passes, counts = self._parts.passes, self.layout.reports
         with dist.guarded("forward_backward"), self._settled():
-            totals = self._totals(batch)
+            totals = passes.totals(batch, counts=counts)
             if totals[0] == 0:
                 raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step taken")
             weights = token_weights(batch, totals, loss.agg_mode, loss.agg_scale)
             trained = batch["loss_mask"].any(dim=1)
             learns = trained & loss.needs_gradient(batch)
             figures = Figures(self.device)
-            with_gradient = self._cut(batch, learns)
+            with_gradient = passes.cut(batch, learns)
             for number, rows in enumerate(with_gradient, start=1):
                 with self._sync(number == len(with_gradient)):
-                    self._micro_batch(batch, rows, weights, loss, figures)
+                    passes.train(batch, rows, weights, loss, figures)
             with torch.no_grad():
-                for rows in self._cut(batch, trained & ~learns):
-                    self._micro_batch(batch, rows, weights, loss, figures)
-            summed = figures.over_ranks(self._sum, num_tokens=totals[0], counts=self.layout.reports)
+                for rows in passes.cut(batch, trained & ~learns):
+                    passes.train(batch, rows, weights, loss, figures)
+            summed = figures.over_ranks(dist.all_sum, num_tokens=totals[0], counts=counts)
+        self._accumulated = True
         return summed | {"tokens": totals[0]}
 
     def optim_step(self, loss: float) -> StepOutcome:
-        self.to(self.device.type)
         optimizer = self.optimizer
+        if not self._accumulated:
+            raise BugError("optim_step: no gradient has accumulated since the last step; forward_backward comes first")
+        self.to(self.device.type)
         try:
             with dist.guarded("optim_step"):
                 parts = gradients(self._model.parameters())
@@ -156,30 +166,33 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self._accumulated = False
 
     def infer(self, batch: TensorDict) -> TensorDict:
+        passes = self._parts.passes
+        results = passes.empty_results(batch)
         self.to(self.device.type, optimizer=False, grad=False)
-        size, width = batch["loss_mask"].shape
-        mask = torch.arange(width) < batch["response_lens"][:, None]
-        shape = (size,) if self.spec.model_type == "reward_model" else (size, width)
-        result = TensorDict({key: torch.zeros(shape) for key in RESULTS[self.spec.model_type]}, batch_size=[size])
-        with dist.guarded("infer"), self._settled(), torch.no_grad():
-            self._totals(batch)
-            for rows in self._cut(batch, torch.ones(size, dtype=torch.bool)):
-                self._infer_micro_batch(batch, rows, mask, result)
-        self._rest()
-        return result
+        try:
+            with dist.guarded("infer"), self._settled(), torch.no_grad():
+                passes.totals(batch, counts=self.layout.reports)
+                for rows in passes.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
+                    passes.infer(batch, rows, results)
+        finally:
+            self._rest()
+        return results
 
     def adapters_off(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self._model)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
-        with dist.guarded("weights"):
+        with dist.guarded("weights"), self._at_hand(optimizer=False):
             yield from export.full_weights(self._model, dtype)
 
     def save(self, directory: Path, *, hf: Path | None = None) -> None:
         self.finish_save()
-        self._pending = state.begin_save(directory, self._model, self._optimizer, self._step, self.spec, hf=hf)
+        with dist.guarded("save"), self._at_hand(optimizer=True):
+            optimizer = self._parts.optimizer
+            self._pending = state.begin_save(directory, self._model, optimizer, self._step, self.spec, hf=hf)
 
     def wait_for_files(self) -> None:
         if (pending := self._pending) is not None:
@@ -188,27 +201,33 @@ class TorchEngine(BaseEngine, abstract=True):
     def finish_save(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.wait()
+            with dist.guarded("finish_save"):
+                pending.wait()
 
     def load(self, directory: Path) -> None:
         self.finish_save()
+        if self._parts.optimizer is not None:
+            self.zero_grad()
         self.to(self.device.type)
-        self._step = state.load(directory, self._model, self._optimizer, self.spec)
-        self._rest()
+        try:
+            with dist.guarded("load"):
+                self._step = state.load(directory, self._model, self._parts.optimizer, self.spec)
+        finally:
+            self._rest()
 
     def reset(self) -> None:
         self.finish_save()
-        del self._model, self._scorer, self._optimizer  # or there would be two models for a while
+        self._discard()
         with dist.guarded("reset"):
             self._build()
 
     def close(self) -> None:
-        self.finish_save()
-        if self._owns_group:
-            dist.leave()
-            self._owns_group = False
-
-    # ------------------------------------------------------------------------------------------ of a backend
+        try:
+            self.finish_save()
+        finally:
+            if self._live is not None:
+                state.release(self._live.model)
+            self._leave()
 
     def _load(self) -> PreTrainedModel:
         """On CPU, whole, in the master weights' dtype."""
@@ -220,6 +239,11 @@ class TorchEngine(BaseEngine, abstract=True):
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Spread `model`, which is on CPU, over the ranks, each part on `self.device`. Returns what is to be called."""
+
+    def _leave(self) -> None:
+        if self._owns_group:
+            dist.leave()
+            self._owns_group = False
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients have to be summed over the ranks by the end of the last one."""
@@ -235,8 +259,6 @@ class TorchEngine(BaseEngine, abstract=True):
         """What the scorer has to cast to, if the wrapper does not."""
         return self._compute_dtype()
 
-    # ------------------------------------------------------------------------------------------ inside
-
     @property
     def _optim(self) -> OptimConfig:
         assert self.spec.optim is not None, "an engine with an optimizer has its settings"
@@ -245,19 +267,22 @@ class TorchEngine(BaseEngine, abstract=True):
     def _build(self) -> None:
         spec = self.spec
         torch.manual_seed(spec.seed)
-        self._step = 0
+        self._step, self._accumulated = 0, False
         hf = self._load()
-        self._vocab_size = int(hf.get_input_embeddings().weight.shape[0])
         if spec.optim is None:
             hf.requires_grad_(False)
         else:
             lora.add_lora(hf, spec.model)
         packed = spec.engine.use_remove_padding and enable_packing(hf)
         speed_up(hf, spec.engine, self.device)
-        self._model = self._wrap(hf.train())  # train mode is what turns checkpointing on; dropout is 0 everywhere
-        self._scorer = Scorer(
+        if (head := self._float32_head(hf)) is not None:
+            keep_float32(head, self.device)
+        vocab_size = int(hf.get_input_embeddings().weight.shape[0])
+        shapes = frozenset(parameter.shape for parameter in hf.parameters())
+        model = self._wrap(hf.train())  # train mode is what turns checkpointing on; dropout is 0 everywhere
+        scorer = Scorer(
             hf,
-            module=self._model,
+            module=model,
             model_type=spec.model_type,
             device=self.device,
             autocast=self._autocast(),
@@ -265,21 +290,28 @@ class TorchEngine(BaseEngine, abstract=True):
             packed=packed,
             sp_group=self._mesh.get_group("sequence") if self._mesh is not None else None,
         )
-        self._optimizer = None if spec.optim is None else adamw(self._model, spec.optim)
+        passes = MicroBatches(
+            scorer,
+            spec,
+            self.device,
+            dtype=self._master_dtype,
+            vocab_size=vocab_size,
+            gradient_scale=self.layout.world_size if self.averages else 1,
+            copied_weights=shapes if self._autocast() is not None else frozenset(),
+        )
+        self._live = Live(model, scorer, passes, None if spec.optim is None else adamw(model, spec.optim))
         self._places = dict.fromkeys(("model", "grad", "optimizer"), self.device)
         self._rest()
 
-    def _make_mesh(self) -> DeviceMesh | None:
-        """data × sequence; None where every rank has sequences of its own."""
-        size = self.spec.engine.ulysses_sequence_parallel_size
-        world = self.layout.world_size
-        if world % size:
-            raise ConfigError(
-                f"ulysses_sequence_parallel_size={size} does not divide the {world} ranks; choose a divisor"
-            )
-        if size == 1:
-            return None
-        return init_device_mesh(self.device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
+    def _discard(self) -> None:
+        """Or there would be two models for a while: modules, hooks and wrappers refer to each other in circles."""
+        if self._live is not None:
+            state.release(self._live.model)
+            self._live.scorer.detach()
+            self._live = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def _master_dtype(self) -> torch.dtype:
@@ -287,6 +319,35 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def _compute_dtype(self) -> torch.dtype | None:
         return torch.bfloat16 if self.spec.engine.dtype == "bfloat16" and not self.spec.float64 else None
+
+    def _float32_head(self, model: nn.Module) -> nn.Module | None:
+        """The head that computes in float32 while the rest does not: that of a value or reward model."""
+        if self._compute_dtype() is None or self.spec.model_type == "language_model":
+            return None
+        return head_of(model)
+
+    def _put(self, places: Mapping[str, torch.device]) -> None:
+        for part, target in places.items():
+            if self._places[part] == target:
+                continue
+            if part == "model":
+                self._move_model(target)
+            elif part == "grad":
+                offload.move_gradients(self._model, target)
+            elif self._parts.optimizer is not None:
+                offload.move_optimizer(self._parts.optimizer, target)
+            self._places[part] = target
+
+    @contextmanager
+    def _at_hand(self, *, optimizer: bool) -> Iterator[None]:
+        """Weights, and the optimizer's state, where collectives can reach them; afterwards where they were."""
+        before = self._places.copy()
+        try:
+            if self.sharded:
+                self.to(self.device.type, optimizer=optimizer, grad=False)
+            yield
+        finally:
+            self._put(before)
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
@@ -301,78 +362,13 @@ class TorchEngine(BaseEngine, abstract=True):
         if engine.param_offload or engine.optimizer_offload:
             self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=False)
 
-    def _totals(self, batch: TensorDict) -> tuple[float, float]:
-        """Trained tokens, and rows with a trained token, of all ranks. Refuses what no rank should begin with."""
-        mask, ids, limit = batch["loss_mask"], batch["input_ids"], self._vocab_size
-        odd = int(ids.min() < 0 or ids.max() >= limit)
-        counts = torch.tensor([int(mask.sum()), int(mask.any(dim=1).sum()), odd], dtype=torch.float64)
-        counts *= self.layout.reports
-        tokens, rows, num_odd = self._sum(counts.to(self.device)).tolist()
-        if num_odd:
-            raise DataError(f"token ids outside the model's vocabulary of {limit}; check the tokenizer")
-        return tokens, rows
-
-    def _cut(self, batch: TensorDict, chosen: Tensor) -> list[list[int]]:
-        """Rows of each micro-batch, as many on every rank: a rank that has too few rows ends with empty ones."""
-        numbers = chosen.nonzero().flatten().tolist()
-        all_lengths = input_lengths(batch)
-        lengths = [all_lengths[number] for number in numbers]
-        limit = self.spec.engine.ppo_max_token_len
-        cut = partial(
-            split,
-            lengths,
-            max_tokens=min(limit, CPU_MICRO_BATCH_TOKENS) if self.device.type == "cpu" else limit,
-            overhead_tokens=OVERHEAD_TOKENS[self.device.type],
-            packed=self._scorer.packed,
-        )
-        parts = cut() if lengths else []
-        most = self._max(len(parts))
-        if lengths and len(parts) < most:
-            parts = cut(num_parts=most)
-        return [[numbers[index] for index in part] for part in parts] + [[]] * (most - len(parts))
-
-    def _micro_batch(self, batch: TensorDict, rows: list[int], weights: Tensor, loss: Loss, figures: Figures) -> None:
-        """Forward, and backward where gradients are on. No rows: this rank only keeps the others company."""
-        mask = batch["loss_mask"]
-        real = bool(rows)
-        if not real:
-            rows, mask = [0], torch.zeros_like(mask).index_fill_(1, torch.tensor([0]), True)
-        micro = self._scorer.lay_out(batch, rows, mask)
-        tokens = select_tokens(batch, micro, weights * real, device=self.device, dtype=self._master_dtype)
-        if not real:  # what stands in untrained tokens may be anything; 0 · inf would be NaN
-            tokens = tokens._replace(fields={key: torch.zeros_like(field) for key, field in tokens.fields.items()})
-        with self._activations():
-            parts = loss(self._scorer(micro, entropy_gradient=loss.entropy_gradient), tokens)
-        if torch.is_grad_enabled():
-            (parts.loss * (self.layout.world_size if self.averages else 1)).backward()
-        figures.add(parts, real=real)
-
-    def _activations(self) -> AbstractContextManager[None]:
-        offloads = self.spec.engine.activation_offload and self.device.type != "cpu"
-        return offload.activations_on_cpu() if offloads else nullcontext()
-
-    def _infer_micro_batch(self, batch: TensorDict, rows: list[int], mask: Tensor, result: TensorDict) -> None:
-        micro = self._scorer.lay_out(batch, rows or [0], mask)
-        scores = self._scorer(micro)
-        if not rows:
-            return
-        if self.spec.model_type == "reward_model":
-            result["scores"][micro.rows] = scores.log_probs.float().cpu()
-            return
-        width = mask.shape[1]
-        if self.spec.model_type == "value_model":
-            result["values"][micro.rows] = unpack(scores.log_probs.float().cpu(), micro, width)
-            return
-        result["log_probs"][micro.rows] = unpack(scores.log_probs.float().cpu(), micro, width)
-        result["entropy"][micro.rows] = unpack(scores.entropy.float().cpu(), micro, width)
-
     def _agree(self, parts: list[Tensor], loss: float) -> tuple[float, bool]:
         """The gradient's global norm, and whether it and every rank's `loss` are finite. The same on all ranks."""
         square = squared_norm(parts).to(self.device)
         if not self.sharded:
             square = square / self.layout.world_size  # all ranks have the whole; they are added up below
         bad = torch.tensor(float(not math.isfinite(loss)), dtype=torch.float64, device=self.device)
-        total, num_bad = self._sum(torch.stack([square, bad])).tolist()
+        total, num_bad = dist.all_sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan
         return norm, num_bad == 0 and math.isfinite(norm)
 
@@ -382,12 +378,6 @@ class TorchEngine(BaseEngine, abstract=True):
             f"of step {self._step}; resume from a checkpoint with a smaller trainer.optim.lr (now {self._optim.lr:g}) "
             f"or clip_grad (now {self._optim.clip_grad:g})"
         )
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return dist.all_sum(values) if self.distributed else values
-
-    def _max(self, value: int) -> int:
-        return dist.all_max(value, self.device) if self.distributed else value
 
 
 def _check(spec: EngineSpec, device: torch.device) -> None:

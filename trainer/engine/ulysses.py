@@ -18,12 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from asyncrl.failures import ConfigError
 
 KEY = "ulysses_sequence_parallel_size"
+
+
+def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | None:
+    """data × sequence; None where every rank has sequences of its own. Collective.
+
+    Raises:
+        ConfigError: `size` ranks for each sequence are not a divisor of all.
+    """
+    if num_ranks % size:
+        raise ConfigError(f"trainer.{KEY}={size} does not divide the {num_ranks} ranks; choose a divisor")
+    if size == 1:
+        return None
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("data", "sequence"))
 
 
 def check_heads(model: PreTrainedModel, size: int) -> None:

@@ -63,11 +63,16 @@ def test_a_forward_only_engine_does_not_train(path: Path) -> None:
 
 
 def test_the_decay_ends_where_the_plan_says(path: Path) -> None:
-    engine = LocalEngine(spec(path, optim=OptimConfig(lr=1.0, decay="linear")))
+    engine, batch = LocalEngine(spec(path, optim=OptimConfig(lr=1.0, decay="linear"))), make_batch(2, 1)
+
+    def rate() -> float:
+        engine.forward_backward(batch, LOSS)
+        return engine.optim_step(0.0).lr
+
     with pytest.raises(BugError, match="total steps"):
-        engine.optim_step(0.0)
+        rate()
     engine.plan(4)
-    assert [engine.optim_step(0.0).lr for _ in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+    assert [rate() for _ in range(4)] == pytest.approx([0.75, 0.5, 0.25, 0.0])
     assert engine.step == 4
 
 

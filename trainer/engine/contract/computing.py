@@ -87,9 +87,6 @@ def two_passes_before_a_step_add_up(setting: Setting) -> None:
     close(engine.optim_step(figures["loss"]).grad_norm, expected_norm, EXACT, "gradient norm after zero_grad")
 
 
-# ------------------------------------------------------------------------------------------------ forward only
-
-
 @check()
 def log_probs_and_entropies_equal_transformers(setting: Setting) -> None:
     _infer_as_transformers(setting, "language_model", ("log_probs", "entropy"))
@@ -135,9 +132,6 @@ def _compare_rows(
                 close(got, values, SINGLE, f"{key} of row {number}")
                 if row.ndim:
                     close(row[len(values) :].abs().sum(), 0.0, 0.0, f"{key} beyond row {number}")
-
-
-# ------------------------------------------------------------------------------------------------ other ways there
 
 
 @check()
@@ -242,6 +236,42 @@ def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
         true(fine, "weights after a step hold more than bfloat16 can")
     else:
         weights_of(half)
+
+
+@check("value_model")
+def values_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
+    engine, batch = setting.engine("value_model", dtype="bfloat16"), make_batch(6, 1)
+    share = share_of(engine, batch)
+    full = setting.engine("value_model")
+    for one in (engine, full):
+        one.optim_step(one.forward_backward(share, make_loss("value_model"))["loss"])
+    _finer_than_bfloat16(engine.infer(share)["values"], full.infer(share)["values"])
+
+
+@check("reward_model")
+def scores_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
+    engine, full = (setting.engine("reward_model", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    share = share_of(engine, make_batch(6, 1))
+    _finer_than_bfloat16(engine.infer(share)["scores"], full.infer(share)["scores"])
+
+
+def _finer_than_bfloat16(got: Tensor, full: Tensor) -> None:
+    error = float((got - full).abs().max())
+    true(0 < error < 0.2, f"values in bfloat16 are off by {error:.1e}; a little, but not nothing, was expected")
+    true(bool((got != got.bfloat16().float()).any()), "values hold more than bfloat16 can")
+
+
+@check()
+def gradients_in_bfloat16_add_up_in_float32(setting: Setting) -> None:
+    """The same row many times, one by one, has the gradient that it has alone: powers of two are exact."""
+    row = make_batch(1, 1)
+    norms = []
+    for times in (2, 32):
+        engine = setting.engine(dtype="bfloat16", ppo_max_token_len=1)
+        batch = TensorDict.cat([row] * times)
+        figures = engine.forward_backward(share_of(engine, batch), make_loss())
+        norms.append(engine.optim_step(figures["loss"]).grad_norm)
+    close(norms[1] / norms[0], 1.0, 1e-5, "gradient norm of 32 like rows against that of 2")
 
 
 class _AllRows(PolicyLoss):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from asyncrl.failures import ConfigError, DivergenceError
 from trainer.engine import dist
@@ -51,8 +54,7 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
 
 @check()
 def a_checkpoint_goes_on_bit_for_bit(setting: Setting) -> None:
-    directory = setting.directory / "checkpoint" / setting.backend
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = _fresh(setting, "steps")
     batch, loss, optim = make_batch(6, 1), make_loss(), OPTIM.model_copy(update={"decay": "linear", "warmup_steps": 1})
     engine = setting.engine(optim=optim)
     engine.plan(5)
@@ -71,11 +73,40 @@ def a_checkpoint_goes_on_bit_for_bit(setting: Setting) -> None:
 
 
 @check()
+def a_load_forgets_the_gradient(setting: Setting) -> None:
+    directory = _fresh(setting, "pending")
+    engine, batch = setting.engine(float64=True), make_batch(6, 1)
+    engine.save(directory)
+    engine.finish_save()
+    engine.forward_backward(share_of(engine, make_batch(5, 2)), make_loss())
+    engine.load(directory)
+    same_step(two_steps(engine, batch, make_loss()), one_step(setting, batch))
+
+
+@check(num_ranks=2)
+def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
+    whole, empty = _fresh(setting, "whole"), _fresh(setting, "empty")
+    engine, batch = setting.engine(float64=True), make_batch(6, 1)
+    stepped = two_steps(engine, batch, make_loss())
+    engine.save(whole)
+    engine.finish_save()
+    other = setting.engine(float64=True)
+    for rank in range(2):
+        raises(ConfigError, "empty", lambda rank=rank: other.load(empty if dist.rank() == rank else whole))
+    true(other.step == 0, "nothing was loaded")
+    other.load(whole)
+    same_weights(weights_of(other), stepped.weights, 0.0, "loaded at last")
+
+
+@check()
 def reset_is_a_fresh_engine(setting: Setting) -> None:
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     engine.optim_step(engine.forward_backward(share_of(engine, batch), make_loss())["loss"])
+    gc.collect()
+    models = _num_models()
     engine.reset()
     true(engine.step == 0, "no step was taken")
+    true(_num_models() == models, f"after a reset there are {_num_models()} models, before it {models}")
     same_step(two_steps(engine, batch, make_loss()), one_step(setting, batch))
 
 
@@ -89,9 +120,6 @@ def exported_weights_are_those_of_the_files(setting: Setting) -> None:
         for name, tensor in half.items():
             true(tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), f"{name} is bfloat16 and contiguous")
             true(torch.equal(tensor, saved[name].bfloat16()), f"{name} is the rounded weight")
-
-
-# ------------------------------------------------------------------------------------------------ LoRA
 
 
 @check()
@@ -116,3 +144,14 @@ def adapters_learn_and_switch_off(setting: Setting) -> None:
                 expected, _ = plain_scores(model, "language_model", share[number])
                 close(tuned[number][: len(expected)], expected, SINGLE, f"log-probs of merged weights, row {number}")
     raises(ConfigError, "lora_rank", lambda: plain.adapters_off().__enter__())
+
+
+def _fresh(setting: Setting, name: str) -> Path:
+    """A directory that all ranks see."""
+    directory = setting.directory / setting.backend / name
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _num_models() -> int:
+    return sum(issubclass(type(thing), PreTrainedModel) for thing in gc.get_objects())
