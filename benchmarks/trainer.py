@@ -37,7 +37,7 @@ from benchmarks.updates import Case, Measured, take_turns
 
 CPU = {
     "1M": Workload(rows=32, prompt_tokens=32, mean_tokens=128, longest_tokens=1500, micro_batch_tokens=4096),
-    "135M": Workload(rows=16, prompt_tokens=32, mean_tokens=96, longest_tokens=1000, micro_batch_tokens=2048),
+    "135M": Workload(rows=12, prompt_tokens=24, mean_tokens=64, longest_tokens=1000, micro_batch_tokens=2048),
 }
 GPU = {
     "0.5B": Workload(rows=16, prompt_tokens=256, mean_tokens=768, longest_tokens=8000, micro_batch_tokens=16384),
