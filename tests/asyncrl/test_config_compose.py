@@ -41,11 +41,17 @@ def test_every_shipped_recipe_loads_without_a_warning(recipe: str, mode: str) ->
 CHOICES = [(group, file.stem) for group in sources.groups() for file in sorted((sources.CONF / group).glob("*.yaml"))]
 
 
+def delta_of(group: str, option: str) -> dict[str, Any]:
+    """What an option's file sets, without the options that it builds on."""
+    tree = yaml.safe_load((sources.CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in tree.items() if key != "defaults"}
+
+
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_every_group_option_can_be_chosen(group: str, option: str) -> None:
     also = ["trainer.device=cuda"] if option == "gpu" else []
     config = load_config(None, [f"{group}={option}", *also])
-    delta = yaml.safe_load((sources.CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
+    delta = delta_of(group, option)
     chosen = config.model_dump(mode="json")[group]
     assert {key: chosen[key] for key in delta if not isinstance(delta[key], dict)} == {
         key: value for key, value in delta.items() if not isinstance(value, dict)
@@ -54,8 +60,13 @@ def test_every_group_option_can_be_chosen(group: str, option: str) -> None:
 
 def test_packaged_yaml_holds_no_unknown_key() -> None:
     for group, option in CHOICES:
-        tree = yaml.safe_load((sources.CONF / group / f"{option}.yaml").read_text(encoding="utf-8"))
-        assert set(tree) <= set(type(getattr(Config(), group)).model_fields), (group, option)
+        assert set(delta_of(group, option)) <= set(type(getattr(Config(), group)).model_fields), (group, option)
+
+
+def test_two_ranks_train_as_the_quickstart_does() -> None:
+    two, one = load_config("fsdp2_two_ranks").trainer, load_config().trainer
+    assert (two.strategy, two.num_workers) == ("fsdp2", 2)
+    assert two.model_copy(update={"strategy": one.strategy, "num_workers": one.num_workers}) == one
 
 
 def test_no_config_is_the_quickstart() -> None:
