@@ -37,7 +37,11 @@ class RoleGroup(Protocol):
         """
 
     async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
-        """One optimizer step for each list of row numbers, in order (`batching.mini_batches` makes them)."""
+        """One optimizer step for each list of row numbers, in order; one deadline for all of them.
+
+        Which rows make a step is the caller's matter: mini-batches hold whole samples, over all passes, in an order
+        that a resume finds again (`batching.mini_batches` makes them). A rank sees its own rows only.
+        """
 
     async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
         """Forward only: see `BaseEngine.infer`. `adapters=False`: without LoRA."""

@@ -23,6 +23,7 @@ from trainer.loop_settings import LoopSettings
 from trainer.placement import Role
 from trainer.roles import RoleGroup
 from trainer.rows import RowRules
+from trainer.tokenizers import check_tokenizers
 
 MIN_CONSECUTIVE_UNUSABLE = 8
 """Samples in a row that cannot be trained on before the run stops, where a lease has fewer."""
@@ -53,11 +54,12 @@ class Trainer:
         generated anew, so no token carries the number under other weights, and pacing goes on exactly where it was.
 
         Raises:
-            ConfigError: a model or the checkpoint cannot be used.
+            ConfigError: a model or the checkpoint cannot be used, or a model reads other tokens than the policy's.
             InfraError, DeadlineError: the ranks did not come up.
         """
         files = Checkpointer(run_dir.path, identity=run_identity(config), keep=config.trainer.max_checkpoints_to_keep)
         with waits.waiting("model"):
+            await to_thread.run_sync(check_tokenizers, config)
             groups = await TrainerGroups.start(config, publisher=publisher)
         trainer = cls(config, groups, files, waits)
         try:

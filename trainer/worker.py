@@ -73,6 +73,10 @@ class TrainingWorker:
     def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
         """One optimizer step for each list of row numbers, in order.
 
+        Which rows make a step is the caller's matter, and the same on every rank: mini-batches hold whole samples, have
+        to leave out what is not trained, and are drawn by a seed that a resume knows (`batching.mini_batches`, for all
+        passes). A worker sees its own share of the rows only.
+
         Raises (on every rank):
             DataError: a batch without the keys it takes, or a mini-batch without a trained token on any rank; no step
                 was taken.
