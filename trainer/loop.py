@@ -251,12 +251,10 @@ class TrainLoop:
                 "is nothing to train on: raise algorithm.rollout_correction.rollout_rs_threshold, or bound "
                 "async_training.max_staleness"
             )
-        kept, rejected = [], []
         for group, sample in enumerate(turn.samples):
-            (kept if group in trained else rejected).append(sample)
-        for sample in rejected:
-            await self._queue.drop(sample.sample_id, DropReason.FILTERED)
-        turn.samples = kept
+            if group not in trained:
+                await self._queue.drop(sample.sample_id, DropReason.FILTERED)
+        turn.samples = [sample for group, sample in enumerate(turn.samples) if group in trained]
         # Each drop frees a permit, so another sample may come even behind the end of the stream.
         turn.ended = False
         number = {group: place for place, group in enumerate(sorted(trained))}

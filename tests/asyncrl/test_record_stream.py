@@ -21,7 +21,7 @@ async def test_every_record_and_then_the_end() -> None:
         await anyio.lowlevel.checkpoint()
         await sink.put(record(2))
 
-    assert [item.step async for item in stream_records("trainer", run)] == [1, 2]
+    assert [item async for item in stream_records("trainer", run)] == [record(1), record(2)]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ async def test_every_record_before_the_failure(error: Exception, kind: type[Exce
         raise error
 
     records = stream_records("rollouter", run)
-    assert (await anext(records)).step == 1
+    assert await anext(records) == record(1)
     with pytest.raises(kind, match=message):
         await anext(records)
 
