@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -200,7 +202,7 @@ def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
         return reference(q, k, v, cu_q.diff().tolist(), left)[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query: True)
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query, _value: True)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 13, 8, dtype=torch.float64) for heads in (4, 2, 2))
     packing = Packing([5, 1, 7], "cpu")
@@ -215,3 +217,15 @@ def test_only_models_on_sdpa_are_asked() -> None:
     model = AutoModelForCausalLM.from_config(PACKABLE["llama"], attn_implementation="eager")
     assert not enable_packing(model)
     assert model.config._attn_implementation == "eager" != NAME
+
+
+@pytest.mark.parametrize(("size", "value_size", "expected"), [(64, 64, True), (192, 128, False), (20, 20, False)])
+def test_the_kernel_is_for_heads_of_one_size(
+    size: int, value_size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    query, value = (
+        SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.bfloat16, shape=(1, 2, 5, wide))
+        for wide in (size, value_size)
+    )
+    assert attention._has_varlen_kernel(query, value) is expected  # type: ignore[arg-type]

@@ -16,9 +16,11 @@ from asyncrl.failures import InfraError
 from tests.fakes.trainer_model import write_model
 from trainer.engine import dist
 
+ROOT = Path(__file__).parents[3]
 COLLECTIVE_S = 4
 PROGRAM = f"""
 import os, signal, sys, time
+from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
@@ -27,19 +29,38 @@ from trainer.algorithms.objective import PolicyLoss
 from trainer.engine.base import EngineSpec
 from trainer.engine.contract.reference import make_batch
 from trainer.engine.registry import EngineRegistry
-backend, path, end = sys.argv[1:]
+backend, path, end, directory = sys.argv[1:4] + [Path(sys.argv[4])]
 config = EngineConfig(strategy=backend, device="cpu", num_workers=2)
 spec = EngineSpec("language_model", ModelConfig(path=path), config, OptimConfig(), collective_s={COLLECTIVE_S})
 engine, batch, loss = EngineRegistry.new(spec), make_batch(4, 1), PolicyLoss(AlgorithmConfig(), 20)
 engine.optim_step(engine.forward_backward(batch, loss)["loss"])
+calls = {{"forward_backward": lambda: engine.forward_backward(batch, loss)}}
+if end == "dies":
+    engine.save(directory)
+    engine.wait_for_files()
+    more = {{"save": lambda: engine.save(directory), "load": lambda: engine.load(directory)}}
+    calls = {{"finish_save": engine.finish_save}} | more | calls
 if engine.layout.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL) if end == "dies" else time.sleep(60)
-began = time.monotonic()
-try:
-    engine.forward_backward(batch, loss)
-except AsyncRLError as error:
-    print(type(error).__name__, time.monotonic() - began, str(error).splitlines()[0], flush=True)
+for name, call in calls.items():
+    began = time.monotonic()
+    try:
+        call()
+    except AsyncRLError as error:
+        print(type(error).__name__, time.monotonic() - began, str(error).splitlines()[0], flush=True)
 os._exit(0)
+"""
+JOINS_AGAIN = """
+import time
+import torch
+from trainer.engine import dist
+for _ in range(3):
+    assert dist.join(torch.device("cpu"), timeout_s=20)
+    rank = dist.rank()
+    assert float(dist.all_sum(torch.tensor(1.0 + rank))) == 3.0
+    dist.leave()
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 is back first, and finds what this one left
 """
 
 
@@ -58,7 +79,7 @@ def test_what_the_other_rank_does_is_a_typed_error_in_time(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, backend, str(write_model(tmp_path)), end],
+            [sys.executable, "-c", PROGRAM, backend, str(write_model(tmp_path)), end, str(tmp_path)],
             env=os.environ | address | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -71,10 +92,37 @@ def test_what_the_other_rank_does_is_a_typed_error_in_time(
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    kind, seconds, message = output.split(maxsplit=2)
-    assert kind == expected
-    assert float(seconds) < COLLECTIVE_S + 10
-    assert message.startswith("forward_backward: a collective operation of rank 0 of 2 failed: another rank died")
+    calls = ("finish_save", "save", "load", "forward_backward") if end == "dies" else ("forward_backward",)
+    for call, line in zip(calls, output.splitlines(), strict=True):
+        kind, seconds, message = line.split(maxsplit=2)
+        assert kind == expected
+        assert float(seconds) < COLLECTIVE_S + 10
+        assert message.startswith(f"{call}: a collective operation of rank 0 of 2 failed: another rank died")
+
+
+def test_a_group_that_was_left_can_be_joined_again(tmp_path: Path) -> None:
+    """Under torchrun, whose store keeps the addresses that ranks had in the group before."""
+    program = tmp_path / "joins_again.py"
+    program.write_text(JOINS_AGAIN)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run = subprocess.run(
+        [sys.executable, *launcher, str(program)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_the_gpu_is_chosen_in_a_group_of_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not dist.join(torch.device("cuda", 1), timeout_s=1.0)
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedCo
 
 from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
 from asyncrl.failures import ConfigError
+from trainer.engine import foreign
 from trainer.engine.attention import enable_packing
 from trainer.engine.base import EngineSpec
 from trainer.engine.contract import checks_of
@@ -51,6 +52,16 @@ def test_a_missing_library_is_named_with_what_to_install(backend: str, monkeypat
         ConfigError, match=rf"trainer\.strategy={backend}: it needs .*pip install 'asyncrl\[{backend}\]'"
     ):
         EngineRegistry.new(spec(backend))
+
+
+@pytest.mark.parametrize("failure", [OSError("libmissing.so: cannot open"), RuntimeError("operator exists twice")])
+def test_a_broken_library_is_named_too(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise failure
+
+    monkeypatch.setattr(foreign, "import_module", broken)
+    with pytest.raises(ConfigError, match=rf"strategy=megatron: it needs megatron-core.*\({failure}\)"):
+        foreign.check_ready(spec("megatron"), "megatron", "megatron-core", "megatron.core")
 
 
 def test_backends_are_found_by_name_without_importing_their_library() -> None:

@@ -24,7 +24,7 @@ def gradient(min_bytes: int | None) -> tuple[list[Tensor], Net]:
     if min_bytes is None:
         net(inputs).backward()
     else:
-        with offload.activations_on_cpu(min_bytes):
+        with offload.activations_on_cpu(min_bytes=min_bytes):
             loss = net(inputs)
         loss.backward()
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None], net
@@ -51,3 +51,30 @@ def test_only_large_activations_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
     copied.clear()
     gradient(16 * 32 * 4)
     assert set(copied) == {(16, 32)}
+
+
+def test_copies_of_weights_that_autocast_makes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, ...]] = []
+    copy = Tensor.copy_
+
+    def counting(target: Tensor, source: Tensor) -> Tensor:
+        copied.append(tuple(source.shape))
+        return copy(target, source)
+
+    def run(shapes: frozenset[torch.Size], *, frozen: bool = False) -> set[tuple[int, ...]]:
+        net, inputs = Net(), torch.randn((1, 16, 8), requires_grad=True)
+        net.requires_grad_(not frozen)
+        copied.clear()
+        with torch.autocast("cpu", torch.bfloat16), offload.activations_on_cpu(shapes, min_bytes=200):
+            loss = net(inputs)
+        loss.backward()
+        return set(copied)
+
+    monkeypatch.setattr(Tensor, "copy_", counting)
+    weights = {(32, 8), (8, 32)}
+    shapes = frozenset(torch.Size(shape) for shape in weights)
+    assert run(frozenset()) & weights, "without their shapes they pass for activations"
+    for frozen in (False, True):
+        found = run(shapes, frozen=frozen)
+        assert found
+        assert not found & weights

@@ -93,3 +93,15 @@ def test_a_package_registers_through_an_entry_point(tmp_path: Path, monkeypatch:
     assert EngineRegistry.find("theirs", "language_model", "cpu").__name__ == "TheirEngine"
     with pytest.raises(ConfigError, match=r"(?s)strategy=broken: .*their_missing_module cannot be loaded.*No module"):
         EngineRegistry.find("broken", "language_model", "cpu")
+
+
+@pytest.mark.parametrize("failure", ["OSError('libmissing.so: cannot open')", "RuntimeError('operator exists twice')"])
+def test_a_package_that_is_broken_is_a_configuration_error(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_broken_engine.py").write_text(f"raise {failure}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    point = EntryPoint("theirs", "their_broken_engine", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    with pytest.raises(ConfigError, match=r"(?s)strategy=theirs: .*their_broken_engine cannot be loaded.*Error: "):
+        EngineRegistry.find("theirs", "language_model", "cpu")

@@ -5,7 +5,9 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
 from tests.fakes.trainer_model import write_model
 from tests.trainer.engine.state_ranks import (
     ADAPTER_RANKS,
@@ -31,6 +33,7 @@ from tests.trainer.engine.state_ranks import (
 from trainer.engine import storage
 from trainer.engine.models import load_model
 from trainer.engine.state import begin_save, load
+from trainer.engine.storage import ShardWriter
 
 DEADLINE_S = 180
 
@@ -307,3 +310,33 @@ def test_a_directory_that_cannot_be_written_is_named(model: Path, tmp_path: Path
     (tmp_path / "dcp").write_text("a file where a directory has to go")
     with pytest.raises(AsyncRLError, match="dcp"):
         begin_save(tmp_path, *make(spec), 0, spec).wait()
+
+
+def test_a_cpu_engine_asks_no_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(model)
+    spec = replace(spec, engine=spec.engine.model_copy(update={"device": "cpu"}))
+    live = make(spec)
+
+    def touched(*_: Any) -> None:
+        raise AssertionError("this makes a CUDA context")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", touched)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", touched)
+    begin_save(tmp_path, *live, 1, spec).wait()
+    assert load(tmp_path, *live, spec) == 1
+    assert set(storage.safe_open(tmp_path / "rng_0.safetensors", framework="pt").keys()) == {"cpu"}
+
+
+def test_a_disk_that_hangs_is_not_waited_for_without_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, release = replace(make_spec(model), collective_s=0.01), threading.Event()
+    monkeypatch.setattr(ShardWriter, "flush", lambda self: release.wait(60))
+    try:
+        pending = begin_save(tmp_path, *make(spec), 1, spec)
+        with pytest.raises(DeadlineError, match=r"rank 0 has not written .* within 0\.12 s.*timeouts\.collective_s"):
+            pending.wait()
+        pending.wait_for_files()
+    finally:
+        release.set()
