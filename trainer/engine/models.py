@@ -98,7 +98,7 @@ def keep_float32(head: nn.Module, device: torch.device) -> None:
             output: Tensor = plain(hidden.to(next(head.parameters()).dtype))
             return output
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -207,9 +208,7 @@ def checks(directory: Path) -> dict[str, Callable[[], None]]:
         for kind in KINDS:
             found[f"reshard {kind} {adapters}"] = lambda k=kind, a=adapters: reshard(directory, k, a)  # type: ignore[misc]
         for source, kind in (("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "ddp")):
-            found[f"{source} to {kind} {adapters}"] = (  # type: ignore[misc]
-                lambda s=source, k=kind, a=adapters: between_backends(directory, s, k, a)
-            )
+            found[f"{source} to {kind} {adapters}"] = partial(between_backends, directory, source, kind, adapters)
     for kind in KINDS:
         found[f"fresh {kind}"] = lambda k=kind: before_the_first_step(directory, k)  # type: ignore[misc]
     found["beside training"] = lambda: beside_training(directory)

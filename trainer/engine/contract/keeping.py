@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,7 +93,7 @@ def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
     engine.finish_save()
     other = setting.engine(float64=True)
     for rank in range(2):
-        raises(ConfigError, "empty", lambda rank=rank: other.load(empty if dist.rank() == rank else whole))
+        raises(ConfigError, "empty", partial(other.load, empty if dist.rank() == rank else whole))
     true(other.step == 0, "nothing was loaded")
     other.load(whole)
     same_weights(weights_of(other), stepped.weights, 0.0, "loaded at last")
