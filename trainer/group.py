@@ -37,6 +37,8 @@ QUICK = frozenset({"set_loss_fn", "plan", "step"})
 READING = frozenset({"infer_batch", "save_checkpoint", "finish_checkpoint"})
 """Methods that leave the model as it is."""
 
+AGAIN = "start the run again, with resume=auto to go on from its last checkpoint if it has one"
+
 Send = Callable[[int], Any]
 """Rank number → reference to its answer."""
 
@@ -267,9 +269,7 @@ class WorkerGroup:
                 await self._processes.kill(self._places)
 
     def _gone(self, what: str) -> InfraError:
-        return InfraError(
-            f"{what}: the {self.plan.name} group is gone; start again from a checkpoint", str(self._failure)
-        )
+        return InfraError(f"{what}: the {self.plan.name} group is gone; {AGAIN}", str(self._failure))
 
 
 class _RoleOfGroup(RoleCalls):
@@ -298,4 +298,4 @@ async def _outcome(ref: Any, *, plain: bool = False) -> Outcome:
     except RayTaskError as error:
         return Lost(BugError.wrap("could not take the call", error))
     except RayError as error:
-        return Lost(InfraError.wrap("died; start again from a checkpoint", error))
+        return Lost(InfraError.wrap(f"died; {AGAIN}", error))

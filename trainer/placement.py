@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.config.schema import Config, Dtype, EngineConfig, ModelConfig, OptimConfig, RoleConfig
@@ -24,6 +24,8 @@ class RolePlan:
 
     role: Role
     model: ModelConfig
+    path_key: str
+    """The key that `model.path` was given under."""
     engine: EngineConfig
     optim: OptimConfig | None
     """None: forward only."""
@@ -48,6 +50,11 @@ class GroupPlan:
     """Of each rank on CPU: the most that any of its models asks for."""
     roles: tuple[RolePlan, ...]
 
+    @property
+    def section(self) -> str:
+        """Where `num_workers` and `device` of this group are set."""
+        return {"actor": "trainer", "reward_model": "reward_model.worker"}.get(self.name, self.name)
+
 
 def plan_groups(config: Config) -> list[GroupPlan]:
     """The actor's group first, then a group for each role with `placement: own`."""
@@ -65,12 +72,11 @@ def reference_is_actor(config: Config) -> bool:
 def _other_roles(config: Config) -> list[tuple[RolePlan, RoleConfig]]:
     roles: list[tuple[RolePlan, RoleConfig]] = []
     if config.needs_reference and not reference_is_actor(config):
-        roles.append((_forward_only("ref", config, config.ref, path=config.model.path), config.ref))
+        roles.append((_forward_only("ref", config, config.ref, None), config.ref))
     if config.needs_critic:
         roles.append((_critic(config), config.critic))
     if config.reward_model.placement == "worker":
-        path = config.reward_model.path or config.model.path
-        plan = _forward_only("reward_model", config, config.reward_model.worker, path=path)
+        plan = _forward_only("reward_model", config, config.reward_model.worker, config.reward_model.path)
         roles.append((plan, config.reward_model.worker))
     return roles
 
@@ -88,21 +94,25 @@ def _actor(config: Config) -> RolePlan:
 def _critic(config: Config) -> RolePlan:
     """LoRA is the policy's: of the critic all weights are trained, as a value head needs more than adapters."""
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora_rank": 0})
-    return _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)
+    plan = _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)
+    return plan if config.critic.path is None else replace(plan, path_key="critic.path")
 
 
-def _forward_only(role: Role, config: Config, settings: RoleConfig, *, path: str) -> RolePlan:
-    changes: dict[str, Any] = {"path": path, "lora_rank": 0}
+def _forward_only(role: Role, config: Config, settings: RoleConfig, path: str | None) -> RolePlan:
+    """`path`: the role's own; None: the policy's."""
+    changes: dict[str, Any] = {"path": path or config.model.path, "lora_rank": 0}
     if role == "reward_model":
         changes["trust_remote_code"] = config.reward_model.trust_remote_code
     engine = _role_engine(config, settings).model_copy(
         update={"gradient_checkpointing": False, "activation_offload": False, "optimizer_offload": False}
     )
-    return _plan(role, config, config.model.model_copy(update=changes), engine, None)
+    plan = _plan(role, config, config.model.model_copy(update=changes), engine, None)
+    return plan if path is None else replace(plan, path_key=f"{role}.path")
 
 
 def _plan(role: Role, config: Config, model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None) -> RolePlan:
-    return RolePlan(role, model, engine, optim, config.rollout.sampling.temperature, config.seed, config.rollout.dtype)
+    temperature, dtype = config.rollout.sampling.temperature, config.rollout.dtype
+    return RolePlan(role, model, "model.path", engine, optim, temperature, config.seed, dtype)
 
 
 def _trainer_engine(config: Config) -> EngineConfig:

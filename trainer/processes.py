@@ -84,7 +84,7 @@ class Processes:
         except TimeoutError as error:
             raise DeadlineError(
                 f"the {self.plan.name} group waited {limit_s:g} s for {self.plan.num_ranks} times {bundle} on the Ray "
-                "cluster; free them, add nodes, or lower num_workers"
+                f"cluster; free them, add nodes, or lower {self.plan.section}.num_workers"
             ) from error
 
     def start(self, publisher: WeightPublisher | None, *, reserve_cpus: bool) -> None:
@@ -135,17 +135,30 @@ def local_ranks(places: Sequence[Place], device: Literal["cpu", "cuda"]) -> list
     return [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
 
 
-def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
-    """`auto`: GPUs when the cluster has any."""
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
+    """Where the ranks of a group run on a cluster with so many GPUs. Pure.
+
+    Raises:
+        ConfigError: fewer GPUs than ranks.
+    """
     if plan.device == "cpu" or (plan.device == "auto" and num_gpus == 0):
         return "cpu"
+    if num_gpus == 0:
+        raise ConfigError(
+            f"{plan.section}.device=cuda: the Ray cluster has no GPU, and the {plan.name} group takes one for each "
+            f"rank; use {plan.section}.device=cpu, or a cluster with GPUs"
+        )
     if num_gpus < plan.num_ranks:
         raise ConfigError(
-            f"num_workers={plan.num_ranks}: the {plan.name} group takes a GPU for each rank and the Ray cluster has "
-            f"{num_gpus}; lower num_workers, or use device=cpu"
+            f"{plan.section}.num_workers={plan.num_ranks}: the {plan.name} group takes a GPU for each rank and the Ray "
+            f"cluster has {num_gpus}; lower {plan.section}.num_workers to {num_gpus}, or use {plan.section}.device=cpu"
         )
     return "cuda"
+
+
+def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
+    """`auto`: GPUs when the cluster has any."""
+    return device_of(plan, int(ray.cluster_resources().get("GPU", 0)))
 
 
 def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[Place]) -> None:

@@ -218,4 +218,5 @@ def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], colle
         temperature=plan.temperature,
         seed=plan.seed,
         collective_s=collective_s,
+        path_key=plan.path_key,
     )

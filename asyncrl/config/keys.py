@@ -38,7 +38,7 @@ class Key:
     section: type[Section] | None
     """The class of its keys, if it is a section."""
     takes_text: bool
-    """Takes free text and no number, so that `key=007` on the command line means the text."""
+    """Takes free text, no number and no list, so that `key=007` on the command line means the text."""
     open_ended: bool
     """A mapping of your own below it: any key goes."""
 
@@ -72,7 +72,7 @@ def _key(name: str, field: FieldInfo, default: Any) -> Key:
         default=_plain(default),
         doc=field.description or "",
         section=section,
-        takes_text=str in options and not {int, float, bool} & set(options),
+        takes_text=str in options and not {int, float, bool, tuple} & {get_origin(one) or one for one in options},
         open_ended=any(get_origin(option) is dict for option in options),
     )
 

@@ -32,6 +32,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.failures import ConfigError
 from asyncrl.ports import TrainRow
 from asyncrl.types import SampleId
 from trainer.engine.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
@@ -174,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine=EngineConfig(strategy=options.strategy),
         optim=OptimConfig(lr=options.lr, weight_decay=0.0),
     )
-    worker = TrainingWorker(spec)
+    try:
+        worker = TrainingWorker(spec)
+    except ConfigError as error:
+        parser.exit(2, f"{error.message}\n")
     history = train(worker, make_pairs(options.pairs, seed=0), steps=options.steps, beta=options.beta)
     if options.out is not None:
         checkpoint = options.out / "checkpoint"

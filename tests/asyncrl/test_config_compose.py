@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.config import rules, sources
+from asyncrl.config import engine_checks, rules, sources
 from asyncrl.config.compose import examine, load_config, to_yaml
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
@@ -49,7 +49,8 @@ def delta_of(group: str, option: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
-def test_every_group_option_can_be_chosen(group: str, option: str) -> None:
+def test_every_group_option_can_be_chosen(group: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, "visible_gpus", lambda: 8)
     also = ["trainer.device=cuda"] if option == "gpu" else []
     config = load_config(None, [f"{group}={option}", *also])
     delta = delta_of(group, option)
@@ -145,6 +146,14 @@ def test_free_text_on_the_command_line_is_taken_as_it_is(text: str) -> None:
     assert load_config(None, [f"project_name={text}"]).project_name == text
 
 
+@pytest.mark.parametrize(
+    ("text", "modules"), [("[q_proj,v_proj]", ("q_proj", "v_proj")), ("all-linear", "all-linear"), ("q_proj", "q_proj")]
+)
+def test_a_list_is_a_list_where_a_name_would_do_too(text: str, modules: str | tuple[str, ...]) -> None:
+    overrides = ["model.lora_rank=4", f"model.target_modules={text}"]
+    assert load_config(None, overrides).model.target_modules == modules
+
+
 def test_null_is_null_where_text_may_be_missing() -> None:
     assert load_config(None, ["run_dir=null"]).run_dir is None
 
@@ -197,6 +206,7 @@ def test_a_wrong_type_or_value(override: str, says: str) -> None:
         ("~rollout.n", "every key has a default"),
         ("hydra.run.dir=x", "no effect"),
         ("rollout.n", "neither a config file nor an override"),
+        ("ppo_critic", "put it first: ppo_critic KEY=VALUE"),
         ("rollout.n=[1", "cannot be read"),
         ("algorithm@x=grpo", "groups have one place"),
     ],

@@ -87,6 +87,14 @@ def test_its_steps_are_those_of_dpo_by_autograd(loop: ModuleType, expected: list
     assert history[-1]["accuracy"] == 1.0
 
 
+def test_a_wrong_strategy_is_one_line(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        loop.main(["--strategy", "fdsp2"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "trainer.strategy=fdsp2: no such engine; did you mean fsdp2" in line
+
+
 @pytest.mark.timeout(120)
 def test_under_torchrun_two_ranks_take_the_same_steps(tmp_path: Path, expected: list[dict[str, float]]) -> None:
     command = [

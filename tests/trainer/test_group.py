@@ -35,7 +35,8 @@ from trainer.worker import engine_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
-DIED = r"actor\.train_batch: rank 1 of the actor group died"
+AGAIN = "start the run again, with resume=auto to go on from its last checkpoint if it has one"
+DIED = rf"actor\.train_batch: rank 1 of the actor group died; {AGAIN}"
 MINI_BATCHES = [[0, 1, 2], [3, 4, 5], [6], [5, 0]]
 
 
@@ -233,7 +234,7 @@ async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> 
         ):
             await actor.train_batch(BATCH)
         for call in (actor.step(), actor.train_batch(BATCH), group.status()):
-            with pytest.raises(InfraError, match="the actor group is gone"):
+            with pytest.raises(InfraError, match=f"the actor group is gone; {AGAIN}"):
                 await call
     assert await bundles("CREATED") == []
 
@@ -299,5 +300,5 @@ async def test_what_cannot_start_leaves_nothing_behind(model: Path) -> None:
         if child.pid not in before and "RankActor" in " ".join(child.cmdline())
     ]  # fmt: skip
     assert not ranks
-    with pytest.raises(ConfigError, match="takes a GPU for each rank and the Ray cluster has 0"):
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda: the Ray cluster has no GPU"):
         await TrainerGroups.start(configure(model, trainer={"device": "cuda"}))

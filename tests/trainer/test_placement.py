@@ -62,6 +62,7 @@ def test_each_role_has_its_model() -> None:
     actor, critic, scorer = (find(config, role) for role in ("actor", "critic", "reward_model"))
     assert [plan.model_type for plan in (actor, critic, scorer)] == ["language_model", "value_model", "reward_model"]
     assert [plan.model.path for plan in (actor, critic, scorer)] == ["policy", "policy", "scorer"]
+    assert [plan.path_key for plan in (actor, critic, scorer)] == ["model.path", "model.path", "reward_model.path"]
     assert [plan.model.lora_rank for plan in (actor, critic, scorer)] == [8, 0, 0]
     assert actor.optim is not None
     assert critic.optim is not None
@@ -110,3 +111,18 @@ def test_what_a_role_leaves_open_is_the_trainers(own: dict[str, Any], degree: in
         group = plan_groups(config)[-1]
         assert (group.num_ranks, group.device) == (engine.num_workers, engine.device)
         assert group.cpu_threads == max(plan.engine.cpu_threads for plan in group.roles)
+
+
+def test_a_critic_with_a_path_of_its_own_has_it_under_its_own_key() -> None:
+    plan = find(Config.model_validate({**CRITIC, "critic": {"path": "judge"}}), "critic")
+    assert (plan.model.path, plan.path_key) == ("judge", "critic.path")
+
+
+def test_each_group_knows_where_its_ranks_are_set() -> None:
+    own = {"placement": "own"}
+    reward = {"reward_model": {"placement": "worker", "path": "scorer", "worker": own}}
+    algorithm = {"adv_estimator": "gae", "use_kl_loss": True}
+    groups = plan_groups(Config.model_validate({"algorithm": algorithm, "critic": own, "ref": own, **reward}))
+    assert {group.name: group.section for group in groups} == {
+        "actor": "trainer", "ref": "ref", "critic": "critic", "reward_model": "reward_model.worker",
+    }  # fmt: skip

@@ -1,10 +1,16 @@
-"""Which GPU a rank takes. That processes start and end is tested with the groups."""
+"""Which device a group takes, and which GPU a rank. That processes start and end is tested with the groups."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from trainer.processes import Place, local_ranks, own_gpu
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError
+from trainer.placement import GroupPlan, plan_groups
+from trainer.processes import Place, device_of, local_ranks, own_gpu
 
 
 @pytest.mark.parametrize(
@@ -27,3 +33,26 @@ def test_local_ranks() -> None:
     places = [Place(node, "10.0.0.1", 1, gpu) for node, gpu in [("a", 2), ("b", 0), ("a", 0), ("a", 1), ("b", 1)]]
     assert local_ranks(places, "cpu") == [0, 0, 1, 2, 1]
     assert local_ranks(places, "cuda") == [2, 0, 0, 1, 1]
+
+
+def group(device: Any, num_ranks: int) -> GroupPlan:
+    return replace(plan_groups(Config())[0], device=device, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "num_gpus", "expected"),
+    [("cpu", 2, 8, "cpu"), ("auto", 2, 0, "cpu"), ("auto", 2, 2, "cuda"), ("cuda", 1, 1, "cuda")],
+)
+def test_a_group_takes_gpus_where_there_are_any(device: str, num_ranks: int, num_gpus: int, expected: str) -> None:
+    assert device_of(group(device, num_ranks), num_gpus) == expected
+
+
+def test_too_few_gpus_are_said_with_keys_that_can_be_set() -> None:
+    few = r"trainer\.num_workers=3: .*cluster has 2; lower trainer\.num_workers to 2, or use trainer\.device=cpu"
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=few):
+            device_of(group(device, 3), 2)
+    with pytest.raises(ConfigError) as caught:
+        device_of(replace(group("cuda", 1), name="reward_model"), 0)
+    assert "reward_model.worker.device=cuda: the Ray cluster has no GPU" in caught.value.message
+    assert "num_workers" not in caught.value.message, "one rank cannot be lowered"

@@ -26,6 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
+def test_a_spec_knows_the_key_that_its_model_was_given_under(model: Path) -> None:
+    config = make_config(model, algorithm={"adv_estimator": "gae"}, critic={"path": str(model)})
+    specs = [engine_spec(plan, device="cpu", collective_s=10) for plan in plan_groups(config)[0].roles]
+    assert [spec.path_key for spec in specs] == ["model.path", "critic.path"]
+
+
 def make_worker(path: Path, **sections: Any) -> TrainingWorker:
     config = make_config(path, trainer={"strategy": "local", "optim": {"lr": 1e-2}}).model_copy(update=sections)
     worker = TrainingWorker(engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10))

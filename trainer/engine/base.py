@@ -38,6 +38,8 @@ class EngineSpec:
     """Weights and arithmetic in float64, for comparisons."""
     collective_s: float = 300.0
     """Deadline of one collective operation, if the engine has to make the process group."""
+    path_key: str = "model.path"
+    """The key that `model.path` was given under, which messages name."""
 
 
 class Layout(NamedTuple):

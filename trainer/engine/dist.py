@@ -119,6 +119,6 @@ def guarded(what: str) -> Iterator[None]:
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         raise (DeadlineError if late else InfraError).wrap(
             f"{what}: a collective operation of rank {rank()} of {world_size()} failed: another rank died, or did not "
-            "answer within timeouts.collective_s; resume from the last checkpoint",
+            "answer within timeouts.collective_s; start again, from the last checkpoint if there is one",
             error,
         ) from None

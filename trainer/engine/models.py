@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,7 @@ def load_model(
     path: str,
     model_type: ModelType = "language_model",
     *,
+    key: str = "model.path",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
@@ -45,8 +46,11 @@ def load_model(
 
     A value head that the files lack (they are of a language model) starts at 0.
 
+    Args:
+        key: what the configuration calls `path`; messages begin with it.
+
     Raises:
-        ConfigError: no such model there, or its files lack weights.
+        ConfigError: no such model there, its files lack weights, or these are of another shape.
     """
     kind, name = CLASSES[model_type]
     try:
@@ -60,14 +64,18 @@ def load_model(
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the reason
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError.wrap(
-            f"model.path={path}: no {name} could be loaded from there; give a directory in Hugging Face format with "
+            f"{key}={path}: no {name} could be loaded from there ({why}); give a directory in Hugging Face format with "
             "config.json and safetensors, or a hub name",
             error,
         ) from None
-    _check_complete(path, model, set(report["missing_keys"]), model_type)
+    where = f"{key}={path}"
+    _check_shapes(where, report["mismatched_keys"], name)
+    _check_complete(where, model, set(report["missing_keys"]), model_type)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -136,7 +144,7 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
         kernels = importlib.import_module("liger_kernel.transformers")
     except ImportError as error:
         raise ConfigError.wrap(
-            "trainer.use_liger=true: the package liger-kernel is missing; pip install liger-kernel, or set "
+            "trainer.use_liger=true: the package liger-kernel is missing; pip install 'asyncrl[liger]', or set "
             "trainer.use_liger=false",
             error,
         ) from None
@@ -169,15 +177,42 @@ def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> Pr
     return settings
 
 
-def _check_complete(path: str, model: PreTrainedModel, missing: set[str], model_type: ModelType) -> None:
-    if missing and model_type == "value_model":
+def _check_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]], kind: str) -> None:
+    """`mismatched`: names with their shapes in the files and in the model."""
+    for name, stored, wanted in sorted(mismatched):
+        if name.partition(".")[0] in HEADS:
+            raise ConfigError(
+                f"{where}: its head has {stored[0]} outputs ({name}) and is to have one, so it is no {kind}; give one "
+                "that was trained with num_labels=1"
+            )
+        raise ConfigError(
+            f"{where}: {name} has shape {list(stored)} in the files and {list(wanted)} by config.json, so the weights "
+            "are of another model; give a directory as save_pretrained writes it"
+        )
+
+
+def _check_complete(where: str, model: PreTrainedModel, missing: set[str], model_type: ModelType) -> None:
+    if not missing:
+        return
+    if model_type != "language_model":
         head = head_of(model)
         own = {name for name, parameter in model.named_parameters() if any(parameter is p for p in head.parameters())}
+        if own & missing and model_type == "reward_model":
+            raise ConfigError(
+                f"{where}: its files have no reward head ({_few(missing)}), so scores would be random; give a "
+                f"{CLASSES[model_type][1]}"
+            )
         if own & missing:
             with torch.no_grad():
                 for parameter in head.parameters():
                     parameter.zero_()
         missing = missing - own
     if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise ConfigError(f"{path}: {len(missing)} weights are missing ({names}, …), so they would be random")
+        raise ConfigError(
+            f"{where}: {len(missing)} weights are missing ({_few(missing)}), so they would be random; give a directory "
+            "with all of them, as save_pretrained writes it"
+        )
+
+
+def _few(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")

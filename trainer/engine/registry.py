@@ -97,9 +97,10 @@ def _load(backend: str) -> None:
     point = _outside().get(backend)
     if point is None:
         known = EngineRegistry.backends()
-        near = get_close_matches(backend.lower(), known, n=1, cutoff=0.0)
+        word = backend.lower()
+        near = get_close_matches(word, known, n=2) or get_close_matches(word, known, n=1, cutoff=0.0)
         raise ConfigError(
-            f"trainer.strategy={backend}: no such engine; did you mean {near[0]}? Known: {', '.join(known)}"
+            f"trainer.strategy={backend}: no such engine; did you mean {' or '.join(near)}? Known: {', '.join(known)}"
         )
     try:
         point.load()
@@ -107,7 +108,9 @@ def _load(backend: str) -> None:
         raise
     except Exception as error:  # noqa: BLE001 - whatever its module does when it is imported
         raise ConfigError.wrap(
-            f"trainer.strategy={backend}: its entry point {point.value} cannot be loaded; install what it needs", error
+            f"trainer.strategy={backend}: its entry point {point.value} cannot be loaded "
+            f"({type(error).__name__}: {error}); install what it needs",
+            error,
         ) from None
 
 

@@ -3,34 +3,43 @@
     torchrun --nproc_per_node 2 -m trainer.engine.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
     python -m trainer.engine.selfcheck
 
-It makes its own tiny models. Exit code 1 if a check fails, 2 if a backend cannot run at all.
+It makes its own tiny models. Exit code 1 if a check fails, 2 if a backend cannot run at all, with one line that says
+why; torchrun itself ends with 1 in both cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed
 
-from asyncrl.failures import ConfigError, InfraError
+from asyncrl.failures import AsyncRLError, ConfigError, InfraError
 from trainer.engine import dist
 from trainer.engine.contract import Check, checks_of
 from trainer.engine.contract.reference import write_models
 from trainer.engine.contract.setting import Setting
 from trainer.engine.registry import BUILT_IN
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 COLLECTIVE_S = 60.0
 """After a rank has failed alone the others wait so long, and what follows is not run."""
+SKIPPED_LOCAL = "it runs in one process: python -m trainer.engine.selfcheck --backend local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +55,32 @@ class Result:
 def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
     """All checks of all backends, on every rank of the process group there is. The same result on all ranks.
 
-    Raises:
-        ConfigError: a backend is unknown or cannot run on this device.
+    Raises (on every rank):
+        ConfigError, InfraError: a backend is unknown or cannot run here; no check was run.
     """
-    results = []
+    checks = []
     for backend in backends:
         setting = Setting(backend, device, directory)
-        for check in checks_of(backend, device, dist.world_size()):
-            results.append(_run(check, setting))
-    return results
+        checks += [(check, setting) for check in _checks(setting)]
+    return [_run(check, setting) for check, setting in checks]
+
+
+def _checks(setting: Setting) -> list[Check]:
+    """Those of a backend, once an engine of it could be made on every rank."""
+    failure: AsyncRLError | None = None
+    checks: list[Check] = []
+    try:
+        checks = checks_of(setting.backend, setting.device, dist.world_size())
+        for check in checks[:1]:
+            setting.engine(check.model_type).close()
+    except (ConfigError, InfraError) as error:
+        failure = error
+    except Exception:  # whatever else is wrong with it, its checks show
+        logger.debug("%s: no engine could be made", setting.backend, exc_info=True)
+    for first in _of_all_ranks(setting.backend, failure):
+        if first is not None:
+            raise first
+    return checks
 
 
 def _run(check: Check, setting: Setting) -> Result:
@@ -64,14 +90,17 @@ def _run(check: Check, setting: Setting) -> Result:
         check.run(setting)
     except Exception as error:  # noqa: BLE001 - whatever an engine does wrong is a result
         failure = f"rank {dist.rank()}: {type(error).__name__}: {error}"
-    failures: list[str] = [""] * dist.world_size()
-    if dist.world_size() > 1:
-        with dist.guarded(check.name):
-            torch.distributed.all_gather_object(failures, failure)
-    else:
-        failures = [failure]
-    detail = next((text for text in failures if text), "")
+    detail = next((text for text in _of_all_ranks(check.name, failure) if text), "")
     return Result(setting.backend, check.name, not detail, round(time.perf_counter() - began, 2), detail)
+
+
+def _of_all_ranks(what: str, value: T) -> list[T]:
+    """By rank. Collective."""
+    values: list[T] = [value] * dist.world_size()
+    if dist.world_size() > 1:
+        with dist.guarded(what):
+            torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,26 +110,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    device = dist.pick_device(options.device)
-    dist.join(device, timeout_s=COLLECTIVE_S)
-    alone = dist.world_size() == 1
-    backends = (
-        [name for name in BUILT_IN if alone or name != "local"] if options.backend == "all" else [options.backend]
-    )
+    try:
+        device = dist.pick_device(options.device)
+        dist.join(device, timeout_s=COLLECTIVE_S)
+    except (ConfigError, InfraError) as error:
+        parser.exit(2, f"{error.message}\n")
+    skipped = {"local": SKIPPED_LOCAL} if options.backend == "all" and dist.world_size() > 1 else {}
+    backends = [name for name in BUILT_IN if name not in skipped] if options.backend == "all" else [options.backend]
     directory = _shared_directory()
+    results: list[Result] = []
+    failure = ""
     try:
         results = run(backends, device.type, directory)
     except (ConfigError, InfraError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        failure = error.message
     finally:
         if dist.rank() == 0:
             shutil.rmtree(directory, ignore_errors=True)
-    if dist.rank() == 0:
-        sys.stdout.write(_document(results, device.type) if options.json else _table(results))
-    torch.distributed.barrier()  # torchrun ends all ranks as soon as one fails: not before rank 0 has written
+    if dist.rank() == 0 and failure:
+        sys.stderr.write(f"{failure}\n")
+    elif dist.rank() == 0:
+        sys.stdout.write(_document(results, skipped, device.type) if options.json else _table(results, skipped))
+    with suppress(RuntimeError):  # the ranks may not hear each other any more
+        torch.distributed.barrier()  # torchrun ends all ranks as soon as one fails: not before rank 0 has written
     dist.leave()
-    return 0 if all(result.passed for result in results) else 1
+    return 2 if failure else 0 if all(result.passed for result in results) else 1
 
 
 def _shared_directory() -> Path:
@@ -113,17 +147,23 @@ def _shared_directory() -> Path:
     return Path(path[0])
 
 
-def _document(results: Sequence[Result], device: str) -> str:
-    document = {"ranks": dist.world_size(), "device": device, "results": [asdict(result) for result in results]}
+def _document(results: Sequence[Result], skipped: Mapping[str, str], device: str) -> str:
+    document = {
+        "ranks": dist.world_size(),
+        "device": device,
+        "skipped": skipped,
+        "results": [asdict(result) for result in results],
+    }
     return json.dumps(document, indent=1) + "\n"
 
 
-def _table(results: Sequence[Result]) -> str:
+def _table(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     lines = []
     for result in results:
         mark = "ok  " if result.passed else "FAIL"
         lines.append(f"{mark}  {result.backend:<10} {result.check.replace('_', ' '):<56} {result.seconds:6.2f} s")
         lines += [f"      {line}" for line in result.detail.splitlines()]
+    lines += [f"skip  {backend:<10} {reason}" for backend, reason in skipped.items()]
     failed = sum(not result.passed for result in results)
     lines.append(f"{len(results) - failed} passed, {failed} failed, on {dist.world_size()} rank(s)")
     return "\n".join(lines) + "\n"

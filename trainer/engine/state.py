@@ -130,7 +130,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     live = live_state(model, optimizer)
     files = _on_all_ranks(lambda: _read(directory, live, spec))
     wanted = live.wanted({name: entry.shape for name, entry in files.stored.items()})  # may be collective
-    _on_all_ranks(lambda: _check_fit(directory, files.stored, wanted))
+    _on_all_ranks(lambda: _check_fit(directory, files.stored, wanted, spec.path_key))
     planner = _StagingPlanner()
     with _dcp("loading", directory):
         dcp.load(wanted, storage_reader=ShardReader(directory / SHARDS, files.stored), planner=planner)
@@ -179,7 +179,7 @@ def _read(directory: Path, live: LiveState, spec: EngineSpec) -> _Files:
     return _Files(record["step"], index, generators)
 
 
-def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor]) -> None:
+def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor], path_key: str) -> None:
     for name in sorted(wanted.keys() | stored.keys()):
         there = (stored[name].dtype, stored[name].shape) if name in stored else "nothing"
         here = (
@@ -188,7 +188,7 @@ def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor]) -> 
         if there != here:
             raise ConfigError(
                 f"{directory / SHARDS}: the state of another model: {name} is {there} there and {here} here, so "
-                "nothing was loaded; give the model.path that this run was started with, or use resume=none"
+                f"nothing was loaded; give the {path_key} that this run was started with, or use resume=none"
             )
 
 

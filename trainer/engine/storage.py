@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import re
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -62,8 +63,8 @@ Index = Mapping[str, Entry]
 def damaged(path: Path, detail: object) -> ConfigError:
     """What is wrong with a file of a checkpoint, what follows, what to do."""
     return ConfigError(
-        f"{path}: the checkpoint is damaged ({detail}), so the run cannot go on from it; nothing was loaded. Delete it "
-        "to go on from the one before, or use resume=none"
+        f"{path}: the checkpoint is damaged ({detail}), so the run cannot go on from it; nothing was loaded. If the "
+        "run has an earlier one, delete this one to go on from that; else start anew with resume=none"
     )
 
 
@@ -265,9 +266,12 @@ def read_index(directory: Path) -> Index:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file. Raises OSError, as writing any other file does."""
+    """A safetensors file, readable for whom the umask says. Raises OSError, as writing any other file does."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
+        path.chmod(mode)  # safetensors puts a file of its own in its place, which only its owner may read
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None

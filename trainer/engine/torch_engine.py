@@ -231,9 +231,13 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def _load(self) -> PreTrainedModel:
         """On CPU, whole, in the master weights' dtype."""
-        model = self.spec.model
+        spec = self.spec
         return load_model(
-            model.path, self.spec.model_type, dtype=self._master_dtype, trust_remote_code=model.trust_remote_code
+            spec.model.path,
+            spec.model_type,
+            key=spec.path_key,
+            dtype=self._master_dtype,
+            trust_remote_code=spec.model.trust_remote_code,
         )
 
     @abstractmethod
@@ -375,8 +379,8 @@ class TorchEngine(BaseEngine, abstract=True):
     def _diverged(self, loss: float, norm: float) -> DivergenceError:
         return DivergenceError(
             f"step {self._step + 1}: loss {loss}, gradient norm {norm}. The step was not taken; the weights are those "
-            f"of step {self._step}; resume from a checkpoint with a smaller trainer.optim.lr (now {self._optim.lr:g}) "
-            f"or clip_grad (now {self._optim.clip_grad:g})"
+            f"of step {self._step}; start again, from a checkpoint if there is one, with a smaller trainer.optim.lr "
+            f"(now {self._optim.lr:g}) or clip_grad (now {self._optim.clip_grad:g})"
         )
 
 

@@ -118,7 +118,13 @@ def test_chosen_layers(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "nearest"),
-    [("q_prj", "q_proj"), (("q_proj", "gateproj"), "gate_proj"), ("lm_head", ""), ("embed_tokens", "")],
+    [
+        ("q_prj", "q_proj"),
+        (("v_proj", "q_prj"), "q_proj"),
+        (("q_proj", "gateproj"), "gate_proj"),
+        ("lm_head", ""),
+        ("embed_tokens", ""),
+    ],
 )
 def test_an_unknown_layer_names_the_nearest(path: Path, targets: str | tuple[str, ...], nearest: str) -> None:
     wrong = targets if isinstance(targets, str) else targets[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     Gemma2Config,
     GPT2Config,
@@ -126,8 +128,39 @@ def test_a_value_head_in_the_files_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_needs_its_head(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"1 weights are missing \(score\.weight, …\), so they would be random"):
-        load_model(str(write_model(tmp_path)), "reward_model")
+    fix = r"no reward head \(score\.weight\), so scores would be random; give a reward model .*one label"
+    with pytest.raises(ConfigError, match=rf"reward_model\.path={tmp_path}: its files have {fix}"):
+        load_model(str(write_model(tmp_path)), "reward_model", key="reward_model.path")
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "key"),
+    [
+        (AutoModelForSequenceClassification, "reward_model", "reward_model.path"),
+        (AutoModelForTokenClassification, "value_model", "critic.path"),
+    ],
+)
+def test_a_head_with_two_labels_is_refused_under_the_key_it_was_given(
+    kind: Any, model_type: Any, key: str, tmp_path: Path
+) -> None:
+    kind.from_config(LlamaConfig(**SHAPE, num_labels=2)).save_pretrained(tmp_path)
+    engine = EngineConfig(strategy="local", device="cpu")
+    spec = EngineSpec(model_type, ModelConfig(path=str(tmp_path)), engine, path_key=key)
+    with pytest.raises(ConfigError) as caught:
+        LocalEngine(spec)
+    assert caught.value.message.startswith(f"{key}={tmp_path}: its head has 2 outputs (score.")
+    assert "is to have one" in caught.value.message
+    assert "num_labels=1" in caught.value.message
+    assert not caught.value.cause
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+    file = write_model(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model\.path={tmp_path}: model\.norm\.weight has shape \[7\] in the files"):
+        load_model(str(tmp_path))
 
 
 def test_a_head_of_another_name_is_refused() -> None:
@@ -144,13 +177,13 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     del tensors["model.norm.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     for model_type in ("language_model", "value_model"):
-        with pytest.raises(ConfigError, match=r"1 weights are missing \(model\.norm\.weight"):
+        with pytest.raises(ConfigError, match=r"model\.path=.*: 1 weights are missing \(model\.norm\.weight\)"):
             load_model(str(tmp_path), model_type)  # type: ignore[arg-type]
 
 
 def test_no_model_no_safetensors_or_torn_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=/nowhere: no causal language model"):
-        load_model("/nowhere")
+    with pytest.raises(ConfigError, match=r"critic\.path=/nowhere: no causal language model .*\(.*/nowhere.*\); give"):
+        load_model("/nowhere", key="critic.path")
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"no value model"):
@@ -170,7 +203,7 @@ def test_liger_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         speed_up(model, engine, torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install liger-kernel"):
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[liger\]'"):
         speed_up(model, engine, torch.device("cuda"))
 
 

@@ -28,7 +28,16 @@ def spec(backend: str, **fields: Any) -> EngineSpec:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("fsdp_2", "fsdp2"), ("FSDP", "fsdp"), ("locale", "local"), ("dpp", "ddp")]
+    ("wrong", "near"),
+    [
+        ("fsdp_2", "fsdp2 or fsdp"),
+        ("fsdp3", "fsdp or fsdp2"),
+        ("fdsp", "fsdp or fsdp2"),
+        ("FSDP", "fsdp or fsdp2"),
+        ("locale", "local"),
+        ("dpp", "ddp"),
+        ("zzz", "[a-z0-9]+"),
+    ],
 )
 def test_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.strategy={wrong}: .*did you mean {near}\? Known: .*fsdp2"):
@@ -91,7 +100,7 @@ def test_a_package_registers_through_an_entry_point(tmp_path: Path, monkeypatch:
     assert {"theirs", "broken", "fsdp2"} <= set(EngineRegistry.backends())
     assert "their_engine" not in sys.modules
     assert EngineRegistry.find("theirs", "language_model", "cpu").__name__ == "TheirEngine"
-    with pytest.raises(ConfigError, match=r"(?s)strategy=broken: .*their_missing_module cannot be loaded.*No module"):
+    with pytest.raises(ConfigError, match=r"their_missing_module cannot be loaded \(.*No module"):
         EngineRegistry.find("broken", "language_model", "cpu")
 
 
@@ -103,5 +112,5 @@ def test_a_package_that_is_broken_is_a_configuration_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     point = EntryPoint("theirs", "their_broken_engine", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    with pytest.raises(ConfigError, match=r"(?s)strategy=theirs: .*their_broken_engine cannot be loaded.*Error: "):
+    with pytest.raises(ConfigError, match=r"strategy=theirs: .*their_broken_engine cannot be loaded \(.*Error: "):
         EngineRegistry.find("theirs", "language_model", "cpu")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -244,6 +245,7 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(
         load(tmp_path, *live, spec)
     assert str(tmp_path) in str(caught.value)
     assert "resume=none" in str(caught.value)
+    assert "the one before" not in str(caught.value), "there may be none"
     assert_same_state(live, untouched)
     assert torch.equal(torch.get_rng_state(), generator)
 
@@ -283,6 +285,20 @@ def test_moments_of_another_optimizer_are_refused(model: Path, tmp_path: Path) -
     begin_save(tmp_path, live, optimizer, 1, spec).wait()
     with pytest.raises(ConfigError, match=r"optimizer\.model\.embed_tokens\.weight\.exp_avg is nothing there"):
         load(tmp_path, *make(spec), spec)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_permissions_that_the_umask_gives(model: Path, tmp_path: Path, umask: int) -> None:
+    spec = make_spec(model)
+    before = os.umask(umask)
+    try:
+        begin_save(tmp_path, *make(spec), 0, spec, hf=tmp_path / "hf").wait()
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "rank_00000.safetensors", "rng_0.safetensors"} <= {path.name for path in files}
+    modes = {str(path.relative_to(tmp_path)): oct(path.stat().st_mode & 0o777) for path in files}
+    assert modes == dict.fromkeys(modes, oct(0o666 & ~umask))
 
 
 def test_a_full_disk_is_said_when_waiting_and_training_goes_on(model: Path, tmp_path: Path) -> None:
