@@ -6,8 +6,12 @@ what to do (retry, drop, stop) never has to import that library.
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Self
+
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)")
+"""How a traceback's last line begins, which a message of several lines may follow."""
 
 
 class AsyncRLError(Exception):
@@ -23,6 +27,13 @@ class AsyncRLError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.cause}".rstrip() if self.cause else self.message
+
+    @property
+    def brief(self) -> str:
+        """The message, and what the cause says in its last line unless that is in it: no frames."""
+        reason = last_words(self.cause)
+        told = (reason.partition(": ")[2] or reason) in self.message
+        return self.message if told else f"{self.message}\n    because: {reason}"
 
     @classmethod
     def wrap(cls, message: str, error: BaseException) -> Self:
@@ -56,6 +67,13 @@ class DivergenceError(AsyncRLError):
 
 class BugError(AsyncRLError):
     """An illegal transition or books that don't balance: ours to fix. The run stops at once."""
+
+
+def last_words(cause: str) -> str:
+    """What the traceback `cause` ends with: the first line of the last exception in it; empty for no cause."""
+    lines = [line for line in cause.splitlines() if line.strip()]
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    return (named or lines or [""])[-1].strip()
 
 
 def first_failure(error: BaseException) -> BaseException:

@@ -158,7 +158,7 @@ def load_manifest(checkpoint: Path) -> Manifest:
         ConfigError: it is torn or of an unknown schema. The message names the file and the fix.
     """
     path = checkpoint / MANIFEST
-    fix = "Delete that checkpoint to go on from the one before, or start anew with resume=none."
+    fix = _way_on(checkpoint)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["schema_version"] != SCHEMA_VERSION:
@@ -178,6 +178,14 @@ def load_manifest(checkpoint: Path) -> Manifest:
             state = "missing" if actual is None else f"{actual} bytes long"
             raise ConfigError(f"{file} is {state}; the manifest says {size} bytes: the checkpoint is torn. {fix}")
     return manifest
+
+
+def _way_on(checkpoint: Path) -> str:
+    """From a checkpoint that cannot be used."""
+    earlier = [path for path in checkpoint_steps(checkpoint.parent.parent).values() if path.name < checkpoint.name]
+    if not earlier:
+        return "The run has no earlier one to go on from: start anew with resume=none."
+    return f"Delete {checkpoint} to go on from {earlier[-1].name} before it, or start anew with resume=none."
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from anyio import to_thread
 
-from asyncrl.config.checks import model_config
+from asyncrl.config.model_checks import model_config
 from asyncrl.config.schema import Config
 from asyncrl.manifest import Progress, Resume, run_identity
 from asyncrl.ports import PayloadStore, RecordSink, SampleQueue, WeightPublisher
@@ -152,7 +152,7 @@ class Trainer:
 
 def row_rules(config: Config) -> RowRules:
     """The vocabulary is known where the model's directory is on this machine; the ranks know it anyhow."""
-    drift, described = config.async_training, model_config(config)
+    drift, described = config.async_training, model_config(config.model.path)
     text: Any = described.get("text_config") or {}
     return RowRules(
         mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,

@@ -6,7 +6,8 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import anyio
 from anyio import to_thread
@@ -51,6 +52,19 @@ async def cluster(config: Config, name: str) -> AsyncIterator[str]:
         raise
     with anyio.CancelScope(shield=True):
         await to_thread.run_sync(_stop, config.ray.address is None, namespace)
+
+
+def link_logs(logs: Path) -> None:
+    """Make `logs/ray` lead to what every process of the cluster writes, where that is on this machine."""
+    import ray
+    from ray._common.utils import get_default_ray_temp_dir
+
+    session = Path(get_default_ray_temp_dir()) / ray.get_runtime_context().get_session_name() / "logs"
+    link = logs / "ray"
+    if session.is_dir():
+        with suppress(OSError):  # a convenience that a file system may not have
+            link.unlink(missing_ok=True)
+            link.symlink_to(session)
 
 
 def _start(config: Config, namespace: str) -> None:

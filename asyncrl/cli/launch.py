@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import anyio
 
-from asyncrl.cli.cluster import cluster
+from asyncrl.cli.cluster import cluster, link_logs
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
 from asyncrl.config.schema import Config
@@ -22,7 +22,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, describe_error
 from asyncrl.telemetry.summary_file import SummaryFile
 
-COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,14 @@ class Outcome(NamedTuple):
 
     @property
     def exit_code(self) -> int:
+        if self.error is not None and self.error["type"] == ConfigError.__name__:
+            return BAD_CONFIG
         return {"completed": COMPLETED, "failed": FAILED, "interrupted": INTERRUPTED}[self.status]
 
 
 def launch(config: Config) -> int:
-    """Run `config` to its end and return the exit code: 0 completed, 1 failed, 130 interrupted.
+    """Run `config` to its end and return the exit code: 0 completed, 1 failed, 2 bad configuration, found only when
+    a part made use of it, 130 interrupted.
 
     Raises:
         ConfigError: nothing was started, because the checkpoint to resume or the run directory is not usable.
@@ -107,6 +110,7 @@ async def _outcome(config: Config, run_dir: RunDir, resume: Resume | None, recor
             async with anyio.create_task_group() as group:
                 await group.start(interrupts.listen)
                 async with cluster(config, run_dir.path.name) as namespace:
+                    link_logs(run_dir.logs)
                     # Only now: the parts import Ray, whose settings the cluster has put into the environment.
                     from asyncrl.cli.run import Run
 

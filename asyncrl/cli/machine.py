@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from asyncrl.config.checks import visible_gpus
+from asyncrl.config.engine_checks import visible_gpus
 from asyncrl.config.plan import Machine
 
 

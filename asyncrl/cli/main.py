@@ -16,7 +16,7 @@ import click
 
 import asyncrl
 from asyncrl.cli.machine import look_at_machine
-from asyncrl.config import checks, plan
+from asyncrl.config import checks, model_checks, plan
 from asyncrl.config.compose import Mode, Outcome, examine, to_yaml
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
@@ -124,7 +124,7 @@ def _show_plan(outcome: Outcome, as_json: bool) -> int:
         resources = plan.make_plan(
             config,
             look_at_machine(),
-            num_parameters=checks.num_parameters(config),
+            num_parameters=model_checks.num_parameters(config.model.path),
             num_prompts=checks.num_prompts(config),
         )
     except ConfigError as error:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except ConfigError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {error.brief}", err=True)
         return BAD_CONFIG
     except AsyncRLError as error:
         click.echo(f"error: {error}", err=True)

@@ -48,7 +48,8 @@ def translate(part: str, error: RayError) -> AsyncRLError:
         return BugError(f"the {part} failed: {type(cause).__name__}: {cause}", str(error))
     if isinstance(error, RayActorError):
         return InfraError(
-            f"the {part}'s process died: {error}. Its work since the last checkpoint is lost; "
-            "look into logs/ in the run directory, and go on with resume=auto"
+            f"the {part}'s process died. Its work since the last checkpoint is lost; look into logs/ray in the run "
+            "directory, and start the run again, with resume=auto to go on from its last checkpoint if it has one",
+            str(error),
         )
     return InfraError.wrap(f"a call to the {part} failed: {error}", error)

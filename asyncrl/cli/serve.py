@@ -12,6 +12,7 @@ import click
 from asyncrl.cli.cluster import cluster
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.config.schema import Config
+from asyncrl.failures import first_failure
 
 INTERRUPTED = 130
 
@@ -24,7 +25,10 @@ def serve(config: Config) -> int:
         ConfigError: the address asks for an API key and there is none.
     """
     click.echo(f"starting {config.rollout.num_replicas} engine(s) for {config.model.path}; Ctrl-C stops", err=True)
-    return anyio.run(_serve, config)
+    try:
+        return anyio.run(_serve, config)
+    except BaseExceptionGroup as error:
+        raise first_failure(error) from None
 
 
 async def _serve(config: Config) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.keys import all_keys
 from asyncrl.config.problems import Problem
-from asyncrl.config.sources import Source, groups, quoted
+from asyncrl.config.sources import Source, groups, quoted, recipes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ def _split(text: str) -> tuple[str, str]:
     name, equals, raw = text.partition("=")
     if text.startswith("~"):
         raise _refuse(text, "?", "every key has a default, so none can be taken away", f"set {text[1:] or 'KEY'}=null")
+    if text in recipes() or (not equals and Path(text).expanduser().is_file()):
+        raise _refuse(
+            text, "?", "a config comes before all overrides, and there can be only one",
+            f"put it first: {text} KEY=VALUE ...; a group's option is chosen with GROUP=OPTION",
+        )  # fmt: skip
     if not equals or not name.strip("+ "):
         raise _refuse(text, "?", "it is neither a config file nor an override", "write key=value")
     name = name.lstrip("+").strip()

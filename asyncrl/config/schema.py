@@ -83,9 +83,11 @@ class Config(Section):
     experiment_name: str = "quickstart"
     """Names the directory of its runs below runs/."""
     run_dir: str | None = None
-    """null: runs/<experiment_name>/<time>/."""
+    """null: runs/<experiment_name>/<time>/. With `resume`, only the directory of the run that goes on."""
     resume: str = "none"
-    """`none`; `auto`: the newest checkpoint of this experiment, if there is one; or a run or checkpoint directory."""
+    """`none`; `auto`: the newest checkpoint of this experiment (with `run_dir`: of the run there), if there is one; or
+    a run or checkpoint directory. A run goes on in its own directory; to start another from its weights, give
+    `model.path=<checkpoint>/hf` instead."""
     seed: NonNegative = 0
     """Of data order and torch. Same seed: same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()

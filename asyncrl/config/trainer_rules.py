@@ -90,7 +90,14 @@ def fits(config: Config, steps: int) -> Iterator[Problem]:
             f"the run has {steps} steps, in all of which only the critic would learn",
             f"set it below {steps}",
         )
-    elif training.optim.warmup_steps >= steps - alone:
+    elif alone * 2 > steps:
+        yield warning(
+            "critic.warmup_steps",
+            alone,
+            f"in {alone} of the run's {steps} steps only the critic learns, and the policy in {steps - alone}",
+            f"set it to {steps // 2} or less, or make the run longer",
+        )
+    if training.optim.warmup_steps >= steps - alone > 0:
         after = f", {alone} of them the critic's alone (critic.warmup_steps)" if alone else ""
         yield warning(
             "trainer.optim.warmup_steps",
@@ -184,16 +191,9 @@ def _ranks(config: Config, given: Given) -> Iterator[Problem]:
 
 
 def _sequence_parallel(config: Config, given: Given) -> Iterator[Problem]:
+    """Which sizes the ranks and the model's heads allow is in `engine_checks`."""
     trainer, key = config.trainer, "trainer.ulysses_sequence_parallel_size"
     size = trainer.ulysses_sequence_parallel_size
-    if trainer.num_workers % size:
-        divisors = [number for number in range(1, trainer.num_workers + 1) if trainer.num_workers % number == 0]
-        yield Problem(
-            key,
-            size,
-            f"trainer.num_workers = {trainer.num_workers} ranks cannot be cut into groups of {size}",
-            f"set it to one of {', '.join(map(str, divisors))}, or trainer.num_workers to a multiple of {size}",
-        )
     if size > 1 and not trainer.use_remove_padding:
         yield Problem(
             key,

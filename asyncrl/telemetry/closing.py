@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.failures import ConfigError
 from asyncrl.telemetry.dashboard import number, percent, short_s, span
 from asyncrl.telemetry.screen import DIM
 
@@ -40,6 +41,8 @@ def _headline(summary: Mapping[str, Any]) -> Text:
 
 
 def _error(error: Mapping[str, Any]) -> Text:
+    if error["type"] == ConfigError.__name__:  # no traceback: it is told in the user's terms
+        return Text.assemble(("configuration: ", "bold red"), ConfigError(error["message"], error["cause"]).brief)
     lines = error["cause"].rstrip().splitlines()
     text = Text.assemble((f"{error['type']} in {error['part']}: ", "bold red"), error["message"])
     if lines:

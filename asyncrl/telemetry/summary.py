@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import traceback
 from array import array
@@ -9,10 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.failures import AsyncRLError
+from asyncrl.failures import AsyncRLError, ConfigError
 from asyncrl.ports import Books
 from asyncrl.telemetry.rows import Row, finite
 from asyncrl.types import DropReason
+
+_GUESSES = re.compile(r" There are some potential root causes\. .*")
+"""Ray's of a process that died, on the same line: a paragraph that is the same for every one of them."""
 
 Status = Literal["completed", "failed", "interrupted"]
 
@@ -213,7 +217,8 @@ def choose_example(
 def describe_error(error: BaseException, part: str) -> dict[str, str]:
     """`error` for summary.json: what it is, says and came from, in `part` (`rollouter`, `trainer`, `driver`, …).
 
-    Of a group the first failure is told; Ray's wrapper gives way to what it wraps.
+    Of a group the first failure is told; Ray's wrapper gives way to what it wraps. A `ConfigError` has no traceback of
+    ours: it is about the user's keys, and only what a library said of them is its cause.
     """
     error = next(_leaves(error))
     inner = getattr(error, "cause", None)
@@ -223,8 +228,9 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
         message, cause = error.message, error.cause
     else:
         message, cause = str(error), ""
-    cause = cause or "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": message, "part": part, "cause": cause}
+    if not cause and not isinstance(error, ConfigError):
+        cause = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": message, "part": part, "cause": _GUESSES.sub("", cause)}
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

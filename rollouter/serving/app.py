@@ -162,7 +162,7 @@ async def _status(name: str) -> ApplicationStatusOverview:
         there = ", ".join(sorted(applications)) or "none"
         raise InfraError(
             f"Ray Serve has no application {name} any more (it has {there}): it was deleted, or Serve was shut "
-            "down; start the run again, from its last checkpoint with resume=auto"
+            "down; start the run again, with resume=auto to go on from its last checkpoint if it has one"
         )
     return applications[name]
 

@@ -39,6 +39,7 @@ from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME, find_store
 from rollouter.serving.engine import RolloutEngine
 from rollouter.serving.options import ServingOptions
+from rollouter.serving.own_log import own_log
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,10 @@ class RolloutServer(LLMServer):
             raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
         except EngineDeadError as error:
             self._give_up("its engine is dead")
-            raise InfraError.wrap(f"replica {self._replica}: the engine is dead", error) from error
+            raise InfraError.wrap(
+                f"replica {self._replica}: the engine is dead; why is in {own_log()}, in logs/ray of the run directory",
+                error,
+            ) from error
         if self._broken:
             raise InfraError(self._broken)
         if len(results) != 1:

@@ -14,7 +14,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.cli.main import main
 from asyncrl.config.schema import Config
-from asyncrl.failures import InfraError
+from asyncrl.failures import ConfigError, InfraError
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "numpy")
 
@@ -120,7 +120,14 @@ def test_the_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         return SimpleNamespace(launch=launch)
 
-    for outcome, code in ((0, 0), (1, 1), (130, 130), (InfraError("no engine"), 1), (KeyboardInterrupt(), 130)):
+    for outcome, code in (
+        (0, 0),
+        (1, 1),
+        (130, 130),
+        (InfraError("no engine"), 1),
+        (ConfigError("no"), 2),
+        (KeyboardInterrupt(), 130),
+    ):
         monkeypatch.setitem(sys.modules, "asyncrl.cli.launch", stand_in(outcome))
         assert main(["launch", "sync", f"run_dir={tmp_path}/x"]) == code
     assert all(config.mode == "sync" and config.run_dir == f"{tmp_path}/x" for config in seen)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import launch as launch_module
 from asyncrl.cli.launch import _run_dir
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
-from asyncrl.manifest import Manifest, Progress, Resume
+from asyncrl.failures import ConfigError, InfraError
+from asyncrl.manifest import Manifest, Progress, Resume, load_manifest
 from asyncrl.ports import Books, QueueSnapshot
 
 
@@ -41,3 +45,40 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run goes on where it is"):
         _run_dir(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
     assert not (tmp_path / "new").exists()
+
+
+def save(run_dir: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint = run_dir / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{")
+
+
+def test_a_torn_checkpoint_names_the_one_before_only_if_there_is_one(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with pytest.raises(ConfigError) as caught:
+        load_manifest(tmp_path / "checkpoints" / "step_000005")
+    assert "no earlier one" in caught.value.message and "Delete" not in caught.value.message
+    save(tmp_path, 3, 4, 6)
+    with pytest.raises(ConfigError, match=r"Delete .*step_000005 to go on from step_000004"):
+        load_manifest(tmp_path / "checkpoints" / "step_000005")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("model.path=x: is none; give another"), 2), (InfraError("a rank died"), 1)]
+)
+def test_a_part_that_refuses_the_configuration_ends_the_launch_with_two(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def fails(config: Config, name: str) -> AsyncIterator[str]:
+        raise error
+        yield name
+
+    monkeypatch.setattr(launch_module, "cluster", fails)
+    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "logging": {"console": "plain"}})
+    assert launch_module.launch(config) == code
+    told = json.loads((tmp_path / "run" / "summary.json").read_text())["error"]
+    assert told["message"] == str(error)
+    captured = capsys.readouterr()
+    assert ("Traceback" in captured.out + captured.err) is (code == 1)

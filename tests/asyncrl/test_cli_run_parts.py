@@ -92,7 +92,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
 
 
 def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import ActorDiedError, RayTaskError
 
     from asyncrl.cli.remote import translate
     from asyncrl.failures import BugError, InfraError, UserCodeError
@@ -105,6 +105,23 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     full = translate("trainer", task_error(OSError(28, "No space left on device")))
     assert isinstance(full, InfraError)
     assert "No space left" in str(full)
+    gone = translate("trainer", ActorDiedError())
+    assert isinstance(gone, InfraError)
+    assert gone.message.startswith("the trainer's process died. ") and "if it has one" in gone.message
+    assert "The actor died unexpectedly" in gone.cause
     bug = translate("trainer", task_error(KeyError("x")))
     assert isinstance(bug, BugError)
     assert "the remote traceback" in bug.cause
+
+
+async def test_serving_fails_with_the_error_itself_and_not_with_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.cli import serve as serve_module
+    from asyncrl.config.schema import Config
+    from asyncrl.failures import ConfigError
+
+    async def fails(config: Config) -> int:
+        raise ExceptionGroup("unhandled", [ConfigError("serve.host=x: no such address")])
+
+    monkeypatch.setattr(serve_module, "_serve", fails)
+    with pytest.raises(ConfigError, match="no such address"):
+        await anyio.to_thread.run_sync(serve_module.serve, Config())

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from asyncrl.config import checks
+from asyncrl.config import checks, model_checks
 from asyncrl.config.compose import load_config
 from asyncrl.config.plan import GIB, Machine, make_plan, part_rows, problems, rows, training_steps
 from asyncrl.failures import ConfigError
+from tests.fakes.configurations import changed
 
 LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=16 * GIB)
 
@@ -94,12 +95,12 @@ def test_a_run_that_the_data_makes_too_short_for_the_critics_warm_up_is_refused(
 
 
 def test_shortages_are_warnings() -> None:
-    config = load_config(None, ["rollout.num_replicas=4", "trainer.device=cuda"])
+    config = changed({"rollout.num_replicas": 4, "trainer.device": "cuda"})
     two = Machine(cpus=64, gpus=2, memory_bytes=None)
     (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
     assert (problem.value, problem.severity) == ("5 GPUs", "warning")
-    scored = ["reward_model.placement=serve", "reward_model.num_replicas=3", "reward_model.path=asyncrl://quickstart"]
-    config = load_config(None, [*scored, "trainer.device=cuda"])
+    scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
+    config = changed(scored | {"trainer.device": "cuda"})
     (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
     assert problem.value == "5 GPUs", "an engine, a rank, and a GPU for each replica of the reward model"
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
@@ -110,7 +111,7 @@ def test_shortages_are_warnings() -> None:
 
 def test_what_is_known_without_loading_anything() -> None:
     config = load_config()
-    parameters, prompts = checks.num_parameters(config), checks.num_prompts(config)
+    parameters, prompts = model_checks.num_parameters(config.model.path), checks.num_prompts(config)
     assert parameters is not None and 500_000 < parameters < 2_000_000
     assert prompts is not None and prompts > 100
     plan = make_plan(config, LAPTOP, num_parameters=parameters, num_prompts=prompts)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError, InfraError, UserCodeError
+from asyncrl.failures import BugError, ConfigError, InfraError, UserCodeError
 from asyncrl.ports import ApplyRecord, ApplyReport, Books, StepRecord, ValidationRecord
 from asyncrl.telemetry.meters import Course, RollouterIdle, TrainerIdle, WindowRate
 from asyncrl.telemetry.rows import Row, apply_row, finite, step_row, validation_row
@@ -162,6 +162,24 @@ def test_an_error_is_told_by_its_innermost_name() -> None:
         cause = BugError("books do not balance")
 
     assert describe_error(Wrapper(), "trainer")["message"] == "books do not balance"
+
+
+def test_a_configuration_that_is_wrong_has_no_traceback_but_a_librarys() -> None:
+    try:
+        raise ConfigError("model.path=x: is no model; give another")
+    except ConfigError as error:
+        assert describe_error(error, "trainer")["cause"] == ""
+    wrapped = ConfigError.wrap("model.path=x: is no model", OSError("no file config.json"))
+    assert describe_error(wrapped, "trainer")["cause"].strip() == "OSError: no file config.json"
+
+
+def test_rays_guesses_about_a_dead_process_are_left_out() -> None:
+    said = (
+        "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some "
+        "potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. (2) …"
+    )
+    told = describe_error(InfraError("a rank died", f"Traceback\n{said}\nlast line"), "trainer")
+    assert told["cause"] == f"Traceback\n{said.partition(' There are')[0]}\nlast line"
 
 
 def test_not_finite_numbers_become_null_at_any_depth() -> None:

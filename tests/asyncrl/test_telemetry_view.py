@@ -220,6 +220,17 @@ def test_a_failed_run_shows_the_error_and_the_end_of_its_traceback() -> None:
     assert "frame 10\n" not in text
 
 
+def test_a_wrong_configuration_shows_its_message_and_one_line_of_what_a_library_said() -> None:
+    cause = "Traceback (most recent call last):\n  frame 1\nOSError: no config.json\n  in that place\n"
+    error = {"type": "ConfigError", "message": "model.path=x: is no model", "part": "run", "cause": cause}
+    text = ending(summary("failed", error))
+    assert "configuration: model.path=x: is no model" in text
+    assert "because: OSError: no config.json" in text
+    assert "frame" not in text and "Traceback" not in text
+    assert "because" not in ending(summary("failed", {**error, "cause": ""}))
+    assert "because" not in ending(summary("failed", {**error, "message": "model.path=x: no config.json"}))
+
+
 def test_a_run_that_never_started_ends_in_words_too() -> None:
     text = ending(SummaryBuilder().build("interrupted", None, Totals(3.0)))
     assert "interrupted after 0:03: step 0, version 0" in text
