@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,7 @@ def make_llama(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.max_positions,
-        tie_word_embeddings=True,
+        **_dimensions(shape),
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -69,15 +63,20 @@ def make_qwen(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    )
+    config = Qwen2Config(**_dimensions(shape))
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+def _dimensions(shape: Shape) -> dict[str, Any]:
+    """As transformers names them; embeddings are tied."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": True,
+    }

@@ -12,6 +12,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from asyncrl.config.schema import Config
 
 VOCAB = 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+"""Of any transformers configuration: two layers of a few thousand parameters."""
 
 
 def write_model(directory: Path, *, seed: int = 0, hidden: int = 16, tied: bool = True) -> Path:

@@ -30,21 +30,11 @@ from transformers import (
 )
 
 from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import SHAPE, VOCAB
 from trainer.engine import attention
 from trainer.engine.attention import NAME, Packing, enable_packing, packed_attention
 from trainer.engine.scorer import Scorer
 
-VOCAB = 24
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 NEOX = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PACKABLE: dict[str, PreTrainedConfig] = {

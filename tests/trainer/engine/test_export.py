@@ -18,22 +18,12 @@ from transformers import (
 )
 
 from asyncrl.config.schema import ModelConfig
-from tests.fakes.trainer_model import VOCAB, write_model
+from tests.fakes.trainer_model import SHAPE, VOCAB, write_model
 from trainer.engine import export
 from trainer.engine.export import HfExport, copy_tokenizer, full_weights, plain_name, unwrapped
 from trainer.engine.lora import add_lora
 from trainer.engine.models import load_model
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 MODELS: dict[str, PreTrainedConfig] = {
     "untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "tied": Gemma2Config(**SHAPE, head_dim=8, tie_word_embeddings=True),

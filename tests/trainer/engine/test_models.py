@@ -24,7 +24,7 @@ from transformers import (
 
 from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
 from asyncrl.failures import ConfigError
-from tests.fakes.trainer_model import write_model
+from tests.fakes.trainer_model import SHAPE, write_model
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.engine.base import EngineSpec
 from trainer.engine.contract.reference import make_batch, plain_scores
@@ -32,16 +32,6 @@ from trainer.engine.local import LocalEngine
 from trainer.engine.models import decoder_layers, head_of, load_model, speed_up
 from trainer.engine.registry import EngineRegistry
 
-SHAPE = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE, attention_dropout=0.5, tie_word_embeddings=False),
     "gemma2": Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, sliding_window=4),

@@ -25,6 +25,7 @@ from transformers import (
 
 from asyncrl.failures import ConfigError
 from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import SHAPE, VOCAB
 from trainer.engine import logits, scorer
 from trainer.engine.attention import enable_packing
 from trainer.engine.base import ModelType
@@ -33,19 +34,8 @@ from trainer.engine.packing import unpack
 from trainer.engine.scorer import Scorer
 
 CPU = torch.device("cpu")
-VOCAB = 24
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
-LLAMA = LlamaConfig(**SHAPE)
+WITHOUT_PADDING = SHAPE | {"pad_token_id": None}
+LLAMA = LlamaConfig(**WITHOUT_PADDING)
 PROMPTS, RESPONSES = [3, 1, 5, 2, 4, 7], [9, 12, 1, 3, 10, 5]
 BATCH = make_batch(PROMPTS, RESPONSES, vocab=VOCAB)
 ROWS = [1, 0, 5, 3, 2, 4]
@@ -103,8 +93,8 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     "config",
     [
         LLAMA,
-        Gemma2Config(**{**SHAPE, "pad_token_id": 0}, head_dim=8, final_logit_softcapping=2.0),
-        CohereConfig(**{**SHAPE, "pad_token_id": 0}, logit_scale=0.3),
+        Gemma2Config(**{**WITHOUT_PADDING, "pad_token_id": 0}, head_dim=8, final_logit_softcapping=2.0),
+        CohereConfig(**{**WITHOUT_PADDING, "pad_token_id": 0}, logit_scale=0.3),
     ],
     ids=["llama", "soft caps", "scaled"],
 )
@@ -185,7 +175,7 @@ def test_values_are_those_before_each_token(packed: bool) -> None:
 @pytest.mark.parametrize("pad_token_id", [None, 0, 7])
 def test_rewards_are_those_of_the_plain_model(packed: bool, pad_token_id: int | None) -> None:
     """Read from the last token, even where that is the padding token, which the model's own pooling would skip."""
-    config = Qwen3Config(**{**SHAPE, "pad_token_id": pad_token_id}, head_dim=8)
+    config = Qwen3Config(**{**WITHOUT_PADDING, "pad_token_id": pad_token_id}, head_dim=8)
     model, plain = make_model("reward_model", config), make_model("reward_model", config)
     if packed:
         assert enable_packing(model)
