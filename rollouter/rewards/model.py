@@ -17,7 +17,7 @@ from asyncrl.config.schema import Config, RewardModelConfig
 from asyncrl.failures import BugError, DataError, DeadlineError, InfraError, first_failure
 from asyncrl.types import Prompt
 from rollouter.client import FIRST_BACKOFF_S
-from rollouter.serving.handles import typed
+from rollouter.serving.handles import answer
 from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
 
 if TYPE_CHECKING:
@@ -113,14 +113,7 @@ class ServedModel:
         raise AssertionError("max_attempts is positive")
 
     async def _ask(self, conversation: Conversation) -> Any:
-        response = self._handle.score.remote(conversation)
-        try:
-            return await response
-        except anyio.get_cancelled_exc_class():
-            response.cancel()
-            raise
-        except Exception as error:
-            raise typed(error, "scoring by the reward model") from error
+        return await answer(self._handle.score.remote(conversation), "scoring by the reward model")
 
 
 def _number(answer: Any) -> float:

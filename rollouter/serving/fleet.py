@@ -14,7 +14,7 @@ from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from asyncrl.types import Turn
 from rollouter import client
 from rollouter.serving.app import replicas_up
-from rollouter.serving.handles import typed
+from rollouter.serving.handles import answer, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name
 
 
@@ -70,13 +70,8 @@ class ServeFleet:
 
     async def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
         response = self._handle.options(session_id=session).generate_tokens.remote(list(requests))
-        try:
-            return await response
-        except anyio.get_cancelled_exc_class():
-            response.cancel()
-            raise
-        except Exception as error:
-            raise typed(error, "a generate call") from error
+        turns: list[Turn] = await answer(response, "a generate call")
+        return turns
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
         try:

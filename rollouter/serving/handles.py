@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import anyio
 import ray
 from ray.serve.exceptions import RayServeException
 
@@ -17,3 +20,18 @@ def typed(error: Exception, what: str) -> AsyncRLError:
     if isinstance(error, ray.exceptions.RayError | RayServeException):
         return InfraError.wrap(f"{what}: the replica failed", error)
     return InfraError.wrap(f"{what}: no answer", error)
+
+
+async def answer(response: Any, what: str) -> Any:
+    """Wait for a handle's response; whoever is cancelled meanwhile cancels the call too. `what` says what was asked.
+
+    Raises:
+        AsyncRLError: see `typed`.
+    """
+    try:
+        return await response
+    except anyio.get_cancelled_exc_class():
+        response.cancel()
+        raise
+    except Exception as error:
+        raise typed(error, what) from error
