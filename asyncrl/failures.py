@@ -53,8 +53,24 @@ class DeadlineError(InfraError):
     """An external call did not answer within its configured deadline."""
 
 
+class EngineCrashError(InfraError):
+    """An engine, or the replica around it, ended or hung while it had requests. Each of them may be what ended it."""
+
+
+class FencedError(InfraError):
+    """This process is an old incarnation of a part that has been replaced: nothing it does counts any more."""
+
+
+class DiskFullError(InfraError):
+    """No space is left where the run keeps its records. A restart would meet it again: the run stops."""
+
+
 class DataError(AsyncRLError):
     """A prompt or row that cannot be used. The sample is DROPPED with a reason."""
+
+
+class PoisonError(DataError):
+    """A prompt in whose presence engines crash. The sample is DROPPED(failed); the message has the evidence."""
 
 
 class UserCodeError(AsyncRLError):

@@ -7,14 +7,18 @@ raises `DeadlineError`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.failures import EngineCrashError
 from asyncrl.types import DropReason, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
+
+PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
+"""What can be restarted while the rest lives on. A rank that dies takes the Trainer with it."""
 
 # ------------------------------------------------------------------------------------------------ sample queue
 
@@ -68,6 +72,8 @@ class QueueSnapshot:
     outstanding: tuple[SampleId, ...]
     books: Books
     version: int
+    seq: int = 0
+    """The journal's last transition in it; 0: there was no journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,18 @@ class QueueStatus:
     ended: bool
     waiting: Mapping[str, int]
     """Parked callers by what they wait on: `permit`, `samples`."""
+    lineage: int = 0
+    paced_to: int = 0
+    """What `fed - dropped` may reach while the replicas serve `version`."""
+    total_samples: int | None = None
+    """What the run will train on in all."""
+    pid: int = 0
+    journal_seq: int = 0
+    """Transitions on disk; 0: no journal."""
+    payload_bytes: int = 0
+    """Payload files that no checkpoint covers yet."""
+    told: tuple[str, ...] = ()
+    """What people should know of how the journal was found: a torn tail, damage, and what follows from it."""
 
 
 class SampleQueue(Protocol):
@@ -101,8 +119,11 @@ class SampleQueue(Protocol):
     async def release(self, lease_id: int) -> None:
         """Whatever of the lease is not committed: LEASED → READY."""
 
-    async def set_applied_version(self, version: int) -> None:
-        """Every replica serves `version` now: opens the staleness gate."""
+    async def redo(self, sample_id: SampleId) -> None:
+        """READY or LEASED → to be fed again, under the same id: its payload is lost or damaged."""
+
+    async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
+        """Every replica serves `version` now: opens the staleness gate. Of an older lineage: nothing happens."""
 
     async def end_stream(self) -> None:
         """No more prompts: nothing is admitted; what runs may still finish and be leased."""
@@ -110,20 +131,67 @@ class SampleQueue(Protocol):
     async def close(self) -> None:
         """The run ends: everything live becomes DROPPED(shutdown); whoever waits is told."""
 
-    async def snapshot(self) -> QueueSnapshot: ...
+    async def mark(self, step: int) -> QueueSnapshot:
+        """The books as the checkpoint of `step`, begun now, holds them; `QueueControl.rewind` goes back to here."""
+
+    async def covered(self, step: int) -> None:
+        """The checkpoint of `step` is on disk: payloads of what had ended at its mark are not needed any more."""
 
     async def status(self) -> QueueStatus: ...
+
+
+class QueueControl(Protocol):
+    """What only the supervisor does. Both are idempotent: a second call with the same numbers changes nothing."""
+
+    async def attach(self, part: PartName, incarnation: int) -> None:
+        """A new incarnation of a part begins; calls of older ones raise `FencedError` from now on.
+
+        What the old one held goes back: of the Rollouter, RUNNING → to be fed again, first; of the Trainer,
+        LEASED → READY.
+        """
+
+    async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
+        """The Trainer goes on from its checkpoint of `step` (0: from the start), which holds `version`.
+
+        What was trained after that checkpoint's mark, and what is leased, is READY again at its place in completion
+        order, or is fed again where there is no payload. What was dropped stays dropped, but for `shutdown`. The gate
+        goes back to `version`.
+        """
 
 
 class PayloadStore(Protocol):
     """Where sample payloads live while the queue holds their metadata."""
 
-    async def put(self, sample: Sample) -> Any: ...
+    async def put(self, sample: Sample) -> Any:
+        """Returns once the payload is as durable as the run's journal promises."""
 
-    async def get(self, payloads: Sequence[Any]) -> list[Sample]: ...
+    async def get(self, payloads: Sequence[Any]) -> list[Sample | None]:
+        """In order. None: that one is lost or damaged, which has been logged with its file and cause."""
+
+
+class TurnLog(Protocol):
+    """Completed turns of RUNNING samples, kept for the case that the Rollouter dies before their sample is READY."""
+
+    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        """`turn` is complete. `key` names it within the sample: `0` to `n-1`, `baseline`."""
+
+    async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
+        """What earlier incarnations of the Rollouter completed of a sample that is fed again, by key."""
+
+    async def forget(self, sample_id: SampleId) -> None:
+        """It is READY or DROPPED: its turns are not needed any more."""
 
 
 # ------------------------------------------------------------------------------------------------ weights
+
+
+class Edition(NamedTuple):
+    """Which weights, in the order in which they came to be: versions count on from a checkpoint's when training goes
+    back to it, in a lineage of their own."""
+
+    lineage: int
+    """How often training went back to a checkpoint in this run."""
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +208,11 @@ class Publication:
     """The Rollouter evaluates the validation set on this version before it applies a newer one."""
     published_at_s: float = 0.0
     """When it could be fetched: wall clock (`time.time`) of the publisher; 0: not recorded."""
+    lineage: int = 0
+
+    @property
+    def edition(self) -> Edition:
+        return Edition(self.lineage, self.version)
 
 
 class WeightPublisher(Protocol):
@@ -148,7 +221,11 @@ class WeightPublisher(Protocol):
     async def publish(
         self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
     ) -> Publication:
-        """Offer `version` (HF parameter names, the engine's dtype); returns once it can be fetched, not applied."""
+        """Offer `version` (HF parameter names, the engine's dtype); returns once it can be fetched, not applied. Its
+        lineage is the publisher's."""
+
+    async def republish(self) -> None:
+        """Offer the last publication again, to a store that has lost its memory; nothing if there is none."""
 
 
 class WeightFeed(Protocol):
@@ -156,8 +233,8 @@ class WeightFeed(Protocol):
 
     async def latest(self) -> Publication | None: ...
 
-    async def wait_newer(self, version: int, *, timeout_s: float) -> Publication | None:
-        """The newest publication above `version`, or None if none came in time."""
+    async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
+        """The newest publication above `edition`, or None if none came in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +249,48 @@ class ApplyReport:
     load_s: float
     in_flight: int
     verified: bool
+    lineage: int = 0
+
+    @property
+    def edition(self) -> Edition:
+        return Edition(self.lineage, self.version)
+
+
+ReplicaPhase = Literal["starting", "serving", "fetching", "pausing", "loading", "verifying", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica says of itself, unasked, to the weight store: at every change of phase and once a second."""
+
+    replica: str
+    node_id: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    """vLLM's processes below it."""
+    phase: ReplicaPhase
+    phase_since: float
+    """Wall clock (`time.time`)."""
+    lineage: int
+    version: int
+    in_flight: int
+    """Requests in the engine."""
+    generated_tokens: int
+    reported_at: float
+    """Wall clock."""
+    told: str = ""
+    """With `broken`: why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What the weight store knows."""
+
+    pid: int
+    newest: Edition | None
+    """None: nothing was published, or the store has lost its memory since."""
+    replicas: tuple[ReplicaReport, ...]
+    """The last report of each replica heard of in the last minutes, the longest unheard of first."""
 
 
 # ------------------------------------------------------------------------------------------------ generation
@@ -189,14 +308,34 @@ class GenerateRequest:
     """Tokens an aborted call already produced; the engine goes on behind them, within the same `max_tokens`."""
 
 
+OnTurn = Callable[[int, Turn], Awaitable[None]]
+"""A request's number among those of its call, and its complete turn."""
+OnCrash = Callable[[EngineCrashError], Awaitable[None]]
+
+
 class EngineFleet(Protocol):
     """The Rollouter's view of all vLLM replicas."""
 
-    async def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
-        """Run the requests on one replica and return whole turns, in order; aborts are resumed inside.
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        session: str,
+        on_turn: OnTurn | None = None,
+        on_crash: OnCrash | None = None,
+    ) -> list[Turn]:
+        """Run the requests on one replica and return whole turns, in order; aborts are resumed inside, and so is what
+        an engine that failed had told of its tokens.
+
+        Args:
+            requests: `so_far` of one that is complete already is its answer.
+            session: keeps a conversation on its replica.
+            on_turn: awaited once for each request that is complete, when the others may not be yet.
+            on_crash: awaited each time a replica or its engine died while it had these requests; they are tried again
+                once it returns, with the tokens told until then. What it raises ends the call.
 
         Raises:
-            InfraError: the retry budget is spent.
+            InfraError: the retry budget is spent: so many failed tries in a row without a token between them.
             DataError: the engine refuses the prompt (over length).
         """
 
@@ -270,6 +409,7 @@ class StepRecord:
     """Mean reward of each sample trained in this step."""
     staleness: tuple[int, ...]
     """Versions between the trainer and the oldest token of each of those samples."""
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +419,7 @@ class ApplyRecord:
     version: int
     reports: tuple[ApplyReport, ...]
     publish_to_applied_s: float
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +432,7 @@ class ValidationRecord:
     """`reward/mean` and `reward/mean/<data_source>`, `response_tokens/mean`, …"""
     examples: tuple[Mapping[str, Any], ...]
     """A few rows for people: `prompt, response, ground_truth, reward`."""
+    lineage: int = 0
 
 
 RunRecord = StepRecord | ApplyRecord | ValidationRecord

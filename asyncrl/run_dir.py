@@ -9,13 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
-from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError
+from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 RUNS = Path("runs")
+JOURNAL = "journal.db"
+JOURNAL_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
+SAMPLES = "samples"
+METRICS = "metrics.jsonl"
+TRAINED = "trained.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def tensorboard(self) -> Path:
@@ -41,6 +49,14 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def journal(self) -> Path:
+        return self.path / JOURNAL
+
+    @property
+    def samples(self) -> Path:
+        return self.path / SAMPLES
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -48,9 +64,9 @@ class RunDir:
 def disk_error(path: Path, error: OSError) -> AsyncRLError:
     """`error`, met on `path`, as one of ours: what happened, what follows, what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return InfraError.wrap(
+        return DiskFullError.wrap(
             f"the disk is full: cannot write {path}. The run cannot keep its records there. "
-            "Free some space, or put the run elsewhere with run_dir=PATH.",
+            "Free some space and go on with resume=auto, or put a new run elsewhere with run_dir=PATH.",
             error,
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):

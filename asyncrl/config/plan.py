@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.problems import Problem, errors, report, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.trainer_rules import epoch_steps, fits, roles, too_few_prompts
+from asyncrl.config.trainer_rules import epoch_samples, epoch_steps, fits, roles, too_few_prompts
 from asyncrl.failures import ConfigError
 
 GIB = 1024**3
@@ -91,7 +91,7 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
         total_steps=total_steps,
         # The last step is always published, even in the middle of a version.
         total_versions=None if total_steps is None else math.ceil(total_steps / steps_per_version),
-        total_samples=None if total_steps is None else total_samples(config, total_steps),
+        total_samples=None if total_steps is None else total_samples(config, total_steps, num_prompts),
         samples_per_step=config.trainer.ppo_mini_batch_size,
         samples_per_lease=config.samples_per_lease,
         samples_per_version=config.samples_per_version,
@@ -104,10 +104,11 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
 
 
 def training_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the whole run, with `num_prompts` an epoch; a last lease that would not fill is left out.
+    """Optimizer steps of the whole run, with `num_prompts` an epoch (after filtering). They are what learning rates
+    decay over.
 
     Raises:
-        ConfigError: the prompts do not fill a single lease, or only the critic's warm-up.
+        ConfigError: the prompts do not fill a step, or only the critic's warm-up.
     """
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
@@ -118,9 +119,24 @@ def training_steps(config: Config, num_prompts: int) -> int:
     return steps
 
 
-def total_samples(config: Config, total_steps: int) -> int:
-    """Samples that so many steps train: every pass (`trainer.ppo_epochs`) over a lease takes the same ones."""
-    return total_steps // config.trainer.ppo_epochs * config.trainer.ppo_mini_batch_size
+def total_samples(
+    config: Config, total_steps: int, num_prompts: int | None, *, step: int = 0, trained_samples: int = 0
+) -> int:
+    """Samples that the run trains on in all, earlier parts included: pacing admits no more, what is dropped aside.
+
+    Every pass (`trainer.ppo_epochs`) over a lease takes the same ones. A stop in the middle of a lease may have left
+    out passes over samples that are trained already. The steps which these would have been take other samples, so a run
+    that goes on may need more than it did at first; but never more than the epochs have, where they decide the length.
+
+    Args:
+        num_prompts: of an epoch, after filtering; may be None with `trainer.total_training_steps`.
+        step: of the checkpoint that the run goes on from, as is `trained_samples`.
+    """
+    mini_batches = math.ceil(max(0, total_steps - step) / config.trainer.ppo_epochs)
+    samples = trained_samples + mini_batches * config.trainer.ppo_mini_batch_size
+    if config.trainer.total_training_steps is None and num_prompts is not None:
+        return min(samples, epoch_samples(config, num_prompts))
+    return samples
 
 
 def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iterator[Part]:
@@ -225,7 +241,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("model parameters", parameters),
         ("training prompts, before filtering", number(plan.num_prompts)),
-        ("optimizer steps", number(plan.total_steps)),
+        ("optimizer steps", number(plan.total_steps) + _smaller_last(plan)),
         ("versions published", number(plan.total_versions)),
         ("samples trained", number(plan.total_samples)),
         ("samples per step / lease / version",
@@ -236,6 +252,11 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
         ("context of an engine, tokens", f"{plan.max_model_len:,}"),
         ("validation", "yes" if plan.validation else "no"),
     ]  # fmt: skip
+
+
+def _smaller_last(plan: Plan) -> str:
+    rest = (plan.total_samples or 0) % plan.samples_per_step
+    return f" (the last one with {rest:,} of {plan.samples_per_step:,} samples)" if rest else ""
 
 
 def part_rows(plan: Plan) -> list[tuple[str, str, str, str, str]]:

@@ -17,6 +17,10 @@ from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Given, Problem, Rule, warning
 from asyncrl.config.schema import Config, SamplingConfig
 
+_BYTES_PER_TOKEN = 9
+"""Of a sample on disk: id, log-prob, mask."""
+_MANY_GIB = 20
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _OWN_ENGINE_KWARGS: Mapping[str, str] = {
@@ -217,7 +221,9 @@ def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
     # A call to the training processes counts as movement while it is under way: train_s and collective_s may be longer.
     silent = {
         "timeouts.call_s": limits.call_s,
+        "timeouts.probe_s": limits.probe_s,
         "timeouts.generate_s": limits.generate_s,
+        "timeouts.engine_s": limits.engine_s,
         "timeouts.apply_s": limits.apply_s,
         "reward.timeout_s": config.reward.timeout_s,
     }
@@ -229,6 +235,55 @@ def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
             f"one call may take {silent[longest]:g} s ({longest}) in which nothing else moves, so a healthy run could "
             "be stopped",
             f"set it to at least {silent[longest]:g}, or lower {longest}",
+        )
+
+
+def _recovery(config: Config, given: Given) -> Iterator[Problem]:
+    limits, recovery = config.timeouts, config.recovery
+    longer = {"timeouts.start_s": limits.start_s, "timeouts.generate_s": limits.generate_s}
+    longest = max(longer, key=longer.__getitem__)
+    if limits.sample_s < longer[longest]:
+        yield warning(
+            "timeouts.sample_s",
+            limits.sample_s,
+            f"while an engine is replaced, which may take {longer[longest]:g} s ({longest}), samples that only wait "
+            "for it are dropped as failed",
+            f"set it to more than {longer[longest]:g}, or lower {longest}",
+        )
+    if limits.probe_s >= limits.call_s:
+        yield warning(
+            "timeouts.probe_s",
+            limits.probe_s,
+            f"whoever calls a queue or weight store that hangs gives up after {limits.call_s:g} s (timeouts.call_s), "
+            "before it is replaced, so that Rollouter and Trainer are restarted too",
+            f"set it to less than {limits.call_s:g}, or raise timeouts.call_s",
+        )
+    if recovery.max_restarts == 0 and "recovery.window_s" in given:
+        yield Problem(
+            "recovery.window_s",
+            recovery.window_s,
+            "it would have no effect: recovery.max_restarts is 0, so the first failure of a part ends the run",
+            "set recovery.max_restarts to 1 or more, or leave this key out",
+        )
+
+
+def _journal(config: Config, given: Given) -> Iterator[Problem]:
+    """A checkpoint covers what was trained before it, and only then its payload files are deleted."""
+    training = config.trainer
+    if config.journal == "off" or training.save_freq != -1 or training.total_training_steps is None:
+        return
+    samples = training.total_training_steps // training.ppo_epochs * training.ppo_mini_batch_size
+    tokens = config.rollout.n * (config.data.max_prompt_length + config.rollout.response_length)
+    gib = samples * tokens * _BYTES_PER_TOKEN / 2**30
+    if gib > _MANY_GIB:
+        steps = max(1, int(training.total_training_steps * _MANY_GIB / gib))
+        yield warning(
+            "trainer.save_freq",
+            training.save_freq,
+            f"samples on disk (journal=on) are deleted when a checkpoint covers them; without one before the end they "
+            f"grow to {gib:.0f} GiB, if responses get as long as they may",
+            f"set trainer.save_freq={steps} or less (trainer.max_checkpoints_to_keep bounds the checkpoints), or "
+            "journal=off",
         )
 
 
@@ -254,4 +309,6 @@ RULES: tuple[Rule, ...] = (
     *algorithm_rules.RULES,
     no_effect,
     _deadlines,
+    _recovery,
+    _journal,
 )

@@ -14,7 +14,7 @@ from asyncrl.config.sections.algorithm import (
     KlControlConfig,
     RolloutCorrectionConfig,
 )
-from asyncrl.config.sections.base import Dtype, NonNegative, Section
+from asyncrl.config.sections.base import Dtype, NonNegative, Section, Switch
 from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
 from asyncrl.config.sections.rollout import (
     OverlongBufferConfig,
@@ -27,6 +27,7 @@ from asyncrl.config.sections.run import (
     AsyncTrainingConfig,
     LoggingConfig,
     RayConfig,
+    RecoveryConfig,
     ServeConfig,
     TimeoutsConfig,
     WeightSyncConfig,
@@ -57,6 +58,7 @@ __all__ = [
     "OverlongBufferConfig",
     "RayConfig",
     "ReasoningGymConfig",
+    "RecoveryConfig",
     "RefConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -88,6 +90,10 @@ class Config(Section):
     """`none`; `auto`: the newest checkpoint of this experiment (with `run_dir`: of the run there), if there is one; or
     a run or checkpoint directory. A run goes on in its own directory; to start another from its weights, give
     `model.path=<checkpoint>/hf` instead."""
+    journal: Switch = "on"
+    """Keep every transition of every sample, and finished samples until a checkpoint covers them, on disk in the run
+    directory: what dies then loses nothing. `off`: a restart goes on from the last checkpoint, and a lost queue ends
+    the run."""
     seed: NonNegative = 0
     """Of data order and torch. Same seed: same prompts in the same feed order."""
     model: ModelConfig = ModelConfig()
@@ -103,6 +109,7 @@ class Config(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     logging: LoggingConfig = LoggingConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()
     serve: ServeConfig = ServeConfig()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from asyncrl.config.algorithm_rules import NEEDS_GROUPS
@@ -60,22 +61,42 @@ def _steps(config: Config, given: Given) -> Iterator[Problem]:
             f"trainer.total_training_steps = {steps} decides the length, so it would have no effect",
             "set trainer.total_training_steps=null, or leave this key out",
         )
+    if "trainer.partial_final_batch" in given:
+        yield Problem(
+            "trainer.partial_final_batch",
+            training.partial_final_batch,
+            f"trainer.total_training_steps = {steps} is a number of whole leases, so none is left in part and it would "
+            "have no effect",
+            "set trainer.total_training_steps=null and trainer.total_epochs, or leave this key out",
+        )
     yield from fits(config, steps)
 
 
+def epoch_samples(config: Config, num_prompts: int) -> int:
+    """Samples of `trainer.total_epochs` over so many prompts that are trained. With `partial_final_batch: drop` those
+    that would not fill a lease are left out."""
+    samples = num_prompts * config.trainer.total_epochs
+    return samples - samples % config.samples_per_lease if config.trainer.partial_final_batch == "drop" else samples
+
+
 def epoch_steps(config: Config, num_prompts: int) -> int:
-    """Steps of `trainer.total_epochs` over so many prompts; a last lease that would not fill is left out."""
-    return num_prompts * config.trainer.total_epochs // config.samples_per_lease * config.steps_per_lease
+    """Steps that `epoch_samples` takes. The last one of each pass over the last lease may have fewer samples than
+    others."""
+    mini_batches = math.ceil(epoch_samples(config, num_prompts) / config.trainer.ppo_mini_batch_size)
+    return mini_batches * config.trainer.ppo_epochs
 
 
 def too_few_prompts(config: Config, num_prompts: int) -> Problem:
     """What there is to say where `epoch_steps` is 0."""
+    if num_prompts == 0:
+        return Problem("data.train_files", config.data.train_files, "there is no prompt to train on", "add data")
     return Problem(
-        "trainer.total_epochs",
-        config.trainer.total_epochs,
-        f"{num_prompts} prompts each do not fill a lease, which is {config.samples_per_lease} "
-        "(trainer.ppo_mini_batch_size x async_training.require_batches), so there would be no step",
-        "add data or epochs, or lower trainer.ppo_mini_batch_size",
+        "trainer.partial_final_batch",
+        config.trainer.partial_final_batch,
+        f"{num_prompts} prompts in each of {config.trainer.total_epochs} epochs do not fill a lease, which is "
+        f"{config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so there would be "
+        "no step",
+        "set it to train, add data or epochs, or lower trainer.ppo_mini_batch_size",
     )
 
 

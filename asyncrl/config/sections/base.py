@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+# YAML reads a bare `off` as false.
+Switch = Annotated[
+    Literal["on", "off"],
+    BeforeValidator(lambda value: {True: "on", False: "off"}[value] if value in (True, False) else value),
+]
 
 
 class Section(BaseModel):

@@ -59,8 +59,15 @@ class TimeoutsConfig(Section):
     """For an engine or the trainer to come up."""
     call_s: Seconds = 60.0
     """For a call between parts that should answer at once."""
+    probe_s: Seconds = 30.0
+    """A process of the run that does not answer for so long is taken for hung and replaced."""
     generate_s: Seconds = 600.0
-    """For one generate call."""
+    """For one generate call to a replica; past it the call goes on elsewhere, with its tokens."""
+    engine_s: Seconds = 120.0
+    """An engine that has requests and makes no token for so long, outside a pause, is taken for hung and replaced."""
+    sample_s: Seconds = 3600.0
+    """For one sample: generation with all its retries, and scoring. Past it the sample is dropped as failed, and
+    another takes its place."""
     train_s: Seconds = 1800.0
     """For one call to the training processes: a step, or a forward pass over a lease."""
     collective_s: Seconds = 300.0
@@ -72,6 +79,18 @@ class TimeoutsConfig(Section):
     as movement while it is under way: `train_s` bounds it."""
     stop_s: Seconds = 15.0
     """For a clean stop: checkpoint, summary, Ray and Serve down."""
+
+
+class RecoveryConfig(Section):
+    """What may be restarted while the rest of the run lives on."""
+
+    max_restarts: NonNegative = 10
+    """Restarts of one part (Rollouter, Trainer, queue, weight store; all replicas together) within `window_s`. One more
+    failure ends the run with its cause; 0: the first one does."""
+    window_s: Seconds = 3600.0
+    """Restarts longer ago than this are forgiven."""
+    max_crashes: Positive = 2
+    """A sample in whose presence so many engines crashed is dropped as failed, if no other one may be to blame."""
 
 
 class RayConfig(Section):

@@ -140,6 +140,8 @@ class TrainerConfig(EngineConfig):
     """Validate version 0."""
     test_freq: int = -1
     """Validate every so many steps; -1: only before and after."""
+    partial_final_batch: Literal["train", "drop"] = "train"
+    """Samples at the end that do not fill a lease: train on them, in steps that may be smaller, or leave them out."""
     save_freq: int = -1
     """Checkpoint every so many steps; -1: only at the end."""
     save_last: bool = True
