@@ -1,11 +1,15 @@
 """The sample state machine and its books. Pure; the one authority over what happened to every sample.
 
     feed ─▶ RUNNING ─finish─▶ READY ─lease─▶ LEASED ─commit─▶ TRAINED
-      ▲        │                ▲  ◀─release──┘ │
-      └─unfeed─┘                └──────┬────────┘
-                RUNNING, READY, LEASED ─drop─▶ DROPPED(reason)
+      ▲        │                │  ◀─release──┘ │                │
+      ├─unfeed─┘                │               │                │
+      ├─────────────redo────────┴───────────────┘                │
+      │         RUNNING, READY, LEASED ─drop─▶ DROPPED(reason)   │
+      └─────────or READY again─────────◀─rewind─ DROPPED(shutdown), TRAINED since a mark
 
-Every sample reaches exactly one end. Ended samples are not kept: an id that was handed out and is not live has ended.
+Every sample reaches exactly one end in the surviving model. What was trained is kept, by id and completion number,
+until a checkpoint covers it, and what was dropped for a shutdown until a rewind undoes that; other ended samples are
+not kept: an id that was handed out and is not live has ended.
 Two laws hold after every transition, each checked in O(1) between counters and the containers they don't count:
 
     fed           == running + ready + leased + trained + dropped
@@ -14,9 +18,9 @@ Two laws hold after every transition, each checked in O(1) between counters and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush, nsmallest
+from typing import Any, NamedTuple
 
 from asyncrl.failures import BugError
 from asyncrl.ports import Books, QueueSnapshot
@@ -26,6 +30,15 @@ from asyncrl.types import DropReason, SampleId
 class _Held(NamedTuple):
     lease_id: int
     completion: int
+
+
+class _Kept(NamedTuple):
+    """An end that a rewind may undo."""
+
+    end: int
+    """Which TRAINED it was, from 1: a mark lies between two of them. 0: it was dropped for a shutdown."""
+    completion: int
+    """0: it had not completed."""
 
 
 class Ledger:
@@ -48,6 +61,8 @@ class Ledger:
         self._open_leases: dict[int, set[SampleId]] = {}
         self._last_lease = 0
         self._completions = 0
+        self._kept: dict[SampleId, _Kept] = {}
+        self._ends = 0
         self._fed = 0
         self._trained = 0
         self._dropped = dict.fromkeys(DropReason, 0)
@@ -81,7 +96,66 @@ class Ledger:
         ledger._balance()
         return ledger
 
+    def dump(self) -> dict[str, Any]:
+        """Everything, as JSON values; samples by their index. Equal ledgers give equal dumps."""
+        return {
+            "next_index": self._next_index,
+            "returned": sorted(sample_id.index for sample_id in self._returned),
+            "running": sorted(sample_id.index for sample_id in self._running),
+            "ready": [[sample_id.index, completion] for sample_id, completion in self._ready.items()],
+            "leased": sorted([i.index, held.lease_id, held.completion] for i, held in self._leased.items()),
+            "kept": sorted([i.index, kept.end, kept.completion] for i, kept in self._kept.items()),
+            "last_lease": self._last_lease,
+            "completions": self._completions,
+            "ends": self._ends,
+            "fed": self._fed,
+            "trained": self._trained,
+            "dropped": {str(reason): count for reason, count in self._dropped.items()},
+            "closed": self._closed,
+        }
+
+    @classmethod
+    def load(cls, raw: Mapping[str, Any], prompts_per_epoch: int) -> Ledger:
+        """What `dump` gave.
+
+        Raises:
+            BugError: its books don't balance.
+            KeyError, TypeError, ValueError: it is no such dump.
+        """
+        ledger = cls(prompts_per_epoch)
+        name = ledger.id_of
+        ledger._next_index = raw["next_index"]
+        ledger._returned = [name(index) for index in raw["returned"]]
+        ledger._running = {name(index) for index in raw["running"]}
+        ledger._ready = {name(index): completion for index, completion in raw["ready"]}
+        for index, lease_id, completion in raw["leased"]:
+            ledger._leased[name(index)] = _Held(lease_id, completion)
+            ledger._open_leases.setdefault(lease_id, set()).add(name(index))
+        ledger._kept = {name(index): _Kept(end, completion) for index, end, completion in raw["kept"]}
+        ledger._last_lease = raw["last_lease"]
+        ledger._completions = raw["completions"]
+        ledger._ends = raw["ends"]
+        ledger._fed = raw["fed"]
+        ledger._trained = raw["trained"]
+        ledger._dropped |= {DropReason(reason): count for reason, count in raw["dropped"].items()}
+        ledger._closed = raw["closed"]
+        ledger._balance()
+        return ledger
+
     # -------------------------------------------------------------------------------------------- questions
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        return self._prompts_per_epoch
+
+    @property
+    def ends(self) -> int:
+        """How often a sample became TRAINED since this ledger began: what a mark remembers."""
+        return self._ends
+
+    @property
+    def last_lease(self) -> int:
+        return self._last_lease
 
     @property
     def fed(self) -> int:
@@ -103,8 +177,56 @@ class Ledger:
     def closed(self) -> bool:
         return self._closed
 
+    def is_running(self, sample_id: SampleId) -> bool:
+        return sample_id in self._running
+
     def is_ready(self, sample_id: SampleId) -> bool:
         return sample_id in self._ready
+
+    def is_leased(self, sample_id: SampleId, lease_id: int | None = None) -> bool:
+        """Under that lease, or any."""
+        held = self._leased.get(sample_id)
+        return held is not None and lease_id in (None, held.lease_id)
+
+    def held(self, lease_id: int) -> tuple[SampleId, ...]:
+        """What is left of a lease. Raises `BugError` if it was never given."""
+        if not 1 <= lease_id <= self._last_lease:
+            raise BugError(f"lease {lease_id} was never given; the last one is {self._last_lease}")
+        return tuple(sorted(self._open_leases.get(lease_id, ())))
+
+    def was_fed(self, sample_id: SampleId) -> bool:
+        """Its id was handed out at some time."""
+        return 1 <= sample_id.index < self._next_index
+
+    def is_live(self, sample_id: SampleId) -> bool:
+        return sample_id in self._running or sample_id in self._ready or sample_id in self._leased
+
+    def is_kept(self, sample_id: SampleId) -> bool:
+        """It has ended, and a rewind may undo that."""
+        return sample_id in self._kept
+
+    def covered(self, sample_ids: Iterable[SampleId]) -> tuple[SampleId, ...]:
+        """Of these, what has ended for good."""
+        returned = set(self._returned)
+        return tuple(
+            sample_id
+            for sample_id in sample_ids
+            if self.was_fed(sample_id)
+            and not (self.is_live(sample_id) or sample_id in self._kept or sample_id in returned)
+        )
+
+    def is_late(self, sample_id: SampleId) -> bool:
+        """The queue is closed, and with that this sample's life."""
+        return self._closed and self.was_fed(sample_id)
+
+    def id_of(self, index: int) -> SampleId:
+        return SampleId((index - 1) // self._prompts_per_epoch, index)
+
+    def next_ids(self, number: int) -> tuple[SampleId, ...]:
+        """What the next so many calls of `feed` give."""
+        again = nsmallest(number, self._returned)
+        fresh = range(self._next_index, self._next_index + number - len(again))
+        return (*again, *map(self.id_of, fresh))
 
     def ready(self) -> Iterable[SampleId]:
         """READY samples in the order in which they completed."""
@@ -135,7 +257,10 @@ class Ledger:
             return f"LEASED (lease {self._leased[sample_id].lease_id})"
         if sample_id in self._returned:
             return "waiting to be fed again"
-        return "TRAINED or DROPPED" if self._was_handed_out(sample_id) else "never fed"
+        return "TRAINED or DROPPED" if self.was_fed(sample_id) else "never fed"
+
+    def illegal(self, sample_id: SampleId, attempted: str) -> BugError:
+        return BugError(f"illegal transition: {attempted} of {sample_id}, which is {self.state(sample_id)}")
 
     # -------------------------------------------------------------------------------------------- transitions
 
@@ -146,7 +271,7 @@ class Ledger:
         if self._returned:
             sample_id = heappop(self._returned)
         else:
-            sample_id = SampleId((self._next_index - 1) // self._prompts_per_epoch, self._next_index)
+            sample_id = self.id_of(self._next_index)
             self._next_index += 1
         self._running.add(sample_id)
         self._fed += 1
@@ -155,21 +280,20 @@ class Ledger:
 
     def unfeed(self, sample_id: SampleId) -> None:
         """RUNNING → as if it had never been fed: the grant did not reach whoever asked for it."""
-        if self._is_late(sample_id):
+        if self.is_late(sample_id):
             return
         if sample_id not in self._running:
-            raise self._illegal(sample_id, "unfeed")
+            raise self.illegal(sample_id, "unfeed")
         self._running.remove(sample_id)
-        self._fed -= 1
-        heappush(self._returned, sample_id)
+        self._return(sample_id)
         self._balance()
 
     def finish(self, sample_id: SampleId) -> bool:
         """RUNNING → READY. False: too late, the queue is closed."""
-        if self._is_late(sample_id):
+        if self.is_late(sample_id):
             return False
         if sample_id not in self._running:
-            raise self._illegal(sample_id, "finish")
+            raise self.illegal(sample_id, "finish")
         self._running.remove(sample_id)
         self._completions += 1
         self._ready[sample_id] = self._completions
@@ -180,7 +304,7 @@ class Ledger:
         """READY → LEASED, all together; returns the lease's id, from 1."""
         for sample_id in sample_ids:
             if sample_id not in self._ready:
-                raise self._illegal(sample_id, "lease")
+                raise self.illegal(sample_id, "lease")
         _refuse_twice("a lease", sample_ids)
         self._last_lease += 1
         lease_id = self._last_lease
@@ -192,42 +316,69 @@ class Ledger:
 
     def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
         """LEASED → TRAINED for these of the lease: all or, if one of them cannot be, none."""
-        if self._closed and all(self._was_handed_out(sample_id) for sample_id in sample_ids):
+        if self._closed and all(self.was_fed(sample_id) for sample_id in sample_ids):
             return
         held = self._open_leases.get(lease_id, set())
         for sample_id in sample_ids:
             if sample_id not in held:
-                raise self._illegal(sample_id, f"commit under lease {lease_id}")
+                raise self.illegal(sample_id, f"commit under lease {lease_id}")
         _refuse_twice(f"commit under lease {lease_id}", sample_ids)
         for sample_id in sample_ids:
-            self._leave_lease(sample_id)
+            self._ends += 1
+            self._kept[sample_id] = _Kept(self._ends, self._leave_lease(sample_id))
             self._trained += 1
         self._balance()
 
     def release(self, lease_id: int) -> tuple[SampleId, ...]:
         """LEASED → READY for what is left of the lease, back at its place in completion order; returns those ids."""
-        if not 1 <= lease_id <= self._last_lease:
-            raise BugError(f"lease {lease_id} was never given; the last one is {self._last_lease}")
-        released = sorted(self._open_leases.get(lease_id, ()))
+        released = self.held(lease_id)
         for sample_id in released:
             self._ready[sample_id] = self._leave_lease(sample_id)
         if released:
-            self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1]))
+            self._sort_ready()
         self._balance()
-        return tuple(released)
+        return released
 
-    def drop(self, sample_id: SampleId, reason: DropReason) -> bool:
-        """Any live state → DROPPED(reason). False: too late, the queue is closed."""
-        if self._is_late(sample_id):
+    def release_all(self) -> tuple[SampleId, ...]:
+        """LEASED → READY for everything: whoever held it is gone."""
+        return tuple(sample_id for lease_id in sorted(self._open_leases) for sample_id in self.release(lease_id))
+
+    def give_back_running(self) -> tuple[SampleId, ...]:
+        """RUNNING → to be fed again for everything: whoever ran it is gone."""
+        given_back = tuple(sorted(self._running))
+        for sample_id in given_back:
+            self.unfeed(sample_id)
+        return given_back
+
+    def redo(self, sample_id: SampleId) -> bool:
+        """READY or LEASED → to be fed again: its payload is lost. False: too late, the queue is closed."""
+        if self.is_late(sample_id):
             return False
-        if sample_id in self._running:
-            self._running.remove(sample_id)
-        elif sample_id in self._ready:
+        if sample_id in self._ready:
             del self._ready[sample_id]
         elif sample_id in self._leased:
             self._leave_lease(sample_id)
         else:
-            raise self._illegal(sample_id, f"drop ({reason})")
+            raise self.illegal(sample_id, "redo")
+        self._return(sample_id)
+        self._balance()
+        return True
+
+    def drop(self, sample_id: SampleId, reason: DropReason) -> bool:
+        """Any live state → DROPPED(reason). False: too late, the queue is closed."""
+        if self.is_late(sample_id):
+            return False
+        completion = 0
+        if sample_id in self._running:
+            self._running.remove(sample_id)
+        elif sample_id in self._ready:
+            completion = self._ready.pop(sample_id)
+        elif sample_id in self._leased:
+            completion = self._leave_lease(sample_id)
+        else:
+            raise self.illegal(sample_id, f"drop ({reason})")
+        if reason == DropReason.SHUTDOWN:
+            self._kept[sample_id] = _Kept(0, completion)
         self._dropped[reason] += 1
         self._balance()
         return True
@@ -238,7 +389,54 @@ class Ledger:
             self.drop(sample_id, DropReason.SHUTDOWN)
         self._closed = True
 
+    def cover(self, ends: int) -> tuple[SampleId, ...]:
+        """What was TRAINED up to the mark `ends` is final: a checkpoint holds it. Returns those ids."""
+        covered = tuple(sample_id for sample_id, kept in self._kept.items() if 0 < kept.end <= ends)
+        for sample_id in covered:
+            del self._kept[sample_id]
+        return covered
+
+    def rewind(self, ends: int, has_payload: Callable[[SampleId], bool], again: Sequence[SampleId] = ()) -> None:
+        """Back to the mark `ends`, and open again if closed.
+
+        LEASED, TRAINED since and DROPPED(shutdown) → READY, at their places in completion order; those without a
+        payload, and `again`, which were TRAINED and covered → to be fed again.
+        """
+        if stray := set(again).difference(self.covered(again)):
+            raise self.illegal(min(stray), "rewind")
+        if len(again) > self._trained - sum(kept.end > 0 for kept in self._kept.values()):
+            raise BugError(f"illegal transition: rewind of {len(again)} covered samples; fewer have been trained")
+        _refuse_twice("a rewind", again)
+        self._closed = False
+        self.release_all()
+        undone = {sample_id: kept for sample_id, kept in self._kept.items() if kept.end == 0 or kept.end > ends}
+        for sample_id, kept in undone.items():
+            del self._kept[sample_id]
+            if kept.end:
+                self._trained -= 1
+            else:
+                self._dropped[DropReason.SHUTDOWN] -= 1
+            if kept.completion:
+                self._ready[sample_id] = kept.completion
+            else:
+                self._return(sample_id)
+        for sample_id in again:
+            self._trained -= 1
+            self._return(sample_id)
+        for sample_id in [sample_id for sample_id in self._ready if not has_payload(sample_id)]:
+            del self._ready[sample_id]
+            self._return(sample_id)
+        self._sort_ready()
+        self._balance()
+
     # -------------------------------------------------------------------------------------------- inside
+
+    def _return(self, sample_id: SampleId) -> None:
+        self._fed -= 1
+        heappush(self._returned, sample_id)
+
+    def _sort_ready(self) -> None:
+        self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1]))
 
     def _leave_lease(self, sample_id: SampleId) -> int:
         """Forget that it is leased; returns its completion number."""
@@ -248,15 +446,6 @@ class Ledger:
         if not lease:
             del self._open_leases[lease_id]
         return completion
-
-    def _was_handed_out(self, sample_id: SampleId) -> bool:
-        return 1 <= sample_id.index < self._next_index
-
-    def _is_late(self, sample_id: SampleId) -> bool:
-        return self._closed and self._was_handed_out(sample_id)
-
-    def _illegal(self, sample_id: SampleId, attempted: str) -> BugError:
-        return BugError(f"illegal transition: {attempted} of {sample_id}, which is {self.state(sample_id)}")
 
     def _balance(self) -> None:
         live = len(self._running) + len(self._ready) + len(self._leased)

@@ -11,21 +11,31 @@ consumer; they pass neither the actor's mailbox nor its heap.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayError, RayTaskError
 
 from asyncrl.convoy import Convoy
-from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.failures import AsyncRLError, BugError, DeadlineError, FencedError, InfraError
+from asyncrl.journal import Journal
 from asyncrl.payloads import Packed, pack, unpack
-from asyncrl.ports import Admission, Lease, QueuedSample, QueueSnapshot, QueueStatus
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
+from asyncrl.run_dir import JOURNAL
+from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
+from asyncrl.segments import remove_segments, segment_incarnation, segment_sizes
 from asyncrl.types import DropReason, Sample, SampleId, SampleMeta, sample_meta
+
+logger = logging.getLogger(__name__)
 
 # A parked admit or lease holds one of the actor's slots, and so does every call in flight. Concurrency groups would not
 # do: Ray gives each its own event loop, and the queue's conditions belong to one.
@@ -40,54 +50,125 @@ T = TypeVar("T")
 
 
 class QueueActor:
-    """`LocalSampleQueue` behind Ray calls. `ask` is a caller's own name for a call that may park, see `abandon`."""
+    """`LocalSampleQueue` behind Ray calls.
 
-    def __init__(self, options: QueueOptions, restore: QueueSnapshot | None = None) -> None:
-        self._queue = LocalSampleQueue(options, restore)
+    With a journal Ray may restart its process: the state is rebuilt, and the handle stays good. What keeps the journal
+    from being used is raised by every call.
+    """
+
+    def __init__(
+        self,
+        options: QueueOptions,
+        restore: QueueSnapshot | None = None,
+        run_dir: Path | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._told: tuple[str, ...] = ()
         self._parked: dict[str, anyio.CancelScope] = {}
+        self._broken: AsyncRLError | None = None
+        try:
+            if run_dir is None:
+                self._ready_queue = LocalSampleQueue(options, restore)
+            else:
+                self._ready_queue = self._from_journal(run_dir, options, restore, identity or {})
+        except AsyncRLError as error:
+            self._broken = error
 
-    async def admit(self, ask: str, max_samples: int, timeout_s: float) -> Admission:
-        waiting = self._queue.admit(max_samples, timeout_s=timeout_s)
-        return await self._park(ask, waiting, Admission((), closed=False))
+    def _from_journal(
+        self, run_dir: Path, options: QueueOptions, restore: QueueSnapshot | None, identity: Mapping[str, Any]
+    ) -> LocalSampleQueue:
+        continuing = ray.get_runtime_context().was_current_actor_reconstructed
+        journal = Journal.open(
+            run_dir / JOURNAL,
+            num_prompts=options.prompts_per_epoch,
+            identity=identity,
+            restore=restore,
+            total_samples=options.pacing.total_samples,
+            continuing=continuing,
+        )
+        self._told = journal.told
+        if not continuing:
+            # Nobody lives yet who could offer what is in them.
+            unnamed = [file for file in segment_sizes(run_dir) if not journal.state.names_file(file)]
+            remove_segments(run_dir, unnamed)
+        return LocalSampleQueue(options, journal=journal, state=journal.state)
 
-    async def lease(self, ask: str, num_samples: int, trainer_version: int, timeout_s: float) -> Lease:
-        waiting = self._queue.lease(num_samples, trainer_version=trainer_version, timeout_s=timeout_s)
-        return await self._park(ask, waiting, Lease(0, (), ended=False))
+    @property
+    def _queue(self) -> LocalSampleQueue:
+        if self._broken is not None:
+            raise self._broken
+        return self._ready_queue
+
+    async def admit(self, caller: Caller, max_samples: int, timeout_s: float) -> Admission:
+        waiting = self._queue.admit(max_samples, timeout_s=timeout_s, caller=caller)
+        return await self._park(caller.ask, waiting, Admission((), closed=False))
+
+    async def lease(self, caller: Caller, num_samples: int, trainer_version: int, timeout_s: float) -> Lease:
+        waiting = self._queue.lease(num_samples, trainer_version=trainer_version, timeout_s=timeout_s, caller=caller)
+        return await self._park(caller.ask, waiting, Lease(0, (), ended=False))
 
     async def abandon(self, ask: str) -> None:
         """Whoever asked has gone: a call that is still parked answers "nothing" at once."""
         if (scope := self._parked.get(ask)) is not None:
             scope.cancel()
 
-    async def unfeed(self, sample_ids: Sequence[SampleId]) -> None:
-        await self._queue.unfeed(sample_ids)
+    async def unfeed(self, caller: Caller, sample_ids: Sequence[SampleId]) -> None:
+        await self._queue.unfeed(sample_ids, caller=caller)
 
-    async def offer_many(self, samples: Sequence[QueuedSample]) -> list[AsyncRLError | None]:
-        return await self._queue.offer_many(samples)
+    async def offer_many(self, caller: Caller, samples: Sequence[QueuedSample]) -> list[AsyncRLError | None]:
+        return await self._queue.offer_many(samples, caller=caller)
 
-    async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
-        await self._queue.drop(sample_id, reason)
+    async def drop(self, caller: Caller, sample_id: SampleId, reason: DropReason) -> None:
+        await self._queue.drop(sample_id, reason, caller=caller)
 
-    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
-        await self._queue.commit(lease_id, sample_ids)
+    async def commit(self, caller: Caller, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
+        await self._queue.commit(lease_id, sample_ids, caller=caller)
 
-    async def release(self, lease_id: int) -> None:
-        await self._queue.release(lease_id)
+    async def release(self, caller: Caller, lease_id: int) -> None:
+        await self._queue.release(lease_id, caller=caller)
 
-    async def set_applied_version(self, version: int) -> None:
-        await self._queue.set_applied_version(version)
+    async def redo(self, caller: Caller, sample_id: SampleId) -> None:
+        await self._queue.redo(sample_id, caller=caller)
 
-    async def end_stream(self) -> None:
-        await self._queue.end_stream()
+    async def set_applied_version(self, caller: Caller, version: int, lineage: int) -> None:
+        await self._queue.set_applied_version(version, lineage=lineage, caller=caller)
 
-    async def close(self) -> None:
-        await self._queue.close()
+    async def end_stream(self, caller: Caller) -> None:
+        await self._queue.end_stream(caller=caller)
 
-    async def snapshot(self) -> QueueSnapshot:
-        return await self._queue.snapshot()
+    async def close(self, caller: Caller) -> None:
+        await self._queue.close(caller=caller)
 
-    async def status(self) -> QueueStatus:
-        return await self._queue.status()
+    async def mark(self, caller: Caller, step: int) -> QueueSnapshot:
+        return await self._queue.mark(step, caller=caller)
+
+    async def covered(self, caller: Caller, step: int) -> None:
+        await self._queue.covered(step, caller=caller)
+        await self._remove(self._queue.state.take_idle_files())
+
+    async def attach(self, caller: Caller, part: PartName, incarnation: int) -> None:
+        await self._queue.attach(part, incarnation)
+        if part == "rollouter":
+            # Segments whose offers never came: of their writers none will be heard any more.
+            state = self._queue.state
+            old = {file for file in await self._segments() if (segment_incarnation(file) or 0) < incarnation}
+            await self._remove({file for file in old if not state.names_file(file)})
+
+    async def rewind(self, caller: Caller, step: int, version: int, lineage: int, total_samples: int | None) -> None:
+        await self._queue.rewind(step, version=version, lineage=lineage, total_samples=total_samples)
+
+    async def status(self, caller: Caller) -> QueueStatus:
+        return replace(await self._queue.status(), pid=os.getpid(), told=self._told)
+
+    async def _segments(self) -> Iterable[str]:
+        if self._run_dir is None:
+            return ()
+        return await anyio.to_thread.run_sync(segment_sizes, self._run_dir)
+
+    async def _remove(self, files: Collection[str]) -> None:
+        if self._run_dir is not None and files:
+            await anyio.to_thread.run_sync(remove_segments, self._run_dir, files)
 
     async def _park(self, ask: str, waiting: Awaitable[T], nothing: T) -> T:
         with anyio.CancelScope() as scope:
@@ -99,106 +180,176 @@ class QueueActor:
         return nothing
 
 
-def start_queue(options: QueueOptions, restore: QueueSnapshot | None = None, *, name: str | None = None) -> Any:
+def start_queue(
+    options: QueueOptions,
+    restore: QueueSnapshot | None = None,
+    *,
+    run_dir: Path | None = None,
+    identity: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    name: str | None = None,
+) -> Any:
     """Start the queue actor in this Ray job and return its handle.
 
-    It is never restarted: its ledger lives in its memory, and a fresh one would hand out ids a second time.
+    Args:
+        restore: books of the checkpoint that the run goes on from, for a run without a journal or with a lost one.
+        run_dir: keeps the journal there, and deletes payload files there. None: no journal; then the actor is never
+            restarted, because a fresh ledger would hand out ids a second time.
+        identity: what runs that go on from this journal must have in common with this one.
+        max_restarts: of its process, over its life; -1: no limit.
     """
     actor: Any = ray.remote(QueueActor)
-    shell = actor.options(name=name, num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY)
-    return shell.remote(options, restore)
+    restarts = 0 if run_dir is None else max_restarts
+    shell = actor.options(name=name, num_cpus=0, max_restarts=restarts, max_concurrency=MAX_CONCURRENCY)
+    return shell.remote(options, restore, run_dir, identity)
 
 
 class QueueClient:
-    """`ports.SampleQueue` over the actor. Make one per event loop.
+    """`ports.SampleQueue` and `ports.QueueControl` over the actor. Make one per event loop.
 
-    Every call ends within `call_timeout_s`, on top of its own `timeout_s` if it has one.
+    Every call ends within `call_timeout_s`, on top of its own `timeout_s` if it has one. A call that meets a queue
+    whose process is being replaced is made again within that time; what it had done already is not done twice.
+
+    Args:
+        part, incarnation: who calls: once a newer incarnation is attached, every call of an older one is refused.
 
     Raises:
-        DeadlineError: the actor did not answer in time.
-        InfraError: the actor is gone.
+        DeadlineError: the actor did not answer, or did not come back, in time.
+        FencedError: the caller was replaced.
+        InfraError: the actor is gone for good, or its journal cannot be written.
         BugError: an illegal transition.
     """
 
-    def __init__(self, handle: Any, call_timeout_s: float) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        call_timeout_s: float,
+        *,
+        part: PartName | Literal["driver"] = "driver",
+        incarnation: int = 0,
+    ) -> None:
         self._actor = handle
         self._call_timeout_s = call_timeout_s
+        self._caller = Caller(part, incarnation)
         self._asks = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._offers = Convoy(self._offer_many, max_weight=MAX_OFFERS)
 
     async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
-        def give_back(admission: Admission) -> Any:
-            return self._actor.unfeed.remote(admission.sample_ids) if admission.sample_ids else None
-
         ask = next(self._asks)
-        ref = self._actor.admit.remote(ask, max_samples, timeout_s)
-        return await self._grant("admit", ask, ref, timeout_s, give_back)
+
+        async def give_back(admission: Admission) -> None:
+            if admission.sample_ids:
+                await self._call("unfeed", admission.sample_ids, ask=ask)
+
+        return await self._grant("admit", ask, (max_samples,), timeout_s, give_back)
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
         """Offers made while one is on its way travel together in the next call; a lone one leaves at once."""
         await self._offers.join(QueuedSample(meta, payload))
 
     async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
-        await self._call("drop", self._actor.drop.remote(sample_id, reason))
+        await self._call("drop", sample_id, reason)
 
     async def lease(self, num_samples: int, *, trainer_version: int, timeout_s: float) -> Lease:
-        def give_back(lease: Lease) -> Any:
-            return self._actor.release.remote(lease.lease_id) if lease.samples else None
+        async def give_back(lease: Lease) -> None:
+            if lease.samples:
+                await self._call("release", lease.lease_id)
 
-        ask = next(self._asks)
-        ref = self._actor.lease.remote(ask, num_samples, trainer_version, timeout_s)
-        return await self._grant("lease", ask, ref, timeout_s, give_back)
+        return await self._grant("lease", next(self._asks), (num_samples, trainer_version), timeout_s, give_back)
 
     async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
-        await self._call("commit", self._actor.commit.remote(lease_id, tuple(sample_ids)))
+        await self._call("commit", lease_id, tuple(sample_ids))
 
     async def release(self, lease_id: int) -> None:
-        await self._call("release", self._actor.release.remote(lease_id))
+        await self._call("release", lease_id)
 
-    async def set_applied_version(self, version: int) -> None:
-        await self._call("set_applied_version", self._actor.set_applied_version.remote(version))
+    async def redo(self, sample_id: SampleId) -> None:
+        await self._call("redo", sample_id)
+
+    async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
+        await self._call("set_applied_version", version, lineage)
 
     async def end_stream(self) -> None:
-        await self._call("end_stream", self._actor.end_stream.remote())
+        await self._call("end_stream")
 
     async def close(self) -> None:
-        await self._call("close", self._actor.close.remote())
+        await self._call("close")
 
-    async def snapshot(self) -> QueueSnapshot:
-        return await self._call("snapshot", self._actor.snapshot.remote())
+    async def mark(self, step: int) -> QueueSnapshot:
+        return await self._call("mark", step)
+
+    async def covered(self, step: int) -> None:
+        await self._call("covered", step)
+
+    async def attach(self, part: PartName, incarnation: int) -> None:
+        await self._call("attach", part, incarnation)
+
+    async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
+        await self._call("rewind", step, version, lineage, total_samples)
 
     async def status(self) -> QueueStatus:
-        return await self._call("status", self._actor.status.remote())
+        return await self._call("status")
 
     async def _offer_many(self, samples: Sequence[QueuedSample]) -> Sequence[AsyncRLError | None]:
-        return await self._call("offer", self._actor.offer_many.remote(list(samples)))
+        return await self._call("offer_many", list(samples))
 
-    async def _grant(self, method: str, ask: str, ref: Any, timeout_s: float, give_back: Callable[[Any], Any]) -> Any:
+    async def _grant(
+        self,
+        method: str,
+        ask: str,
+        args: tuple[Any, ...],
+        timeout_s: float,
+        give_back: Callable[[Any], Awaitable[None]],
+    ) -> Any:
         """The answer to a call that may park. If the caller is cancelled, what was granted meanwhile goes back."""
+        sent: list[Any] = []
         try:
-            return await self._call(method, ref, timeout_s)
+            return await self._call(method, *args, timeout_s=timeout_s, ask=ask, sent=sent)
         except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
+            # Fenced: what the old incarnation held has been given back already.
+            with anyio.CancelScope(shield=True), suppress(FencedError):
                 self._actor.abandon.remote(ask)
-                returned = give_back(await self._call(method, ref))
-                if returned is not None:
-                    await self._call(method, returned)
+                await give_back(await self._call(method, *args, timeout_s=0.0, ask=ask, sent=sent))
             raise
 
-    async def _call(self, method: str, ref: Any, timeout_s: float = 0.0) -> Any:
-        limit_s = timeout_s + self._call_timeout_s
+    async def _call(
+        self, method: str, *args: Any, timeout_s: float | None = None, ask: str = "", sent: list[Any] | None = None
+    ) -> Any:
+        """
+        Args:
+            timeout_s: how long the call may park, which is its last argument then.
+            sent: gets the reference of the call; one that is in it already is waited for first.
+        """
+        limit_s = (timeout_s or 0.0) + self._call_timeout_s
+        sent = [] if sent is None else sent
+        caller = self._caller._replace(ask=ask)
+        remote = getattr(self._actor, method)
+        began = anyio.current_time()
         try:
             with anyio.fail_after(limit_s):
-                return await ref
+                while True:
+                    if not sent:
+                        park = () if timeout_s is None else (max(0.0, timeout_s - anyio.current_time() + began),)
+                        sent.append(remote.remote(caller, *args, *park))
+                    try:
+                        return await sent[-1]
+                    except ActorUnavailableError:
+                        # Its process died, or the network did: nobody knows what became of the call. The next one
+                        # waits inside Ray until the process is back, and may be made more than once. One that parks
+                        # does not: Ray would park it anew after it was abandoned.
+                        sent.clear()
+                        caller = caller._replace(again=True)
+                        remote = getattr(self._actor, method).options(max_task_retries=-1 if timeout_s is None else 0)
         except TimeoutError as error:
+            state = "did not come back and answer" if caller.again else "did not answer"
             raise DeadlineError(
-                f"the sample queue did not answer `{method}` within {limit_s:g} s; what it granted, if anything, is "
-                "unknown, so the run cannot go on. A larger timeouts.call_s helps if the machine is overloaded"
+                f"the sample queue {state} `{method}` within {limit_s:g} s; what it granted, if anything, is "
+                "unknown. A larger timeouts.call_s helps if the machine is overloaded"
             ) from error
         except RayTaskError as error:
             raise _original(error, method) from None
         except RayError as error:
-            raise InfraError.wrap(f"the sample queue is gone, and its ledger with it (in `{method}`)", error) from None
+            raise InfraError.wrap(f"the sample queue is gone for good (in `{method}`)", error) from None
 
 
 def _original(error: RayTaskError, method: str) -> AsyncRLError:
@@ -228,7 +379,7 @@ class RayPayloads:
 
     Raises:
         DeadlineError: a payload could not be fetched within `call_timeout_s`.
-        InfraError: a payload is lost, or the store cannot take it.
+        InfraError: the store cannot take a payload, or cannot be reached.
     """
 
     def __init__(self, call_timeout_s: float) -> None:
@@ -238,27 +389,33 @@ class RayPayloads:
     async def put(self, sample: Sample) -> PayloadRef:
         return await self._puts.join(sample, weight=sample_meta(sample).payload_bytes)
 
-    async def get(self, payloads: Sequence[PayloadRef]) -> list[Sample]:
-        """All of them in one call to the store. Arrays are read-only views of shared memory."""
+    async def get(self, payloads: Sequence[PayloadRef]) -> list[Sample | None]:
+        """All of them in one call to the store. Arrays are read-only views of shared memory. None: it is lost."""
         refs = list(dict.fromkeys(payload.ref for payload in payloads))
         objects = await anyio.to_thread.run_sync(self._get_blocking, refs, abandon_on_cancel=True)
         packed = dict(zip(refs, objects, strict=True))
-        return [unpack(packed[payload.ref], payload.position) for payload in payloads]
+        found = [(packed[payload.ref], payload.position) for payload in payloads]
+        return [unpack(shared, position) if shared is not None else None for shared, position in found]
 
     async def _put_many(self, samples: Sequence[Sample]) -> Sequence[PayloadRef]:
         ref = await anyio.to_thread.run_sync(_put_blocking, samples)
         return [PayloadRef(ref, position) for position in range(len(samples))]
 
-    def _get_blocking(self, refs: list[Any]) -> list[Packed]:
+    def _get_blocking(self, refs: list[Any]) -> list[Packed | None]:
         try:
             return ray.get(refs, timeout=self._call_timeout_s)
+        except ObjectLostError as error:
+            if len(refs) > 1:
+                return [packed for ref in refs for packed in self._get_blocking([ref])]
+            logger.error("sample payloads are lost from the object store: %s", str(error).splitlines()[0])
+            return [None]
         except GetTimeoutError as error:
             raise DeadlineError(
                 f"sample payloads did not arrive within {self._call_timeout_s:g} s; raise timeouts.call_s if they are "
                 "large or the network is slow"
             ) from error
         except RayError as error:
-            raise InfraError.wrap("a sample payload is lost from the object store", error) from None
+            raise InfraError.wrap("sample payloads cannot be had from the object store", error) from None
 
 
 def _put_blocking(samples: Sequence[Sample]) -> Any:

@@ -1,25 +1,48 @@
 """The sample queue on one event loop, without Ray: the ledger, its pacing and bound, and whoever waits on them.
 
-    admit  waits for a permit:   unblocked by set_applied_version, drop, an eviction, unfeed, end_stream, close
-    lease  waits for samples:    unblocked by offer, release, drop, end_stream, close
+    admit  waits for a permit:   unblocked by set_applied_version, drop, an eviction, unfeed, redo, rewind, end_stream,
+                                 close, and by the attachment of a newer Rollouter
+    lease  waits for samples:    unblocked by offer, release, drop, rewind, end_stream, close, and by the attachment of
+                                 a newer Trainer
 
-Every transition runs without an await between reading and writing the ledger, and a grant is the last thing a waiter
-does before it returns. So a waiter that is cancelled or runs out of time has either its grant or none was made.
+Every transition runs without an await between reading and changing the state, and a grant is the last thing a waiter
+decides. So a waiter that is cancelled or runs out of time has either its grant or none was made.
+
+With a journal, memory goes first: a transition is made, appended, and seen by everybody; whoever made it is answered
+once it is durable. Nobody is ever told of what a crash could take, because what follows from it is durable even later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, BugError
-from asyncrl.ledger import Ledger
-from asyncrl.ports import Admission, Lease, QueuedSample, QueueSnapshot, QueueStatus
+from asyncrl.failures import AsyncRLError, BugError, FencedError
+from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
+from asyncrl.recovery import QueueState, TransitionLog, replay
 from asyncrl.staleness import Pacing, StaleAction, judge
+from asyncrl.transitions import (
+    Admitted,
+    Applied,
+    Attached,
+    Closed,
+    Committed,
+    Covered,
+    Dropped,
+    Finished,
+    Leased,
+    Marked,
+    Redone,
+    Released,
+    Rewound,
+    StreamEnded,
+    Transition,
+    Unfed,
+)
 from asyncrl.types import DropReason, SampleId, SampleMeta
 from asyncrl.waits import WaitBoard
 
@@ -36,17 +59,51 @@ class QueueOptions:
     """`drop` evicts at lease; `mask` and `keep` hand the sample out and leave the rest to the Trainer."""
 
 
-class LocalSampleQueue:
-    """`ports.SampleQueue` in one process. Payloads are kept as they are until their sample ends."""
+class Caller(NamedTuple):
+    """Who calls, and whether it has called before."""
 
-    def __init__(self, options: QueueOptions, restore: QueueSnapshot | None = None) -> None:
+    part: str = "driver"
+    incarnation: int = 0
+    """0: it is never fenced."""
+    ask: str = ""
+    """Its own name for a call that may park, by which an answer that was lost on its way is given again."""
+    again: bool = False
+    """The queue's process died over this call: what has happened already is not a bug, and nothing happens."""
+
+
+ANYBODY = Caller()
+
+
+class LocalSampleQueue:
+    """`ports.SampleQueue` and `ports.QueueControl` in one process.
+
+    Payloads are kept as they are until their sample ends; with a journal, until a checkpoint covers it.
+
+    Args:
+        restore: the books of the checkpoint that a run without a journal goes on from.
+        journal: takes every transition; its errors are raised by every method.
+        state: what was rebuilt from the journal, see `rebuilt`; `restore` does not count then.
+    """
+
+    def __init__(
+        self,
+        options: QueueOptions,
+        restore: QueueSnapshot | None = None,
+        journal: TransitionLog | None = None,
+        *,
+        state: QueueState | None = None,
+    ) -> None:
         self._options = options
-        self._ledger = (
-            Ledger(options.prompts_per_epoch) if restore is None else Ledger.restore(restore, options.prompts_per_epoch)
+        self._journal = journal
+        self._seq = 0 if journal is None else journal.durable
+        self._state = state or QueueState.begin(
+            options.prompts_per_epoch,
+            restore,
+            keeps_payloads=journal is not None,
+            total_samples=options.pacing.total_samples,
         )
-        self._version = 0 if restore is None else restore.version
-        self._stream_ended = False
-        self._entries: dict[SampleId, QueuedSample] = {}
+        self._ledger = self._state.ledger
+        self._pacing = replace(options.pacing, total_samples=self._state.total_samples)
         self._judged_for: int | None = None
         self._unjudged: list[SampleId] = []
         lock = anyio.Lock()
@@ -54,60 +111,103 @@ class LocalSampleQueue:
         self._samples = anyio.Condition(lock)
         self._waits = WaitBoard()
 
+    @classmethod
+    def rebuilt(
+        cls,
+        options: QueueOptions,
+        transitions: Iterable[Transition],
+        restore: QueueSnapshot | None = None,
+        journal: TransitionLog | None = None,
+    ) -> LocalSampleQueue:
+        """The queue that made these transitions, after `restore` if it began with that, in another process."""
+        state = QueueState.begin(
+            options.prompts_per_epoch, restore, keeps_payloads=True, total_samples=options.pacing.total_samples
+        )
+        return cls(options, journal=journal, state=replay(state, transitions))
+
+    @property
+    def state(self) -> QueueState:
+        """To be read only."""
+        return self._state
+
     # -------------------------------------------------------------------------------------------- the Rollouter's side
 
-    async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
+    async def admit(self, max_samples: int, *, timeout_s: float, caller: Caller = ANYBODY) -> Admission:
         """See `ports.SampleQueue`. Not `closed` when the run's total is under way: a drop would admit a replacement."""
         if max_samples < 1:
             raise BugError(f"admit of {max_samples} samples: ask for at least one")
+        admission = Admission((), closed=False)
         async with self._permits:
-            if (admission := self._grant(max_samples)) is not None:
-                return admission
-            with anyio.move_on_after(timeout_s), self._waits.waiting("permit"):
-                while True:
-                    await self._permits.wait()
-                    if (admission := self._grant(max_samples)) is not None:
-                        return admission
-        return Admission((), closed=False)
+            if (granted := self._grant(max_samples, caller)) is None:
+                with anyio.move_on_after(timeout_s), self._waits.waiting("permit"):
+                    while granted is None:
+                        await self._permits.wait()
+                        granted = self._grant(max_samples, caller)
+            admission = granted or admission
+        await self._flushed()
+        return admission
 
-    async def unfeed(self, sample_ids: Sequence[SampleId]) -> None:
+    async def unfeed(self, sample_ids: Sequence[SampleId], *, caller: Caller = ANYBODY) -> None:
         """Take back an admission whose answer never arrived; the ids are admitted again, first."""
         async with self._permits:
-            for sample_id in sample_ids:
-                self._ledger.unfeed(sample_id)
-            self._permits.notify_all()
+            self._check(caller)
+            given_back = caller.again and self._state.admission(caller.ask) is None
+            running = tuple(sample_id for sample_id in sample_ids if not self._ledger.is_late(sample_id))
+            if running and not given_back:
+                self._do(Unfed(caller.ask, running))
+                self._permits.notify_all()
+        await self._flushed()
 
-    async def offer(self, meta: SampleMeta, payload: Any) -> None:
+    async def offer(self, meta: SampleMeta, payload: Any, *, caller: Caller = ANYBODY) -> None:
         """RUNNING → READY. After `close()` the sample is let go: it already counts as DROPPED(shutdown)."""
-        async with self._samples:
-            self._take_in(QueuedSample(meta, payload))
-            self._samples.notify_all()
+        [error] = await self.offer_many([QueuedSample(meta, payload)], caller=caller)
+        if error is not None:
+            raise error
 
-    async def offer_many(self, samples: Sequence[QueuedSample]) -> list[AsyncRLError | None]:
+    async def offer_many(
+        self, samples: Sequence[QueuedSample], *, caller: Caller = ANYBODY
+    ) -> list[AsyncRLError | None]:
         """`offer` for each, on its own: one error, or None, a sample."""
-        errors: list[AsyncRLError | None] = []
         async with self._samples:
+            self._check(caller)
+            taken: dict[SampleId, QueuedSample] = {}
+            errors: list[AsyncRLError | None] = []
             for sample in samples:
-                try:
-                    self._take_in(sample)
-                except BugError as error:
-                    errors.append(error)
-                else:
-                    errors.append(None)
-            self._samples.notify_all()
+                sample_id = sample.meta.sample_id
+                error: AsyncRLError | None = None
+                if sample_id not in taken and self._ledger.is_running(sample_id):
+                    taken[sample_id] = sample
+                elif not self._ledger.is_late(sample_id) and not (caller.again and self._ledger.was_fed(sample_id)):
+                    error = self._ledger.illegal(sample_id, "finish")
+                errors.append(error)
+            if taken:
+                self._do(Finished(tuple(taken.values())))
+                self._unjudged.extend(taken)
+                self._samples.notify_all()
+        await self._flushed()
         return errors
 
-    async def set_applied_version(self, version: int) -> None:
-        """Open the staleness gate up to `version`. Raises `BugError` if that is older than what was applied before."""
+    async def set_applied_version(self, version: int, *, lineage: int = 0, caller: Caller = ANYBODY) -> None:
+        """Open the staleness gate up to `version`. Of an older lineage, nothing happens.
+
+        Raises:
+            BugError: it is older than what was applied before, or of a lineage to come.
+        """
         async with self._permits:
-            if version < self._version:
-                raise BugError(f"version {version} applied after version {self._version}: versions only grow")
-            self._version = version
-            self._permits.notify_all()
+            self._check(caller)
+            if lineage > self._state.lineage:
+                raise BugError(f"version {version} of lineage {lineage} applied in lineage {self._state.lineage}")
+            outdone = caller.again and version <= self._state.version
+            if lineage == self._state.lineage and version != self._state.version and not outdone:
+                self._do(Applied(version))
+                self._permits.notify_all()
+        await self._flushed()
 
     # -------------------------------------------------------------------------------------------- the Trainer's side
 
-    async def lease(self, num_samples: int, *, trainer_version: int, timeout_s: float) -> Lease:
+    async def lease(
+        self, num_samples: int, *, trainer_version: int, timeout_s: float, caller: Caller = ANYBODY
+    ) -> Lease:
         """See `ports.SampleQueue`. READY samples go out in the order in which they completed.
 
         `ended` comes with fewer samples than asked for, down to none, never with a full lease. It does not count what
@@ -115,80 +215,205 @@ class LocalSampleQueue:
         """
         if num_samples < 1:
             raise BugError(f"lease of {num_samples} samples: ask for at least one")
+        lease = Lease(0, (), ended=False)
         async with self._samples:
-            if (lease := self._hand_out(num_samples, trainer_version)) is not None:
-                return lease
-            with anyio.move_on_after(timeout_s), self._waits.waiting("samples"):
-                while True:
-                    await self._samples.wait()
-                    if (lease := self._hand_out(num_samples, trainer_version)) is not None:
-                        return lease
-        return Lease(0, (), ended=False)
+            if (granted := self._hand_out(num_samples, trainer_version, caller)) is None:
+                with anyio.move_on_after(timeout_s), self._waits.waiting("samples"):
+                    while granted is None:
+                        await self._samples.wait()
+                        granted = self._hand_out(num_samples, trainer_version, caller)
+            lease = granted or lease
+        await self._flushed()
+        return lease
 
-    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
+    async def commit(self, lease_id: int, sample_ids: Sequence[SampleId], *, caller: Caller = ANYBODY) -> None:
         """LEASED → TRAINED. After `close()` it changes nothing: commit before you close."""
         async with self._samples:
-            self._ledger.commit(lease_id, sample_ids)
-            for sample_id in sample_ids:
-                self._entries.pop(sample_id, None)
+            self._check(caller)
+            held = tuple(sample_ids)
+            if caller.again:
+                held = tuple(sample_id for sample_id in held if self._ledger.is_leased(sample_id, lease_id))
+            if held and not all(self._ledger.is_late(sample_id) for sample_id in held):
+                self._do(Committed(lease_id, held))
+        await self._flushed()
 
-    async def release(self, lease_id: int) -> None:
+    async def release(self, lease_id: int, *, caller: Caller = ANYBODY) -> None:
         """LEASED → READY for what is not committed; nothing to do is fine."""
         async with self._samples:
-            self._unjudged.extend(self._ledger.release(lease_id))
-            self._samples.notify_all()
+            self._check(caller)
+            held = self._ledger.held(lease_id)
+            if held:
+                self._do(Released(lease_id))
+                self._unjudged.extend(held)
+                self._samples.notify_all()
+        await self._flushed()
+
+    async def redo(self, sample_id: SampleId, *, caller: Caller = ANYBODY) -> None:
+        """READY or LEASED → to be fed again. After `close()` it changes nothing."""
+        async with self._permits:
+            self._check(caller)
+            there = self._ledger.is_ready(sample_id) or self._ledger.is_leased(sample_id)
+            if not self._ledger.is_late(sample_id) and (there or not caller.again):
+                self._do(Redone(sample_id))
+                self._notify_both()
+        await self._flushed()
+
+    async def mark(self, step: int, *, caller: Caller = ANYBODY) -> QueueSnapshot:
+        """See `ports.SampleQueue`."""
+        async with self._permits:
+            self._check(caller)
+            self._do(Marked(step))
+            snapshot = replace(self._ledger.snapshot(self._state.version), seq=self._seq)
+        await self._flushed()
+        return snapshot
+
+    async def covered(self, step: int, *, caller: Caller = ANYBODY) -> None:
+        """See `ports.SampleQueue`. Of a step that a later checkpoint has outdone, nothing happens."""
+        async with self._permits:
+            self._check(caller)
+            if self._state.is_covering(step):
+                self._do(Covered(step))
+        await self._flushed()
 
     # -------------------------------------------------------------------------------------------- either side
 
-    async def drop(self, sample_id: SampleId, reason: DropReason) -> None:
+    async def drop(self, sample_id: SampleId, reason: DropReason, *, caller: Caller = ANYBODY) -> None:
         """Any live state → DROPPED; its permit is free again. After `close()` it changes nothing."""
         async with self._permits:
-            self._ledger.drop(sample_id, reason)
-            self._entries.pop(sample_id, None)
-            self._notify_both()
+            self._check(caller)
+            happened = caller.again and self._ledger.was_fed(sample_id) and not self._ledger.is_live(sample_id)
+            if not self._ledger.is_late(sample_id) and not happened:
+                self._do(Dropped(reason, (sample_id,)))
+                self._notify_both()
+        await self._flushed()
 
-    async def end_stream(self) -> None:
+    async def end_stream(self, *, caller: Caller = ANYBODY) -> None:
         """Nothing is admitted any more; what runs may still finish and be leased."""
         async with self._permits:
-            self._stream_ended = True
-            self._notify_both()
+            self._check(caller)
+            if not self._state.stream_ended:
+                self._do(StreamEnded())
+                self._notify_both()
+        await self._flushed()
 
-    async def close(self) -> None:
+    async def close(self, *, caller: Caller = ANYBODY) -> None:
         """Everything live becomes DROPPED(shutdown); whoever waits is told. Work in flight may still report in."""
         async with self._permits:
-            self._ledger.close()
-            self._entries.clear()
-            self._notify_both()
-
-    async def snapshot(self) -> QueueSnapshot:
-        return self._ledger.snapshot(self._version)
+            self._check(caller)
+            if not self._ledger.closed:
+                self._do(Closed())
+                self._notify_both()
+        await self._flushed()
 
     async def status(self) -> QueueStatus:
+        state, journal = self._state, self._journal
+        if journal is not None:
+            await journal.flushed(0)
         return QueueStatus(
             books=self._ledger.books(),
-            version=self._version,
+            version=state.version,
             ended=self._ledger.num_ready == 0 and self._no_more_to_come(),
             waiting={wait.edge: wait.count for wait in self._waits.snapshot()},
+            lineage=state.lineage,
+            paced_to=self._pacing.limit(state.version),
+            total_samples=state.total_samples,
+            journal_seq=0 if journal is None else journal.durable,
+            payload_bytes=state.payload_bytes,
         )
 
-    # -------------------------------------------------------------------------------------------- inside, never awaits
+    # -------------------------------------------------------------------------------------------- the supervisor's side
 
-    def _grant(self, max_samples: int) -> Admission | None:
+    async def attach(self, part: PartName, incarnation: int) -> None:
+        """See `ports.QueueControl`."""
+        async with self._permits:
+            newest = self._state.incarnations.get(part, 0)
+            if incarnation < newest:
+                raise FencedError(f"incarnation {incarnation} of the {part} comes after incarnation {newest} began")
+            if incarnation > newest:
+                self._do(Attached(part, incarnation))
+                self._judge_all()
+                self._notify_both()
+        await self._flushed()
+
+    async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
+        """See `ports.QueueControl`. A rewind after `close()` opens the queue again.
+
+        Raises:
+            FencedError: training has gone back since, in a later lineage.
+            BugError: that step was never marked, or the lineage is not a new one.
+        """
+        if self._is_rewound(step, version, lineage, total_samples):
+            await self._flushed()
+            return
+        ended: tuple[SampleId, ...] = ()
+        if not self._state.has_mark(step):
+            since = None if self._journal is None else await self._journal.trained_since(step)
+            if since is None:
+                raise BugError(f"training goes back to its checkpoint of step {step}, whose books were never marked")
+            ended = since
+        async with self._permits:
+            if not self._is_rewound(step, version, lineage, total_samples):
+                again = self._ledger.covered(ended)
+                self._do(Rewound(step, version, lineage, total_samples, again))
+                self._pacing = replace(self._pacing, total_samples=total_samples)
+                self._judge_all()
+                self._notify_both()
+        await self._flushed()
+
+    def _is_rewound(self, step: int, version: int, lineage: int, total_samples: int | None) -> bool:
+        """This very rewind has happened."""
+        if lineage < self._state.lineage:
+            raise FencedError(f"a rewind into lineage {lineage} comes after lineage {self._state.lineage} began")
+        last = self._state.last_rewind
+        asked = (step, version, lineage, total_samples)
+        return last is not None and (last.step, last.version, last.lineage, last.total_samples) == asked
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    def _do(self, transition: Transition) -> None:
+        """The only way in which anything changes. It raises `BugError`, and changes nothing, if that is illegal."""
+        self._state.apply(transition)
+        if self._journal is not None:
+            self._seq = self._journal.append(transition)
+            self._journal.snapshot_if_due(self._state.num_entries, self._state.dump)
+
+    async def _flushed(self) -> None:
+        """Until all that has happened is durable. Shielded: whoever is cancelled here has its grant already."""
+        if self._journal is None:
+            return
+        if self._journal.durable >= self._seq:
+            await self._journal.flushed(0)  # a failed one raises
+        else:
+            with anyio.CancelScope(shield=True):
+                await self._journal.flushed(self._seq)
+
+    def _check(self, caller: Caller) -> None:
+        if caller.incarnation and caller.incarnation < (newest := self._state.incarnations.get(caller.part, 0)):
+            raise FencedError(
+                f"incarnation {caller.incarnation} of the {caller.part} was replaced by incarnation {newest}: "
+                "what it does does not count any more"
+            )
+
+    def _grant(self, max_samples: int, caller: Caller) -> Admission | None:
         """As many as the permits allow, or None if that is none yet."""
-        if self._stream_ended or self._ledger.closed:
+        self._check(caller)
+        if caller.ask and (answered := self._state.admission(caller.ask)) is not None:
+            return Admission(answered, closed=False)
+        if self._state.stream_ended or self._ledger.closed:
             return Admission((), closed=True)
-        permits = self._options.pacing.permits(self._ledger.fed, self._ledger.num_dropped, self._version)
-        sample_ids = tuple(self._ledger.feed() for _ in range(min(max_samples, permits)))
-        return Admission(sample_ids, closed=False) if sample_ids else None
+        permits = self._pacing.permits(self._ledger.fed, self._ledger.num_dropped, self._state.version)
+        sample_ids = self._ledger.next_ids(min(max_samples, permits))
+        if not sample_ids:
+            return None
+        self._do(Admitted(caller.ask, sample_ids))
+        return Admission(sample_ids, closed=False)
 
-    def _take_in(self, sample: QueuedSample) -> None:
-        sample_id = sample.meta.sample_id
-        if self._ledger.finish(sample_id):
-            self._entries[sample_id] = sample
-            self._unjudged.append(sample_id)
-
-    def _hand_out(self, num_samples: int, trainer_version: int) -> Lease | None:
+    def _hand_out(self, num_samples: int, trainer_version: int, caller: Caller) -> Lease | None:
         """A full lease; a smaller or empty one if the stream has ended; None if more samples may come."""
+        self._check(caller)
+        if caller.ask and (answered := self._state.lease(caller.ask)) is not None:
+            held = self._queued(answered.sample_ids, answered.lease_id)
+            return Lease(answered.lease_id, held, answered.ended)
         if self._ledger.closed:
             return Lease(0, (), ended=True)
         self._evict(trainer_version)
@@ -196,37 +421,47 @@ class LocalSampleQueue:
         if ended and not self._no_more_to_come():
             return None
         sample_ids = tuple(islice(self._ledger.ready(), num_samples))
-        lease_id = self._ledger.lease(sample_ids) if sample_ids else 0
-        return Lease(lease_id, tuple(self._entries[sample_id] for sample_id in sample_ids), ended)
+        if not sample_ids:
+            return Lease(0, (), ended)
+        lease_id = self._ledger.last_lease + 1
+        self._do(Leased(caller.ask, lease_id, sample_ids, ended))
+        return Lease(lease_id, self._queued(sample_ids, lease_id), ended)
+
+    def _queued(self, sample_ids: Sequence[SampleId], lease_id: int) -> tuple[QueuedSample, ...]:
+        """The entries of those that are still held under the lease."""
+        held = (self._state.entry(sample_id) for sample_id in sample_ids if self._ledger.is_leased(sample_id, lease_id))
+        return tuple(entry for entry in held if entry is not None)
 
     def _evict(self, trainer_version: int) -> None:
         """READY samples beyond the bound → DROPPED(stale), if so configured. Each is judged once per version."""
-        bound = self._options.max_staleness
-        suspects = self._unjudged if trainer_version == self._judged_for else list(self._entries)
+        suspects = self._unjudged if trainer_version == self._judged_for else list(self._ledger.ready())
+        stale = tuple(dict.fromkeys(sample_id for sample_id in suspects if self._is_stale(sample_id, trainer_version)))
         self._unjudged, self._judged_for = [], trainer_version
-        evicted = False
-        for sample_id in suspects:
-            entry = self._entries.get(sample_id)
-            if entry is None or not self._ledger.is_ready(sample_id):
-                continue
-            verdict = judge(
-                trainer_version,
-                entry.meta.oldest_version,
-                max_staleness=bound,
-                stale_action=self._options.stale_action,
-            )
-            if verdict == "drop":
-                self._ledger.drop(sample_id, DropReason.STALE)
-                del self._entries[sample_id]
-                evicted = True
-        if evicted:
+        if stale:
+            self._do(Dropped(DropReason.STALE, stale))
             self._permits.notify_all()
+
+    def _is_stale(self, sample_id: SampleId, trainer_version: int) -> bool:
+        entry = self._state.entry(sample_id)
+        if entry is None or not self._ledger.is_ready(sample_id):
+            return False
+        verdict = judge(
+            trainer_version,
+            entry.meta.oldest_version,
+            max_staleness=self._options.max_staleness,
+            stale_action=self._options.stale_action,
+            rewound=self._state.lineage > 0,
+        )
+        return verdict == "drop"
+
+    def _judge_all(self) -> None:
+        self._judged_for = None
 
     def _no_more_to_come(self) -> bool:
         """Nothing runs, and nothing will be admitted unless a leased sample is given up."""
         if self._ledger.closed:
             return True
-        exhausted = self._stream_ended or self._options.pacing.is_complete(self._ledger.fed, self._ledger.num_dropped)
+        exhausted = self._state.stream_ended or self._pacing.is_complete(self._ledger.fed, self._ledger.num_dropped)
         return exhausted and self._ledger.num_running == 0
 
     def _notify_both(self) -> None:

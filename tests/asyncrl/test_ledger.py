@@ -79,16 +79,77 @@ def test_commit_in_parts_then_release_the_rest() -> None:
         (lambda led, ids: led.commit(2, [ids["leased"]]), r"commit under lease 2 of sample_0_3"),
         (lambda led, ids: led.release(2), r"lease 2 was never given; the last one is 1"),
         (lambda led, ids: led.unfeed(ids["ready"]), r"unfeed of sample_0_2, which is READY"),
+        (lambda led, ids: led.redo(ids["running"]), r"redo of sample_0_1, which is RUNNING"),
+        (lambda led, ids: led.redo(ids["trained"]), r"redo of sample_0_4, which is TRAINED or DROPPED"),
+        (lambda led, ids: led.rewind(0, bool, [ids["ready"]]), r"rewind of sample_0_2, which is READY"),
+        (lambda led, ids: led.rewind(0, bool, [ids["trained"]]), r"rewind of sample_0_4, which is TRAINED or DROPPED"),
+        (lambda led, ids: led.rewind(0, bool, [SampleId(0, 9)]), r"rewind of sample_0_9, which is never fed"),
     ],
 )
 def test_an_illegal_transition_says_what_and_changes_nothing(attempt, said: str) -> None:  # type: ignore[no-untyped-def]
     ledger, (running, ready, leased, trained) = ledger_with(running=1, ready=3)
     ledger.commit(ledger.lease([leased, trained]), [trained])
     ids = {"running": running, "ready": ready, "leased": leased, "trained": trained}
-    before = ledger.snapshot(0)
+    before = ledger.dump()
     with pytest.raises(BugError, match=said):
         attempt(ledger, ids)
-    assert ledger.snapshot(0) == before
+    assert ledger.dump() == before
+
+
+def test_a_rewind_puts_everything_back_in_completion_order() -> None:
+    ledger, ids = ledger_with(running=8)
+    a, b, c, d, e, f, g, h = ids
+    for sample_id in (h, g, f, e, d, c):
+        ledger.finish(sample_id)
+    lease = ledger.lease([h, g, f, e])
+    ledger.commit(lease, [h])
+    mark = ledger.ends
+    ledger.commit(lease, [e, g])
+    ledger.drop(d, DropReason.FILTERED)
+    assert ledger.cover(mark) == (h,)
+    ledger.rewind(mark, lambda sample_id: sample_id != g)
+    assert list(ledger.ready()) == [f, e, c], "f was leased, e was trained, c had waited all the time"
+    assert ledger.next_ids(2) == (g, SampleId(0, 9)), "g has no payload any more"
+    assert (ledger.num_running, ledger.books().trained, ledger.num_dropped) == (2, 1, 1)
+    assert ledger.state(d) == ledger.state(h) == "TRAINED or DROPPED"
+    assert [ledger.state(sample_id) for sample_id in (a, b)] == ["RUNNING", "RUNNING"]
+
+
+def test_a_rewind_undoes_a_shutdown_and_opens_again() -> None:
+    ledger, (a, b, c, d) = ledger_with(running=1, ready=3)
+    ledger.commit(ledger.lease([b]), [b])
+    ledger.lease([c])
+    ledger.close()
+    ledger.rewind(ledger.ends, lambda sample_id: True)
+    assert not ledger.closed
+    assert list(ledger.ready()) == [c, d]
+    assert ledger.books().dropped["shutdown"] == 0
+    assert ledger.feed() == a
+    assert ledger.books().trained == 1
+
+
+def test_a_rewind_behind_what_is_covered_feeds_it_again() -> None:
+    ledger, (a, b, c) = ledger_with(ready=3)
+    ledger.commit(ledger.lease([a, b]), [b, a])
+    ledger.cover(ledger.ends)
+    ledger.drop(c, DropReason.FAILED)
+    assert ledger.covered([a, b, c, SampleId(0, 4)]) == (a, b, c)
+    with pytest.raises(BugError, match="rewind of 3 covered samples; fewer have been trained"):
+        ledger.rewind(0, bool, [a, b, c])
+    ledger.rewind(0, bool, [a, b])
+    assert ledger.next_ids(3) == (a, b, SampleId(0, 4))
+    assert (ledger.books().trained, ledger.fed) == (0, 1)
+
+
+def test_a_part_that_is_gone_gives_back_what_it_held() -> None:
+    ledger, (a, b, c, d) = ledger_with(running=2, ready=2)
+    ledger.lease([c])
+    ledger.lease([d])
+    assert ledger.give_back_running() == (a, b)
+    assert ledger.release_all() == (c, d)
+    assert ledger.redo(c)
+    assert ledger.next_ids(4) == (a, b, c, SampleId(0, 5))
+    assert list(ledger.ready()) == [d]
 
 
 def test_after_close_late_work_reports_in_and_changes_nothing() -> None:
@@ -169,6 +230,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.lease_of: dict[SampleId, int] = {}
         self.handed_out: list[int] = []
         self.trained: list[SampleId] = []
+        self.covered: set[SampleId] = set()
+        self.completion: dict[SampleId, int] = {}
+        self.marks: list[tuple[int, int]] = []
+        """How many were trained by then, and the ledger's own word for it."""
 
     def of(self, state: str) -> list[SampleId]:
         return [sample_id for sample_id, now in self.state.items() if now == state]
@@ -199,8 +264,17 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.finish(sample_id)
             self.state[sample_id] = "ready"
             self.completed.append(sample_id)
+            self.completion[sample_id] = max(self.completion.values(), default=0) + 1
         else:
             self.refuse(lambda: self.ledger.finish(sample_id))
+
+    @rule(sample_id=ids)
+    def redo(self, sample_id: SampleId) -> None:
+        if self.state[sample_id] in ("ready", "leased"):
+            assert self.ledger.redo(sample_id)
+            self.end(sample_id, "returned")
+        else:
+            self.refuse(lambda: self.ledger.redo(sample_id))
 
     @rule(sample_id=ids)
     def unfeed(self, sample_id: SampleId) -> None:
@@ -269,6 +343,53 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(self.completed) == set(self.of("ready"))
 
     @rule()
+    def mark(self) -> None:
+        self.marks.append((len(self.trained), self.ledger.ends))
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data())
+    def cover(self, data: st.DataObject) -> None:
+        position = data.draw(st.integers(0, len(self.marks) - 1))
+        del self.marks[:position]
+        count, ends = self.marks[0]
+        assert set(self.ledger.cover(ends)) == set(self.trained[:count]) - self.covered
+        self.covered |= set(self.trained[:count])
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data(), lost=st.sets(st.integers(1, 30)))
+    def rewind(self, data: st.DataObject, lost: set[int]) -> None:
+        """The marks behind it are void; leases are, too."""
+        position = data.draw(st.integers(0, len(self.marks) - 1))
+        del self.marks[position + 1 :]
+        count, ends = self.marks[position]
+        self.ledger.rewind(ends, lambda sample_id: sample_id.index not in lost)
+        for sample_id in [*self.trained[count:], *self.of("leased"), *self.of("ready")]:
+            self.state[sample_id] = "returned" if sample_id.index in lost else "ready"
+        del self.trained[count:]
+        self.completed = sorted(self.of("ready"), key=self.completion.__getitem__)
+        self.life += 1
+
+    @rule(part=st.sampled_from(["rollouter", "trainer"]))
+    def attach(self, part: str) -> None:
+        if part == "rollouter":
+            assert set(self.ledger.give_back_running()) == set(self.of("running"))
+            for sample_id in self.of("running"):
+                self.state[sample_id] = "returned"
+        else:
+            assert set(self.ledger.release_all()) == set(self.of("leased"))
+            for sample_id in self.of("leased"):
+                self.state[sample_id] = "ready"
+            self.completed = sorted(self.of("ready"), key=self.completion.__getitem__)
+            self.life += 1
+
+    @rule()
+    def rebuild(self) -> None:
+        """From JSON: nobody notices."""
+        dump = self.ledger.dump()
+        self.ledger = Ledger.load(json.loads(json.dumps(dump)), prompts_per_epoch=5)
+        assert self.ledger.dump() == dump
+
+    @rule()
     def publish(self) -> None:
         self.trainer += 1
 
@@ -285,6 +406,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.state[sample_id] = "returned"
         self.completed.clear()
         self.lease_of.clear()
+        self.marks.clear()
+        self.covered = set(self.trained)
         self.life += 1
 
     @invariant()
@@ -303,6 +426,7 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         assert sorted(sample_id.index for sample_id in self.state) == list(range(1, len(self.state) + 1))
         assert books.fed - books.num_dropped <= self.pacing.limit(self.applied)
+        assert list(self.ledger.ready()) == self.completed, "completion order"
 
     def end(self, sample_id: SampleId, how: str) -> None:
         if self.state[sample_id] == "ready":

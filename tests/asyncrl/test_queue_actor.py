@@ -10,12 +10,12 @@ import anyio
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ObjectLostError
+from ray.exceptions import OwnerDiedError
 
 from asyncrl.failures import BugError, DeadlineError, InfraError
 from asyncrl.ports import Lease
 from asyncrl.queue_actor import PayloadRef, QueueActor, QueueClient, RayPayloads, start_queue
-from asyncrl.sample_queue import QueueOptions
+from asyncrl.sample_queue import Caller, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import DropReason, FinishReason, Sample, SampleId, SampleMeta, Span, Trajectory, sample_meta
 
@@ -74,7 +74,7 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
     await client.drop(lease.samples[7].meta.sample_id, DropReason.FILTERED)
     books = (await client.status()).books
     assert (books.fed, books.ready, books.trained, books.dropped["filtered"]) == (10, 3, 6, 1)
-    assert len((await client.snapshot()).outstanding) == 3
+    assert len((await client.mark(1)).outstanding) == 3
     await client.close()
     assert (await client.admit(1, timeout_s=5)).closed
     assert (await client.lease(1, trainer_version=0, timeout_s=5)).ended
@@ -83,7 +83,7 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
 async def test_the_actor_holds_references_not_payloads() -> None:
     class Spy(QueueActor):
         async def kinds(self) -> list[str]:
-            return [type(entry.payload.ref).__name__ for entry in self._queue._entries.values()]
+            return [type(entry.payload.ref).__name__ for entry in self._queue.state._entries.values()]
 
     handle: Any = ray.remote(Spy).options(num_cpus=0).remote(TEN)
     client, payloads = QueueClient(handle, 30), RayPayloads(30)
@@ -141,7 +141,7 @@ async def test_a_cancelled_wait_leaks_no_permit(actor: Any) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: client.admit(1, timeout_s=30))
         await anyio.sleep(0.02)
-        actor.drop.remote(first, DropReason.FAILED)
+        actor.drop.remote(client._caller, first, DropReason.FAILED)
         tasks.cancel_scope.cancel()
     admission = await client.admit(1, timeout_s=5)
     assert [sample_id.index for sample_id in admission.sample_ids] == [2]
@@ -169,7 +169,7 @@ async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
 
 async def test_an_actor_that_does_not_answer_is_a_deadline_error() -> None:
     class Wedged:
-        async def status(self) -> None:
+        async def status(self, caller: Caller) -> None:
             await asyncio.Event().wait()
 
     handle: Any = ray.remote(Wedged).options(num_cpus=0).remote()
@@ -191,13 +191,20 @@ async def test_a_dead_actor_is_an_infra_error() -> None:
         await client.offer(SampleMeta(SampleId(0, 1), 0, 0, 1, 1, 1), None)
 
 
-async def test_a_lost_payload_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads = RayPayloads(20)
-    payload = await payloads.put(make_sample(SampleId(0, 1)))
+async def test_a_lost_payload_is_told_as_none_and_the_others_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    payloads, get = RayPayloads(20), ray.get
+    first, second, third = [await payloads.put(make_sample(SampleId(0, index))) for index in (1, 2, 3)]
+
     # Losing one for real needs a node to die: the store keeps what somebody refers to.
-    monkeypatch.setattr(ray, "get", lambda refs, timeout: _raise(ObjectLostError("00" * 28, "", "")))
-    with pytest.raises(InfraError, match="a sample payload is lost"):
-        await payloads.get([payload])
+    def second_is_lost(refs: list[Any], timeout: float) -> Any:
+        return _raise(OwnerDiedError("00" * 28, b"", "")) if second.ref in refs else get(refs, timeout=timeout)
+
+    monkeypatch.setattr(ray, "get", second_is_lost)
+    ids = [sample and sample.sample_id.index for sample in await payloads.get([first, second, third])]
+    assert ids == [1, None, 3]
+    assert "lost from the object store" in caplog.text
 
 
 async def test_samples_put_together_share_an_object_and_come_back_whole() -> None:
@@ -231,7 +238,7 @@ async def test_a_restored_queue_goes_on_where_it_was(actor: Any) -> None:
     client = QueueClient(actor, 30)
     ids = (await client.admit(3, timeout_s=5)).sample_ids
     await client.drop(ids[0], DropReason.OVERLONG)
-    restored = start_queue(TEN, await client.snapshot(), name="restored_queue")
+    restored = start_queue(TEN, await client.mark(1), name="restored_queue")
     again = QueueClient(ray.get_actor("restored_queue"), 30)
     assert [i.index for i in (await again.admit(3, timeout_s=5)).sample_ids] == [2, 3, 4]
     ray.kill(restored)

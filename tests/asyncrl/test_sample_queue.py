@@ -292,7 +292,7 @@ async def test_a_restored_queue_feeds_the_outstanding_first() -> None:
     lease = await queue.lease(2, trainer_version=0, timeout_s=0)
     await queue.commit(lease.lease_id, ids[:1])
     await queue.set_applied_version(1)
-    again = LocalSampleQueue(QueueOptions(100, Pacing(4, 1)), await queue.snapshot())
+    again = LocalSampleQueue(QueueOptions(100, Pacing(4, 1)), await queue.mark(1))
     status = await again.status()
     assert (status.version, status.books.fed, status.books.trained) == (1, 1, 1)
     assert [sample_id.index for sample_id in await admit(again, 4)] == [2, 3, 4, 5]

@@ -1,0 +1,471 @@
+"""The journal on real files: what is acknowledged survives kills; what is torn, damaged or full is named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
+from asyncrl.journal import Journal, _meta_crc, read_books, read_head, read_samples
+from asyncrl.payloads import FileRef
+from asyncrl.ports import Books, QueuedSample, QueueSnapshot
+from asyncrl.recovery import QueueState, replay
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.transitions import Admitted, Committed, Dropped, Finished, Leased, Marked, Transition
+from asyncrl.types import DropReason, SampleId, SampleMeta
+from asyncrl.wal import survey
+
+PROMPTS = 7
+OPTIONS = QueueOptions(PROMPTS, Pacing(samples_per_version=1000, staleness_threshold=0))
+
+
+def open_journal(path: Path, restore: QueueSnapshot | None = None, *, continuing: bool = False) -> Journal:
+    return Journal.open(path, num_prompts=PROMPTS, identity={"seed": 1}, restore=restore, continuing=continuing)
+
+
+def transition(number: int) -> list[Transition]:
+    """The life of one sample, which is its own batch."""
+    sample_id = SampleId((number - 1) // PROMPTS, number)
+    queued = QueuedSample(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", number))
+    ids = (sample_id,)
+    return [
+        Admitted(f"ask {number}", ids),
+        Finished((queued,)),
+        Leased("", number, ids, False),
+        Committed(number, ids),
+        Marked(number),
+    ]
+
+
+HISTORY = [step for number in range(1, 41) for step in transition(number)]
+
+
+async def write(path: Path, transitions: list[Transition], *, per_commit: int = 1, close: bool = True) -> None:
+    journal = open_journal(path)
+    for number, step in enumerate(transitions, 1):
+        journal.state.apply(step)
+        seq = journal.append(step)
+        if number % per_commit == 0 or number == len(transitions):
+            await journal.flushed(seq)
+    if close:
+        await journal.aclose()
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files as a process leaves them that dies after its last acknowledged commit: part in the file, part in its
+    log."""
+    root = tmp_path_factory.mktemp("journal")
+
+    async def die() -> None:
+        journal = open_journal(root / "journal.db")
+        for number, step in enumerate(HISTORY, 1):
+            await journal.flushed(journal.append(step))
+            if number == 100:
+                journal._connection.execute("PRAGMA wal_checkpoint(RESTART)")
+        copy = root / "crashed"
+        copy.mkdir()
+        for name in ("journal.db", "journal.db-wal"):
+            shutil.copy(root / name, copy / name)
+        await journal.aclose()
+
+    asyncio.run(die())
+    return root / "crashed"
+
+
+@pytest.fixture
+def broken(crashed: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    for path in crashed.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    return tmp_path
+
+
+def fresh() -> QueueState:
+    return QueueState.begin(PROMPTS, keeps_payloads=True)
+
+
+@pytest.fixture(scope="module")
+def prefixes() -> dict[str, int]:
+    """Every state that the history went through, and after how many transitions."""
+    state = fresh()
+    found = {json.dumps(state.dump()): 0}
+    for number, step in enumerate(HISTORY, 1):
+        state.apply(step)
+        found[json.dumps(state.dump())] = number
+    return found
+
+
+def reopen(path: Path, restore: QueueSnapshot | None = None) -> tuple[QueueState, int, tuple[str, ...]]:
+    journal = open_journal(path, restore)
+    found = journal.state, journal.durable, journal.told
+    asyncio.run(journal.aclose())
+    return found
+
+
+def test_what_is_reopened_is_what_was_there(crashed: Path, broken: Path) -> None:
+    state, seq, told = reopen(broken / "journal.db")
+    assert (seq, told) == (200, ())
+    assert state.dump() == replay(fresh(), HISTORY).dump()
+    assert state.ledger.books() == Books(40, trained=40, dropped=dict.fromkeys(map(str, DropReason), 0))
+
+
+async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "journal.db")
+    queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
+    ids = (await queue.admit(10, timeout_s=0)).sample_ids
+    for sample_id in ids[:8]:
+        await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", sample_id.index))
+    lease = await queue.lease(4, trainer_version=0, timeout_s=0)
+    await queue.commit(lease.lease_id, ids[:2])
+    await queue.drop(ids[9], DropReason.OVERLONG)
+    snapshot = await queue.mark(1)
+    books = (await queue.status()).books
+    # Read by others while it is being written to.
+    assert snapshot.seq == 13
+    assert await anyio.to_thread.run_sync(read_books, tmp_path) == books
+    head = await anyio.to_thread.run_sync(read_head, tmp_path)
+    assert head is not None
+    assert (head.seq, head.identity, head.num_prompts, head.lineage, head.damage) == (13, {"seed": 1}, 7, 0, "")
+    records = await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
+    assert [record.state for record in records] == [
+        "trained", "trained", "leased", "leased", "ready", "ready", "ready", "ready", "running", "dropped",
+    ]  # fmt: skip
+    assert [record.reason for record in records] == [""] * 9 + ["overlong"]
+    first = records[0]
+    assert 0 < first.fed_at <= first.ready_at <= first.leased_at <= first.ended_at
+    assert (first.num_feeds, first.num_commits) == (1, 1)
+    await journal.aclose()
+
+
+async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "journal.db")
+    done: list[int] = []
+
+    async def one(step: Transition) -> None:
+        seq = journal.append(step)
+        await journal.flushed(seq)
+        assert journal.durable >= seq
+        done.append(seq)
+
+    async with anyio.create_task_group() as tasks:
+        for step in HISTORY:
+            tasks.start_soon(one, step)
+    assert sorted(done) == list(range(1, 201))
+    frames = survey((tmp_path / "journal.db-wal").read_bytes())
+    assert frames.committed < 40, "a handful of transactions, not two hundred"
+    await journal.aclose()
+
+
+async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.journal.SNAPSHOT_EVERY_BYTES", 500)
+    monkeypatch.setattr("asyncrl.journal.BYTES_PER_ENTRY", 0)
+    path = tmp_path / "journal.db"
+    journal = open_journal(path)
+    for step in HISTORY:
+        journal.state.apply(step)
+        seq = journal.append(step)
+        journal.snapshot_if_due(journal.state.num_entries, journal.state.dump)
+        await journal.flushed(seq)
+    kept = [row[0] for row in journal._connection.execute("SELECT seq FROM snapshots ORDER BY seq")]
+    assert len(kept) == 2
+    assert kept[0] == 0
+    assert kept[1] > 150
+    # What lies before the snapshot is not needed to go on.
+    journal._connection.execute("UPDATE transitions SET body = '?' WHERE seq = 3")
+    before = journal.state.dump()
+    await journal.aclose()
+    again = open_journal(path)
+    assert again.state.dump() == before
+    assert again.durable == 200
+    await again.aclose()
+    with pytest.raises(ConfigError, match="the checksum of transition 3 is wrong"):
+        await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
+
+
+# ------------------------------------------------------------------------------------------------ torn and damaged
+
+
+def test_a_torn_tail_is_named_and_costs_the_last_write_only(broken: Path, prefixes: dict[str, int]) -> None:
+    log = broken / "journal.db-wal"
+    whole = log.read_bytes()
+    # One commit's pages, as the disk might have them after a power cut.
+    assert survey(whole).committed * 4120 + 32 <= len(whole)
+    log.write_bytes(whole[: 32 + survey(whole).committed * 4120 - 1000])
+    head = read_head(broken)
+    assert head is not None
+    assert head.damage == ""
+    state, seq, [told] = reopen(broken / "journal.db")
+    assert seq == prefixes[json.dumps(state.dump())] == 199
+    assert "torn tail" in told
+    assert "behind transition 199" in told
+    assert reopen(broken / "journal.db")[1:] == (199, ()), "it is told once"
+
+
+def test_acknowledged_commits_behind_a_bad_page_are_missed(broken: Path) -> None:
+    log = broken / "journal.db-wal"
+    flip(log, log.stat().st_size // 2)
+    head = read_head(broken)
+    assert head is not None
+    assert "commits behind it that had been acknowledged" in head.damage
+    with pytest.raises(InfraError, match="damaged while the run is alive"):
+        open_journal(broken / "journal.db", continuing=True)
+    state, seq, [told] = reopen(broken / "journal.db", SNAPSHOT)
+    assert (seq, state.version, state.ledger.books().trained) == (77, 3, 2)
+    assert "the journal is damaged: journal.db-wal has a bad frame" in told
+    [aside] = broken.glob("journal-damaged-*.db")
+    assert str(aside) in told
+    assert (broken / f"{aside.name}-wal").exists()
+    assert reopen(broken / "journal.db", SNAPSHOT)[1:] == (77, ())
+
+
+SNAPSHOT = QueueSnapshot(6, (SampleId(0, 3), SampleId(0, 5)), Books(5, trained=2, dropped={"failed": 1}), 3, seq=77)
+
+
+def flip(path: Path, offset: int, bit: int = 2) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
+@pytest.mark.parametrize("how", ["flip", "cut", "zero"])
+def test_whatever_breaks_is_named_or_harmless(
+    crashed: Path, tmp_path: Path, prefixes: dict[str, int], name: str, how: str
+) -> None:
+    """At random places: either all of the history is there, or one that ends earlier and says so, or it is damaged."""
+    rng = random.Random(f"{name} {how}")
+    outcomes = set()
+    for number in range(12):
+        root = tmp_path / str(number)
+        shutil.copytree(crashed, root)
+        path = root / name
+        size = path.stat().st_size
+        offset = rng.randrange(size)
+        if how == "flip":
+            flip(path, offset, rng.randrange(8))
+        elif how == "cut":
+            os.truncate(path, offset)
+        else:
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(bytes(min(512, size - offset)))
+        head = read_head(root)
+        assert head is not None
+        journal = open_journal(root / "journal.db")
+        seq, told = journal.durable, " ".join(journal.told)
+        assert bool(head.damage) == ("damaged" in told)
+        if head.damage:
+            assert seq == 0
+            assert head.damage in told
+            outcomes.add("damaged")
+        else:
+            assert prefixes[json.dumps(journal.state.dump())] == head.seq == seq
+            cut_clean = how == "cut" and name == "journal.db-wal"
+            assert seq == 200 or "torn tail" in told or (cut_clean and is_clean_cut(offset))
+            outcomes.add("whole" if seq == 200 else "torn")
+        asyncio.run(journal.aclose())
+    assert outcomes & {"damaged", "torn"}
+
+
+def is_clean_cut(size: int) -> bool:
+    """Nothing is left of the page that was cut off, or of the log: no file says that there was more."""
+    return size <= 32 or (size - 32) % 4120 == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_bytes(b""), "it is empty"),
+        (lambda path: path.write_bytes(b"no database" * 1000), "SQLite says: file is not a database"),
+        (lambda path: alter(path, "UPDATE transitions SET body = '[]' WHERE seq = 9"), "checksum of transition 9 is"),
+        (lambda path: alter(path, "DELETE FROM transitions WHERE seq = 7"), "transition 7 is missing"),
+        (lambda path: alter(path, "UPDATE snapshots SET body = '{}'"), "checksum of the snapshot at transition 0"),
+        (lambda path: alter(path, "UPDATE meta SET value = '8' WHERE key = 'num_prompts'"), "checksum of its meta"),
+        (lambda path: alter(path, "DROP TABLE snapshots"), "SQLite says: no such table: snapshots"),
+        (lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
+    ],
+)  # fmt: skip
+def test_each_damage_has_its_words(broken: Path, spoil: Callable[[Path], object], said: str) -> None:
+    path = broken / "journal.db"
+    (broken / "journal.db-wal").unlink()
+    spoil(path)
+    head = read_head(broken)
+    assert head is not None
+    assert said in head.damage
+    state, seq, [told] = reopen(path, SNAPSHOT)
+    assert said in told
+    assert "the books of its checkpoint" in told
+    assert (seq, state.ledger.next_ids(3)) == (77, (SampleId(0, 3), SampleId(0, 5), SampleId(0, 6)))
+    assert len(list(broken.glob("journal-damaged-*.db"))) == 1
+
+
+def alter(path: Path, statement: str) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(statement)
+    connection.close()
+
+
+def test_a_journal_of_another_asyncrl_says_whose_it_is(broken: Path) -> None:
+    path = broken / "journal.db"
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+        connection.execute("UPDATE meta SET value = '9.9.9' WHERE key = 'written_by'")
+        meta = dict(connection.execute("SELECT key, value FROM meta WHERE key <> 'crc'"))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'crc'", (str(_meta_crc(meta)),))
+    connection.close()
+    for read in (read_head, read_books, lambda root: open_journal(root / "journal.db")):
+        with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
+            read(broken)
+    assert path.exists()
+
+
+def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path) -> None:
+    path = broken / "journal.db"
+    at_mark = QueueSnapshot(41, (), Books(40, trained=40), 3, seq=200)
+    assert reopen(path, at_mark)[1:] == (200, ())
+    behind = QueueSnapshot(61, (), Books(60, trained=60), 3, seq=300)
+    state, seq, [told] = reopen(path, behind)
+    assert (seq, state.ledger.books().trained) == (300, 60)
+    assert "ends at transition 200 and does not hold the checkpoint's, 300" in told
+    assert len(list(broken.glob("journal-behind-*.db"))) == 1
+    # The new one begins at the checkpoint, so it holds it.
+    assert reopen(path, behind)[1:] == (300, ())
+    without = QueueSnapshot(61, (), Books(60, trained=60), 3)
+    assert "written without a journal" in reopen(path, without)[2][0]
+
+
+def test_other_data_is_refused(broken: Path) -> None:
+    with pytest.raises(ConfigError, match="of a run over 7 prompts, this one has 8"):
+        Journal.open(broken / "journal.db", num_prompts=8, identity={})
+
+
+def test_file_names_tell_the_last_incarnation_if_the_journal_cannot(broken: Path) -> None:
+    (broken / "samples").mkdir()
+    for name in ("2-1.safetensors", "turns-3-1.log", "notes.txt"):
+        (broken / "samples" / name).touch()
+    head = read_head(broken)
+    assert head is not None
+    assert head.incarnations == {"rollouter": 3}
+    (broken / "journal.db").write_bytes(b"")
+    head = read_head(broken)
+    assert head is not None
+    assert (head.damage, head.incarnations) == ("it is empty", {"rollouter": 3})
+
+
+def test_there_is_nothing_to_read_without_a_journal(tmp_path: Path) -> None:
+    assert read_head(tmp_path) is None
+    with pytest.raises(ConfigError, match="journal=off"):
+        read_books(tmp_path)
+
+
+async def test_two_processes_cannot_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.journal.LOCK_WAIT_S", 0.0)
+    journal = open_journal(tmp_path / "journal.db")
+    with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):
+        open_journal(tmp_path / "journal.db")
+    await journal.aclose()
+
+
+# ------------------------------------------------------------------------------------------------ errors of the disk
+
+
+async def test_a_full_disk_fails_every_call_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = open_journal(path)
+    [pages] = journal._connection.execute("PRAGMA page_count").fetchone()
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    acknowledged = 0
+    failures: list[AsyncRLError] = []
+
+    async def one(step: Transition) -> None:
+        nonlocal acknowledged
+        try:
+            seq = journal.append(step)
+            await journal.flushed(seq)
+            acknowledged = max(acknowledged, seq)
+        except DiskFullError as error:
+            failures.append(error)
+
+    for start in range(0, 200, 20):
+        async with anyio.create_task_group() as tasks:
+            for step in HISTORY[start : start + 20]:
+                tasks.start_soon(one, step)
+    assert failures
+    assert f"the disk is full: cannot write {path}" in failures[0].message
+    assert "Free some space" in failures[0].message
+    with pytest.raises(DiskFullError):
+        journal.append(HISTORY[0])
+    with pytest.raises(DiskFullError):
+        await journal.flushed(0)
+    assert 0 < journal.durable == acknowledged < 200
+    with pytest.raises(DiskFullError):
+        await journal.aclose()
+    again = open_journal(path)
+    assert again.durable == acknowledged
+    assert again.state.dump() == replay(fresh(), HISTORY[:acknowledged]).dump()
+    await again.aclose()
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from tests.asyncrl import test_journal as t
+
+async def main(path):
+    journal = t.open_journal(path)
+    number = journal.durable // 5
+    while True:
+        number += 1
+        for step in t.transition(number):
+            journal.append(step)
+            if number % 3:
+                await journal.flushed(journal._seq)
+                print(journal.durable, flush=True)
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    rng = random.Random(3)
+    acknowledged = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(rng.randrange(5, 60)):
+            acknowledged = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        acknowledged = max([acknowledged, *(int(line) for line in process.stdout if line.endswith("\n"))])
+        process.wait()
+        journal = open_journal(path)
+        assert journal.durable >= acknowledged
+        assert journal.told == () or "torn tail" in journal.told[0]
+        history = [step for number in range(1, journal.durable // 5 + 2) for step in transition(number)]
+        assert journal.state.dump() == replay(fresh(), history[: journal.durable]).dump()
+        rest = -journal.durable % 5
+        for step in history[journal.durable : journal.durable + rest]:
+            journal.append(step)
+        asyncio.run(journal.aclose())
+
+
+def test_dropped_samples_are_told_with_their_reason(tmp_path: Path) -> None:
+    ids = (SampleId(0, 1), SampleId(0, 2))
+    asyncio.run(write(tmp_path / "journal.db", [Admitted("", ids), Dropped(DropReason.FAILED, ids[1:])]))
+    states = [(record.state, record.reason) for record in read_samples(tmp_path)]
+    assert states == [("running", ""), ("dropped", "failed")]
