@@ -1,18 +1,30 @@
-"""Samples packed for a trip through shared memory, and unpacked again. Pure.
+"""Samples packed for a trip through shared memory or a file, and unpacked again. Pure.
 
 A group of 8 trajectories is 32 small arrays in 9 objects, and pickling those costs several times what moving the bytes
 of a 100 KB sample does. Packed, any number of small samples is four arrays end to end and plain values; large arrays
-travel as they are. Pickle protocol 5 carries the arrays out of band, and unpacking makes views of them.
+travel as they are. Unpacking makes views. Through shared memory, pickle protocol 5 carries the arrays out of band; in a
+file (`asyncrl.blobs`) the plain values are JSON, for nothing is unpickled from a disk.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from asyncrl.blobs import Blob
 from asyncrl.types import FinishReason, LogProbs, Mask, Sample, SampleId, Span, TokenIds, Trajectory
+
+
+class FileRef(NamedTuple):
+    """A payload in a file: which one in `samples/` of the run directory, and the sample's place among those in it."""
+
+    file: str
+    position: int
+
 
 JOIN_BELOW_TOKENS = 16_384
 """Longer responses are not copied: fresh memory to join them in would cost more than four arrays of their own do."""
@@ -68,8 +80,11 @@ def pack(samples: Sequence[Sample]) -> Packed:
 
 def unpack(packed: Packed, position: int) -> Sample:
     """The sample at `position`; its arrays are views, read-only if the packed ones are."""
-    sample = packed.samples[position]
-    rows = tuple(_unpack_row(row, packed.chunks) for row in sample.rows)
+    return _unpack(packed.samples[position], packed.chunks)
+
+
+def _unpack(sample: PackedSample, chunks: Sequence[Chunk] | Mapping[int, Chunk]) -> Sample:
+    rows = tuple([_unpack_row(row, chunks[row[0]]) for row in sample.rows])
     return Sample(
         SampleId(*sample.sample_id),
         rows,
@@ -78,6 +93,127 @@ def unpack(packed: Packed, position: int) -> Sample:
         sample.reward_s,
         sample.baseline_reward,
     )
+
+
+def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """`packed` for a file: its arrays, named, and texts that say in JSON what of them belongs to which sample."""
+    arrays = {
+        f"{field}.{number}": array
+        for number, chunk in enumerate(packed.chunks)
+        for field, array in zip(Chunk._fields, chunk, strict=True)
+    }
+    samples = [
+        {
+            "sample_id": sample.sample_id,
+            "data_source": sample.data_source,
+            "generate_s": float(sample.generate_s),
+            "reward_s": float(sample.reward_s),
+            "baseline_reward": None if sample.baseline_reward is None else float(sample.baseline_reward),
+            "trajectories": [
+                (*row[:-2], float(row[-2]), {key: float(value) for key, value in row[-1].items()})
+                for row in sample.rows
+            ],
+        }
+        for sample in packed.samples
+    ]
+    return arrays, {"trajectory": _ROW_FIELDS, "samples": json.dumps(samples, separators=(",", ":"))}
+
+
+_ROW_FIELDS = (
+    "arrays, first of prompt_ids, number of prompt_ids, first of response_ids, number of response_ids, "
+    "[[first token, version], ...], finish_reason, reward, reward_extra"
+)
+_ROW_TYPES = [int, int, int, int, int, list, str, float, dict]
+
+
+class PackedBlob:
+    """What `to_blob` gave, in a file that was read. Only the arrays of samples that are asked for are looked at."""
+
+    def __init__(self, blob: Blob) -> None:
+        """
+        Raises:
+            ValueError: there are no samples in it.
+        """
+        self._blob = blob
+        self._samples = json.loads(blob.texts.get("samples", ""))
+        if not isinstance(self._samples, list):
+            raise ValueError("it has no list of samples")
+        self._chunks: dict[int, Chunk] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def unpack(self, position: int) -> Sample:
+        """The sample at `position`; its arrays are read-only views of the file's bytes.
+
+        Raises:
+            DamageError: the checksum of an array differs.
+            ValueError: there is no such sample, or its description is none or does not fit the arrays.
+        """
+        if position not in range(len(self._samples)):
+            raise ValueError(f"it has {len(self._samples)} samples and none at {position}")
+        sample = _parse(self._samples[position])
+        for row in sample.rows:
+            _check_row(row, self._chunk(row[0]))
+        return _unpack(sample, self._chunks)
+
+    def _chunk(self, number: int) -> Chunk:
+        if number not in self._chunks:
+            self._chunks[number] = Chunk(
+                self._blob.array(f"prompt_ids.{number}", np.int32),
+                self._blob.array(f"response_ids.{number}", np.int32),
+                self._blob.array(f"response_mask.{number}", np.bool_),
+                self._blob.array(f"rollout_log_probs.{number}", np.float32),
+            )
+        return self._chunks[number]
+
+
+def spans_from_json(value: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs of integers. Whether they fit their tokens is for whoever trains on them to check.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        spans = tuple([(first, version) for first, version in value])
+    except TypeError as error:
+        raise ValueError("spans are no list of pairs") from error
+    if not all([type(first) is type(version) is int and first >= 0 for first, version in spans]):
+        raise ValueError("spans are no pairs of a token's place and a version")
+    return spans
+
+
+def _parse(description: Any) -> PackedSample:
+    match description:
+        case {
+            "sample_id": [int(epoch), int(index)],
+            "data_source": str(data_source),
+            "generate_s": float(generate_s),
+            "reward_s": float(reward_s),
+            "baseline_reward": float() | None as baseline_reward,
+            "trajectories": [*rows],
+        } if epoch >= 0 and index >= 1:
+            parsed = tuple([_parse_row(row) for row in rows])
+            return PackedSample((epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward)
+    raise ValueError("the description of a sample is none")
+
+
+def _parse_row(description: Any) -> _Row:
+    if not isinstance(description, list) or list(map(type, description)) != _ROW_TYPES:
+        raise ValueError("the description of a trajectory is none")
+    *numbers, spans, finish_reason, reward, extra = description
+    if min(numbers) < 0 or not all([type(value) is float for value in extra.values()]):
+        raise ValueError("the description of a trajectory makes no sense")
+    number, prompt_start, prompt_tokens, response_start, response_tokens = numbers
+    places = (number, prompt_start, prompt_tokens, response_start, response_tokens)
+    return (*places, spans_from_json(spans), finish_reason, reward, extra)
+
+
+def _check_row(row: _Row, chunk: Chunk) -> None:
+    _, prompt_start, prompt_tokens, response_start, response_tokens = row[:5]
+    longest = min(len(chunk.response_ids), len(chunk.response_mask), len(chunk.rollout_log_probs))
+    if prompt_start + prompt_tokens > len(chunk.prompt_ids) or response_start + response_tokens > longest:
+        raise ValueError("a trajectory lies outside of its arrays")
 
 
 class _Packer:
@@ -121,11 +257,11 @@ def _joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
 
 
-def _unpack_row(row: _Row, chunks: Sequence[Chunk]) -> Trajectory:
-    number, prompt_start, prompt_tokens, response_start, response_tokens, spans, finish_reason, reward, extra = row
+def _unpack_row(row: _Row, chunk: Chunk) -> Trajectory:
+    _, prompt_start, prompt_tokens, response_start, response_tokens, spans, finish_reason, reward, extra = row
     prompt = slice(prompt_start, prompt_start + prompt_tokens)
     response = slice(response_start, response_start + response_tokens)
-    prompt_ids, response_ids, response_mask, rollout_log_probs = chunks[number]
+    prompt_ids, response_ids, response_mask, rollout_log_probs = chunk
     return Trajectory(
         prompt_ids=prompt_ids[prompt],
         response_ids=response_ids[response],

@@ -1,31 +1,37 @@
 """Samples per second and latency through the sample queue, against a plain Ray actor around a deque.
 
-    ours      producer ─ put ─▶ object store ◀─ get ─ consumer      the queue actor sees metadata and references
-    deque     producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
+    journal on    producer ─ put ─▶ files on disk ◀─ get ─ consumer     the queue actor sees metadata and references,
+                  and has written down what it answers
+    journal off   producer ─ put ─▶ object store ◀─ get ─ consumer      the same, in memory
+    deque         producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
 
-Both ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 64 at a time and reads
+All ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 64 at a time and reads
 every byte of them, at most 256 samples under way, the same samples. The rate is measured at full speed. Latency
 is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 256 divided by the rate.
-Rounds of the two alternate within one run. Rates are medians over rounds, the ratio is the median of the ratios of
+Rounds of all ways alternate within one run. Rates are medians over rounds, ratios are medians of the ratios of
 neighbouring rounds, latencies are percentiles over all rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import statistics
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 import numpy as np
 import ray
 
-from asyncrl.ports import SampleQueue
+from asyncrl.payload_files import FilePayloads
+from asyncrl.ports import PayloadStore, SampleQueue
 from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
@@ -37,6 +43,8 @@ LEASE = 64
 UNDER_WAY = 4 * LEASE
 TRAJECTORIES = 8
 CALL_TIMEOUT_S = 120.0
+LEASES_PER_CHECKPOINT = 8
+"""Only then are payload files deleted."""
 
 
 def make_sample(num_bytes: int, seed: int = 0) -> Sample:
@@ -97,9 +105,9 @@ class Pace:
 class ThroughQueue:
     """The project's own: admit, put, offer; lease, get, commit."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, payloads: PayloadStore) -> None:
         self._queue: SampleQueue = QueueClient(handle, CALL_TIMEOUT_S)
-        self._payloads = RayPayloads(CALL_TIMEOUT_S)
+        self._payloads = payloads
 
     async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None:
         in_hand = anyio.Semaphore(IN_HAND)
@@ -124,13 +132,17 @@ class ThroughQueue:
             lease = await self._queue.lease(min(batch, num_samples - trained), trainer_version=version, timeout_s=10)
             if not lease.samples:
                 continue
-            took(await self._payloads.get([queued.payload for queued in lease.samples]))
+            samples = await self._payloads.get([queued.payload for queued in lease.samples])
+            took([sample for sample in samples if sample is not None])
             trained += len(lease.samples)
             async with anyio.create_task_group() as tasks:
                 ids = [queued.meta.sample_id for queued in lease.samples]
                 tasks.start_soon(self._queue.commit, lease.lease_id, ids)
                 if trained // LEASE > version:
                     tasks.start_soon(self._queue.set_applied_version, trained // LEASE)
+            if trained // LEASE > version and trained // LEASE % LEASES_PER_CHECKPOINT == 0:
+                await self._queue.mark(trained // LEASE)
+                await self._queue.covered(trained // LEASE)
 
 
 class DequeActor:
@@ -182,11 +194,17 @@ class ThroughDeque:
             taken += wanted
 
 
-WAYS: dict[str, Callable[[Any], Way]] = {"asyncrl": ThroughQueue, "deque": ThroughDeque}
+WAYS: dict[str, Callable[[Any, Path], Way]] = {
+    "journal on": lambda handle, run_dir: ThroughQueue(handle, FilePayloads(run_dir, incarnation=1)),
+    "journal off": lambda handle, _: ThroughQueue(handle, RayPayloads(CALL_TIMEOUT_S)),
+    "deque": lambda handle, _: ThroughDeque(handle),
+}
 
 
 class Producer:
-    async def run(self, way: str, handle: Any, num_samples: int, num_bytes: int, interval_s: float) -> float:
+    async def run(
+        self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, interval_s: float
+    ) -> float:
         """Returns when it began. A sample's `generate_s` carries the time at which it was finished."""
         # Enough that no two samples put together share an array: pickle would write it once.
         pool = [make_sample(num_bytes, seed) for seed in range(max(8, min(IN_HAND, (64 << 20) // num_bytes)))]
@@ -195,13 +213,13 @@ class Producer:
         def make(index: int) -> Sample:
             return replace(pool[index % len(pool)], sample_id=SampleId(0, index), generate_s=time.monotonic())
 
-        await WAYS[way](handle).produce(num_samples, make, Pace(interval_s))
+        await WAYS[way](handle, run_dir).produce(num_samples, make, Pace(interval_s))
         return started
 
 
 class Consumer:
     async def run(
-        self, way: str, handle: Any, num_samples: int, num_bytes: int, batch: int
+        self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, batch: int
     ) -> tuple[float, list[float]]:
         """Returns when it had everything, and each sample's seconds from finished to in hand."""
         latencies: list[float] = []
@@ -215,25 +233,31 @@ class Consumer:
             for sample in samples:
                 reader.read(sample)
 
-        await WAYS[way](handle).consume(num_samples, batch, took)
+        await WAYS[way](handle, run_dir).consume(num_samples, batch, took)
         if len(seen) != num_samples:
             raise RuntimeError(f"{num_samples} samples taken, {len(seen)} different ones")
         return time.monotonic(), latencies
 
 
-def start(way: str) -> Any:
+def start(way: str, run_dir: Path) -> Any:
     """A fresh queue of that kind; at most `UNDER_WAY` samples fit."""
-    if way == "asyncrl":
-        pacing = Pacing(samples_per_version=LEASE, staleness_threshold=UNDER_WAY / LEASE - 1)
-        return start_queue(QueueOptions(prompts_per_epoch=1 << 40, pacing=pacing))
-    actor: Any = ray.remote(DequeActor)
-    return actor.options(num_cpus=0, max_concurrency=1000).remote(UNDER_WAY)
+    if way == "deque":
+        actor: Any = ray.remote(DequeActor)
+        return actor.options(num_cpus=0, max_concurrency=1000).remote(UNDER_WAY)
+    pacing = Pacing(samples_per_version=LEASE, staleness_threshold=UNDER_WAY / LEASE - 1)
+    options = QueueOptions(prompts_per_epoch=1 << 40, pacing=pacing)
+    return start_queue(options, run_dir=run_dir if way == "journal on" else None)
 
 
 class Round:
-    """Runs one stream from producer to consumer through a fresh queue."""
+    """Runs one stream from producer to consumer through a fresh queue.
 
-    def __init__(self) -> None:
+    Args:
+        root: where run directories are made, and removed after their round.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
         producer: Any = ray.remote(Producer)
         consumer: Any = ray.remote(Consumer)
         self._producer = producer.options(num_cpus=0).remote()
@@ -243,12 +267,16 @@ class Round:
         self, way: str, num_bytes: int, num_samples: int, *, interval_s: float = 0.0
     ) -> tuple[float, list[float]]:
         """Samples per second, and each one's latency in seconds."""
-        handle = start(way)
-        ray.get(handle.__ray_ready__.remote())
-        taken = self._consumer.run.remote(way, handle, num_samples, num_bytes, 1 if interval_s else LEASE)
-        started = ray.get(self._producer.run.remote(way, handle, num_samples, num_bytes, interval_s))
-        ended, latencies = ray.get(taken)
-        ray.kill(handle)
+        with tempfile.TemporaryDirectory(dir=self._root) as directory:
+            run_dir = Path(directory)
+            handle = start(way, run_dir)
+            ray.get(handle.__ray_ready__.remote())
+            batch = 1 if interval_s else LEASE
+            taken = self._consumer.run.remote(way, handle, run_dir, num_samples, num_bytes, batch)
+            produced = self._producer.run.remote(way, handle, run_dir, num_samples, num_bytes, interval_s)
+            started = ray.get(produced)
+            ended, latencies = ray.get(taken)
+            ray.kill(handle)
         return num_samples / (ended - started), latencies
 
 
@@ -269,32 +297,48 @@ SIZES = (
 )
 
 
+AIM = "journal off at 3 times the deque's rate or more, journal on at 0.8 of journal off or more, at 100 KB"
+
+
 def main() -> None:
     parser = arguments(str(__doc__))
     parser.add_argument("--rounds", type=int, default=3, help="of each way and size (default 3)")
+    parser.add_argument(
+        "--journal", action=argparse.BooleanOptionalAction, default=True, help="measure with the journal too (default)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path.cwd(), help="on the disk to measure (default: the working directory)"
+    )
     args = parser.parse_args()
+    ways = [way for way in WAYS if args.journal or way != "journal on"]
     ray.init(include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
     try:
-        one_round = Round()
-        rows: list[dict[str, Any]] = []
-        ratios: dict[str, float] = {}
-        for size in SIZES:
-            rates, latencies = measure(one_round, size, args.rounds)
-            for way in WAYS:
-                rows.append({"size": size.name, "through": way, **figures(rates[way], latencies[way], size.num_bytes)})
-            pairs = zip(rates["asyncrl"], rates["deque"], strict=True)
-            ratios[size.name] = round(statistics.median(ours / theirs for ours, theirs in pairs), 2)
+        with tempfile.TemporaryDirectory(dir=args.dir, prefix="queue-benchmark-") as root:
+            one_round = Round(Path(root))
+            rows: list[dict[str, Any]] = []
+            ratios: dict[str, dict[str, float]] = {}
+            for size in SIZES:
+                rates, latencies = measure(one_round, size, ways, args.rounds)
+                for way in ways:
+                    row = {"size": size.name, "through": way}
+                    rows.append({**row, **figures(rates[way], latencies[way], size.num_bytes)})
+                for way, other in itertools.pairwise(ways):
+                    pairs = zip(rates[way], rates[other], strict=True)
+                    ratio = round(statistics.median(one / another for one, another in pairs), 2)
+                    ratios.setdefault(f"{way} / {other}", {})[size.name] = ratio
     finally:
         ray.shutdown()
-    report("queue", rows, args.json, aim="asyncrl at 3 times the deque's rate or more, at 100 KB and up", ratio=ratios)
+    report("queue", rows, args.json, aim=AIM, ratio=ratios)
 
 
-def measure(one_round: Round, size: Size, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(
+    one_round: Round, size: Size, ways: Sequence[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Rates of the rounds, and latencies of all samples, by way; they take turns, after a round that does not count."""
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    latencies: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    latencies: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):
-        for way in WAYS:
+        for way in ways:
             rate, _ = one_round(way, size.num_bytes, size.num_samples)
             _, paced = one_round(way, size.num_bytes, size.paced, interval_s=size.interval_s)
             if number > 0:

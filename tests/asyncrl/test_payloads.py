@@ -2,68 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.payloads import pack, unpack
+from asyncrl.blobs import DamageError, decode, encode
+from asyncrl.payloads import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory
+from tests.fakes.samples import assert_same_sample, make_sample, samples
 
-rewards = st.floats(allow_nan=False)
-
-
-@st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    prompt, response = draw(st.integers(0, 5)), draw(st.integers(0, 7))
-    ids = st.integers(0, 2**31 - 1)
-    starts = sorted(draw(st.sets(st.integers(1, response - 1)))) if response > 1 else []
-    return Trajectory(
-        prompt_ids=np.array(draw(st.lists(ids, min_size=prompt, max_size=prompt)), dtype=np.int32),
-        response_ids=np.array(draw(st.lists(ids, min_size=response, max_size=response)), dtype=np.int32),
-        response_mask=np.array(draw(st.lists(st.booleans(), min_size=response, max_size=response)), dtype=np.bool_),
-        rollout_log_probs=np.linspace(-3, 0, response, dtype=np.float32),
-        spans=tuple(Span(start, version) for version, start in enumerate([0, *starts])) if response else (),
-        finish_reason=draw(st.sampled_from(FinishReason)),
-        reward=draw(rewards),
-        reward_extra=draw(st.dictionaries(st.text(max_size=3), rewards, max_size=2)),
-    )
+LONG = make_sample(7, tokens=JOIN_BELOW_TOKENS + 3)
 
 
-@st.composite
-def samples(draw: st.DrawFn) -> Sample:
-    return Sample(
-        SampleId(draw(st.integers(0, 9)), draw(st.integers(1, 99))),
-        tuple(draw(st.lists(trajectories(), min_size=1, max_size=3))),
-        data_source=draw(st.text(max_size=5)),
-        generate_s=draw(rewards),
-        reward_s=draw(rewards),
-        baseline_reward=draw(st.none() | rewards),
-    )
+def through_bytes(originals: list[Sample], texts: dict[str, str] | None = None) -> PackedBlob:
+    arrays, own = to_blob(pack(originals))
+    return PackedBlob(decode(np.frombuffer(b"".join(encode(arrays, {**own, **(texts or {})})), np.uint8)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=4))
 def test_what_was_packed_comes_back(originals: list[Sample]) -> None:
     packed = pickle.loads(pickle.dumps(pack(originals), protocol=5))
     for position, original in enumerate(originals):
-        sample = unpack(packed, position)
-        assert sample.sample_id == original.sample_id
-        for field in ("data_source", "generate_s", "reward_s", "baseline_reward"):
-            assert getattr(sample, field) == getattr(original, field)
-        for row, expected in zip(sample.trajectories, original.trajectories, strict=True):
-            assert (row.spans, row.finish_reason, row.reward, row.reward_extra) == (
-                expected.spans,
-                expected.finish_reason,
-                expected.reward,
-                expected.reward_extra,
-            )
-            assert isinstance(row.finish_reason, FinishReason)
-            for name in ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"):
-                ours, theirs = getattr(row, name), getattr(expected, name)
-                assert ours.dtype == theirs.dtype
-                np.testing.assert_array_equal(ours, theirs)
+        assert_same_sample(unpack(packed, position), original)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(samples(), min_size=1, max_size=4), st.booleans())
+def test_what_was_packed_for_a_file_comes_back(originals: list[Sample], with_a_long_one: bool) -> None:
+    originals = [LONG] * with_a_long_one + originals
+    packed = through_bytes(originals)
+    for position in reversed(range(len(originals))):
+        assert_same_sample(packed.unpack(position), originals[position])
+
+
+def test_text_that_is_no_unicode_survives_a_file() -> None:
+    original = replace(make_sample(1), data_source='\ud800"\\\0')
+    assert_same_sample(through_bytes([original]).unpack(0), original)
+
+
+def test_arrays_out_of_a_file_cannot_be_written_to() -> None:
+    sample = through_bytes([make_sample(1)]).unpack(0)
+    with pytest.raises(ValueError, match="read-only"):
+        sample.trajectories[0].response_ids[0] = 5
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("value", [-1, 10**6, 10**30, 0.5, "0", None])
+def test_a_description_that_does_not_fit_the_arrays_is_refused(place: int, value: Any) -> None:
+    descriptions = json.loads(to_blob(pack([make_sample(1)]))[1]["samples"])
+    descriptions[0]["trajectories"][1][place] = value
+    packed = through_bytes([make_sample(1)], {"samples": json.dumps(descriptions)})
+    with pytest.raises((ValueError, DamageError)):
+        packed.unpack(0)
+
+
+@pytest.mark.parametrize(
+    "samples_text",
+    ["", "{}", "[1]", "[{}]", "[[]]", '[{"sample_id": [0, 0]}]', "[" * 100_000, "9" * 10_000],
+)
+def test_descriptions_that_are_none_are_refused(samples_text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        through_bytes([make_sample(1)], {"samples": samples_text}).unpack(0)
+
+
+def test_a_position_that_is_not_there_is_refused() -> None:
+    packed = through_bytes([make_sample(1)])
+    for position in (-1, 1):
+        with pytest.raises(ValueError, match="1 samples"):
+            packed.unpack(position)
 
 
 def test_an_array_of_another_kind_is_refused() -> None:

@@ -1,0 +1,182 @@
+"""Arrays and texts as the bytes of a safetensors file, with checksums, and back. Pure.
+
+    8 bytes   length of the header
+    header    {"__metadata__": {"crc32": …, "checksums": …, texts}, name: {dtype, shape, data_offsets}, …}, blanks
+    data      the arrays end to end
+
+Any tool that reads safetensors reads it. `crc32` covers the header behind itself, `checksums` has one for each array,
+and the lengths must come out even: what was torn off or damaged is seen before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BEGIN = b'{"__metadata__":{"crc32":"'
+_DATA_ALIGNMENT = 8
+
+
+class DamageError(Exception):
+    """These bytes are not what was written. The message says what is wrong with them."""
+
+
+class _Place(NamedTuple):
+    dtype: np.dtype[Any]
+    start: int
+    """In the data."""
+    end: int
+    checksum: str
+
+
+class Blob:
+    """What `decode` found. An array is checked when it is taken for the first time."""
+
+    def __init__(self, texts: Mapping[str, str], places: Mapping[str, _Place], data: NDArray[np.uint8]) -> None:
+        self.texts = texts
+        self._places = places
+        self._data = data
+        self._taken: dict[str, NDArray[Any] | DamageError] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def length(self, name: str) -> int:
+        """How many elements the array has; 0 if there is no such array."""
+        place = self._places.get(name)
+        return (place.end - place.start) // place.dtype.itemsize if place else 0
+
+    def array(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        """A read-only view, 1-D.
+
+        Raises:
+            DamageError: its checksum differs, it has another dtype, or it is not there.
+        """
+        if name not in self._taken:
+            try:
+                self._taken[name] = self._take(name, np.dtype(dtype))
+            except DamageError as error:
+                self._taken[name] = error
+        taken = self._taken[name]
+        if isinstance(taken, DamageError):
+            raise taken
+        return taken
+
+    def _take(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        place = self._places.get(name)
+        if place is None:
+            raise DamageError(f"there is no {name}")
+        if place.dtype != dtype:
+            raise DamageError(f"{name} is {place.dtype}, not {dtype}")
+        raw = self._data[place.start : place.end]
+        if (found := _checksum(raw)) != place.checksum:
+            raise DamageError(f"checksum of {name} differs: {found}, {place.checksum} was written")
+        if dtype == np.bool_ and raw.size and raw.max() > 1:
+            raise DamageError(f"{name} has bytes that are neither true nor false")
+        view = raw.view(dtype)
+        view.flags.writeable = False
+        return view
+
+
+def encode(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> list[memoryview]:
+    """`arrays`, 1-D and contiguous, of int32, float32 or bool, and `texts`, as bytes to be written one after another.
+
+    The arrays are not copied.
+
+    Raises:
+        ValueError: the texts are longer than a header may be.
+    """
+    # Wide ones first: then each lies at a multiple of its width.
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, array in ordered:
+        start, end = end, end + array.nbytes
+        entries[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
+    checksums = {name: _checksum(array) for name, array in ordered}
+    header = _dump({"__metadata__": {"crc32": "", "checksums": _dump(checksums), **texts}, **entries}).encode()
+    rest = header[len(_BEGIN) :]
+    rest += b" " * (-(len(_BEGIN) + 8 + len(rest)) % _DATA_ALIGNMENT)
+    num_bytes = len(_BEGIN) + 8 + len(rest)
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {num_bytes} bytes; {MAX_HEADER_BYTES} is what a safetensors file may have")
+    head = num_bytes.to_bytes(8, "little") + _BEGIN + _checksum(rest).encode() + rest
+    return [memoryview(head), *(array.data.cast("B") for _, array in ordered if array.nbytes)]
+
+
+def decode(data: NDArray[np.uint8]) -> Blob:
+    """What `encode` made of arrays and texts; arrays are views of `data`, checked when they are taken.
+
+    Raises:
+        DamageError: it is torn, or its header is damaged or is no such thing.
+    """
+    if data.size < 8:
+        raise DamageError(f"torn: {data.size} bytes")
+    num_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    if num_bytes > min(data.size - 8, MAX_HEADER_BYTES) or num_bytes % _DATA_ALIGNMENT:
+        raise DamageError(f"torn or damaged: {data.size} bytes, and a header of {num_bytes}")
+    header = data[8 : 8 + num_bytes].tobytes()
+    begin, told, rest = header[: len(_BEGIN)], header[len(_BEGIN) : len(_BEGIN) + 8], header[len(_BEGIN) + 8 :]
+    if begin != _BEGIN or _checksum(rest).encode() != told:
+        raise DamageError("checksum of the header differs")
+    try:
+        texts, checksums, entries = _read_header(header)
+        places = _read_places(entries, checksums, data.size - 8 - num_bytes)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"the header makes no sense: {error}") from error
+    return Blob(texts, places, data[8 + num_bytes :])
+
+
+def _read_header(header: bytes) -> tuple[Mapping[str, str], Mapping[str, Any], Mapping[str, Any]]:
+    parsed = json.loads(header)
+    metadata = parsed.pop("__metadata__")
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata is not text")
+    if "checksums" not in metadata:
+        raise ValueError("there are no checksums")
+    checksums = json.loads(metadata["checksums"])
+    if not isinstance(checksums, dict) or checksums.keys() != parsed.keys():
+        raise ValueError("its checksums are not those of its arrays")
+    return metadata, checksums, parsed
+
+
+def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_bytes: int) -> dict[str, _Place]:
+    """Raises ValueError unless the arrays lie end to end and fill `data_bytes` exactly."""
+    places: dict[str, _Place] = {}
+    at = 0
+    for name, entry in entries.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [int(length)], "data_offsets": [int(start), int(end)]}:
+                pass
+            case _:
+                raise ValueError(f"its entry for {name} is not one of an array with one dimension")
+        size = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
+        if not size or length < 0 or start != at or start % size or end - start != length * size:
+            raise ValueError(f"{name}: {length} elements of {dtype} cannot lie at bytes {start} to {end}")
+        places[name] = _Place(_DTYPES[dtype], start, end, str(checksums[name]))
+        at = end
+    if at != data_bytes:
+        raise ValueError(f"{at} bytes of arrays, and {data_bytes} are there")
+    return places
+
+
+def _checksum(data: Any) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
