@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,15 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
-from asyncrl.ports import RecordSink, RunRecord
-from asyncrl.queue_actor import QueueClient, RayPayloads
+from asyncrl.payload_files import make_payloads
+from asyncrl.ports import RecordSink, RunRecord, TurnLog
+from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
+from asyncrl.turn_files import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.rewards.combination import CombinedScorer
 from rollouter.rewards.model import ServedModel
-from rollouter.rollouter import Rollouter, Task, load_task
+from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
 from rollouter.serving.fleet import ServeFleet
 
 MAX_CONCURRENCY = 16
@@ -27,9 +30,11 @@ MAX_CONCURRENCY = 16
 class RolloutActor:
     """See `start_rollouter`. `run` stays inside; the other calls come beside it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, incarnation: int = 1) -> None:
         self._config = config
+        self._incarnation = incarnation
         self._task: Task | None = None
+        self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
         self._stopped = False
 
@@ -43,7 +48,7 @@ class RolloutActor:
             ConfigError, DataError, UserCodeError: what is wrong with them.
         """
         task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
-        self._task = task
+        self._task, self._run_dir = task, Path(run_dir)
         return {
             "num_prompts": len(task.prompts),
             "num_val_prompts": len(task.val_prompts) if task.val_prompts is not None else 0,
@@ -51,33 +56,37 @@ class RolloutActor:
             "num_val_filtered": task.num_val_filtered,
         }
 
-    async def run(self, queue_handle: Any, store_handle: Any) -> AsyncIterator[RunRecord]:
+    async def run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> AsyncIterator[RunRecord]:
         """Generate until the queue ends; yields what happened as it happens. After `prepare` and `start_app`.
 
         Raises:
+            FencedError: a newer incarnation is at work.
             AsyncRLError: the first failure of any part.
         """
-        if self._task is None:
+        if self._task is None or self._run_dir is None:
             raise BugError("RolloutActor.run before prepare")
-        run = partial(self._run, self._task, queue_handle, store_handle)
+        run = partial(self._run, self._task, self._run_dir, queue_handle, store_handle, start)
         async for record in stream_records("rollouter", run):
             yield record
 
-    async def _run(self, task: Task, queue_handle: Any, store_handle: Any, sink: RecordSink) -> None:
-        call_s = self._config.timeouts.call_s
+    async def _run(
+        self, task: Task, run_dir: Path, queue_handle: Any, store_handle: Any, start: RolloutStart, sink: RecordSink
+    ) -> None:
+        config, call_s = self._config, self._config.timeouts.call_s
         namespace = ray.get_runtime_context().namespace
-        served = (
-            ServedModel(self._config, namespace=namespace) if self._config.reward_model.placement == "serve" else None
-        )
-        scorer = CombinedScorer(task.scorer, self._config, task.decode, served)
+        served = ServedModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
+        scorer = CombinedScorer(task.scorer, config, task.decode, served)
+        turns: TurnLog = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(
-            self._config,
+            config,
             task._replace(scorer=scorer),
-            queue=QueueClient(queue_handle, call_s),
-            payloads=RayPayloads(call_s),
+            queue=QueueClient(queue_handle, call_s, part="rollouter", incarnation=self._incarnation),
+            payloads=make_payloads(config, run_dir, self._incarnation),
+            turns=turns,
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=ServeFleet(self._config, namespace=namespace),
+            fleet=ServeFleet(config, namespace=namespace),
             sink=sink,
+            start=start,
         )
         if self._stopped:
             self._rollouter.stop()
@@ -90,15 +99,23 @@ class RolloutActor:
             self._rollouter.stop()
 
     async def status(self) -> Mapping[str, Any]:
-        """See `Rollouter.status`; empty before `run`."""
-        return self._rollouter.status() if self._rollouter is not None else {}
+        """`incarnation`, `pid` and `node_id` of this process; from `run` on everything of `Rollouter.status` too."""
+        own = {
+            "incarnation": self._incarnation,
+            "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
+        }
+        return {**own, **self._rollouter.status()} if self._rollouter is not None else own
 
     async def fleet_status(self) -> list[Mapping[str, Any]]:
         """See `Rollouter.fleet_status`; empty before `run`."""
         return await self._rollouter.fleet_status() if self._rollouter is not None else []
 
 
-def start_rollouter(config: Config) -> Any:
-    """Start the actor in this Ray job and return its handle. Never restarted: its payloads die with it."""
+def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
+    """Start the actor in this Ray job and return its handle.
+
+    Ray never restarts it: the next incarnation is the supervisor's to start, once the queue knows of it.
+    """
     actor: Any = ray.remote(RolloutActor)
-    return actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(config)
+    return actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(config, incarnation)

@@ -1,28 +1,32 @@
 """A generate call that survives weight syncs and dying engines. Pure but for the calls it is given.
 
-An aborted turn is resubmitted with its tokens, as often as it takes; a failed engine costs one try out of a budget, and
-whatever an earlier call brought is kept.
+An aborted turn is resubmitted with its tokens, as often as it takes. So is one whose engine failed, with what was told
+of it until then; a try that failed without a single token costs one out of a budget, which the next token restores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
 import anyio
 
-from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import GenerateRequest
+from asyncrl.failures import BugError, EngineCrashError, InfraError
+from asyncrl.ports import GenerateRequest, OnCrash, OnTurn
 from asyncrl.types import FinishReason, Turn, join_turns
+from rollouter.serving.pieces import Piece
 
 FIRST_BACKOFF_S = 1.0
 
 
 class CallReplica(Protocol):
-    """One call to one replica: turns in the requests' order, each holding what this call sampled."""
+    """One call to one replica: what it samples, piece by piece; its end is that of all its requests."""
 
-    async def __call__(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]: ...
+    def __call__(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[Sequence[Piece], None]: ...
 
 
 async def generate(
@@ -31,15 +35,22 @@ async def generate(
     *,
     session: str,
     max_attempts: int,
+    on_turn: OnTurn | None = None,
+    on_crash: OnCrash | None = None,
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
 ) -> list[Turn]:
     """Whole turns, in order, with tokens, log-probs and spans of all their parts merged.
 
     Args:
         call: Reaches a replica.
-        requests: Their `max_tokens` counts all tokens of a turn, those of `so_far` included.
+        requests: Their `max_tokens` counts all tokens of a turn, those of `so_far` included. `so_far` of one that is
+            complete is its answer.
         session: Keeps a conversation on its replica.
-        max_attempts: Calls that may fail before it is given up. Aborts by a weight sync are no failures.
+        max_attempts: Calls in a row that may fail without a token before it is given up. Aborts by a weight sync are
+            no failures.
+        on_turn: Awaited once for each request that this call completes, as soon as it is known.
+        on_crash: Awaited when an engine died that had requests of this call and had not completed them all. What it
+            lets pass is tried again at no cost; what it raises ends the call. Without it a crash is a failure.
         sleep: Waits between failed calls: 1 s, 2 s, 4 s, …
 
     Raises:
@@ -47,24 +58,52 @@ async def generate(
         DataError: the engine refuses a prompt.
     """
     turns = [request.so_far for request in requests]
+    pending = [index for index, turn in enumerate(turns) if not _done(turn, requests[index])]
     failures = 0
     calls = 0
-    while pending := [index for index, turn in enumerate(turns) if not _done(turn, requests[index])]:
+    while pending:
         calls += 1
+        failure: InfraError | None = None
+        progress = False
         batch = [_resubmission(requests[index], turns[index], calls) for index in pending]
-        try:
-            answers = await call(batch, session=session)
-        except InfraError as error:
+        unended = set(pending)
+        async with aclosing(call(batch, session=session)) as told:
+            while True:
+                try:
+                    pieces = await anext(told, None)
+                except InfraError as error:
+                    failure = error
+                    break
+                if pieces is None:
+                    if unended:
+                        raise BugError(f"a replica ended a call of {len(batch)} without the end of {len(unended)}")
+                    break
+                for piece in pieces:
+                    index = pending[piece.number]
+                    turn = join_turns(turns[index], piece.turn)
+                    turns[index] = turn
+                    progress = progress or len(piece.turn.response_ids) > 0
+                    if piece.done:
+                        unended.discard(index)
+                        if on_turn is not None and _done(turn, requests[index]):
+                            await on_turn(index, _finished(turn, requests[index]))
+        # An engine that failed right behind a turn's last token has not told of its end.
+        for index in sorted(unended):
+            if on_turn is not None and _done(turns[index], requests[index]):
+                await on_turn(index, _finished(turns[index], requests[index]))
+        pending = [index for index in pending if not _done(turns[index], requests[index])]
+        if failure is None or not pending:
+            continue
+        if progress:
+            failures = 0
+        if isinstance(failure, EngineCrashError) and on_crash is not None:
+            await on_crash(failure)
+        elif not progress:
             failures += 1
             if failures >= max_attempts:
-                message = f"generation failed {failures} times, the last time: {error.message}"
-                raise InfraError(message, error.cause) from error
-            await sleep(FIRST_BACKOFF_S * 2 ** (failures - 1))
-            continue
-        if len(answers) != len(batch):
-            raise BugError(f"a replica answered {len(batch)} requests with {len(answers)} turns")
-        for index, answer in zip(pending, answers, strict=True):
-            turns[index] = join_turns(turns[index], answer)
+                message = f"generation failed {failures} times in a row, the last time: {failure.message}"
+                raise InfraError(message, failure.cause) from failure
+        await sleep(FIRST_BACKOFF_S * 2 ** max(0, failures - 1))
     return [_finished(turn, request) for turn, request in zip(turns, requests, strict=True)]
 
 

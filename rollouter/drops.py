@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from asyncrl.failures import DataError, UserCodeError
+from asyncrl.failures import DataError, PoisonError, UserCodeError
 from asyncrl.types import DropReason, SampleId
 
 
 class OverlongError(DataError):
     """The prompt leaves no room for a response in the model's context."""
+
+
+class TooLongError(DataError):
+    """The sample was not generated and scored within its time."""
 
 
 class Drop(NamedTuple):
@@ -68,6 +72,10 @@ class DropRule:
             )
         if isinstance(error, OverlongError):
             return self._drop(DropReason.OVERLONG, "prompt over length")
+        if isinstance(error, TooLongError):
+            return self._drop(DropReason.FAILED, "took too long")
+        if isinstance(error, PoisonError):
+            return self._drop(DropReason.FAILED, "crashed engines")
         return self._drop(DropReason.FAILED, "unusable prompt")
 
     def _drop(self, reason: DropReason, kind: str) -> Drop:

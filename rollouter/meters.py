@@ -69,7 +69,7 @@ class PumpCounts:
     samples_done: int = 0
     """Generated, scored and offered to the queue."""
     generated_tokens: int = 0
-    """Response tokens of generate calls that returned, of dropped samples too."""
+    """Response tokens of turns completed here, of dropped samples too, and of samples that are not complete yet."""
     generate_s: float = 0.0
     """Sum over samples, from dispatch to the last token of the group."""
     max_generate_s: float = 0.0

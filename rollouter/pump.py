@@ -1,12 +1,15 @@
 """The Rollouter's heart: every admitted sample on its own way through generation and scoring to the queue.
 
     admit (permit) ─▶ slot ─▶ generate n turns ─▶ slot free ─▶ score ─▶ payload ─▶ offer
-                                   └── DataError, UserCodeError ──▶ drop(reason), or stop
+                              │ └ turn log               │
+                              └──── timeouts.sample_s ───┴── DataError, UserCodeError ──▶ drop(reason), or stop
 
 With ReMax one more turn is drawn, greedily, and scored with the others: its score is the sample's baseline, and it is
 no trajectory (https://arxiv.org/abs/2310.10505).
 
-Each sample is one task. No lock and no order between them: a straggler holds nothing but its own slot and permit.
+Each sample is one task. No lock and no order between them: a straggler holds nothing but its own slot and permit, and
+these for `timeouts.sample_s` at most. After an engine crash `rollouter.probation` says who goes on. A sample that is
+fed again, to a Rollouter that was restarted, has what the turn log holds of it and asks for the rest only.
 The loop is unblocked by a free slot, by a permit, and by the queue's end.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -22,16 +26,20 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError, UserCodeError
-from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, SampleQueue, Score
+from asyncrl.failures import DataError, EngineCrashError, UserCodeError
+from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, SampleQueue, Score, TurnLog
 from asyncrl.types import Prompt, Sample, SampleId, Trajectory, Turn, sample_meta
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.group import generate_group
 from rollouter.meters import BusyMeter, PumpCounts
+from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import greedy, sampling_params
 
 logger = logging.getLogger(__name__)
+
+NUM_OLDEST = 5
+"""Samples in flight that the status names."""
 
 
 class Pump:
@@ -43,25 +51,29 @@ class Pump:
         *,
         queue: SampleQueue,
         payloads: PayloadStore,
+        turns: TurnLog,
         prompts: PromptSource,
         fleet: EngineFleet,
         scorer: RewardScorer,
         drops: DropRule,
+        probation: Probation,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._queue = queue
         self._payloads = payloads
+        self._turns = turns
         self._prompts = prompts
         self._fleet = fleet
         self._scorer = scorer
         self._drops = drops
+        self._probation = probation
         self._waits = waits
         self._clock = clock
         self._wants_baseline = config.algorithm.adv_estimator == "remax"
         self._slots = anyio.Semaphore(config.rollout.max_concurrent_samples)
-        self._in_flight: set[SampleId] = set()
+        self._in_flight: dict[SampleId, float] = {}
         self.generation = BusyMeter(clock)
         self.counts = PumpCounts()
 
@@ -95,7 +107,7 @@ class Pump:
             for _ in range(slots - len(admission.sample_ids)):
                 self._slots.release()
             for sample_id in admission.sample_ids:
-                self._in_flight.add(sample_id)
+                self._in_flight[sample_id] = self._clock()
                 group.start_soon(self._run_sample, sample_id, name=str(sample_id))
             if admission.closed:
                 return
@@ -114,22 +126,25 @@ class Pump:
 
     async def _run_sample(self, sample_id: SampleId) -> None:
         try:
-            sample = await self._make_sample(sample_id)
+            with time_limit(str(sample_id), self._config.timeouts.sample_s) as limit:
+                sample = await self._make_sample(sample_id, limit)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(sample_id, error)
             log = logger.warning if drop.first else logger.debug
             log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
             await self._queue.drop(sample_id, drop.reason)
+            await self._turns.forget(sample_id)
         else:
             self._drops.passed()
             payload = await self._payloads.put(sample)
             await self._queue.offer(sample_meta(sample), payload)
             self.counts.samples_done += 1
+            await self._turns.forget(sample_id)
         finally:
-            self._in_flight.discard(sample_id)
+            del self._in_flight[sample_id]
 
-    async def _make_sample(self, sample_id: SampleId) -> Sample:
-        prompt, turns, generate_s = await self._generate(sample_id)
+    async def _make_sample(self, sample_id: SampleId, limit: TimeLimit) -> Sample:
+        prompt, turns, generate_s = await self._generate(sample_id, limit)
         started = self._clock()
         with self._waits.waiting("reward"):
             scores = await self._scorer.score(prompt, turns)
@@ -148,12 +163,21 @@ class Pump:
             baseline_reward=None if baseline is None else baseline.reward,
         )
 
-    async def _generate(self, sample_id: SampleId) -> tuple[Prompt, list[Turn], float]:
+    async def _generate(self, sample_id: SampleId, limit: TimeLimit) -> tuple[Prompt, list[Turn], float]:
         """Turns of the group, the greedy one last if there is one, and the seconds they took.
 
         The slot is held for generation only: slow rewards don't keep the engines waiting.
         """
         rollout = self._config.rollout
+        name = str(sample_id)
+
+        async def on_turn(key: str, turn: Turn) -> None:
+            self.counts.generated_tokens += len(turn.response_ids)
+            await self._turns.record(sample_id, key, turn)
+
+        async def on_crash(error: EngineCrashError) -> None:
+            await self._probation.crashed(name, error, limit)
+
         try:
             prompt = self._prompts.at(sample_id)
             sampling = sampling_params(
@@ -165,14 +189,23 @@ class Pump:
             )
             baseline = greedy(sampling) if self._wants_baseline else None
             started = self._clock()
+            completed = await self._turns.completed(sample_id)
             with self._waits.waiting("engine"), self.generation.busy():
                 turns = await generate_group(
-                    self._fleet, str(sample_id), prompt, sampling, n=rollout.n, baseline=baseline
+                    self._fleet,
+                    name,
+                    prompt,
+                    sampling,
+                    n=rollout.n,
+                    baseline=baseline,
+                    completed=completed,
+                    on_turn=on_turn,
+                    on_crash=on_crash,
                 )
             generate_s = self._clock() - started
         finally:
+            self._probation.left(name)
             self._slots.release()
-        self.counts.generated_tokens += sum(len(turn.response_ids) for turn in turns)
         self.counts.generate_s += generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
         return prompt, turns, generate_s
@@ -190,7 +223,14 @@ class Pump:
             "max_generate_s": self.counts.max_generate_s,
             "reward_s": self.counts.reward_s,
             "drops": self._drops.counts,
+            "oldest_in_flight": self._oldest(),
+            "quarantine": self._probation.figures(),
         }
+
+    def _oldest(self) -> list[tuple[str, float]]:
+        """The samples that are in flight longest, and their ages in seconds."""
+        now = self._clock()
+        return [(str(sample_id), now - since) for sample_id, since in islice(self._in_flight.items(), NUM_OLDEST)]
 
 
 def trajectory(prompt: Prompt, turn: Turn, score: Score) -> Trajectory:

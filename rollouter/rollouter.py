@@ -1,7 +1,7 @@
 """The Rollouter on ports: the pump and the version loop under one task group.
 
     run ──┬─ pump      admit ─▶ generate ─▶ score ─▶ offer      until the queue admits nothing any more
-          └─ versions  wait ─▶ apply ─▶ validate                until the pump has ended, then once more
+          └─ versions  wait ─▶ apply ─▶ validate                until the pump has ended, then what is newest
 
 Ray enters in `rollouter.actor` only; here everything is a Protocol, so that tests run the whole of it against fakes.
 """
@@ -16,10 +16,21 @@ from typing import Any, NamedTuple
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, BugError, first_failure
-from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RecordSink, RewardScorer, SampleQueue, WeightFeed
+from asyncrl.failures import AsyncRLError, BugError, FencedError, first_failure
+from asyncrl.ports import (
+    Edition,
+    EngineFleet,
+    PayloadStore,
+    PromptSource,
+    RecordSink,
+    RewardScorer,
+    SampleQueue,
+    TurnLog,
+    WeightFeed,
+)
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
+from rollouter.probation import SETTLE_S, Probation
 from rollouter.prompts import load_prompts
 from rollouter.pump import Pump
 from rollouter.rewards.loading import load_reward_function
@@ -41,6 +52,15 @@ class Task(NamedTuple):
     num_val_filtered: int = 0
 
 
+class RolloutStart(NamedTuple):
+    """What of the validations is done before this Rollouter begins: it may be one in a row of incarnations."""
+
+    validate_first: bool
+    """What the replicas serve at the start is to be validated, whatever its publication says of that."""
+    validated: Edition | None = None
+    """The newest edition whose validation is recorded: neither it nor an older one is validated again."""
+
+
 def load_task(config: Config, cache_dir: Path) -> Task:
     """Load reward function, tokenizer and data, in the order in which their mistakes are cheap. Blocking.
 
@@ -56,7 +76,7 @@ def load_task(config: Config, cache_dir: Path) -> Task:
 
 
 class Rollouter:
-    """One run's generation side. `run` once."""
+    """One run's generation side, or one incarnation of it. `run` once."""
 
     def __init__(
         self,
@@ -65,9 +85,12 @@ class Rollouter:
         *,
         queue: SampleQueue,
         payloads: PayloadStore,
+        turns: TurnLog,
         feed: WeightFeed,
         fleet: EngineFleet,
         sink: RecordSink,
+        start: RolloutStart,
+        settle_s: float = SETTLE_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,14 +100,17 @@ class Rollouter:
         drops = DropRule(
             on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
         )
+        probation = Probation(config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock)
         self._pump = Pump(
             config,
             queue=queue,
             payloads=payloads,
+            turns=turns,
             prompts=task.prompts,
             fleet=fleet,
             scorer=task.scorer,
             drops=drops,
+            probation=probation,
             waits=self.waits,
             clock=clock,
         )
@@ -97,6 +123,7 @@ class Rollouter:
                 scorer=task.scorer,
                 decode=task.decode,
                 drops=drops,
+                probation=probation,
                 waits=self.waits,
                 clock=clock,
             )
@@ -106,7 +133,8 @@ class Rollouter:
             queue=queue,
             sink=sink,
             validator=self._validator,
-            validate_first=config.trainer.val_before_train,
+            validate_first=start.validate_first,
+            validated=start.validated,
             poll_s=config.timeouts.call_s,
             waits=self.waits,
             clock=clock,
@@ -117,6 +145,7 @@ class Rollouter:
         """Generate until the queue has ended and its last version is applied, or until `stop()`.
 
         Raises:
+            FencedError: another incarnation is at work; nothing is said of what else has failed.
             AsyncRLError: the first failure of any part, typed. Something untyped is a `BugError` with its traceback.
         """
         try:
@@ -126,7 +155,8 @@ class Rollouter:
                     await self._pump.run()
                     self._versions.finish()
         except ExceptionGroup as failures:
-            error = first_failure(failures)
+            fenced = failures.subgroup(FencedError)
+            error = first_failure(fenced or failures)
             if isinstance(error, AsyncRLError):
                 raise error from None
             raise BugError.wrap(f"the Rollouter failed with {type(error).__name__}: {error}", error) from None
@@ -140,7 +170,8 @@ class Rollouter:
         return {
             **self._pump.status(),
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
-            "version": self._versions.version,
+            "version": self._versions.edition.version,
+            "lineage": self._versions.edition.lineage,
             "waits": self.waits.snapshot(),
         }
 

@@ -12,12 +12,13 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, DataError, UserCodeError
-from asyncrl.ports import EngineFleet, Metrics, RewardScorer, Score, ValidationRecord
+from asyncrl.failures import DataError, EngineCrashError, UserCodeError
+from asyncrl.ports import Edition, EngineFleet, Metrics, RewardScorer, Score, ValidationRecord
 from asyncrl.types import FinishReason, Prompt, Turn
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.group import generate_group
+from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import sampling_params
 from rollouter.template import Decode
 
@@ -43,14 +44,16 @@ class Answer(NamedTuple):
 
 
 class Superseded(Exception):
-    """Some replica serves a newer version than the one to validate, so the validation of that one cannot be had.
+    """Some replica serves another edition than the one to validate, so the validation of that one cannot be had.
 
-    Replicas are replaced when they fail, and a new one starts with the newest version there is.
+    Replicas are replaced when they fail, and a new one starts with the newest edition there is: of a newer version, or
+    of a newer lineage, whose versions may be lower.
     """
 
-    def __init__(self, version: int, newer: int) -> None:
-        super().__init__(f"validation of version {version}: replicas answer with version {newer}")
-        self.newer = newer
+    def __init__(self, version: int, other: int) -> None:
+        super().__init__(f"validation of version {version}: replicas answer with version {other}")
+        self.version = version
+        self.other = other
 
 
 class Validator:
@@ -65,6 +68,7 @@ class Validator:
         scorer: RewardScorer,
         decode: Decode,
         drops: DropRule,
+        probation: Probation,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,20 +78,20 @@ class Validator:
         self._scorer = scorer
         self._decode = decode
         self._drops = drops
+        self._probation = probation
         self._waits = waits
         self._clock = clock
         self.generated_tokens = 0
         """Response tokens made for validation so far."""
 
-    async def run(self, version: int, step: int) -> ValidationRecord:
-        """Validate `version`. The caller applies no other version meanwhile.
+    async def run(self, edition: Edition, step: int) -> ValidationRecord:
+        """Validate `edition`. The caller applies no other one meanwhile.
 
-        A prompt that a newer version has answered is asked again, up to `rollout.max_attempts` times: another replica
-        may still serve `version`. Figures are of one version or none.
+        A prompt that another version has answered is asked again, up to `rollout.max_attempts` times: another replica
+        may still serve the one wanted. Figures are of one version or none.
 
         Raises (the first alone, others inside an exception group):
-            Superseded: replicas of a newer version keep answering.
-            BugError: a token was made by an older version.
+            Superseded: replicas of another version keep answering.
             InfraError, UserCodeError, DataError: as for training samples.
         """
         started = self._clock()
@@ -98,7 +102,9 @@ class Validator:
         async def answer(number: int, group: TaskGroup) -> None:
             try:
                 async with limit:
-                    answers[number] = await self._answer(f"val_{version}_{number}", self._prompts[number], version)
+                    answers[number] = await self._answer(
+                        session_name(edition, number), self._prompts[number], edition.version
+                    )
             except Superseded as error:
                 superseded.append(error)
                 group.cancel_scope.cancel()
@@ -111,16 +117,20 @@ class Validator:
             raise superseded[0]
         answered = [one for one in answers if one is not None]
         if not answered:
-            raise DataError(f"validation of version {version}: no prompt of {len(self._prompts)} could be answered")
+            raise DataError(
+                f"validation of version {edition.version}: no prompt of {len(self._prompts)} could be answered"
+            )
         metrics = validation_metrics(answered)
         metrics["duration_s"] = self._clock() - started
-        return ValidationRecord(version, step, metrics, tuple(self._example(one) for one in answered[:NUM_EXAMPLES]))
+        examples = tuple(self._example(one) for one in answered[:NUM_EXAMPLES])
+        return ValidationRecord(edition.version, step, metrics, examples, edition.lineage)
 
     async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | None:
         """None: dropped, and logged."""
         try:
-            turns = await self._generate(name, prompt, version)
-            scores = await self._scorer.score(prompt, turns)
+            with time_limit(name, self._config.timeouts.sample_s) as limit:
+                turns = await self._generate(name, prompt, version, limit)
+                scores = await self._scorer.score(prompt, turns)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)
@@ -128,7 +138,7 @@ class Validator:
         self._drops.passed()
         return Answer(prompt, turns, scores)
 
-    async def _generate(self, name: str, prompt: Prompt, version: int) -> list[Turn]:
+    async def _generate(self, name: str, prompt: Prompt, version: int, limit: TimeLimit) -> list[Turn]:
         """Turns of `version` alone. Every try has a session of its own, which may lead it to another replica."""
         rollout = self._config.rollout
         params = sampling_params(
@@ -138,16 +148,26 @@ class Validator:
             max_model_len=self._config.max_model_len,
             training=False,
         )
-        for attempt in range(1, rollout.max_attempts + 1):
-            session = name if attempt == 1 else f"{name}_try_{attempt}"
-            turns = await generate_group(self._fleet, session, prompt, params, n=rollout.val.n)
-            self.generated_tokens += sum(len(turn.response_ids) for turn in turns)
-            made_by = {span.version for turn in turns for span in turn.spans}
-            if min(made_by) < version:
-                raise BugError(f"{name}: tokens of version {min(made_by)} in the validation of version {version}")
-            if made_by == {version}:
-                return turns
-        raise Superseded(version, max(made_by))
+
+        async def on_turn(key: str, turn: Turn) -> None:
+            self.generated_tokens += len(turn.response_ids)
+
+        async def on_crash(error: EngineCrashError) -> None:
+            await self._probation.crashed(name, error, limit)
+
+        try:
+            for attempt in range(1, rollout.max_attempts + 1):
+                session = name if attempt == 1 else f"{name}_try_{attempt}"
+                turns = await generate_group(
+                    self._fleet, session, prompt, params, n=rollout.val.n, on_turn=on_turn, on_crash=on_crash
+                )
+                others = {span.version for turn in turns for span in turn.spans} - {version}
+                if not others:
+                    return turns
+        finally:
+            self._probation.left(name)
+        oldest = min(others)
+        raise Superseded(version, oldest if oldest < version else max(others))
 
     def _example(self, answer: Answer) -> Mapping[str, Any]:
         return {
@@ -156,6 +176,12 @@ class Validator:
             "ground_truth": answer.prompt.ground_truth,
             "reward": answer.scores[0].reward,
         }
+
+
+def session_name(edition: Edition, number: int) -> str:
+    """Of one validation prompt; no two validations of a run have one in common."""
+    lineage, version = edition
+    return f"val_{version}_{number}" if lineage == 0 else f"val_{lineage}_{version}_{number}"
 
 
 def validation_metrics(answers: Sequence[Answer]) -> Metrics:

@@ -1,14 +1,18 @@
 """Weights through Ray's object store: the Trainer puts a version there, every replica maps it from there.
 
 The actor holds references only; the bytes never pass through its mailbox. Ray ties an object's life to the process that
-put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint anew.
+put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint anew,
+in a lineage of its own. A restarted store knows nothing until the Trainer has told it again (`republish`).
+
+The store also keeps what replicas report of themselves, for whoever supervises the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +21,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from asyncrl.failures import BugError, DeadlineError, InfraError
-from asyncrl.ports import Publication
+from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.ports import Edition, Publication, ReplicaReport, StoreStatus
 from asyncrl.weights.checksums import group_checksums
 
 STORE_NAME = "weight_store"
@@ -27,85 +31,166 @@ HANDED_OUT_KEPT = 2
 CHUNK_BYTES = 256 << 20
 """Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
 PARKED_CALLERS = 1000
+FORGET_REPLICA_S = 600.0
+"""A replica that has not reported for so long is not told of any more."""
+RETRY_S = 0.2
+"""Between two tries to reach a store that restarts."""
 
 
 class WeightStoreActor:
     """Which versions exist, and the references to their bytes. Everything runs on the actor's own event loop."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, tuple[Publication, list[ray.ObjectRef]]] = {}
-        self._handed_out: list[int] = []
-        self._told = -1
-        """Newest version that `wait_newer` has answered with."""
-        self._published = asyncio.Condition()
+        self._versions: dict[Edition, tuple[Publication, list[ray.ObjectRef]]] = {}
+        self._handed_out: list[Edition] = []
+        self._told: Edition | None = None
+        """Newest edition that `wait_newer` has answered with."""
+        self._changed = asyncio.Condition()
+        self._informed = not ray.get_runtime_context().was_current_actor_reconstructed
+        """Whether there being no version means that none was published; a restarted store must be told first."""
+        self._replicas: dict[str, ReplicaReport] = {}
 
     async def ready(self) -> None:
         """Answers once the actor is up."""
 
-    async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef]) -> None:
-        """Make a version the newest. One that `wait_newer` never told of leaves its wish for validation to this one.
+    async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
+        """Make a version the newest. One that `wait_newer` never told of leaves its wish for validation to this one,
+        unless this one comes from further back: training then gets to that version once more.
+
+        Args:
+            publication: What it is.
+            refs: Its chunks.
+            again: The publisher cannot know whether an earlier call has arrived: if it has, nothing happens.
 
         Raises:
-            BugError: it is not newer than the newest one.
+            BugError: it is not newer than the newest one of its lineage.
+            FencedError: training has gone on in a newer lineage.
         """
-        async with self._published:
-            if self._versions and publication.version <= max(self._versions):
-                raise BugError(
-                    f"version {publication.version} published after version {max(self._versions)}: "
-                    "versions must ascend, or replicas would never fetch it"
-                )
-            if self._versions:
-                before = self._versions[max(self._versions)][0]
-                if before.validate and before.version > self._told:
+        async with self._changed:
+            self._informed = True
+            edition = publication.edition
+            if (newest := self._newest()) is not None:
+                if again and edition.lineage == newest.lineage and edition <= newest:
+                    return
+                if edition.lineage < newest.lineage:
+                    raise FencedError(
+                        f"version {edition.version} published by a Trainer of lineage {edition.lineage}, which another "
+                        f"one of lineage {newest.lineage} has replaced"
+                    )
+                if edition <= newest:
+                    raise BugError(
+                        f"version {edition.version} published after version {newest.version}: "
+                        "versions must ascend, or replicas would never fetch it"
+                    )
+                before = self._versions[newest][0]
+                untold = self._told is None or newest > self._told
+                if before.validate and untold and newest.version <= edition.version:
                     publication = replace(publication, validate=True)
-            self._versions[publication.version] = (publication, list(refs))
+            self._versions[edition] = (publication, list(refs))
             self._forget()
-            self._published.notify_all()
+            self._changed.notify_all()
+
+    async def nothing_published(self) -> None:
+        """The publisher has published nothing: that the store holds none is true, and not for having forgotten it."""
+        async with self._changed:
+            self._informed = True
+            self._changed.notify_all()
 
     async def latest(self) -> Publication | None:
         """The newest publication; it stays fetchable until `HANDED_OUT_KEPT` more have been handed out."""
-        if not self._versions:
+        newest = self._newest()
+        if newest is None:
             return None
-        newest = max(self._versions)
         if newest not in self._handed_out:
             self._handed_out = [*self._handed_out, newest][-HANDED_OUT_KEPT:]
             self._forget()
         return self._versions[newest][0]
 
-    async def wait_newer(self, version: int, timeout_s: float) -> Publication | None:
-        """The newest publication above `version`; None if none came in time."""
+    async def wait_newer(self, edition: Edition, timeout_s: float) -> Publication | None:
+        """The newest publication above `edition`; None if none came in time."""
         try:
-            async with asyncio.timeout(timeout_s), self._published:
-                await self._published.wait_for(lambda: max(self._versions, default=-1) > version)
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: (newest := self._newest()) is not None and newest > edition)
         except TimeoutError:
             return None
         newest = await self.latest()
         if newest is not None:
-            self._told = newest.version
+            self._told = newest.edition
         return newest
 
-    def _forget(self) -> None:
-        newest = max(self._versions)
-        for version in self._versions.keys() - {newest, *self._handed_out}:
-            del self._versions[version]
+    async def start_with(self, timeout_s: float, lost: Edition | None = None) -> Publication | None:
+        """What a replica that starts shall serve: the newest publication, or None if nothing was ever published.
 
-    async def tensors(self, version: int) -> list[ray.ObjectRef]:
+        Args:
+            timeout_s: For a restarted store to be told, or for something newer than `lost`.
+            lost: What it could not fetch: it is told again only when nothing newer came in time.
+
+        Raises:
+            DeadlineError: the store was not told in time.
+        """
+
+        def settled() -> bool:
+            newest = self._newest()
+            return newest > lost if newest is not None and lost is not None else self._informed
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(settled)
+        except TimeoutError:
+            if not self._informed:
+                raise DeadlineError("the weight store has restarted and nobody has published to it since") from None
+        return await self.latest()
+
+    async def tensors(self, edition: Edition) -> list[ray.ObjectRef]:
         """References to the chunks of a version; each is a dict of parameter name to array.
 
         Raises:
             InfraError: the version is no longer (or not yet) there.
         """
-        if version not in self._versions:
-            held = ", ".join(map(str, sorted(self._versions))) or "none"
-            raise InfraError(f"the weight store does not hold version {version} (it holds: {held})")
-        return self._versions[version][1]
+        if edition not in self._versions:
+            held = ", ".join(map(_name, sorted(self._versions))) or "none"
+            raise InfraError(f"the weight store does not hold version {_name(edition)} (it holds: {held})")
+        return self._versions[edition][1]
+
+    async def report(self, report: ReplicaReport) -> Edition | None:
+        """What a replica says of itself. Returns the newest edition."""
+        self._replicas[report.replica] = report
+        self._forget_replicas()
+        return self._newest()
+
+    async def status(self) -> StoreStatus:
+        self._forget_replicas()
+        replicas = sorted(self._replicas.values(), key=lambda report: report.reported_at)
+        return StoreStatus(os.getpid(), self._newest(), tuple(replicas))
+
+    def _newest(self) -> Edition | None:
+        return max(self._versions, default=None)
+
+    def _forget(self) -> None:
+        for edition in self._versions.keys() - {self._newest(), *self._handed_out}:
+            del self._versions[edition]
+
+    def _forget_replicas(self) -> None:
+        oldest = time.time() - FORGET_REPLICA_S
+        self._replicas = {name: report for name, report in self._replicas.items() if report.reported_at >= oldest}
 
 
-def start_store(namespace: str) -> ray.actor.ActorHandle:
-    """Create the run's store actor; `namespace` is the run's Ray namespace."""
+def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
+    """Create the run's store actor.
+
+    Args:
+        namespace: The run's Ray namespace.
+        max_restarts: How often Ray may start it again; the handle stays good.
+    """
     return (
         ray.remote(WeightStoreActor)
-        .options(name=STORE_NAME, namespace=namespace, num_cpus=0, max_concurrency=PARKED_CALLERS)
+        .options(
+            name=STORE_NAME,
+            namespace=namespace,
+            num_cpus=0,
+            max_concurrency=PARKED_CALLERS,
+            max_restarts=max_restarts,
+        )
         .remote()
     )
 
@@ -121,9 +206,12 @@ def find_store(namespace: str) -> ray.actor.ActorHandle | None:
 class ObjectStorePublisher:
     """The Trainer's side (`ports.WeightPublisher`). Travels to the process that has the weights; use it on one loop."""
 
-    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float) -> None:
+    def __init__(self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0) -> None:
         self._store = store
         self._call_s = call_s
+        self._lineage = lineage
+        self._last: tuple[Publication, list[ray.ObjectRef]] | None = None
+        """For `republish`: the references keep its bytes even when the store has lost them."""
 
     async def publish(
         self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
@@ -133,6 +221,7 @@ class ObjectStorePublisher:
         Raises:
             InfraError: the object store has no room, or failed.
             DeadlineError: the object store did not take a chunk, or the store actor did not answer, within `call_s`.
+            FencedError: training has gone on in a newer lineage.
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
         refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
@@ -143,9 +232,31 @@ class ObjectStorePublisher:
             checksums=checksums,
             validate=validate,
             published_at_s=time.time(),
+            lineage=self._lineage,
         )
-        await _answer(self._store.publish.remote(publication, refs), self._call_s, f"publishing version {version}")
+        await _ask(
+            lambda again: self._store.publish.remote(publication, refs, again),
+            self._call_s,
+            f"publishing version {version}",
+        )
+        self._last = (publication, refs)
         return publication
+
+    async def republish(self) -> None:
+        """Offer the last publication again; a store that still has it ignores that.
+
+        Raises:
+            DeadlineError: the store actor did not answer within `call_s`.
+            FencedError: training has gone on in a newer lineage.
+        """
+        last = self._last
+        if last is None and self._lineage > 0:
+            return  # A Trainer that goes on from a checkpoint is about to publish that: the store is told soon.
+        if last is None:
+            await _ask(lambda _: self._store.nothing_published.remote(), self._call_s, "publishing again")
+            return
+        what = f"publishing version {last[0].version} again"
+        await _ask(lambda _: self._store.publish.remote(*last, True), self._call_s, what)
 
     async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ray.ObjectRef:
         size = sum(array.nbytes for array in chunk.values())
@@ -179,15 +290,41 @@ class ObjectStoreFeed:
         self._call_s = call_s
 
     async def latest(self) -> Publication | None:
-        return await _answer(self._store.latest.remote(), self._call_s, "asking for the newest version")
+        return await _ask(lambda _: self._store.latest.remote(), self._call_s, "asking for the newest version")
 
-    async def wait_newer(self, version: int, *, timeout_s: float) -> Publication | None:
-        """The newest publication above `version`, or None if none came in `timeout_s`."""
-        return await _answer(
-            self._store.wait_newer.remote(version, timeout_s),
+    async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
+        """The newest publication above `edition`, or None if none came in `timeout_s`."""
+        until = anyio.current_time() + timeout_s
+        return await _ask(
+            lambda _: self._store.wait_newer.remote(edition, max(0.0, until - anyio.current_time())),
             self._call_s + timeout_s,
-            f"waiting for a version above {version}",
+            "waiting for a newer version",
         )
+
+
+async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:
+    """`_answer` to a call that is made again when the actor has died meanwhile, as long as it may be restarting.
+
+    Args:
+        call: Makes the call; told whether an earlier one may have arrived.
+        timeout_s: For all tries.
+        what: What is asked, for messages.
+    """
+    until = anyio.current_time() + timeout_s
+    again = False
+    while True:
+        left_s = until - anyio.current_time()
+        try:
+            return await _answer(call(again), left_s, what)
+        except _StoreGoneError:
+            if anyio.current_time() + RETRY_S >= until:
+                raise
+        again = True
+        await anyio.sleep(RETRY_S)
+
+
+class _StoreGoneError(InfraError):
+    """The actor is dead, or restarts."""
 
 
 async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
@@ -200,8 +337,14 @@ async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
     except ray.exceptions.RayTaskError as error:
         ours = isinstance(error.cause, InfraError | BugError)
         raise (error.cause if ours else InfraError.wrap(what, error)) from None
+    except ray.exceptions.RayActorError as error:
+        raise _StoreGoneError.wrap(f"{what}: the weight store is gone", error) from error
     except ray.exceptions.RayError as error:
-        raise InfraError.wrap(f"{what}: the weight store is gone", error) from error
+        raise InfraError.wrap(f"{what}: the weight store cannot be reached", error) from error
+
+
+def _name(edition: Edition) -> str:
+    return f"{edition.version} of lineage {edition.lineage}" if edition.lineage else str(edition.version)
 
 
 def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:

@@ -50,7 +50,8 @@ class RewardReplica:
 def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
     """The application of the run's reward model."""
     deployment = serve.deployment(
-        name=REWARD_DEPLOYMENT_NAME, **reward_deployment_options(config.reward_model, gpus=gpus)
+        name=REWARD_DEPLOYMENT_NAME,
+        **reward_deployment_options(config.reward_model, probe_s=config.timeouts.probe_s, gpus=gpus),
     )(RewardReplica)
     return deployment.bind(config.reward_model)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import anyio
 from ray import serve
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
+from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnTurn, Publication
 from asyncrl.types import Turn
+from asyncrl.weights.object_store import ObjectStoreFeed, find_store
 from rollouter import client
 from rollouter.serving.app import replicas_up
-from rollouter.serving.handles import answer, typed
+from rollouter.serving.handles import items, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name
+from rollouter.serving.pieces import Piece
+
+logger = logging.getLogger(__name__)
 
 
 class ServeFleet:
@@ -29,55 +34,101 @@ class ServeFleet:
         self._namespace = namespace
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
 
-    async def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
-        """Run the requests on one replica; see `ports.EngineFleet`.
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        session: str,
+        on_turn: OnTurn | None = None,
+        on_crash: OnCrash | None = None,
+    ) -> list[Turn]:
+        """Run the requests on one replica; see `ports.EngineFleet`. A replica has `timeouts.generate_s` for its call.
 
         Raises:
-            InfraError: engines failed more often than `rollout.max_attempts` allows.
-            DeadlineError: it took longer than `timeouts.generate_s`, failed tries included.
+            InfraError: `rollout.max_attempts` calls in a row failed without a token.
             DataError: the engine refuses a prompt.
+            Whatever `on_turn` and `on_crash` raise.
         """
-        limit_s = self._timeouts.generate_s
-        try:
-            with anyio.fail_after(limit_s):
-                return await client.generate(self._call, requests, session=session, max_attempts=self._max_attempts)
-        except TimeoutError as error:
-            raise DeadlineError(f"a generate call of {len(requests)} requests took over {limit_s:g} s") from error
+        return await client.generate(
+            self._call,
+            requests,
+            session=session,
+            max_attempts=self._max_attempts,
+            on_turn=on_turn,
+            on_crash=on_crash,
+        )
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         """Bring every replica to the publication's version, all at once; a failed replica is tried again once replaced.
 
+        A replica that does not answer at all holds this up until Serve replaces it, after some `timeouts.probe_s`.
+        Where a replica fails and there is a newer publication by then, that is applied instead, and the reports say so:
+        the Trainer that published this one may be dead, so that nobody can fetch it any more.
+
         Raises:
-            InfraError: some replica could not, within `rollout.max_attempts` tries.
-            DeadlineError: nor within `timeouts.apply_s` a try.
+            InfraError: some replica could not, and `timeouts.start_s` have passed without one more that could.
             BugError: an engine serves other weights than were published.
         """
-        for attempt in range(1, self._max_attempts + 1):
-            try:
-                return await self._everywhere(
-                    "apply_version", publication, self._mode, self._clear_kv, limit_s=self._timeouts.apply_s
-                )
-            except InfraError:
-                if attempt == self._max_attempts:
-                    raise
-                await anyio.sleep(client.FIRST_BACKOFF_S * 2 ** (attempt - 1))
-                await replicas_up(self._namespace, self._timeouts.start_s)
-        raise AssertionError("max_attempts is positive")
+        reports: dict[str, ApplyReport] = {}
+        until = anyio.current_time() + self._timeouts.start_s
+        while True:
+            outcomes = await self._everywhere(
+                "apply_version", publication, self._mode, self._clear_kv, limit_s=self._timeouts.apply_s
+            )
+            for report in outcomes:
+                if isinstance(report, ApplyReport) and report.replica not in reports:
+                    until = anyio.current_time() + self._timeouts.start_s
+                # Asked again, a replica that has applied it answers at once and tells of no pause.
+                if isinstance(report, ApplyReport) and not (
+                    report.replica in reports and reports[report.replica].edition == report.edition
+                ):
+                    reports[report.replica] = report
+            failures = [outcome for outcome in outcomes if isinstance(outcome, AsyncRLError)]
+            if not failures:
+                return [reports[report.replica] for report in outcomes]
+            for failure in failures:
+                if not isinstance(failure, InfraError) or anyio.current_time() >= until:
+                    raise failure
+            publication = await self._newest(publication)
+            logger.warning("version %d is applied once more: %s", publication.version, failures[0].brief)
+            await anyio.sleep(client.FIRST_BACKOFF_S)
+            await replicas_up(self._namespace, self._timeouts.start_s)
+
+    async def _newest(self, publication: Publication) -> Publication:
+        """What has been published since, or else the same."""
+        store = await anyio.to_thread.run_sync(find_store, self._namespace)
+        if store is None:
+            return publication
+        newest = await ObjectStoreFeed(store, call_s=self._timeouts.call_s).latest()
+        return newest if newest is not None and newest.edition > publication.edition else publication
 
     async def status(self) -> list[Mapping[str, Any]]:
-        """Per replica, see `ports.EngineFleet`."""
-        return await self._everywhere("server_status", limit_s=self._timeouts.call_s)
+        """Per replica that answers, see `ports.EngineFleet`.
 
-    async def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
-        response = self._handle.options(session_id=session).generate_tokens.remote(list(requests))
-        turns: list[Turn] = await answer(response, "a generate call")
-        return turns
+        Raises:
+            InfraError: none did.
+        """
+        outcomes = await self._everywhere("server_status", limit_s=self._timeouts.call_s)
+        answers = [outcome for outcome in outcomes if not isinstance(outcome, AsyncRLError)]
+        if not answers:
+            raise outcomes[0]
+        return answers
+
+    def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Piece], None]:
+        handle = self._handle.options(stream=True, session_id=session)
+        what = f"a generate call of {len(requests)} requests"
+        return items(
+            handle.generate_tokens.remote(list(requests)), what, self._timeouts.generate_s, "timeouts.generate_s"
+        )
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
+        """What each replica answers, or why it does not; at least one."""
         try:
             with anyio.fail_after(limit_s):
-                return await self._handle.broadcast(method, *args).results_async()
-        except TimeoutError as error:
-            raise DeadlineError(f"{method}: not every replica answered within {limit_s:g} s") from error
-        except Exception as error:
-            raise typed(error, method) from error
+                outcomes = await self._handle.broadcast(method, *args).results_async(return_exceptions=True)
+        except TimeoutError:
+            return [DeadlineError(f"{method}: not every replica answered within {limit_s:g} s")]
+        except Exception as error:  # noqa: BLE001  typed, and the caller decides
+            return [typed(error, method)]
+        failed = DeadlineError(f"{method}: Serve knows of no replica at the moment")
+        return [typed(one, method) if isinstance(one, BaseException) else one for one in outcomes] or [failed]

@@ -14,12 +14,14 @@ REWARD_DEPLOYMENT_NAME = "reward-model"
 WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
 
 
+UNANSWERED_CHECKS = 3
+"""Serve replaces a replica that leaves so many health checks in a row unanswered (its own constant)."""
 _REPLICAS = {
     # Replicas queue by themselves: the Rollouter bounds how much it sends.
     "max_ongoing_requests": 1_000_000,
+    # Of the first start. Once a replica has run, Serve goes on for ever to start what takes its place.
     "max_constructor_retry_count": 1,
     "health_check_period_s": 1.0,
-    "health_check_timeout_s": 30.0,
     "graceful_shutdown_wait_loop_s": 0.1,
     "graceful_shutdown_timeout_s": 2.0,
 }
@@ -45,6 +47,8 @@ class ServingOptions:
     num_replicas: int
     start_s: float
     apply_s: float
+    probe_s: float
+    engine_s: float
 
 
 def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
@@ -74,13 +78,15 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         num_replicas=rollout.num_replicas,
         start_s=config.timeouts.start_s,
         apply_s=config.timeouts.apply_s,
+        probe_s=config.timeouts.probe_s,
+        engine_s=config.timeouts.engine_s,
     )
 
 
 def deployment_options(options: ServingOptions) -> dict[str, Any]:
     """How Serve runs the replicas."""
     return {
-        **_REPLICAS,
+        **_replicas(options.probe_s),
         "num_replicas": options.num_replicas,
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
         "placement_group_strategy": "PACK",
@@ -88,13 +94,17 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
     }
 
 
-def reward_deployment_options(model: RewardModelConfig, *, gpus: bool) -> dict[str, Any]:
+def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool) -> dict[str, Any]:
     """How Serve runs the replicas of the reward model: one GPU each, if the cluster has any."""
     return {
-        **_REPLICAS,
+        **_replicas(probe_s),
         "num_replicas": model.num_replicas,
         "ray_actor_options": {"num_cpus": 1, "num_gpus": 1} if gpus else {"num_cpus": 0},
     }
+
+
+def _replicas(probe_s: float) -> dict[str, Any]:
+    return {**_REPLICAS, "health_check_timeout_s": probe_s / UNANSWERED_CHECKS}
 
 
 def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:

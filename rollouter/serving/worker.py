@@ -8,6 +8,11 @@ finds them.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
 import threading
 import time
 import warnings
@@ -28,25 +33,43 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from asyncrl.ports import Edition
 from asyncrl.weights.checksums import MODULUS, add, layer_group
 
 if current_platform.is_cpu():
     vllm._custom_ops._supports_onednn = False
 
+_PR_SET_PDEATHSIG = 1
 _CONNECTING = threading.Lock()
 """A replica that catches up fetches while it is still joining the cluster, on two threads."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone.
+
+    A replica that is killed cannot end its engine, and an engine that is stopped, or still loading, notices nothing.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if not parent.is_alive():
+        os._exit(1)
+
+
+die_with_parent()
+
+
 class _Fetch:
     """A version on its way into this process, on a thread of its own, while the engine decodes."""
 
-    def __init__(self, version: int, address: str, namespace: str, store_name: str) -> None:
-        self.version = version
+    def __init__(self, edition: Edition, address: str, namespace: str, store_name: str) -> None:
+        self.edition = edition
         self.chunks: list[dict[str, NDArray[Any]]] = []
         self._error: BaseException | None = None
         self._source = (address, namespace, store_name)
-        self._thread = threading.Thread(target=self._run, name=f"fetch-{version}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"fetch-{edition.version}", daemon=True)
         self._thread.start()
 
     def result(self, timeout_s: float) -> list[dict[str, NDArray[Any]]]:
@@ -57,7 +80,7 @@ class _Fetch:
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"version {self.version} did not arrive in the worker within {timeout_s:g} s")
+            raise TimeoutError(f"version {self.edition.version} did not arrive in the worker within {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self.chunks
@@ -66,7 +89,7 @@ class _Fetch:
         try:
             connect(*self._source[:2])
             store = ray.get_actor(self._source[2], namespace=self._source[1])
-            self.chunks = ray.get(ray.get(store.tensors.remote(self.version)))
+            self.chunks = ray.get(ray.get(store.tensors.remote(self.edition)))
         except BaseException as error:  # noqa: BLE001  it is raised again by `result`, in the thread that waits
             self._error = error
 
@@ -88,9 +111,9 @@ class WeightLoader:
         self._source = (address, namespace, store_name)
         threading.Thread(target=connect, args=(address, namespace), name="connect-store", daemon=True).start()
 
-    def fetch_version(self, version: int) -> None:
-        """Begin to map `version` into this process; returns at once."""
-        self._fetch = _Fetch(version, *self._source)
+    def fetch_version(self, lineage: int, version: int) -> None:
+        """Begin to map this edition into this process; returns at once."""
+        self._fetch = _Fetch(Edition(lineage, version), *self._source)
 
     def await_fetch(self, timeout_s: float) -> None:
         """Wait until the version is mapped: no time at all, once its bytes are on this node.
@@ -101,14 +124,14 @@ class WeightLoader:
         """
         self._fetch.result(timeout_s)
 
-    def load_version(self, version: int) -> float:
+    def load_version(self, lineage: int, version: int) -> float:
         """Load the fetched version in place, inside the pause. Returns seconds.
 
         Raises:
             RuntimeError: another version was fetched.
         """
-        if self._fetch.version != version:
-            raise RuntimeError(f"asked to load version {version}, but version {self._fetch.version} was fetched")
+        if self._fetch.edition != (lineage, version):
+            raise RuntimeError(f"asked to load {Edition(lineage, version)}, but {self._fetch.edition} was fetched")
         chunks = self._fetch.result(0.0)
         started = time.perf_counter()
         with torch.no_grad():

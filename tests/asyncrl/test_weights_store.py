@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 
-from asyncrl.failures import BugError, DeadlineError, InfraError
-from asyncrl.ports import Publication
+from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.ports import Edition, Publication, ReplicaReport
 from asyncrl.weights import object_store
 from asyncrl.weights.checksums import group_checksums
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, find_store, start_store
@@ -24,7 +27,12 @@ NAMESPACE = "weights-test"
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.init(
-        num_cpus=2, namespace=NAMESPACE, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+        address="local",
+        num_cpus=2,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        log_to_driver=False,
     )
     yield
     ray.shutdown()
@@ -42,15 +50,19 @@ def weights(value: float) -> dict[str, np.ndarray]:
     return {f"model.layers.{layer}.w": np.full(1000, value + layer, dtype=np.float32) for layer in range(4)}
 
 
-async def publish(store: Any, version: int) -> Publication:
-    publisher = ObjectStorePublisher(store, call_s=10)
+async def publish(store: Any, version: int, *, lineage: int = 0) -> Publication:
+    publisher = ObjectStorePublisher(store, call_s=10, lineage=lineage)
     return await publisher.publish(version, version * 10, weights(version), validate=version == 2)
+
+
+def plain(version: int) -> Edition:
+    return Edition(0, version)
 
 
 async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 9000)
     published = await publish(store, 1)
-    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(1))))
+    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(plain(1)))))
     assert [len(chunk) for chunk in chunks] == [2, 2]
     fetched = {name: array for chunk in chunks for name, array in chunk.items()}
     for name, array in weights(1).items():
@@ -63,20 +75,20 @@ async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.
 async def test_the_feed_waits_for_something_newer(store: Any) -> None:
     feed = ObjectStoreFeed(store, call_s=10)
     assert await feed.latest() is None
-    assert await feed.wait_newer(0, timeout_s=0.05) is None
+    assert await feed.wait_newer(plain(0), timeout_s=0.05) is None
     seen: list[Publication | None] = []
 
     async def wait() -> None:
-        seen.append(await feed.wait_newer(0, timeout_s=10))
+        seen.append(await feed.wait_newer(plain(0), timeout_s=10))
 
     async with anyio.create_task_group() as group:
         group.start_soon(wait)
         group.start_soon(wait)
         await publish(store, 1)
     assert [publication.version for publication in seen if publication] == [1, 1]
-    assert await feed.wait_newer(1, timeout_s=0.05) is None
+    assert await feed.wait_newer(plain(1), timeout_s=0.05) is None
     await publish(store, 2)
-    newest = await feed.wait_newer(0, timeout_s=10)
+    newest = await feed.wait_newer(plain(0), timeout_s=10)
     assert newest is not None
     assert (newest.version, newest.validate) == (2, True)
 
@@ -85,7 +97,7 @@ async def held(store: Any) -> set[int]:
     found = set()
     for version in range(1, 10):
         try:
-            await object_store._answer(store.tensors.remote(version), 10, "tensors")
+            await object_store._answer(store.tensors.remote(plain(version)), 10, "tensors")
         except InfraError as error:
             assert f"does not hold version {version}" in str(error)
         else:
@@ -111,11 +123,11 @@ async def test_an_overtaken_validation_is_not_lost(store: Any) -> None:
     feed = ObjectStoreFeed(store, call_s=10)
     for version in (1, 2, 3):
         await publish(store, version)
-    newest = await feed.wait_newer(0, timeout_s=10)
+    newest = await feed.wait_newer(plain(0), timeout_s=10)
     assert newest is not None
     assert (newest.version, newest.validate) == (3, True)
     await publish(store, 4)
-    newest = await feed.wait_newer(3, timeout_s=10)
+    newest = await feed.wait_newer(plain(3), timeout_s=10)
     assert newest is not None
     assert (newest.version, newest.validate) == (4, False)
 
@@ -126,10 +138,95 @@ async def test_versions_ascend(store: Any) -> None:
         await publish(store, 2)
 
 
+async def test_a_newer_lineage_is_newer_whatever_its_version(store: Any) -> None:
+    feed = ObjectStoreFeed(store, call_s=10)
+    for version in (1, 2, 3):
+        await publish(store, version)
+    back = await publish(store, 1, lineage=1)
+    assert back.edition == Edition(1, 1)
+    assert await feed.wait_newer(Edition(0, 3), timeout_s=10) == back
+    # Version 2 had asked for its validation; training will come to it again.
+    assert not back.validate
+    with pytest.raises(FencedError, match="lineage 0, which another one of lineage 1 has replaced"):
+        await publish(store, 4)
+    await publish(store, 2, lineage=1)
+    newest = await feed.wait_newer(back.edition, timeout_s=10)
+    assert newest is not None
+    assert (newest.edition, newest.validate) == (Edition(1, 2), True)
+
+
+async def test_training_that_goes_back_to_an_unvalidated_version_or_beyond_keeps_the_wish(store: Any) -> None:
+    await publish(store, 2)
+    assert (await publish(store, 2, lineage=1)).validate
+    await publish(store, 3, lineage=2)
+    newest = await ObjectStoreFeed(store, call_s=10).latest()
+    assert newest is not None
+    assert (newest.edition, newest.validate) == (Edition(2, 3), True)
+
+
+async def test_a_store_that_dies_is_told_again_and_nobody_notices() -> None:
+    store = start_store(NAMESPACE, max_restarts=-1)
+    feed = ObjectStoreFeed(store, call_s=20)
+    publisher = ObjectStorePublisher(store, call_s=20)
+    try:
+        published = await publisher.publish(1, 10, weights(1), validate=False)
+        assert await feed.latest() == published
+        died = (await object_store._answer(store.status.remote(), 10, "status")).pid
+        os.kill(died, signal.SIGKILL)
+        status = await object_store._ask(lambda _: store.status.remote(), 20, "status")
+        assert (status.pid != died, status.newest) == (True, None)
+        # What there was is not known yet: nobody is told that there is nothing.
+        with pytest.raises(DeadlineError, match="nobody has published to it since"):
+            await object_store._answer(store.start_with.remote(0.05), 10, "asking")
+        async with anyio.create_task_group() as group:
+            found: list[Any] = []
+
+            async def wait() -> None:
+                found.append(await object_store._answer(store.start_with.remote(10), 20, "asking"))
+
+            group.start_soon(wait)
+            await publisher.republish()
+        await publisher.republish()
+        assert found == [published]
+        assert await feed.wait_newer(plain(0), timeout_s=10) == published
+        chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(plain(1)))))
+        np.testing.assert_array_equal(chunks[0]["model.layers.0.w"], weights(1)["model.layers.0.w"])
+    finally:
+        ray.kill(store)
+
+
+async def test_a_publisher_that_has_published_nothing_says_so(store: Any) -> None:
+    publisher = ObjectStorePublisher(store, call_s=10)
+    await publisher.republish()
+    assert await object_store._answer(store.start_with.remote(0.05), 10, "asking") is None
+    await publish(store, 1)
+    published = await publish(store, 2)
+    assert (await object_store._answer(store.start_with.remote(0.05), 10, "asking")).edition == plain(2)
+    # Something newer than what could not be fetched, or else the same again.
+    lost = await object_store._answer(store.start_with.remote(10, plain(1)), 10, "asking")
+    assert lost == await object_store._answer(store.start_with.remote(0.05, plain(2)), 10, "asking") == published
+
+
+def reported(name: str, at: float) -> ReplicaReport:
+    return ReplicaReport(name, "node", 1, (2, 3), "serving", at, 0, 1, 4, 100, at)
+
+
+async def test_what_replicas_report_is_kept_for_a_while(store: Any) -> None:
+    now = time.time()
+    for report in (reported("a", now), reported("b", now - 5), reported("old", now - 700)):
+        assert await object_store._answer(store.report.remote(report), 10, "report") is None
+    await publish(store, 1)
+    assert await object_store._answer(store.report.remote(reported("a", now + 1)), 10, "report") == plain(1)
+    status = await object_store._answer(store.status.remote(), 10, "status")
+    assert [report.replica for report in status.replicas] == ["b", "a"]
+    assert status.replicas[1].reported_at == now + 1
+    assert status.newest == plain(1)
+
+
 async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:
     ray.kill(store)
     with pytest.raises(InfraError):
-        await ObjectStoreFeed(store, call_s=5).latest()
+        await ObjectStoreFeed(store, call_s=0.3).latest()
     with pytest.raises(DeadlineError, match=r"did not answer within 0\.01 s"):
         await object_store._answer(anyio.sleep(5), 0.01, "nothing")
 

@@ -40,6 +40,7 @@ class Engine:
     model: Any
     """A transformers model, the stand-in for the trainer's; float32."""
     version: int = 0
+    lineage: int = 0
 
     def perturb(self, scale: float = 0.02) -> dict[str, np.ndarray]:
         """Move the model's weights at random and return them as a trainer would publish them."""
@@ -77,11 +78,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         {
             "model": {"path": str(path)},
             "rollout": {"max_model_len": MAX_MODEL_LEN},
-            "timeouts": {"start_s": 240, "apply_s": 60, "generate_s": 120},
+            "timeouts": {"start_s": 240, "apply_s": 60, "generate_s": 120, "engine_s": 30, "probe_s": 30},
         }
     )
     ray.init(
-        num_cpus=2, namespace=NAMESPACE, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False
+        address="local",
+        num_cpus=2,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        object_store_memory=300 << 20,
+        log_to_driver=False,
     )
     try:
         store = start_store(NAMESPACE)

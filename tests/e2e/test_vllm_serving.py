@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +13,11 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.failures import BugError, DataError
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
-from asyncrl.types import FinishReason, Span, Turn, versions_per_token
+from asyncrl.failures import BugError, DataError, EngineCrashError
+from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaReport
+from asyncrl.types import FinishReason, Span, Turn, join_turns, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
+from rollouter.serving.pieces import Piece
 from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, Engine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
@@ -41,7 +45,7 @@ def fleet_of(engine: Engine, *, partial: bool = True, mode: str = "keep", clear_
 
 async def publish(engine: Engine, scale: float = 0.02) -> Publication:
     engine.version += 1
-    publisher = ObjectStorePublisher(engine.store, call_s=30)
+    publisher = ObjectStorePublisher(engine.store, call_s=30, lineage=engine.lineage)
     return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
 
 
@@ -157,6 +161,7 @@ async def test_refused_requests_are_data_errors(engine: Engine) -> None:
     assert len(fine.response_ids) == 8
 
 
+@pytest.mark.slow
 async def test_a_corrupt_publication_is_found_and_the_replica_replaced(engine: Engine) -> None:
     """Costs a restart of the engine, which then serves what the store has before it takes a request."""
     fleet = fleet_of(engine)
@@ -167,3 +172,154 @@ async def test_a_corrupt_publication_is_found_and_the_replica_replaced(engine: E
     (turn,) = await fleet.generate(requests(1, 20), session="s")
     assert turn.spans == (Span(0, engine.version),)
     assert_agrees(engine, turn)
+
+
+async def test_training_that_goes_back_takes_the_replicas_with_it(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    for _ in range(2):
+        await fleet.apply(await publish(engine))
+    engine.lineage, engine.version = engine.lineage + 1, engine.version - 2
+    (report,) = await fleet.apply(await publish(engine))
+    assert (report.edition, report.verified) == (Edition(engine.lineage, engine.version), True)
+    (turn,) = await fleet.generate(requests(1, 40), session="s")
+    assert turn.spans == (Span(0, engine.version),)
+    assert_agrees(engine, turn)
+
+
+class Calls:
+    """What a fleet's calls have told, besides what comes of it: by request, over all of them."""
+
+    def __init__(self, fleet: Any, count: int) -> None:
+        self.told: list[Turn | None] = [None] * count
+        self.crashes: list[EngineCrashError] = []
+        self.at_crash: list[Turn | None] = []
+        self.completed: list[int] = []
+        self._call = fleet._call
+        fleet._call = self.call
+
+    async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Piece], None]:
+        numbers = [int(request.request_id[1:].partition("-")[0]) for request in batch]
+        async for pieces in self._call(batch, session=session):
+            for piece in pieces:
+                self.told[numbers[piece.number]] = join_turns(self.told[numbers[piece.number]], piece.turn)
+            yield pieces
+
+    async def on_crash(self, error: EngineCrashError) -> None:
+        self.crashes.append(error)
+        self.at_crash = list(self.told)
+
+    async def on_turn(self, number: int, turn: Turn) -> None:
+        self.completed.append(number)
+
+
+async def replicas(engine: Engine) -> tuple[ReplicaReport, ...]:
+    return (await engine.store.status.remote()).replicas
+
+
+async def until_generating(engine: Engine, fleet: Any) -> ReplicaReport:
+    """The replica, once it has made some tokens of what is in flight."""
+    started = (await fleet.status())[0]["generated_tokens"]
+    while (await fleet.status())[0]["generated_tokens"] < started + 40:  # noqa: ASYNC110  no event for it
+        await anyio.sleep(0.005)
+    return (await replicas(engine))[-1]
+
+
+class Trainer:
+    """Stands for the Trainer: what it has published dies with it."""
+
+    def __init__(self, store: Any, lineage: int) -> None:
+        self._publisher = ObjectStorePublisher(store, call_s=30, lineage=lineage)
+
+    async def publish(self, version: int, tensors: dict[str, np.ndarray]) -> Publication:
+        return await self._publisher.publish(version, version, tensors, validate=False)
+
+
+async def test_a_dead_engine_gives_its_tokens_to_the_next_which_waits_for_weights_that_it_can_fetch(
+    engine: Engine,
+) -> None:
+    """The engine core is killed, and so is the process that has published what is served."""
+    import ray
+
+    trainer: Any = ray.remote(Trainer).options(num_cpus=0).remote(engine.store, engine.lineage + 1)
+    fleet = fleet_of(engine)
+    before = engine.version + 3
+    (report,) = await fleet.apply(await trainer.publish.remote(before, engine.perturb()))
+    assert report.edition == Edition(engine.lineage + 1, before)
+    calls = Calls(fleet, 4)
+    turns: list[Turn] = []
+
+    async def generate() -> None:
+        turns.extend(
+            await fleet.generate(requests(4, LONG), session="s", on_turn=calls.on_turn, on_crash=calls.on_crash)
+        )
+
+    old = copy.deepcopy(engine)
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        replica = await until_generating(engine, fleet)
+        assert replica.phase == "serving"
+        ray.kill(trainer)
+        os.kill(replica.engine_pids[0], signal.SIGKILL)
+        # The next one is up but for its weights, which nobody has any more.
+        while (last := (await replicas(engine))[-1]).replica == replica.replica or not last.engine_pids:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+        assert last.phase in ("starting", "fetching")
+        engine.lineage += 2
+        await publish(engine)
+    assert sorted(calls.completed) == [0, 1, 2, 3]
+    assert len(calls.crashes) == 1
+    for turn, told in zip(turns, calls.at_crash, strict=True):
+        assert told is not None
+        count = len(told.response_ids)
+        assert 0 < count < LONG
+        assert len(turn.response_ids) == LONG
+        assert turn.response_ids[:count].tolist() == told.response_ids.tolist()
+        assert turn.rollout_log_probs[:count].tolist() == told.rollout_log_probs.tolist()
+        assert turn.spans == (Span(0, before), Span(count, engine.version))
+        np.testing.assert_allclose(told.rollout_log_probs, old.log_probs(PROMPT, told), atol=1e-3)
+        np.testing.assert_allclose(turn.rollout_log_probs[count:], engine.log_probs(PROMPT, turn)[count:], atol=1e-3)
+
+
+@pytest.mark.slow
+async def test_an_engine_that_hangs_is_replaced(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    calls = Calls(fleet, 2)
+    turns: list[Turn] = []
+
+    async def generate() -> None:
+        turns.extend(await fleet.generate(requests(2, LONG), session="s", on_crash=calls.on_crash))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        replica = await until_generating(engine, fleet)
+        os.kill(replica.engine_pids[0], signal.SIGSTOP)
+    (crash,) = calls.crashes
+    assert "has 2 requests and made no token for 30 s" in crash.message
+    for turn, told in zip(turns, calls.at_crash, strict=True):
+        assert told is not None
+        assert turn.response_ids[: len(told.response_ids)].tolist() == told.response_ids.tolist()
+        assert turn.spans == (Span(0, engine.version),)
+        assert len(turn.response_ids) == LONG
+    with pytest.raises(ProcessLookupError):
+        os.kill(replica.engine_pids[0], 0)
+
+
+@pytest.mark.slow
+async def test_a_replica_that_hangs_is_replaced_and_applying_goes_on(engine: Engine) -> None:
+    fleet = fleet_of(engine)
+    calls = Calls(fleet, 2)
+    turns: list[Turn] = []
+
+    async def generate() -> None:
+        turns.extend(await fleet.generate(requests(2, LONG), session="s", on_crash=calls.on_crash))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        replica = await until_generating(engine, fleet)
+        os.kill(replica.pid, signal.SIGSTOP)
+        with anyio.fail_after(120):
+            (report,) = await fleet.apply(await publish(engine))
+    assert report.replica != replica.replica
+    assert report.version == engine.version
+    assert len(calls.crashes) == 1
+    assert [len(turn.response_ids) for turn in turns] == [LONG, LONG]

@@ -1,7 +1,11 @@
-"""A fleet without engines: answers, failures, versions and the order of completion are the test's to script."""
+"""A fleet without engines: answers, failures, crashes, versions and the order of completion are the test's to script.
+
+No threads and no real time: it runs under any event loop, a virtual clock's too, and does the same every time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +13,9 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
-from asyncrl.types import FinishReason, Span, Turn
+from asyncrl.failures import EngineCrashError
+from asyncrl.ports import ApplyReport, Edition, GenerateRequest, OnCrash, OnTurn, Publication, WeightFeed
+from asyncrl.types import FinishReason, Span, Turn, join_turns
 
 Answer = Callable[[GenerateRequest], Sequence[int]]
 
@@ -26,15 +31,32 @@ class Call:
 
     session: str
     requests: Sequence[GenerateRequest]
-    version: int
-    """What the fleet served when the call began."""
+    turns: list[Turn | None]
+    """What each request has so far; its end is in the finish reason."""
+    replica: str = ""
+    """Empty while it is on none: after a crash, or when none is up."""
+    version: int = 0
+    """What that replica served when it took the call."""
     go: anyio.Event = field(default_factory=anyio.Event)
+    attempt: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    telling: bool = False
+    crash: EngineCrashError | None = None
+
+    @property
+    def pending(self) -> list[int]:
+        return [index for index, turn in enumerate(self.turns) if not complete(turn)]
+
+
+def complete(turn: Turn | None) -> bool:
+    return turn is not None and turn.finish_reason is not FinishReason.ABORTED
 
 
 class FakeFleet:
     """`EngineFleet`. With `hold`, a call answers once the test calls `release`; else at once, or after `pace(session)`.
 
-    A call during which the fleet changes its version comes back in two spans: the first half by the old one.
+    With `chunk_tokens` tokens come in pieces, so many a request, each after `pace(session)`; shorter responses are
+    complete earlier, and what was told survives a crash. Without, all of a response comes at once, and a call during
+    which its replica changes its version comes back in two spans: the first half by the old one.
     """
 
     def __init__(
@@ -44,9 +66,18 @@ class FakeFleet:
         hold: bool = False,
         pace: Callable[[str], Awaitable[None]] | None = None,
         num_replicas: int = 1,
+        chunk_tokens: int | None = None,
+        poison: Callable[[GenerateRequest], bool] | None = None,
+        restart_s: float = 0.0,
+        feed: WeightFeed | None = None,
     ) -> None:
+        """
+        Args:
+            poison: A replica crashes when it computes a request of which this is true.
+            restart_s: How long a crashed replica is away, by the event loop's clock.
+            feed: A crashed replica comes back with the newest version there; without, with what it served.
+        """
         self.hold = hold
-        self.version = 0
         self.calls: dict[str, Call] = {}
         """In flight now, by session."""
         self.sessions: list[str] = []
@@ -54,40 +85,61 @@ class FakeFleet:
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self.applied: list[int] = []
+        self.crashes: list[tuple[str, ...]] = []
+        """The sessions each crash has hit."""
         self.max_in_flight = 0
         self.generated_tokens = 0
         self.apply_error: Exception | None = None
-        self.stuck_at: int | None = None
-        """Replicas stay at this version and say so."""
+        self.stuck_at: Edition | None = None
+        """Replicas stay at this edition and say so."""
         self.replaced: dict[str, int] = {}
         """Sessions whose replica was replaced, and the version that the new one has started with."""
         self.apply_gate: anyio.Event | None = None
         """Set one to hold the next apply until the test sets the event."""
+        self.editions = {f"replica-{number}": Edition(0, 0) for number in range(num_replicas)}
+        """What each replica serves."""
         self._answer = answer
         self._pace = pace
-        self._replicas = [f"replica-{number}" for number in range(num_replicas)]
+        self._chunk_tokens = chunk_tokens
+        self._poison = poison
+        self._restart_s = restart_s
+        self._feed = feed
+        self._down_until: dict[str, float] = {}
+        """Crashed replicas that nobody has used since."""
         self._errors: dict[str, list[Exception]] = {}
         self._changed = anyio.Condition()
 
     # -------------------------------------------------------------------------------------------- the port
 
-    async def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> list[Turn]:
-        call = Call(session, requests, self.version)
+    async def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        session: str,
+        on_turn: OnTurn | None = None,
+        on_crash: OnCrash | None = None,
+    ) -> list[Turn]:
+        call = Call(session, requests, [request.so_far for request in requests])
         self.calls[session] = call
         self.sessions.append(session)
         self.requests.extend(requests)
         self.max_in_flight = max(self.max_in_flight, len(self.calls))
-        await self._notify()
         try:
-            if self.hold:
-                await call.go.wait()
-            elif self._pace is not None:
-                await self._pace(session)
-            if errors := self._errors.get(session):
-                raise errors.pop(0)
-            began_at = self.replaced.get(session, call.version)
-            serves = self.replaced.get(session, self.version)
-            return [self._turn(request, began_at, serves) for request in requests]
+            await self._place(call)
+            await self._notify()
+            while call.pending:
+                with anyio.CancelScope() as call.attempt:
+                    if call.crash is None:
+                        await self._serve(call, on_turn)
+                if (error := call.crash) is None:
+                    continue
+                call.crash = None
+                if call.pending:
+                    if on_crash is not None:
+                        await on_crash(error)
+                    await self._place(call)
+                    await self._notify()
+            return [turn for turn in call.turns if turn is not None]
         except anyio.get_cancelled_exc_class():
             self.cancelled.append(session)
             raise
@@ -99,30 +151,45 @@ class FakeFleet:
             await self.apply_gate.wait()
         if self.apply_error is not None:
             raise self.apply_error
-        self.version = publication.version if self.stuck_at is None else self.stuck_at
+        reports = []
+        for name in self.editions:
+            await self._come_up(name)
+            load_s = 0.0
+            if self.stuck_at is not None:
+                self.editions[name] = self.stuck_at
+            elif self.editions[name] < publication.edition:
+                self.editions[name] = publication.edition
+                load_s = 0.01
+            lineage, version = self.editions[name]
+            in_flight = sum(call.replica == name for call in self.calls.values())
+            reports.append(ApplyReport(name, version, 0.0, load_s, load_s, in_flight, verified=True, lineage=lineage))
         self.applied.append(self.version)
         await self._notify()
-        return [
-            ApplyReport(
-                name, self.version, fetch_s=0.0, pause_s=0.0, load_s=0.0, in_flight=len(self.calls), verified=True
-            )
-            for name in self._replicas
-        ]
+        return reports
 
     async def status(self) -> list[Mapping[str, Any]]:
         return [
             {
                 "replica": name,
-                "version": self.version,
-                "running": len(self.calls),
+                "version": edition.version,
+                "running": sum(call.replica == name for call in self.calls.values()),
                 "waiting": 0,
                 "kv_cache_usage": 0.0,
                 "generated_tokens": self.generated_tokens,
             }
-            for name in self._replicas
+            for name, edition in self.editions.items()
         ]
 
     # -------------------------------------------------------------------------------------------- the test's side
+
+    @property
+    def version(self) -> int:
+        """What every replica serves, or the oldest of them."""
+        return min(self.editions.values()).version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.editions = {name: Edition(edition.lineage, version) for name, edition in self.editions.items()}
 
     def release(self, *sessions: str) -> None:
         """Let these calls answer; none named: all that are in flight."""
@@ -138,30 +205,108 @@ class FakeFleet:
         """The next calls of this session raise these, one each."""
         self._errors.setdefault(session, []).extend(errors)
 
+    def crash(self, replica: str = "replica-0", message: str = "the engine died") -> tuple[str, ...]:
+        """The replica dies with what it computes; returns the sessions it had."""
+        struck = tuple(session for session, call in self.calls.items() if call.replica == replica)
+        self._down_until[replica] = anyio.current_time() + self._restart_s
+        self.crashes.append(struck)
+        for session in struck:
+            call = self.calls[session]
+            call.replica, call.crash = "", EngineCrashError(f"{replica}: {message}")
+            if not call.telling:
+                call.attempt.cancel()
+        return struck
+
     async def until(self, condition: Callable[[FakeFleet], bool]) -> None:
-        """Wait until `condition` holds; looked at when a call begins and when a version is applied."""
+        """Wait until `condition` holds; looked at when a replica takes a call and when a version is applied."""
         with anyio.fail_after(10):
             async with self._changed:
                 while not condition(self):
                     await self._changed.wait()
 
     async def until_in_flight(self, *sessions: str) -> None:
-        await self.until(lambda fleet: set(sessions) <= fleet.calls.keys())
+        await self.until(lambda fleet: all(s in fleet.calls and fleet.calls[s].replica for s in sessions))
+
+    # -------------------------------------------------------------------------------------------- inside
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def _turn(self, request: GenerateRequest, began_at: int, serves: int) -> Turn:
-        ids = np.asarray(self._answer(request), dtype=np.int32)
+    async def _place(self, call: Call) -> None:
+        """Wait for a replica that is up, and take the one with the fewest calls."""
+        await self._sleep_until(lambda: min(self._down_s(name) for name in self.editions))
+        up = [name for name in self.editions if self._down_s(name) <= 0]
+        load = dict.fromkeys(up, 0)
+        for other in self.calls.values():
+            if other.replica in load:
+                load[other.replica] += 1
+        name = min(up, key=lambda name: load[name])
+        await self._come_up(name)
+        call.replica, call.version = name, self.editions[name].version
+
+    def _down_s(self, name: str) -> float:
+        return self._down_until.get(name, -math.inf) - anyio.current_time()
+
+    async def _sleep_until(self, left_s: Callable[[], float]) -> None:
+        while (seconds := left_s()) > 0:  # noqa: ASYNC110  # it is a time that is waited for, and it may move
+            await anyio.sleep(seconds)
+
+    async def _come_up(self, name: str) -> None:
+        """Wait until a crashed replica is back, and let it catch up."""
+        await self._sleep_until(lambda: self._down_s(name))
+        if self._down_until.pop(name, None) is None or self._feed is None:
+            return
+        newest = await self._feed.latest()
+        if newest is not None:
+            self.editions[name] = max(self.editions[name], newest.edition)
+
+    async def _serve(self, call: Call, on_turn: OnTurn | None) -> None:
+        """Until each of its requests is complete, or its replica crashes."""
+        while pending := call.pending:
+            if self.hold:
+                await call.go.wait()
+            elif self._pace is not None:
+                await self._pace(call.session)
+            elif self._chunk_tokens is not None:
+                await anyio.lowlevel.checkpoint()
+            if call.crash is not None:
+                return  # it was awake already when the crash came
+            if errors := self._errors.get(call.session):
+                raise errors.pop(0)
+            if self._poison is not None and any(self._poison(call.requests[index]) for index in pending):
+                self.crash(call.replica)
+                return
+            for index in pending:
+                self._sample(call, index)
+            for index in pending:
+                if on_turn is not None and complete(turn := call.turns[index]):
+                    assert turn is not None
+                    await self._tell(call, on_turn, index, turn)
+            if call.crash is not None:
+                return
+
+    async def _tell(self, call: Call, on_turn: OnTurn, index: int, turn: Turn) -> None:
+        """A crash does not take back what is complete."""
+        call.telling = True
+        try:
+            await on_turn(index, turn)
+        finally:
+            call.telling = False
+
+    def _sample(self, call: Call, index: int) -> None:
+        request, head = call.requests[index], call.turns[index]
+        num_head = 0 if head is None else len(head.response_ids)
+        answer = self._answer(request)
+        ids = np.asarray(answer[num_head:][: self._chunk_tokens], dtype=np.int32)
         self.generated_tokens += len(ids)
-        spans = [Span(0, began_at)] if len(ids) else []
-        if len(ids) > 1 and serves != began_at:
+        serves = self.replaced.get(call.session, self.editions[call.replica].version)
+        began_at = self.replaced.get(call.session, call.version)
+        spans = [Span(0, began_at if self._chunk_tokens is None else serves)] if len(ids) else []
+        if self._chunk_tokens is None and len(ids) > 1 and serves != began_at:
             spans.append(Span(len(ids) // 2, serves))
-        full = len(ids) >= request.sampling["max_tokens"]
-        return Turn(
-            response_ids=ids,
-            rollout_log_probs=np.full(len(ids), -0.5, dtype=np.float32),
-            spans=tuple(spans),
-            finish_reason=FinishReason.LENGTH if full else FinishReason.STOP,
-        )
+        finish = FinishReason.ABORTED
+        if num_head + len(ids) == len(answer):
+            finish = FinishReason.LENGTH if len(answer) >= request.sampling["max_tokens"] else FinishReason.STOP
+        tail = Turn(ids, np.full(len(ids), -0.5, dtype=np.float32), tuple(spans), finish)
+        call.turns[index] = join_turns(head, tail)

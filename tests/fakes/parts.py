@@ -1,48 +1,84 @@
-"""Small stand-ins for the other ports: payloads, weight feed, prompts, scorer, record sink, clock."""
+"""Small stand-ins for the other ports: payloads, turn log, weight feed, prompts, scorer, record sink, clock.
+
+No threads and no real time: they run under any event loop, a virtual clock's too, and do the same every time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import numpy as np
 
-from asyncrl.ports import Publication, RunRecord, Score
+from asyncrl.ports import Edition, Publication, RunRecord, Score
 from asyncrl.types import Prompt, Sample, SampleId, Turn
 
 
 class MemoryPayloads:
-    """`PayloadStore` that hands the sample itself around."""
+    """`PayloadStore` that hands the sample itself around; those in `lost` are not found any more."""
+
+    def __init__(self) -> None:
+        self.lost: set[SampleId] = set()
 
     async def put(self, sample: Sample) -> Any:
         return sample
 
-    async def get(self, payloads: Sequence[Any]) -> list[Sample]:
-        return list(payloads)
+    async def get(self, payloads: Sequence[Any]) -> list[Sample | None]:
+        return [None if sample.sample_id in self.lost else sample for sample in payloads]
+
+
+class MemoryTurns:
+    """`TurnLog`. Give one to several Rollouters in a row, and the later ones find what the earlier ones completed."""
+
+    def __init__(self) -> None:
+        self.turns: dict[SampleId, dict[str, Turn]] = {}
+        self.recorded = 0
+        """Turns ever recorded."""
+
+    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        turns = self.turns.setdefault(sample_id, {})
+        assert key not in turns, f"turn {key} of {sample_id} was completed twice"
+        turns[key] = turn
+        self.recorded += 1
+
+    async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
+        return dict(self.turns.get(sample_id, {}))
+
+    async def forget(self, sample_id: SampleId) -> None:
+        self.turns.pop(sample_id, None)
 
 
 class FakeFeed:
-    """`WeightFeed` whose publications the test makes."""
+    """`WeightFeed` whose publications the test makes. Like the store, it keeps the newest edition only."""
 
     def __init__(self) -> None:
         self._latest: Publication | None = None
         self._changed = anyio.Condition()
 
     async def publish(
-        self, version: int, *, step: int = 0, validate: bool = False, published_at_s: float = 0.0
-    ) -> None:
+        self, version: int, *, lineage: int = 0, step: int = 0, validate: bool = False, published_at_s: float = 0.0
+    ) -> Publication:
+        publication = Publication(
+            version, step, 0, {}, validate=validate, published_at_s=published_at_s, lineage=lineage
+        )
         async with self._changed:
-            self._latest = Publication(version, step, 0, {}, validate=validate, published_at_s=published_at_s)
+            if self._latest is None or publication.edition >= self._latest.edition:
+                self._latest = publication
             self._changed.notify_all()
+        return publication
+
+    def forget(self) -> None:
+        """The store has been restarted: nothing is known until something is published again."""
+        self._latest = None
 
     async def latest(self) -> Publication | None:
         return self._latest
 
-    async def wait_newer(self, version: int, *, timeout_s: float) -> Publication | None:
+    async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
         with anyio.move_on_after(timeout_s):
             async with self._changed:
-                while self._latest is None or self._latest.version <= version:
+                while self._latest is None or self._latest.edition <= edition:
                     await self._changed.wait()
                 return self._latest
         return None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -14,28 +16,34 @@ from asyncrl.config.schema import (
     DataConfig,
     RewardConfig,
     RolloutConfig,
-    TrainerConfig,
 )
-from asyncrl.failures import BugError, ConfigError, InfraError
-from asyncrl.ports import ApplyRecord, RunRecord, ValidationRecord
+from asyncrl.failures import BugError, ConfigError, FencedError, InfraError
+from asyncrl.ports import ApplyRecord, Edition, RunRecord, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
+from asyncrl.types import SampleMeta, Turn
 from rollouter.actor import RolloutActor
-from rollouter.rollouter import Rollouter, Task, load_task
+from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, make_prompt
+from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, MemoryTurns, make_prompt
 
 
 class Rig:
     """The whole Rollouter between a real queue and fakes; the test plays the Trainer."""
 
-    def __init__(self, fleet: FakeFleet | None = None, *, val_before_train: bool = True) -> None:
+    def __init__(
+        self,
+        fleet: FakeFleet | None = None,
+        *,
+        val_before_train: bool = True,
+        validated: Edition | None = None,
+        queue: type[LocalSampleQueue] = LocalSampleQueue,
+    ) -> None:
         config = Config(
             rollout=RolloutConfig(n=2, response_length=8, max_model_len=16),
-            trainer=TrainerConfig(val_before_train=val_before_train),
         )
         prompts = ListPrompts([make_prompt(1, 2, 3), make_prompt(4, 5)])
-        self.queue = LocalSampleQueue(QueueOptions(2, Pacing(samples_per_version=4, staleness_threshold=1)))
+        self.queue = queue(QueueOptions(2, Pacing(samples_per_version=4, staleness_threshold=1)))
         self.feed = FakeFeed()
         self.fleet = fleet or FakeFleet()
         self.sink = ListSink()
@@ -45,9 +53,11 @@ class Rig:
             Task(prompts, prompts, FakeScorer(), decode=str),
             queue=self.queue,
             payloads=MemoryPayloads(),
+            turns=MemoryTurns(),
             feed=self.feed,
             fleet=self.fleet,
             sink=self.sink,
+            start=RolloutStart(val_before_train, validated),
         )
 
     async def train(self, version: int, *, validate: bool = False) -> None:
@@ -136,6 +146,55 @@ async def test_stop_ends_the_run_at_once() -> None:
     assert stopped_before.fleet.sessions == []
 
 
+class RudeFleet(FakeFleet):
+    """Its calls fail when they are cancelled."""
+
+    async def generate(self, requests: Any, **options: Any) -> list[Turn]:
+        try:
+            return await super().generate(requests, **options)
+        except anyio.get_cancelled_exc_class() as error:
+            raise InfraError("the connection was closed") from error
+
+
+class FencedQueue(LocalSampleQueue):
+    async def offer(self, meta: SampleMeta, payload: Any, **options: Any) -> None:
+        raise FencedError("rollouter 1 was replaced by rollouter 2")
+
+
+async def test_an_incarnation_that_was_replaced_ends_with_that_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig(RudeFleet(hold=True), queue=FencedQueue)
+
+    async def release() -> None:
+        await rig.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
+        rig.fleet.release("sample_0_2")
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(release)
+            with pytest.raises(FencedError, match="replaced by rollouter 2"):
+                await rig.rollouter.run()
+    assert {"sample_0_1", "val_0_0"} <= set(rig.fleet.cancelled)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_a_restarted_rollouter_goes_on_at_the_newest_version_and_validates_nothing_twice() -> None:
+    rig = Rig(val_before_train=True, validated=Edition(0, 2))
+    rig.fleet.version = 2
+    await rig.queue.set_applied_version(2)
+    await rig.feed.publish(2, validate=True)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(rig.rollouter.run)
+            await rig.train(3)
+            await rig.queue.close()
+    assert [(type(record), record.version) for record in rig.sink.records] == [(ApplyRecord, 3)]
+    status = rig.rollouter.status()
+    assert (status["version"], status["lineage"]) == (3, 0)
+    assert status["quarantine"]["crashes"] == 0
+
+
 # ------------------------------------------------------------------------------------------------ the shell
 
 
@@ -148,9 +207,9 @@ async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) ->
         data=DataConfig(train_files=(str(path),), val_files=(str(path),), max_val_samples=2, max_prompt_length=32)
     )
     actor = RolloutActor(config)
-    assert await actor.status() == {}
+    assert await actor.status() == {"incarnation": 1, "pid": os.getpid(), "node_id": ""}
     with pytest.raises(BugError, match="before prepare"):
-        async for _ in actor.run(None, None):
+        async for _ in actor.run(None, None, RolloutStart(validate_first=False)):
             pass
     counts = await actor.prepare(str(tmp_path / "run"))
     assert counts == {"num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0}

@@ -14,9 +14,11 @@ import pytest
 from asyncrl.config.schema import (
     AlgorithmConfig,
     Config,
+    RecoveryConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    TimeoutsConfig,
     ValSamplingConfig,
 )
 from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
@@ -25,12 +27,13 @@ from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import FinishReason, Prompt, Sample, Turn
 from asyncrl.waits import WaitBoard
-from rollouter.drops import DropRule, OverlongError
+from rollouter.drops import DropRule, OverlongError, TooLongError
 from rollouter.meters import BusyMeter
+from rollouter.probation import Probation, time_limit
 from rollouter.pump import Pump
 from rollouter.sampling import sampling_params
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, make_prompt
+from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
 
 NUM_PROMPTS = 100
 
@@ -50,8 +53,13 @@ class Rig:
         prompts: list[Prompt] | None = None,
         reward: RewardConfig | None = None,
         algorithm: AlgorithmConfig | None = None,
+        sample_s: float = 60.0,
+        max_crashes: int = 2,
+        turns: MemoryTurns | None = None,
     ) -> None:
         self.config = Config(
+            timeouts=TimeoutsConfig(sample_s=sample_s),
+            recovery=RecoveryConfig(max_crashes=max_crashes),
             algorithm=algorithm or AlgorithmConfig(),
             rollout=RolloutConfig(
                 n=n, response_length=16, max_model_len=32, max_concurrent_samples=max_concurrent_samples
@@ -61,6 +69,7 @@ class Rig:
         prompts = prompts or [make_prompt(*range(1, 2 + k % 7)) for k in range(NUM_PROMPTS)]
         self.pacing = Pacing(samples_per_version=permits, staleness_threshold=0, total_samples=total)
         self.queue = LocalSampleQueue(QueueOptions(len(prompts), self.pacing))
+        self.turns = turns or MemoryTurns()
         self.fleet = fleet or FakeFleet(hold=True)
         self.clock = ManualClock()
         self.drops = DropRule(
@@ -73,10 +82,12 @@ class Rig:
             self.config,
             queue=self.queue,
             payloads=MemoryPayloads(),
+            turns=self.turns,
             prompts=ListPrompts(prompts),
             fleet=self.fleet,
             scorer=scorer or FakeScorer(),
             drops=self.drops,
+            probation=Probation(max_crashes, waits=self.waits, settle_s=0.01),
             waits=self.waits,
             clock=self.clock,
         )
@@ -260,8 +271,8 @@ async def test_an_empty_response_is_never_a_sample() -> None:
 
 async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
     class Broken(FakeFleet):
-        async def generate(self, requests: Any, *, session: str) -> list[Turn]:
-            turns = await super().generate(requests, session=session)
+        async def generate(self, requests: Any, **options: Any) -> list[Turn]:
+            turns = await super().generate(requests, **options)
             return [Turn(turn.response_ids, turn.rollout_log_probs, turn.spans, FinishReason.ABORTED) for turn in turns]
 
     error = await Rig(fleet=Broken()).fails()
@@ -328,6 +339,175 @@ def test_drop_rule_counts_a_row_of_drops_from_the_last_success() -> None:
         assert rule.failed("b", DataError("odd")).reason == "failed"
         rule.passed()
     assert rule.counts == {"prompt over length": 5, "unusable prompt": 5}
+
+
+# ------------------------------------------------------------------------------------------------ time limits
+
+
+async def test_a_prompt_that_never_answers_cannot_wedge_a_step_on_policy() -> None:
+    """Mode (a): a version waits for all samples of the last. The straggler is dropped and another takes its place."""
+
+    async def pace(session: str) -> None:
+        if session in (name(2), name(7)):
+            await anyio.sleep_forever()
+
+    rig = Rig(permits=4, total=8, fleet=FakeFleet(pace=pace), sample_s=0.2)
+    async with rig.running():
+        for version in (1, 2):
+            lease = await rig.lease(4)
+            assert len(lease.samples) == 4
+            await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
+            await rig.queue.set_applied_version(version)
+    books = (await rig.queue.status()).books
+    assert (books.trained, books.dropped["failed"]) == (8, 2)
+    assert rig.drops.counts == {"took too long": 2}
+    assert {name(2), name(7)} <= set(rig.fleet.cancelled)
+    assert rig.turns.turns == {}
+
+
+async def test_scoring_counts_for_the_time_limit_and_nothing_drops_for_ever() -> None:
+    rig = Rig(
+        fleet=FakeFleet(), scorer=FakeScorer(gate=lambda _: anyio.sleep_forever()), sample_s=0.02,
+        prompts=[make_prompt(k) for k in range(1, 6)],
+    )  # fmt: skip
+    error = await rig.fails()
+    assert isinstance(error, DataError)
+    assert "5 samples in a row were dropped" in error.message
+    assert "was not generated and scored within timeouts.sample_s = 0.02 s" in error.message
+
+
+async def test_a_pause_is_not_on_a_samples_time() -> None:
+    with time_limit("a", 0.05) as limit:
+        with limit.paused():
+            await anyio.sleep(0.1)
+        await anyio.lowlevel.checkpoint()
+    with pytest.raises(TooLongError, match="a was not generated"), time_limit("a", 0.05) as limit:
+        with limit.paused():
+            await anyio.sleep(0.1)
+        await anyio.sleep(1)
+
+
+async def test_the_status_names_the_samples_that_are_in_flight_longest() -> None:
+    rig = Rig(permits=6)
+    async with rig.running():
+        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 7)))
+        rig.clock.now_s = 30.0
+        rig.fleet.release(name(1))
+        await rig.lease(1)
+        status = rig.pump.status()
+        assert status["in_flight"] == 5
+        assert status["oldest_in_flight"] == [(name(index), 30.0) for index in range(2, 7)]
+
+
+# ------------------------------------------------------------------------------------------------ crashes
+
+
+async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
+    gate = anyio.Event()
+    paces = dict.fromkeys((name(index) for index in range(1, 5)), 0)
+
+    async def pace(session: str) -> None:
+        paces[session] += 1
+        if paces[session] == 3:
+            await gate.wait()
+
+    fleet = FakeFleet(answer=lambda _: [1] * 5, pace=pace, chunk_tokens=1, num_replicas=2)
+    rig = Rig(permits=4, total=4, n=2, fleet=fleet)
+    async with rig.running():
+        await anyio.wait_all_tasks_blocked()
+        assert len(fleet.crash("replica-0")) == 2
+        fleet.version = 3
+        gate.set()
+        lease = await rig.lease(4)
+        assert rig.pump.status()["quarantine"]["crashes"] == 1
+    assert fleet.generated_tokens == rig.pump.counts.generated_tokens == 4 * 2 * 5
+    assert {entry.payload.trajectories[0].spans for entry in lease.samples} == {((0, 0), (2, 3))}
+    assert rig.drops.counts == {}
+
+
+@pytest.mark.parametrize(("num_replicas", "slots"), [(1, 8), (2, 8), (3, 16), (1, 1)])
+async def test_poison_is_dropped_with_the_evidence_and_nobody_else(
+    num_replicas: int, slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = FakeFleet(
+        poison=lambda request: request.prompt_ids[0] == 4,
+        chunk_tokens=1,
+        num_replicas=num_replicas,
+        pace=lambda _: anyio.sleep(0.001),
+    )
+    prompts = [make_prompt(k, *[1] * (k % 5)) for k in range(1, 31)]
+    rig = Rig(permits=29, total=29, fleet=fleet, prompts=prompts, max_concurrent_samples=slots)
+    async with rig.running():
+        lease = await rig.lease(29)
+        assert rig.pump.status()["quarantine"]["guilty"] == 1
+    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [*range(1, 4), *range(5, 31)]
+    assert (await rig.queue.status()).books.dropped["failed"] == 1
+    assert rig.drops.counts == {"crashed engines": 1}
+    assert 2 <= len(fleet.crashes) <= 3
+    assert f"{len(fleet.crashes)} engines crashed while they had sample_0_4" in caplog.text
+    assert fleet.generated_tokens == sum(2 * (1 + k % 5) for k in range(1, 31) if k != 4)
+    assert rig.pump.status()["quarantine"] == {
+        "crashes": len(fleet.crashes), "guilty": 1, "struck": 0, "waiting": 0, "in_lane": "",
+    }  # fmt: skip
+
+
+async def test_who_waits_for_the_lane_is_seen_to_and_the_queues_end_ends_that() -> None:
+    rig = Rig(permits=4)
+    names = [name(index) for index in range(1, 5)]
+    async with rig.running():
+        for _ in range(2):
+            await rig.fleet.until_in_flight(*names)
+            rig.fleet.crash()
+        await rig.fleet.until(lambda fleet: any(call.replica for call in fleet.calls.values()))
+        await anyio.wait_all_tasks_blocked()
+        assert rig.pump.status()["quarantine"] == {
+            "crashes": 2, "guilty": 0, "struck": 4, "waiting": 3, "in_lane": name(1),
+        }  # fmt: skip
+        assert ("probation", 3) in [(wait.edge, wait.count) for wait in rig.waits.snapshot()]
+    assert rig.pump.status()["quarantine"]["struck"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ the turn log
+
+
+async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() -> None:
+    """The first one dies with turn 0 complete and turn 1 under way; ReMax's greedy one is complete too."""
+
+    def answer(request: GenerateRequest) -> list[int]:
+        return [7] * (6 if request.request_id.endswith("/1") else 2)
+
+    paces: dict[str, int] = {}
+
+    async def pace(session: str) -> None:
+        paces[session] = paces.get(session, 0) + 1
+        if paces[session] == 2:
+            await anyio.sleep_forever()
+
+    remax = AlgorithmConfig(adv_estimator="remax")
+    dying = Rig(permits=2, n=2, fleet=FakeFleet(answer=answer, pace=pace, chunk_tokens=2), algorithm=remax)
+    async with anyio.create_task_group() as group:
+        group.start_soon(dying.pump.run)
+        await anyio.wait_all_tasks_blocked()
+        # Told turn by turn, while the sample is not complete.
+        assert dying.pump.status()["generated_tokens"] == 2 * (2 + 2)
+        group.cancel_scope.cancel()
+    assert {str(sample_id): sorted(turns) for sample_id, turns in dying.turns.turns.items()} == {
+        name(1): ["0", "baseline"], name(2): ["0", "baseline"],
+    }  # fmt: skip
+
+    fleet = FakeFleet(answer=answer)
+    rig = Rig(permits=2, n=2, fleet=fleet, turns=dying.turns, algorithm=remax)
+    async with rig.running():
+        await rig.queue.set_applied_version(0)
+        lease = await rig.lease(2)
+    asked = {request.request_id: request.so_far is None for request in fleet.requests}
+    assert asked == {f"{name(k)}/{key}": key == "1" for k in (1, 2) for key in ("0", "1", "baseline")}
+    assert fleet.generated_tokens == rig.pump.counts.generated_tokens == 2 * 6
+    for sample in samples(lease):
+        assert [len(row.response_ids) for row in sample.trajectories] == [2, 6]
+        assert sample.baseline_reward == 2.0
+    assert rig.turns.turns == {}
+    assert rig.turns.recorded == 2 * 3
 
 
 # ------------------------------------------------------------------------------------------------ sampling, counts

@@ -60,6 +60,7 @@ def apps() -> set[str]:
     return set(serve.status().applications)
 
 
+@pytest.mark.slow
 async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) -> None:
     from rollouter.rewards.model import ServedModel
     from rollouter.serving.app import start_app, stop_app

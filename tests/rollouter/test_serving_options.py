@@ -31,6 +31,11 @@ def test_cpu() -> None:
     assert deployment_options(built)["num_replicas"] == 2
 
 
+def test_a_replica_that_hangs_is_replaced_after_the_probes_time() -> None:
+    settings = deployment_options(options(timeouts={"probe_s": 12}))
+    assert settings["health_check_timeout_s"] * 3 == 12
+
+
 def test_gpu() -> None:
     built = options(gpus=True, rollout={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False})
     assert built.bundles == ({"GPU": 1.0, "CPU": 1.0}, {"GPU": 1.0, "CPU": 1.0})

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 
-from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, ValSamplingConfig
+from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, TimeoutsConfig, ValSamplingConfig
 from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import ApplyRecord, Score, ValidationRecord
+from asyncrl.ports import ApplyRecord, Edition, Score, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.telemetry.registry import check
 from asyncrl.types import Prompt, Turn
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
+from rollouter.probation import Probation
 from rollouter.validation import Validator
 from rollouter.versions import VersionLoop
 from tests.fakes.engine import FakeFleet
@@ -36,6 +38,9 @@ class Rig:
         self,
         *,
         validate_first: bool = False,
+        validated: Edition | None = None,
+        poll_s: float = 60.0,
+        sample_s: float = 60.0,
         prompts: list[Prompt] | None = VAL_PROMPTS,
         fleet: FakeFleet | None = None,
         scorer: FakeScorer | None = None,
@@ -44,6 +49,7 @@ class Rig:
         config = Config(
             rollout=RolloutConfig(response_length=6, max_model_len=16, val=ValSamplingConfig(n=2)),
             reward=reward or RewardConfig(),
+            timeouts=TimeoutsConfig(sample_s=sample_s),
         )
         self.feed = FakeFeed()
         self.fleet = fleet or FakeFleet(num_replicas=2)
@@ -61,6 +67,7 @@ class Rig:
                 scorer=scorer or FakeScorer(),
                 decode=lambda ids: " ".join(map(str, ids)),
                 drops=DropRule(on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=100),
+                probation=Probation(2, waits=self.waits, settle_s=0.01),
                 waits=self.waits,
                 clock=self.clock,
             )
@@ -71,7 +78,8 @@ class Rig:
             sink=self.sink,
             validator=validator,
             validate_first=validate_first,
-            poll_s=60.0,
+            validated=validated,
+            poll_s=poll_s,
             waits=self.waits,
             clock=self.clock,
             wall_clock=self.wall,
@@ -184,13 +192,13 @@ async def test_a_validation_that_replaced_replicas_make_impossible_is_of_the_new
 
 
 async def test_tokens_of_an_older_version_or_of_one_that_was_never_published_are_a_bug() -> None:
-    rig = Rig()
-    rig.fleet.replaced = {"val_3_0": 2}
+    rig = Rig(poll_s=0.01)
+    rig.fleet.replaced = dict.fromkeys(("val_3_0", "val_3_0_try_2", "val_3_0_try_3"), 2)
     await rig.feed.publish(3, validate=True)
     error = await rig.fails()
     assert isinstance(error, BugError)
-    assert "tokens of version 2 in the validation of version 3" in error.message
-    rig = Rig(validate_first=True)
+    assert "validation of version 3: replicas answer with version 2" in error.message
+    rig = Rig(validate_first=True, poll_s=0.01)
     rig.fleet.replaced = dict.fromkeys(("val_0_0", "val_0_0_try_2", "val_0_0_try_3"), 4)
     error = await rig.fails()
     assert isinstance(error, BugError)
@@ -241,7 +249,7 @@ async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
     assert isinstance(await rig.fails(), InfraError)
     rig = Rig()
     await rig.feed.publish(2)
-    rig.fleet.stuck_at = 1
+    rig.fleet.stuck_at = Edition(0, 1)
     error = await rig.fails()
     assert isinstance(error, InfraError)
     assert "replica-0 serves version 1 after version 2 was applied" in error.message
@@ -332,3 +340,154 @@ async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> 
     record = rig.sink.records[0]
     assert isinstance(record, ValidationRecord)
     assert record.metrics["num_prompts"] == 2
+
+
+# ------------------------------------------------------------------------------------------------ lineages, restarts
+
+
+def lineages(rig: Rig) -> list[tuple[int, int]]:
+    return [(record.lineage, record.version) for record in rig.sink.records]
+
+
+async def go_back(rig: Rig, version: int, **publication: Any) -> None:
+    """The Trainer was restarted: the queue's books go back first, then its version is published."""
+    await rig.queue.rewind(0, version=version, lineage=1, total_samples=None)
+    await rig.feed.publish(version, lineage=1, **publication)
+
+
+async def test_training_that_goes_back_takes_the_replicas_and_the_gate_with_it() -> None:
+    rig = Rig()
+    async with rig.running():
+        await rig.feed.publish(3)
+        await rig.sink.until(1)
+        await go_back(rig, 2)
+        await rig.sink.until(2)
+        assert (await rig.queue.status()).version == 2
+        assert rig.loop.edition == Edition(1, 2)
+        await rig.feed.publish(3, lineage=1)
+        await rig.sink.until(3)
+    assert lineages(rig) == [(0, 3), (1, 2), (1, 3)]
+    assert set(rig.fleet.editions.values()) == {Edition(1, 3)}
+
+
+async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
+    rig = Rig()
+    async with rig.running():
+        await go_back(rig, 0)
+        await rig.sink.until(1)
+    assert lineages(rig) == [(1, 0)]
+
+
+@pytest.mark.parametrize("validate", [False, True])
+async def test_a_validation_is_given_up_when_training_goes_back(validate: bool) -> None:
+    """What it went back to is validated if its publication says so, and nothing waits for the old validation."""
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(5, step=50, validate=True)
+        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
+        await go_back(rig, 3, step=30, validate=validate)
+        if validate:
+            await rig.fleet.until_in_flight("val_1_3_0", "val_1_3_1", "val_1_3_2")
+            rig.fleet.release_all()
+            await rig.sink.until(3)
+        else:
+            await rig.sink.until(2)
+    assert sorted(rig.fleet.cancelled) == ["val_5_0", "val_5_1", "val_5_2"]
+    assert rig.told == ["apply 5", "apply 3", *(["validate 3"] if validate else [])]
+    assert lineages(rig)[1:] == [(1, 3)] * (2 if validate else 1)
+
+
+async def test_answers_of_a_newer_lineage_are_no_bug() -> None:
+    """A replaced replica has begun with the version that training went back to, and the loop hears of it only then."""
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(5, validate=True)
+        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
+        rig.fleet.replaced = dict.fromkeys(("val_5_0", "val_5_0_try_2", "val_5_0_try_3"), 3)
+        rig.fleet.release_all()
+        await go_back(rig, 3)
+        await rig.sink.until(2)
+    assert rig.told == ["apply 5", "apply 3"]
+
+
+async def test_an_end_during_a_validation_that_is_given_up_still_applies_what_is_newest() -> None:
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(5, validate=True)
+        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
+        rig.loop.finish()
+        await go_back(rig, 3)
+    assert rig.told == ["apply 5", "apply 3"]
+
+
+async def test_a_store_that_was_restarted_during_a_validation_is_waited_for() -> None:
+    """A replaced replica answers with version 2, of which the store has just lost its memory."""
+    rig = Rig(fleet=FakeFleet(hold=True))
+    async with rig.running():
+        await rig.feed.publish(1, validate=True)
+        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        rig.feed.forget()
+        rig.fleet.replaced = dict.fromkeys(("val_1_1", "val_1_1_try_2", "val_1_1_try_3"), 2)
+        rig.fleet.release("val_1_1")
+        await rig.fleet.until_in_flight("val_1_1_try_2")
+        rig.fleet.release("val_1_1_try_2")
+        await rig.fleet.until_in_flight("val_1_1_try_3")
+        rig.fleet.release("val_1_1_try_3")
+        await anyio.wait_all_tasks_blocked()
+        await rig.feed.publish(2, step=9)
+        rig.fleet.release_all()
+        await rig.sink.until(3)
+    assert rig.told == ["apply 1", "apply 2", "validate 2"]
+
+
+@pytest.mark.parametrize(
+    ("validated", "expected"),
+    [
+        (None, ["validate 4"]),
+        (Edition(0, 2), ["validate 4"]),
+        (Edition(0, 9), ["validate 4"]),
+        (Edition(1, 4), []),
+        (Edition(1, 5), []),
+    ],
+)
+async def test_a_restarted_rollouter_validates_what_is_pending_and_nothing_twice(
+    validated: Edition | None, expected: list[str]
+) -> None:
+    rig = Rig(validated=validated)
+    await go_back(rig, 4, validate=True)
+    rig.fleet.editions = dict.fromkeys(rig.fleet.editions, Edition(1, 4))
+    async with rig.running():
+        pass
+    assert rig.told == expected  # the apply is no news: the replicas served it before
+    assert (await rig.queue.status()).version == 4
+    rig = Rig(validate_first=True, validated=Edition(0, 0))
+    async with rig.running():
+        pass
+    assert rig.told == []
+
+
+async def test_a_replica_of_an_older_lineage_is_named() -> None:
+    rig = Rig()
+    await go_back(rig, 2)
+    rig.fleet.stuck_at = Edition(0, 7)
+    error = await rig.fails()
+    assert isinstance(error, InfraError)
+    assert "replica-0 serves version 7 after version 2 of lineage 1 was applied" in error.message
+
+
+async def test_a_validation_prompt_that_takes_too_long_or_crashes_engines_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def pace(session: str) -> None:
+        if session.startswith("val_0_0"):
+            await anyio.sleep_forever()
+
+    fleet = FakeFleet(pace=pace, poison=lambda request: len(request.prompt_ids) == 6)
+    rig = Rig(validate_first=True, fleet=fleet, sample_s=0.3)
+    async with rig.running():
+        await rig.sink.until(1)
+    record = rig.sink.records[0]
+    assert isinstance(record, ValidationRecord)
+    assert record.metrics["num_prompts"] == 1
+    assert "val_0_0 left out of the validation, took too long" in caplog.text
+    assert "val_0_2 left out of the validation, crashed engines" in caplog.text

@@ -1,0 +1,102 @@
+"""The waits of one sample: its time limit, and after a crash the verdict and the lane of `rollouter.quarantine`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import anyio
+
+from asyncrl.failures import EngineCrashError
+from asyncrl.waits import WaitBoard
+from rollouter.drops import TooLongError
+from rollouter.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 1.0
+"""By then everybody who was in flight on an engine has heard that it died: their calls end within milliseconds."""
+
+
+class TimeLimit:
+    """What is left of a sample's time. See `time_limit`."""
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not the sample's own."""
+        left_s = self._scope.deadline - anyio.current_time()
+        self._scope.deadline = math.inf
+        try:
+            yield
+        finally:
+            self._scope.deadline = anyio.current_time() + left_s
+
+
+@contextmanager
+def time_limit(name: str, limit_s: float) -> Iterator[TimeLimit]:
+    """Everything inside, in one task, ends within `limit_s` seconds.
+
+    Raises:
+        TooLongError: it did not; what was inside has been cancelled.
+    """
+    with anyio.move_on_after(limit_s) as scope:
+        yield TimeLimit(scope)
+    if scope.cancelled_caught:
+        raise TooLongError(
+            f"{name} was not generated and scored within timeouts.sample_s = {limit_s:g} s; raise it if such samples "
+            "are worth waiting for, or lower rollout.response_length"
+        )
+
+
+class Probation:
+    """Decides with `Quarantine` who goes on after a crash, and lets everybody wait for that. One event loop's."""
+
+    def __init__(
+        self,
+        max_crashes: int,
+        *,
+        waits: WaitBoard,
+        settle_s: float = SETTLE_S,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._quarantine = Quarantine(max_crashes)
+        self._waits = waits
+        self._settle_s = settle_s
+        self._wall_clock = wall_clock
+        self._changed = anyio.Event()
+
+    async def crashed(self, name: str, error: EngineCrashError, limit: TimeLimit) -> None:
+        """An engine died that had `name`. Returns once it may be tried again; the wait is not on its time.
+
+        Raises:
+            PoisonError: it may not: engines crash in its presence.
+        """
+        logger.info("%s was in flight when an engine crashed: %s", name, error.message)
+        with limit.paused(), self._waits.waiting("probation"):
+            crash = self._quarantine.crashed(name, error.brief, self._wall_clock())
+            await anyio.sleep(self._settle_s)
+            self._quarantine.judge(crash)
+            self._tell()
+            while (standing := self._quarantine.standing(name)) == "waiting":
+                await self._changed.wait()
+        if standing == "guilty":
+            raise self._quarantine.poison(name)
+
+    def left(self, name: str) -> None:
+        """It has its tokens, or is given up."""
+        self._quarantine.left(name)
+        self._tell()
+
+    def figures(self) -> Mapping[str, int | str]:
+        """See `Quarantine.figures`."""
+        return self._quarantine.figures()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

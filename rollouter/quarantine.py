@@ -1,0 +1,153 @@
+"""Which prompt crashes engines. Pure.
+
+A crash ends an engine with everything it computes, and one of those prompts may be why, or none. So:
+
+    crash ─▶ a strike for each that was in flight there ─▶ below the limit: all are tried again, freely
+                                                        └▶ at the limit, alone with that: guilty
+                                                        └▶ several at the limit: suspects, who wait for the lane
+
+The lane has one place. A suspect in it runs beside everything that is no suspect; if an engine crashes under it, it is
+guilty, and if it completes it was innocent. A verdict explains the earlier crashes at which the guilty one was present.
+Who is suspected for those alone is no suspect any more, but one at the next crash. That is if nobody else at the last
+crash had been at one before: else it may have been that one, and everybody keeps what they have.
+
+So a prompt that crashes its engine every time does so `max_crashes + 1` times if it is the only one of its kind, and no
+other is dropped for it. With more of them, and engines that crash on their own, an innocent can be: one that was alone
+in the lane, or alone with so many strikes, when an engine crashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+from asyncrl.failures import PoisonError
+
+Standing = Literal["free", "waiting", "in the lane", "guilty"]
+
+
+class Crash:
+    """One crash, as those report it who were in flight there. It is judged once all have."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+        """Wall clock, seconds."""
+        self.told: dict[str, str] = {}
+        """Who was in flight there, and what each was told."""
+        self.gone: dict[str, int] = {}
+        """Of these, who has left since, with the strikes it had before."""
+        self.judged = False
+
+
+class Quarantine:
+    """Strikes, suspects and verdicts, by a name of each sample's own."""
+
+    def __init__(self, max_crashes: int) -> None:
+        """
+        Args:
+            max_crashes: Strikes that make a suspect; at least 1.
+        """
+        self._max_crashes = max_crashes
+        self._gathering: Crash | None = None
+        self._strikes: dict[str, list[Crash]] = {}
+        self._suspects: dict[str, None] = {}
+        """In the order in which they came to be."""
+        self._in_lane: str | None = None
+        self._evidence: dict[str, tuple[Crash, ...]] = {}
+        """Of the guilty who have not left yet."""
+        self._num_crashes = 0
+        self._num_guilty = 0
+
+    def crashed(self, name: str, told: str, at_s: float) -> Crash:
+        """An engine died that had `name`. Whoever reports between the first report and `judge` was on it too."""
+        if self._gathering is None:
+            self._gathering = Crash(at_s)
+            self._num_crashes += 1
+        self._gathering.told[name] = told
+        return self._gathering
+
+    def judge(self, crash: Crash) -> None:
+        """All who were in flight there have reported. Judging a second time changes nothing."""
+        if crash.judged:
+            return
+        crash.judged = True
+        self._gathering = None
+        present = [name for name in crash.told if name not in crash.gone]
+        for name in present:
+            self._strikes.setdefault(name, []).append(crash)
+        struck = [name for name in present if len(self._strikes[name]) >= self._max_crashes]
+        others = [name for name, strikes in crash.gone.items() if strikes + 1 >= self._max_crashes]
+        if self._in_lane is not None and self._in_lane in present:
+            self._convict(self._in_lane, crash)
+        elif len(struck) == 1 and not others:
+            self._convict(struck[0], crash)
+        for name in present:
+            if len(self._strikes.get(name, ())) >= self._max_crashes:
+                self._suspects.setdefault(name)
+        self._call_next()
+
+    def standing(self, name: str) -> Standing:
+        """Whether it may be tried again: `free` and `in the lane` may."""
+        if name in self._evidence:
+            return "guilty"
+        if name == self._in_lane:
+            return "in the lane"
+        return "waiting" if name in self._suspects else "free"
+
+    def poison(self, name: str) -> PoisonError:
+        """The evidence against one that is guilty."""
+        crashes = self._evidence[name]
+        lines = [
+            f"{datetime.fromtimestamp(crash.at_s, UTC):%Y-%m-%d %H:%M:%S} UTC, with {len(crash.told) - 1} others in "
+            f"flight: {crash.told[name]}"
+            for crash in crashes
+        ]
+        return PoisonError(
+            f"{len(crashes)} engines crashed while they had {name}, the last time with no other suspect there:\n    "
+            + "\n    ".join(lines)
+        )
+
+    def left(self, name: str) -> None:
+        """It is complete, dropped or cancelled. If it is complete it was innocent: its strikes are gone."""
+        strikes = self._strikes.pop(name, [])
+        self._evidence.pop(name, None)
+        self._suspects.pop(name, None)
+        if self._gathering is not None and name in self._gathering.told:
+            # It will not be tried again, but it was there: nobody else was alone.
+            self._gathering.gone[name] = len(strikes)
+            if len(self._gathering.gone) == len(self._gathering.told):
+                self._gathering = None
+        self._call_next()
+
+    def figures(self) -> Mapping[str, int | str]:
+        """For people: crashes seen, how many samples have strikes and wait for the lane now, and who is in it."""
+        return {
+            "crashes": self._num_crashes,
+            "guilty": self._num_guilty,
+            "struck": len(self._strikes),
+            "waiting": len(self._suspects) - (self._in_lane is not None),
+            "in_lane": self._in_lane or "",
+        }
+
+    def _convict(self, name: str, last: Crash) -> None:
+        crashes = self._strikes.pop(name)
+        self._evidence[name] = tuple(crashes)
+        self._num_guilty += 1
+        self._suspects.pop(name, None)
+        beside = [len(self._strikes[other]) - 1 for other in last.told if other in self._strikes]
+        if any(beside) or any(last.gone.values()):
+            return
+        for other, strikes in self._strikes.items():
+            explained = [crash for crash in strikes if crash in crashes and crash is not last]
+            # One more crash, and it is a suspect again.
+            spare = len(strikes) - (self._max_crashes - 1)
+            taken_back = explained[: max(0, spare)]
+            self._strikes[other] = [crash for crash in strikes if crash not in taken_back]
+            if len(self._strikes[other]) < self._max_crashes:
+                self._suspects.pop(other, None)
+
+    def _call_next(self) -> None:
+        """The lane is for the suspect that has waited longest."""
+        if self._in_lane not in self._suspects:
+            self._in_lane = next(iter(self._suspects), None)

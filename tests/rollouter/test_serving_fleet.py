@@ -1,0 +1,219 @@
+"""The fleet against a scripted Serve handle: what it retries, what it gives up, how it reads a stream. No Ray runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import BugError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.types import FinishReason, Span, Turn
+from rollouter.serving import fleet as module
+from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.handles import answer, items
+from rollouter.serving.pieces import Piece
+
+pytestmark = pytest.mark.asyncio
+DEAD = ray.exceptions.ActorDiedError()
+
+
+def published(version: int, lineage: int = 0) -> Publication:
+    return Publication(version, version, 10, {}, lineage=lineage)
+
+
+def report(replica: str, version: int, pause_s: float = 0.0, lineage: int = 0) -> ApplyReport:
+    return ApplyReport(replica, version, 0.0, pause_s, pause_s, 0, verified=True, lineage=lineage)
+
+
+class Stream:
+    """What a streaming call brings: items, and an error to raise; None hangs."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.cancelled = False
+
+    async def __anext__(self) -> Any:
+        if not self.script:
+            raise StopAsyncIteration
+        item = self.script.pop(0)
+        if item is None:
+            await anyio.sleep_forever()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """A deployment handle: broadcasts and streaming calls answer what the script says, in order."""
+
+    def __init__(self, broadcasts: Sequence[Any] = (), streams: Sequence[Stream] = ()) -> None:
+        self.broadcasts = list(broadcasts)
+        self.streams = list(streams)
+        self.asked: list[str] = []
+        self.applied: list[Publication] = []
+        self.requests: list[list[GenerateRequest]] = []
+
+    def options(self, *, stream: bool, session_id: str) -> Handle:
+        assert stream
+        return self
+
+    @property
+    def generate_tokens(self) -> Handle:
+        return self
+
+    def remote(self, requests: list[GenerateRequest]) -> Stream:
+        self.requests.append(requests)
+        return self.streams.pop(0)
+
+    def broadcast(self, method: str, *args: Any) -> Handle:
+        self.asked.append(method)
+        self.applied.extend(arg for arg in args if isinstance(arg, Publication))
+        return self
+
+    async def results_async(self, *, return_exceptions: bool) -> list[Any]:
+        assert return_exceptions
+        outcome = self.broadcasts.pop(0)
+        if outcome is None:
+            await anyio.sleep_forever()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class Feed:
+    def __init__(self, newest: Publication | None) -> None:
+        self.newest = newest
+
+    async def latest(self) -> Publication | None:
+        return self.newest
+
+
+def make(
+    monkeypatch: pytest.MonkeyPatch, handle: Handle, *, newest: Publication | None = None, **timeouts: float
+) -> ServeFleet:
+    async def up(namespace: str, limit_s: float) -> None:
+        handle.asked.append("up?")
+
+    monkeypatch.setattr(module.client, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(module.serve, "get_deployment_handle", lambda *args: handle)
+    monkeypatch.setattr(module, "replicas_up", up)
+    monkeypatch.setattr(module, "find_store", lambda namespace: newest)
+    monkeypatch.setattr(module, "ObjectStoreFeed", lambda store, call_s: Feed(store))
+    return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
+
+
+async def test_apply_goes_on_until_every_replica_has_it_and_keeps_the_first_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle = Handle(
+        [
+            [report("a", 3, 0.5), DEAD],
+            RuntimeError("nobody there"),
+            [],
+            [report("a", 3)],
+        ]
+    )
+    reports = await make(monkeypatch, handle).apply(published(3))
+    assert reports == [report("a", 3, 0.5)]
+    assert handle.asked == ["apply_version", "up?"] * 3 + ["apply_version"]
+
+
+async def test_apply_tells_of_those_that_are_there_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([[report("a", 3, 0.5), InfraError("the load failed")], [report("b", 4), report("c", 3, 0.2)]])
+    assert await make(monkeypatch, handle).apply(published(3)) == [report("b", 4), report("c", 3, 0.2)]
+
+
+async def test_apply_goes_on_with_what_is_newer_where_a_version_cannot_be_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newer = report("a", 1, 0.3, lineage=1)
+    handle = Handle([[report("a", 3, 0.5), InfraError("its owner is dead")], [newer, report("b", 1, 0.2, lineage=1)]])
+    fleet = make(monkeypatch, handle, newest=published(1, lineage=1))
+    assert await fleet.apply(published(3)) == [newer, report("b", 1, 0.2, lineage=1)]
+    assert handle.applied == [published(3), published(1, lineage=1)]
+
+
+async def test_apply_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([[InfraError("no")]] * 10_000)
+    with pytest.raises(InfraError, match="no"):
+        await make(monkeypatch, handle, newest=published(3), start_s=0.05).apply(published(3))
+    handle = Handle([None] * 10_000)
+    with pytest.raises(DeadlineError, match=r"not every replica answered within 0\.01 s"):
+        await make(monkeypatch, handle, start_s=0.05, apply_s=0.01).apply(published(3))
+
+
+async def test_a_bug_in_one_replica_ends_apply_whatever_the_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([[InfraError("no"), BugError("checksums differ")]])
+    with pytest.raises(BugError, match="checksums differ"):
+        await make(monkeypatch, handle).apply(published(3))
+
+
+async def test_status_is_that_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make(monkeypatch, Handle([[{"replica": "a"}, DEAD], [DEAD]]))
+    assert await fleet.status() == [{"replica": "a"}]
+    with pytest.raises(InfraError):
+        await fleet.status()
+
+
+def piece(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Piece:
+    ids = np.arange(first, first + count, dtype=np.int32)
+    turn = Turn(ids, -ids.astype(np.float32), (Span(0, 1),) if count else (), finish)
+    return Piece(0, turn, finish is not FinishReason.ABORTED)
+
+
+def request(max_tokens: int) -> GenerateRequest:
+    return GenerateRequest("a", np.arange(3, dtype=np.int32), {"max_tokens": max_tokens})
+
+
+async def test_a_call_past_its_deadline_goes_on_elsewhere_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Stream([piece(0, 4)], None)
+    dying = Stream([piece(4, 2)], DEAD)
+    last = Stream([piece(6, 2, FinishReason.LENGTH)])
+    # One that dies before it has begun was dying already.
+    handle = Handle(streams=[slow, dying, Stream(DEAD), last])
+    crashes: list[EngineCrashError] = []
+
+    async def on_crash(error: EngineCrashError) -> None:
+        crashes.append(error)
+
+    (turn,) = await make(monkeypatch, handle, generate_s=0.05).generate([request(8)], session="s", on_crash=on_crash)
+    assert turn.response_ids.tolist() == list(range(8))
+    assert [(stream.cancelled) for stream in (slow, dying, last)] == [True, False, False]
+    assert [len(one.so_far.response_ids) if one.so_far else 0 for (one,) in handle.requests] == [0, 4, 6, 6]
+    assert ["process is gone" in crash.message for crash in crashes] == [True]
+
+
+async def test_whoever_is_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream([piece(0, 4)], None)
+    with anyio.move_on_after(0.02) as scope:
+        await make(monkeypatch, Handle(streams=[stream])).generate([request(8)], session="s")
+    assert scope.cancelled_caught
+    assert stream.cancelled
+
+
+async def test_a_replica_that_cancels_a_call_at_its_own_end_cancels_nobody_here() -> None:
+    stream = Stream(asyncio.CancelledError())
+    with pytest.raises(InfraError, match="a call: no answer"):
+        await anext(items(stream, "a call", 1.0, "key"))
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    class Response:
+        def __await__(self) -> Any:
+            return cancelled().__await__()
+
+        def cancel(self) -> None: ...
+
+    with pytest.raises(InfraError, match="a call: no answer"):
+        await answer(Response(), "a call")
