@@ -5,6 +5,7 @@ It computes nothing itself: models live in the ranks that it starts (`trainer.gr
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -16,8 +17,9 @@ from anyio import to_thread
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
 from asyncrl.manifest import Progress, Resume
+from asyncrl.payload_files import make_payloads
 from asyncrl.ports import RunRecord
-from asyncrl.queue_actor import QueueClient, RayPayloads
+from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
@@ -32,23 +34,27 @@ MAX_CONCURRENCY = 16
 class TrainerActor:
     """See `start_trainer`. `run` stays inside; the other calls come beside it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, incarnation: int) -> None:
         self._config = config
+        self._incarnation = incarnation
+        self._run_dir: RunDir | None = None
         self._waits = WaitBoard()
         self._trainer: Trainer | None = None
         self._stopped = False
 
-    async def start(self, run_dir: RunDir, resume: Resume | None, store: Any) -> Mapping[str, int]:
+    async def start(self, run_dir: RunDir, resume: Resume | None, store: Any, lineage: int) -> Mapping[str, int]:
         """See `Trainer.start`.
 
         Returns:
             `step` and `version`.
         """
-        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s)
+        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=lineage)
         # torch takes seconds to import: not on the event loop, and not where the driver imports this file.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")
-        trainer = await parts.Trainer.start(self._config, run_dir, resume, publisher=publisher, waits=self._waits)
-        self._trainer = trainer
+        trainer = await parts.Trainer.start(
+            self._config, run_dir, resume, lineage=lineage, publisher=publisher, waits=self._waits
+        )
+        self._trainer, self._run_dir = trainer, run_dir
         return {"step": trainer.progress.step, "version": trainer.progress.version}
 
     async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
@@ -57,12 +63,13 @@ class TrainerActor:
         Raises:
             AsyncRLError: the first failure of any part.
         """
-        if self._trainer is None:
+        if self._trainer is None or self._run_dir is None:
             raise BugError("TrainerActor.run before start")
         if self._stopped:
             self._trainer.stop()
-        call_s = self._config.timeouts.call_s
-        run = partial(self._trainer.run, QueueClient(queue, call_s), RayPayloads(call_s), total_steps)
+        client = QueueClient(queue, self._config.timeouts.call_s, part="trainer", incarnation=self._incarnation)
+        payloads = make_payloads(self._config, self._run_dir.path, self._incarnation)
+        run = partial(self._trainer.run, client, payloads, total_steps)
         async for record in stream_records("trainer", run):
             yield record
 
@@ -72,8 +79,14 @@ class TrainerActor:
         if self._trainer is not None:
             self._trainer.stop()
 
+    async def republish(self) -> None:
+        """See `Trainer.republish`. Before the end of `start`: nothing, since that ends with a publication."""
+        if self._trainer is not None:
+            await self._trainer.republish()
+
     async def status(self) -> Mapping[str, Any]:
-        """`step`, `version`, `trained_samples`, `trained_tokens`, and `waits`: what is waited on, the longest first."""
+        """`step`, `version`, `trained_samples`, `trained_tokens`; `waits`: what is waited on, the longest first; `pid`,
+        `node_id` (Ray's), and `ranks`: `group`, `rank`, `pid` and `node_id` of each."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
@@ -81,11 +94,15 @@ class TrainerActor:
             "trained_samples": progress.trained_samples,
             "trained_tokens": progress.trained_tokens,
             "waits": self._waits.snapshot(),
+            "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "ranks": self._trainer.ranks if self._trainer is not None else [],
         }
 
 
-def start_trainer(config: Config) -> Any:
-    """Start the actor in this Ray job and return its handle. Never restarted: a run goes on from a checkpoint instead.
+def start_trainer(config: Config, *, incarnation: int = 1) -> Any:
+    """Start the actor in this Ray job and return its handle. Ray never restarts it: a new incarnation goes on from a
+    checkpoint instead, with ranks of its own. The old ones die with their actor, a stopped one (SIGSTOP) 5 s later.
 
     It takes nothing from Ray's books, so that it starts whatever the replicas have reserved; what its ranks take is
     `trainer.group`'s matter.
@@ -96,4 +113,4 @@ def start_trainer(config: Config) -> Any:
         max_restarts=0,
         max_concurrency=MAX_CONCURRENCY,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
-    ).remote(config)
+    ).remote(config, incarnation)

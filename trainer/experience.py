@@ -119,7 +119,8 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
     )
     estimated = advantage_estimator(algorithm)(inputs)
     batch["advantages"], batch["returns"] = estimated.advantages.float(), estimated.returns.float()
-    ages = trainer_version - batch["versions"]
+    # After a rewind a sample may be of versions that the Trainer has yet to reach again.
+    ages = (trainer_version - batch["versions"]).clamp(min=0)
     corrected = correct(
         batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_mask"], ages, algorithm.rollout_correction
     )

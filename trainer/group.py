@@ -7,11 +7,12 @@
 
 Ranks that agree on a failure (no trained token, a loss that is not finite) are as usable as before. When they do not,
 some of them may wait in a collective operation for ever, so the group is killed: it has to be started again from a
-checkpoint.
+checkpoint. So it is when `watch` finds a rank dead or hung, whatever the others are doing: their calls end with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config.schema import TimeoutsConfig
-from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError, first_failure
 from asyncrl.ports import Publication, WeightPublisher
 from trainer.dispatch import Call, collect, dispatch_of, from_wire, scatter, to_wire
 from trainer.engine.base import Layout
@@ -37,7 +38,9 @@ QUICK = frozenset({"set_loss_fn", "plan", "step"})
 READING = frozenset({"infer_batch", "save_checkpoint", "finish_checkpoint"})
 """Methods that leave the model as it is."""
 
-AGAIN = "start the run again, with resume=auto to go on from its last checkpoint if it has one"
+PROBES = 4
+"""So often a rank is asked within the time after which its silence counts as a hang."""
+AGAIN = "the Trainer has to be started again, from its last checkpoint"
 
 Send = Callable[[int], Any]
 """Rank number → reference to its answer."""
@@ -130,6 +133,47 @@ class WorkerGroup:
         values = await self._ask(f"publishing version {version}", send, ranks, limit_s, changes_model=False)
         return values[0]
 
+    async def republish(self) -> None:
+        """See `RoleGroup.republish`.
+
+        Raises:
+            InfraError, DeadlineError: the store did not take it, or rank 0 did not answer within `timeouts.train_s`.
+        """
+        what, limit_s = "publishing again", self._timeouts.train_s
+        if self._failure is not None:
+            raise self._gone(what)
+        answer = _outcome(self._processes.actors[0].republish.remote())
+        error = failure(self.plan.name, what, [0], await gather({0: answer}, limit_s), limit_s)
+        if error is not None:
+            raise error
+
+    async def watch(self, probe_s: float) -> None:
+        """Until a rank dies, of which it hears at once, or does not say for `probe_s` that it lives. Then the group is
+        killed, so that whoever waits for an answer of it has the failure too. Ends when the group has failed otherwise.
+
+        Raises:
+            InfraError: a rank died. DeadlineError: it is hung.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._sound, "training", lambda actor: actor.stay.remote(), math.inf)
+                while self._failure is None:
+                    await anyio.sleep(probe_s / PROBES)
+                    await self._sound("a sign of life", lambda actor: actor.status.remote(), probe_s)
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    async def _sound(self, what: str, send: Callable[[Any], Any], limit_s: float) -> None:
+        """Ask every rank; kill the group if one fails."""
+        try:
+            await self._beside(what, send, limit_s)
+        except AsyncRLError as error:
+            # Of a group that was killed it is told by whoever did so.
+            if self._failure is None:
+                await self._condemn(error)
+                raise
+
     async def status(self) -> list[Mapping[str, Any]]:
         """`Rank.status` of each rank, whatever it is doing.
 
@@ -158,7 +202,7 @@ class WorkerGroup:
         outcomes = await gather(answers, _left(limit_s, until))
         error = failure(self.plan.name, what, answers, outcomes, limit_s)
         if error is not None:
-            raise error
+            raise self._failure or error
         return [values_of(outcomes)[rank] for rank in sorted(outcomes)]
 
     async def close(self) -> None:
@@ -243,6 +287,8 @@ class WorkerGroup:
                 self._abandoned = refs
                 raise
             error = failure(self.plan.name, what, ranks, outcomes, limit_s)
+            if error is not None and self._failure is not None:
+                raise self._failure  # it was killed meanwhile, which is why they failed
             if error is not None:
                 await self._judge(error, ranks, outcomes, changes_model=changes_model)
                 raise error
@@ -264,9 +310,12 @@ class WorkerGroup:
     ) -> None:
         """Kill the group unless it is as usable as before."""
         if not usable(ranks, outcomes, changes_model=changes_model):
-            self._failure = error
-            with anyio.CancelScope(shield=True):
-                await self._processes.kill(self._places)
+            await self._condemn(error)
+
+    async def _condemn(self, error: AsyncRLError) -> None:
+        self._failure = self._failure or error
+        with anyio.CancelScope(shield=True):
+            await self._processes.kill(self._places)
 
     def _gone(self, what: str) -> InfraError:
         return InfraError(f"{what}: the {self.plan.name} group is gone; {AGAIN}", str(self._failure))
@@ -282,6 +331,9 @@ class _RoleOfGroup(RoleCalls):
 
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
         return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate)
+
+    async def republish(self) -> None:
+        await self._group.republish()
 
     async def written(self) -> None:
         await self._group.written(self._plan.role)

@@ -54,6 +54,28 @@ class TrainerGroups:
         """`Rank.status` of each rank, by group."""
         return {group.plan.name: await group.status() for group in self.groups}
 
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        """`group`, `rank`, `pid` and `node_id` of every rank, without asking any."""
+        return [
+            {"group": group.plan.name, "rank": rank, "pid": place.pid, "node_id": place.node_id}
+            for group in self.groups
+            for rank, place in enumerate(group.places)
+        ]
+
+    async def watch(self, probe_s: float) -> None:
+        """See `WorkerGroup.watch`; all groups at once. Without one it ends at once.
+
+        Raises:
+            InfraError: the first rank that died or hung.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                for group in self.groups:
+                    tasks.start_soon(group.watch, probe_s)
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
     async def close(self) -> None:
         """See `WorkerGroup.close`; all at once."""
         with anyio.CancelScope(shield=True):

@@ -63,6 +63,9 @@ class InlineGroup(RoleCalls):
         async with self._lock:
             return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
 
+    async def republish(self) -> None:
+        _value(await self._rank.republish())
+
     async def written(self) -> None:
         await self._rank.written(self._role)
 

@@ -1,4 +1,5 @@
-"""Samples for one turn of the loop: leased, fetched, checked; what cannot be trained on is dropped and replaced."""
+"""Samples for a turn of the loop: leased, fetched, checked. What cannot be trained on is dropped and replaced, and what
+is lost is made anew."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, DataError
+from asyncrl.failures import AsyncRLError, DataError, InfraError
 from asyncrl.ports import Lease, PayloadStore, SampleQueue
-from asyncrl.types import DropReason
+from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
 from trainer.rows import RowRules, TrainSample, UnusableRowError, prepare
 
@@ -47,7 +48,8 @@ class Intake:
         """
         Args:
             max_consecutive_filtered: so many `filtered` samples in a row are an error; None: no limit.
-            max_consecutive_unusable: so many samples in a row that `rows.check_row` refuses are an error.
+            max_consecutive_unusable: so many samples in a row that `rows.check_row` refuses are an error, and so are so
+                many whose payloads are lost.
             call_s: longest single wait for samples; after it the queue is asked again.
         """
         self._queue = queue
@@ -59,6 +61,8 @@ class Intake:
         self._max_consecutive_unusable = max_consecutive_unusable
         self._num_unusable = 0
         """Unusable samples since the last one that was not."""
+        self._num_lost = 0
+        """Lost samples since the last one that was not."""
         self._kinds: set[str] = set()
         """Of unusable samples, each told once."""
         self._call_s = call_s
@@ -78,6 +82,7 @@ class Intake:
 
         Raises:
             DataError: too many samples in a row that were filtered, or that cannot be used (`rows.check_row`).
+            InfraError: too many payloads in a row that are lost.
         """
         started = self._clock()
         with self._waits.waiting("samples"):
@@ -85,9 +90,9 @@ class Intake:
                 lease = await self._lease(num_samples - len(turn.samples), trainer_version)
                 if lease is None:
                     continue
-                num_dropped = await self._take(turn, lease, trainer_version)
-                # A drop may bring a replacement even behind the end of the stream.
-                if lease.ended and num_dropped == 0:
+                num_replaced = await self._take(turn, lease, trainer_version)
+                # Others come in their place even behind the end of the stream.
+                if lease.ended and num_replaced == 0:
                     turn.ended = True
                     break
         turn.wait_s = self._clock() - started
@@ -116,16 +121,23 @@ class Intake:
         return lease
 
     async def _take(self, turn: Turn, lease: Lease, trainer_version: int) -> int:
-        """Fetch and prepare a lease's samples into `turn`; returns how many had nothing to train on."""
+        """Fetch and prepare a lease's samples into `turn`; returns how many were lost or had nothing to train on."""
         if not lease.samples:
             return 0
         turn.leases.append(lease.lease_id)
-        num_dropped = 0
-        for sample in await self._payloads.get([queued.payload for queued in lease.samples]):
+        num_replaced = 0
+        samples = await self._payloads.get([queued.payload for queued in lease.samples])
+        for queued, sample in zip(lease.samples, samples, strict=True):
+            if sample is None:
+                num_replaced += 1
+                await self._queue.redo(queued.meta.sample_id)
+                self._count_lost(queued.meta.sample_id)
+                continue
+            self._num_lost = 0
             try:
                 prepared = prepare(sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules)
             except UnusableRowError as error:
-                num_dropped += 1
+                num_replaced += 1
                 await self._queue.drop(sample.sample_id, DropReason.FAILED)
                 self._judge(error)
                 continue
@@ -134,10 +146,10 @@ class Intake:
                 turn.samples.append(prepared)
                 self._num_filtered = 0
             else:
-                num_dropped += 1
+                num_replaced += 1
                 await self._queue.drop(prepared.sample_id, prepared.untrainable)
                 self._count(prepared)
-        return num_dropped
+        return num_replaced
 
     def _judge(self, error: UnusableRowError) -> None:
         """One bad sample is nothing; nothing but bad samples is the end.
@@ -155,6 +167,20 @@ class Intake:
         if error.kind not in self._kinds:
             self._kinds.add(error.kind)
             logger.warning("%s It was dropped as failed, and so will be others with %s.", error.message, error.kind)
+
+    def _count_lost(self, sample_id: SampleId) -> None:
+        """One lost payload costs its generation. If all are lost, generation is of no use.
+
+        Raises:
+            InfraError: so many came in a row.
+        """
+        self._num_lost += 1
+        if self._num_lost >= self._max_consecutive_unusable:
+            raise InfraError(
+                f"the payloads of {self._num_lost} samples in a row are lost or damaged, the last one {sample_id}, so "
+                "what is generated does not reach the Trainer. The log names each file and cause; look at the disk of "
+                "the run directory, and whether this machine sees it as the Rollouter's does"
+            )
 
     def _count(self, dropped: TrainSample) -> None:
         if dropped.untrainable is not DropReason.FILTERED:

@@ -1,21 +1,24 @@
 """The training loop, on ports.
 
     lease ─▶ payloads ─▶ rows ─▶ experience ─▶ critic ─▶ a step for each mini-batch of each pass ─▶ checkpoint?
-      ▲                   │                                │  train ─▶ commit ─▶ publish? ─▶ record
+      ▲         │         │                                │  train ─▶ commit ─▶ note ─▶ publish? ─▶ record
+      ├─ redo ◀─┘ lost    │                                │
       ├──── drop ◀────────┘ nothing to train on            │
       └────────────────────────────────────────────────────┘ until total_steps, stop(), or the stream ends
 
     lease       unblocked by READY samples, the end of the stream, stop()
     experience  forward passes of the ranks: log-probs, values, scores (`trainer.experience`)
-    train       the ranks; never cancelled, bounded by `timeouts.train_s`
+    train       the ranks; never cancelled, bounded by `timeouts.train_s`, and sooner if one is hung (`Trainer.run`)
+    note        which samples the step took, in the Trainer's own record (`trainer.record`)
     publish     unblocked when the version can be fetched: one copy of the weights; nobody waits for replicas
-    checkpoint  begun between turns, written while the next ones train
+    checkpoint  begun between turns at a mark of the queue's, written while the next ones train, then told as covered
 
 A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
 sample without a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and
 books stay exact. Where its rows tell, another is leased in its place. Where the off-policy correction rejects all of
-it, which is known only of a whole lease, the turn goes on without it, and its last mini-batch is smaller, as it is when
-the stream ends. A sample is committed with its first step. A version is published at the end of the turn that brings
+it, which is known only of a whole lease, the turn goes on without it, and its last mini-batch is smaller. What is left
+when the stream ends and does not fill a lease is a smaller turn (`partial_final_batch: train`), or is given back
+(`drop`). A sample is committed with its first step. A version is published at the end of the turn that brings
 `samples_per_version` more samples, and after the last step.
 
 With a critic, the first `critic_warmup_steps` steps leave the policy as it is: they count like any other, their samples
@@ -24,7 +27,8 @@ The critic learns from the whole turn before the policy's first step on it, so a
 sees the samples that were given back once more; the policy never does.
 
 What is not committed when the loop ends, for whatever reason, goes back to the queue. A failure waits for the
-checkpoint that is being written, as long as its ranks live.
+checkpoint that is being written, as long as its ranks live. The queue is closed last, when the last checkpoint is
+written: whatever fails before that, the run can still go back to a checkpoint and go on.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ from tensordict import TensorDict
 from asyncrl.failures import DataError, first_failure
 from asyncrl.manifest import Progress
 from asyncrl.ports import Metrics, QueueSnapshot, RecordSink, SampleQueue, StepRecord
-from asyncrl.types import DropReason
+from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
 from trainer.algorithms.objective import finish
 from trainer.batching import mini_batches
@@ -86,6 +90,17 @@ class Checkpoints(Protocol):
         """
 
 
+class TrainedRecord(Protocol):
+    """The Trainer's own account of what is in the weights, beside the queue's books."""
+
+    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+        """The queue has acknowledged the commit of these, whose first gradient is in `step`, taken on `version`.
+
+        Raises:
+            DiskFullError, InfraError: it could not be written.
+        """
+
+
 class TrainLoop:
     """Drives the roles over a `SampleQueue`. One `run()` per object; everything on one event loop."""
 
@@ -99,6 +114,7 @@ class TrainLoop:
         critic: RoleGroup | None,
         experience: ExperienceMaker,
         checkpoints: Checkpoints,
+        trained: TrainedRecord,
         progress: Progress | None = None,
         waits: WaitBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -110,12 +126,15 @@ class TrainLoop:
         self._critic = critic
         self._experience = experience
         self._checkpoints = checkpoints
+        self._trained = trained
         self._clock = clock
         self._stopping = False
         self._num_rejected = 0
         """Samples of the turns since the last one that had any to train on."""
         self._written = anyio.Event()
+        """The last checkpoint begun is written, or has failed."""
         self._written.set()
+        self._write_failed = False
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
         self._first_step = self._saved_step = self.progress.step
@@ -169,16 +188,18 @@ class TrainLoop:
 
     async def _turn(self, sink: RecordSink) -> bool:
         """One lease's worth; returns whether the stream has ended."""
-        turn = Turn()
+        turn, wanted = Turn(), self._samples_wanted()
+        left_out = False
         try:
-            await self._intake.fill(turn, self._samples_wanted(), trainer_version=self.progress.version)
+            await self._intake.fill(turn, wanted, trainer_version=self.progress.version)
             self.progress.leases += len(turn.leases)
-            if turn.samples and not self._stopping:
+            left_out = self._settings.drop_partial and turn.ended and len(turn.samples) < wanted
+            if turn.samples and not self._stopping and not left_out:
                 await self._train(turn, sink)
         except BaseException:
             await self._intake.release_after_failure(turn)
             raise
-        if self._stopping:
+        if self._stopping or left_out:
             await self._intake.release(turn)
         return turn.ended
 
@@ -220,6 +241,7 @@ class TrainLoop:
                     metrics=metrics,
                     rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in counted),
                     staleness=tuple(sample.staleness for sample in counted),
+                    lineage=settings.lineage,
                 )
             )
             if ends:
@@ -299,6 +321,8 @@ class TrainLoop:
                 progress.trained_samples += len(samples)
                 for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
                     await self._queue.commit(lease_id, [sample.sample_id for sample in held])
+            committed = [sample.sample_id for sample in samples] if commits else []
+            await self._trained.put(progress.step, progress.version, committed)
         await anyio.lowlevel.checkpoint()  # where a cancellation from meanwhile arrives
         return {
             **metrics,
@@ -339,18 +363,24 @@ class TrainLoop:
             await self._checkpoint(tasks)
 
     async def _checkpoint(self, tasks: TaskGroup) -> None:
-        """Between turns: nothing is leased, so the snapshot counts every sample as trained, dropped or outstanding."""
+        """Between turns: nothing is leased, so the mark counts every sample as trained, dropped or outstanding."""
+        step = self.progress.step
         with self._asking("checkpoint", CHECKPOINT_CALLS):
             await self._written.wait()
-            await self._checkpoints.begin(replace(self.progress), await self._queue.snapshot())
-        self._saved_step, self._written = self.progress.step, anyio.Event()
-        tasks.start_soon(self._write, self._written)
+            await self._checkpoints.begin(replace(self.progress), await self._queue.mark(step))
+        self._saved_step, self._written = step, anyio.Event()
+        tasks.start_soon(self._write, step, self._written)
 
-    async def _write(self, written: anyio.Event) -> None:
+    async def _write(self, step: int, written: anyio.Event) -> None:
         # A failure reaches `run` through the task group, which ends the turn that is under way.
         try:
             path = await self._checkpoints.finish()
+            # Only now may payloads go. Should this not come about, they are kept until the next checkpoint.
+            await self._queue.covered(step)
             logger.info("checkpoint %s", path)
+        except BaseException:
+            self._write_failed = True
+            raise
         finally:
             written.set()
 
@@ -370,9 +400,10 @@ class TrainLoop:
                 await self._publish(last=True)
         if self._settings.save_last and self._saved_step < progress.step:
             await self._checkpoint(tasks)
-        await self._queue.close()
         with self._asking("checkpoint", CHECKPOINT_CALLS):
             await self._written.wait()
+        if not self._write_failed:
+            await self._queue.close()
 
     def _asking(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:
         """Waiting on so many calls to the ranks, each of which has its deadline."""

@@ -18,6 +18,8 @@ class LoopSettings:
     ppo_epochs: int
     samples_per_lease: int
     samples_per_version: int
+    drop_partial: bool
+    """What comes last and does not fill a lease is left out; else it is trained on."""
     critic_epochs: int
     critic_warmup_steps: int
     has_validation: bool
@@ -27,9 +29,11 @@ class LoopSettings:
     seed: int
     call_limit_s: float
     """Deadline of one call to the ranks, in seconds."""
+    lineage: int = 0
+    """How often training went back to a checkpoint in this run."""
 
     @classmethod
-    def of(cls, config: Config, *, total_steps: int) -> Self:
+    def of(cls, config: Config, *, total_steps: int, lineage: int = 0) -> Self:
         training = config.trainer
         return cls(
             total_steps=total_steps,
@@ -37,6 +41,7 @@ class LoopSettings:
             ppo_epochs=training.ppo_epochs,
             samples_per_lease=config.samples_per_lease,
             samples_per_version=config.samples_per_version,
+            drop_partial=training.partial_final_batch == "drop",
             critic_epochs=config.critic.ppo_epochs,
             critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
             has_validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
@@ -45,4 +50,5 @@ class LoopSettings:
             save_last=training.save_last,
             seed=config.seed,
             call_limit_s=config.timeouts.train_s,
+            lineage=lineage,
         )

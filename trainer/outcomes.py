@@ -93,7 +93,7 @@ def failure(
     if silent:
         return DeadlineError(
             f"{what}: rank {', '.join(silent)} of the {group} group did not answer within {limit_s:g} s; look for a "
-            "process that hangs, or raise the deadline (timeouts.train_s, start_s or call_s)"
+            "process that hangs, or raise the deadline (timeouts.train_s, start_s, call_s or probe_s)"
         )
     return None
 

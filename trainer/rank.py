@@ -52,7 +52,8 @@ class Meeting(NamedTuple):
 
 
 class Rank:
-    """Calls run one at a time, in the order in which they come; `status` and `written` answer beside them.
+    """Calls run one at a time, in the order in which they come. `status`, `stay`, `written` and `republish` go beside
+    them, on the event loop: a rank that computes says so all the same.
 
     Args:
         publisher: where `publish` of rank 0 puts weights.
@@ -62,6 +63,7 @@ class Rank:
         # One thread for good: torch keeps the number of threads, the current GPU and more by thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._publisher = publisher
+        self._offering = anyio.Lock()
         self._workers: dict[Role, TrainingWorker] = {}
         self._store: dist.TCPStore | None = None
         self._meeting = Meeting(0, 1, 0, "", 0)
@@ -114,6 +116,20 @@ class Rank:
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
             return Answer(None, typed(error, f"publishing version {version}"), apart=True)
 
+    async def republish(self) -> Answer:
+        """On rank 0: offer what it published last again, beside other calls. What is being published is waited for."""
+        try:
+            if self._publisher is not None:
+                async with self._offering:
+                    await self._publisher.republish()
+            return Answer(None, None)
+        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
+            return Answer(None, typed(error, "publishing again"), apart=True)
+
+    async def stay(self) -> None:
+        """As long as this process lives: whoever waits for it hears of its death."""
+        await anyio.sleep_forever()
+
     async def written(self, role: Role) -> None:
         """Until this rank has written its files of the role's checkpoint, beside other calls: those go on."""
         await anyio.to_thread.run_sync(self._workers[role].engine.wait_for_files, abandon_on_cancel=True)
@@ -152,7 +168,8 @@ class Rank:
     async def _offer(self, version: int, step: int, tensors: Mapping[str, Any], validate: bool) -> Publication:
         if self._publisher is None:
             raise BugError("a rank without a publisher was asked to publish")
-        return await self._publisher.publish(version, step, tensors, validate=validate)
+        async with self._offering:
+            return await self._publisher.publish(version, step, tensors, validate=validate)
 
     async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
         try:

@@ -57,6 +57,9 @@ class RoleGroup(Protocol):
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
         """Offer the weights as `version`, straight from rank 0 to the weight store."""
 
+    async def republish(self) -> None:
+        """See `WeightPublisher.republish`; beside other calls."""
+
     async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
         """Begin: returns once training may go on. See `BaseEngine.save`."""
 
@@ -77,6 +80,9 @@ class RoleCalls(ABC):
 
     @abstractmethod
     async def publish(self, version: int, step: int, *, validate: bool) -> Publication: ...
+
+    @abstractmethod
+    async def republish(self) -> None: ...
 
     @abstractmethod
     async def written(self) -> None:

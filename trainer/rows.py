@@ -50,13 +50,16 @@ class RowRules:
     by the Rollouter's score: overlong punishment, KL and the Trainer's own reward model come after it."""
     vocab_size: int | None
     """Of the model; None: not known here, so token ids are only checked for being no less than 0."""
+    rewound: bool = False
+    """Training went back to a checkpoint in this run, so that a sample in its old place in the order may be of versions
+    that the Trainer has yet to reach again. Its staleness is 0."""
 
 
 def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRules) -> TrainSample:
     """Turn a sample into rows.
 
     Raises:
-        BugError: tokens of a version the trainer has not reached.
+        BugError: tokens of a version the trainer has not reached, in a run that was never rewound.
         UnusableRowError: see `check_row`.
     """
     rows, was_stale = [], False
@@ -78,6 +81,7 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
         check_row(row, vocab_size=rules.vocab_size)
         rows.append(row)
     rewards = tuple(row.reward for row in rows)
+    oldest = min(row.oldest_version for row in sample.trajectories)
     untrainable = None
     if not any(row.loss_mask.any() for row in rows):
         untrainable = DropReason.STALE if was_stale else DropReason.FILTERED
@@ -88,7 +92,7 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
         lease_id=lease_id,
         rows=tuple(rows),
         rewards=rewards,
-        staleness=staleness(trainer_version, min(row.oldest_version for row in sample.trajectories)),
+        staleness=staleness(trainer_version, min(oldest, trainer_version) if rules.rewound else oldest),
         untrainable=untrainable,
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+import anyio
 from anyio import to_thread
 
 from asyncrl.config.model_checks import model_config
 from asyncrl.config.schema import Config
+from asyncrl.failures import first_failure
 from asyncrl.manifest import Progress, Resume, run_identity
 from asyncrl.ports import PayloadStore, RecordSink, SampleQueue, WeightPublisher
 from asyncrl.run_dir import RunDir
@@ -21,6 +24,7 @@ from trainer.intake import Intake
 from trainer.loop import TrainLoop
 from trainer.loop_settings import LoopSettings
 from trainer.placement import Role
+from trainer.record import TrainedFile
 from trainer.roles import RoleGroup
 from trainer.rows import RowRules
 from trainer.tokenizers import check_tokenizers
@@ -32,10 +36,21 @@ MIN_CONSECUTIVE_UNUSABLE = 8
 class Trainer:
     """One run's training side. `start` makes one; `run` ends it."""
 
-    def __init__(self, config: Config, groups: TrainerGroups, files: Checkpointer, waits: WaitBoard) -> None:
+    def __init__(
+        self,
+        config: Config,
+        groups: TrainerGroups,
+        files: Checkpointer,
+        record: TrainedFile,
+        waits: WaitBoard,
+        *,
+        lineage: int,
+    ) -> None:
         self._config = config
         self._groups = groups
         self._files = files
+        self._record = record
+        self._lineage = lineage
         self._trained: dict[Role, RoleGroup] = {
             role: group for role, group in groups.roles.items() if role in ("actor", "critic")
         }
@@ -46,26 +61,39 @@ class Trainer:
 
     @classmethod
     async def start(
-        cls, config: Config, run_dir: RunDir, resume: Resume | None, *, publisher: WeightPublisher, waits: WaitBoard
+        cls,
+        config: Config,
+        run_dir: RunDir,
+        resume: Resume | None,
+        *,
+        lineage: int,
+        publisher: WeightPublisher,
+        waits: WaitBoard,
     ) -> Self:
-        """Load the models, and the checkpoint if there is one; publish its version for the replicas to come up with.
+        """Load the models, and the checkpoint if there is one; publish its version for the replicas to come up with, or
+        to go back to in a lineage above 0. The initial model too then, which in the first one they have by themselves.
 
-        A resumed version keeps its number, though steps since its publication are in it too: everything in flight is
-        generated anew, so no token carries the number under other weights, and pacing goes on exactly where it was.
+        A resumed version keeps its number, though steps since its publication are in it too, and pacing goes on exactly
+        where it was. Where replicas live on, the lineage tells it from the one they had.
+
+        Args:
+            lineage: how often training went back to a checkpoint in this run; the publisher's is the same.
 
         Raises:
             ConfigError: a model or the checkpoint cannot be used, or a model reads other tokens than the policy's.
-            InfraError, DeadlineError: the ranks did not come up.
+            InfraError, DeadlineError: the ranks did not come up. DiskFullError: the run directory takes no more.
         """
         files = Checkpointer(run_dir.path, identity=run_identity(config), keep=config.trainer.max_checkpoints_to_keep)
+        record = TrainedFile(run_dir.path, lineage)
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)
             groups = await TrainerGroups.start(config, publisher=publisher)
-        trainer = cls(config, groups, files, waits)
+        trainer = cls(config, groups, files, record, waits, lineage=lineage)
         try:
             await trainer._set_losses()
             if resume is not None:
                 await trainer._resume(resume, here=resume.run_dir == run_dir.path)
+            await trainer._begin(anew=resume is None and lineage == 0)
         except BaseException:
             await groups.close()
             raise
@@ -76,16 +104,35 @@ class Trainer:
         ranks.
 
         Raises:
-            AsyncRLError: the first failure of any part.
+            AsyncRLError: the first failure of any part. InfraError: a rank died, or did not say for `timeouts.probe_s`
+                that it lives, whatever the loop waited on then.
         """
         try:
             await self._plan(total_steps)
             self._loop = self._make_loop(queue, payloads, total_steps)
             if self._stopped:
                 self._loop.stop()
-            await self._loop.run(sink)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._groups.watch, self._config.timeouts.probe_s)
+                await self._loop.run(sink)
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         finally:
             await self._groups.close()
+
+    async def republish(self) -> None:
+        """Offer the newest version again, to a store that has lost its memory. A step that is under way goes on.
+
+        Raises:
+            InfraError, DeadlineError: the store did not take it.
+        """
+        await self._trained["actor"].republish()
+
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        """See `TrainerGroups.ranks`."""
+        return self._groups.ranks
 
     def stop(self) -> None:
         """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
@@ -103,12 +150,19 @@ class Trainer:
         """`here`: the run goes on in its own directory, where later checkpoints are another future now."""
         # A copy: the loop counts on in it, and the manifest says what the checkpoint holds.
         self.progress = replace(resume.manifest.progress)
-        with self._waits.waiting("checkpoint"):
-            await load_roles(resume.checkpoint, self._trained)
+        if resume.checkpoint is not None:
+            with self._waits.waiting("checkpoint"):
+                await load_roles(resume.checkpoint, self._trained)
         if here:
             await to_thread.run_sync(self._files.rewind, self.progress.step)
-        if self.progress.version > 0:
-            await self._trained["actor"].publish(self.progress.version, self.progress.step, validate=False)
+
+    async def _begin(self, *, anew: bool) -> None:
+        """`anew`: at the beginning of the run, so that there is nothing to go back to."""
+        progress = self.progress
+        if not anew:
+            await self._record.rewound(progress.step)
+        if self._lineage > 0 or progress.version > 0:
+            await self._trained["actor"].publish(progress.version, progress.step, validate=False)
 
     async def _plan(self, total_steps: int) -> None:
         """Tell each trained model how many steps it will take in all."""
@@ -124,7 +178,7 @@ class Trainer:
         intake = Intake(
             queue,
             payloads,
-            row_rules(config),
+            row_rules(config, self._lineage),
             max_consecutive_filtered=filtering.max_consecutive if filtering.enable else None,
             max_consecutive_unusable=max(MIN_CONSECUTIVE_UNUSABLE, config.samples_per_lease),
             call_s=config.timeouts.call_s,
@@ -138,19 +192,20 @@ class Trainer:
             reward_model=roles.get("reward_model"),
         )
         return TrainLoop(
-            LoopSettings.of(config, total_steps=total_steps),
+            LoopSettings.of(config, total_steps=total_steps, lineage=self._lineage),
             queue=queue,
             intake=intake,
             actor=roles["actor"],
             critic=roles.get("critic"),
             experience=experience,
             checkpoints=RoleCheckpoints(self._files, self._trained),
+            trained=self._record,
             progress=self.progress,
             waits=self._waits,
         )
 
 
-def row_rules(config: Config) -> RowRules:
+def row_rules(config: Config, lineage: int) -> RowRules:
     """The vocabulary is known where the model's directory is on this machine; the ranks know it anyhow."""
     drift, described = config.async_training, model_config(config.model.path)
     text: Any = described.get("text_config") or {}
@@ -158,4 +213,5 @@ def row_rules(config: Config) -> RowRules:
         mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,
         filter_groups=config.algorithm.filter_groups.enable,
         vocab_size=described.get("vocab_size") or text.get("vocab_size"),
+        rewound=lineage > 0,
     )

@@ -45,6 +45,19 @@ class GoesWrong(Likelihood):
         return super().__call__(scores, tokens)
 
 
+class TakesTime(Likelihood):
+    """Keeps the interpreter busy for so many seconds in each micro-batch."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
+        ends = time.monotonic() + self.seconds
+        while time.monotonic() < ends:
+            pass
+        return super().__call__(scores, tokens)
+
+
 class NotFinite(Likelihood):
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
         parts = super().__call__(scores, tokens)

@@ -80,6 +80,9 @@ class FakeGroup:
             await outcome
         return Publication(version, step, 0, {}, validate=validate)
 
+    async def republish(self) -> None:
+        raise NotImplementedError
+
     async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
         raise NotImplementedError
 
@@ -131,6 +134,16 @@ class FakeCheckpoints:
         progress, _ = self.begun[-1]
         self.saved.append(self.begun[-1])
         return Path(f"step_{progress.step}")
+
+
+class MemoryRecord:
+    """`loop.TrainedRecord` that keeps `(step, version, feed indices)`."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, list[int]]] = []
+
+    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+        self.steps.append((step, version, [sample_id.index for sample_id in sample_ids]))
 
 
 class Records(list[StepRecord]):

@@ -14,7 +14,7 @@ from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.waits import WaitBoard
 from tests.fakes.parts import ManualClock, MemoryPayloads
-from tests.fakes.trainer_parts import FakeCheckpoints, FakeExperience, FakeGroup, Records
+from tests.fakes.trainer_parts import FakeCheckpoints, FakeExperience, FakeGroup, MemoryRecord, Records
 from trainer.intake import Intake
 from trainer.loop import TrainLoop
 from trainer.loop_settings import LoopSettings
@@ -26,6 +26,7 @@ SETTINGS = LoopSettings(
     ppo_epochs=1,
     samples_per_lease=2,
     samples_per_version=2,
+    drop_partial=False,
     critic_epochs=1,
     critic_warmup_steps=0,
     has_validation=True,
@@ -50,23 +51,26 @@ class Rig:
         max_consecutive_filtered: int = 100,
         call_s: float = 5.0,
         with_critic: bool = False,
+        total_samples: int | None = None,
         **changes: Any,
     ) -> None:
         self.settings = replace(SETTINGS, **changes)
         trained, step = (progress.trained_samples, progress.step) if progress else (0, 0)
         passes_left = math.ceil((self.settings.total_steps - step) / self.settings.ppo_epochs)
         total = trained + passes_left * self.settings.mini_batch_samples
-        pacing = Pacing(self.settings.samples_per_version, staleness_threshold, total)
+        pacing = Pacing(self.settings.samples_per_version, staleness_threshold, total_samples or total)
         self.queue = LocalSampleQueue(QueueOptions(1000, pacing), restore)
         self.actor = FakeGroup()
         self.critic = FakeGroup() if with_critic else None
         self.experience = FakeExperience()
         self.checkpoints = FakeCheckpoints()
+        self.trained = MemoryRecord()
+        self.payloads = MemoryPayloads()
         self.clock = ManualClock()
         waits = WaitBoard(self.clock)
         intake = Intake(
             self.queue,
-            MemoryPayloads(),
+            self.payloads,
             rules,
             max_consecutive_filtered=max_consecutive_filtered,
             max_consecutive_unusable=4,
@@ -82,6 +86,7 @@ class Rig:
             critic=self.critic,
             experience=self.experience,
             checkpoints=self.checkpoints,
+            trained=self.trained,
             progress=progress,
             waits=waits,
             clock=self.clock,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import psutil
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, RolloutCorrectionConfig
 from asyncrl.failures import ConfigError, DataError
-from asyncrl.manifest import Resume, find_resume
-from asyncrl.ports import StepRecord
-from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
+from asyncrl.manifest import Resume, find_resume, resume_in_run
+from asyncrl.payload_files import make_payloads
+from asyncrl.ports import Edition, StepRecord
+from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.run_dir import RunDir
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
@@ -26,6 +30,7 @@ from asyncrl.weights.object_store import ObjectStoreFeed, start_store
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import make_sample
 from trainer.actor import start_trainer
+from trainer.record import read_trained
 
 TOTAL_STEPS = 4
 
@@ -57,19 +62,23 @@ def ppo(config: Config) -> Config:
 class Run:
     """One trainer with the parts it talks to. Everything is killed at the end."""
 
-    def __init__(self, config: Config, tmp_path: Path, resume: Resume | None = None) -> None:
+    def __init__(self, config: Config, tmp_path: Path, resume: Resume | None = None, *, journal: bool = False) -> None:
         self.run_dir = RunDir(tmp_path / "run")
         self.resume = resume
         self.store = start_store(f"test-{id(self)}")
         options = QueueOptions(100, Pacing(config.samples_per_version, 100, TOTAL_STEPS * 2))
-        self.queue_actor = start_queue(options, resume.manifest.queue if resume else None)
+        self.run_dir.path.mkdir(exist_ok=True)
+        self.queue_actor = start_queue(
+            options, resume.manifest.queue if resume else None, run_dir=self.run_dir.path if journal else None
+        )
         self.queue = QueueClient(self.queue_actor, 20.0)
-        self.payloads = RayPayloads(20.0)
+        # Its own for each Run of a directory: payloads of the one before stay.
+        self.payloads = make_payloads(config, self.run_dir.path, 2 if resume else 1)
         self.trainer = start_trainer(config)
         self.records: list[StepRecord] = []
 
     async def __aenter__(self) -> Run:
-        self.started = await self.trainer.start.remote(self.run_dir, self.resume, self.store)
+        self.started = await self.trainer.start.remote(self.run_dir, self.resume, self.store, 0)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -129,6 +138,49 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
     coefficients = [record.metrics["reward/kl_coef"] for record in records]
     assert coefficients[0] == 0.001
     assert len(set(coefficients)) == 4  # it went on from where it was
+
+
+async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_from_its_checkpoint(
+    config: Config, tmp_path: Path
+) -> None:
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_freq": 2})})
+    async with Run(config, tmp_path, journal=True) as run:
+        await run.feed(7)
+        with pytest.raises(RayActorError):
+            async for record in run.stream():
+                if record.step == 3:  # beyond the checkpoint
+                    while "step_000002" not in {path.name for path in run.run_dir.checkpoints.iterdir()}:
+                        await run.queue.status()
+                    status = await run.trainer.status.remote()
+                    ranks = [psutil.Process(rank["pid"]) for rank in status["ranks"]]
+                    assert [rank["group"] for rank in status["ranks"]] == ["actor"]
+                    assert status["node_id"] == ray.get_runtime_context().get_node_id()
+                    os.kill(status["pid"], signal.SIGKILL)
+        assert psutil.wait_procs(ranks, timeout=10)[1] == [], "a rank outlived its Trainer"
+
+        resume = resume_in_run(run.run_dir.path, 1)
+        assert resume is not None
+        progress = resume.manifest.progress
+        assert (progress.step, progress.version) == (2, 2)
+        await run.queue.attach("trainer", 2)
+        await run.queue.rewind(2, version=2, lineage=1, total_samples=TOTAL_STEPS * 2)
+        books = (await run.queue.status()).books
+        assert (books.trained, books.ready, books.leased) == (4, 3, 0)
+        run.trainer = start_trainer(config, incarnation=2)
+        await run.trainer.start.remote(run.run_dir, resume, run.store, 1)
+        store = await run.store.status.remote()
+        assert store.newest == Edition(1, 2)
+        await run.feed(1)
+        run.records.clear()
+        async for _ in run.stream():
+            pass
+        assert [(record.step, record.lineage) for record in run.records] == [(3, 1), (4, 1)]
+    lines = list(read_trained(run.run_dir.path))
+    assert [line.get("step", line.get("rewound_to_step")) for line in lines] == [1, 2, 3, 2, 3, 4]
+    assert [line["lineage"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert lines[2]["samples"] == lines[4]["samples"], "in its old place in the order"
+    kept = [sample for line in [*lines[:2], *lines[4:]] for sample in line["samples"]]
+    assert sorted(kept) == [f"sample_0_{index}" for index in range(1, 9)]
 
 
 async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ SNAPSHOT = QueueSnapshot(
     outstanding=(SampleId(0, 7), SampleId(1, 8)),
     books=Books(fed=8, running=1, ready=1, leased=0, trained=5, dropped={"stale": 1, "failed": 0}),
     version=3,
+    seq=17,
 )
 
 
@@ -242,8 +243,8 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     ("damage", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 2'), r"manifest\.json is damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 2}'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 3'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 3}'), r"manifest\.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 9}'), "schema version 9"),
         (lambda path: (path / "actor" / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),

@@ -23,7 +23,7 @@ import trainer.group
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
-from tests.fakes.losses import GoesWrong, Likelihood, NotFinite
+from tests.fakes.losses import GoesWrong, Likelihood, NotFinite, TakesTime
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer import outcomes
@@ -35,8 +35,9 @@ from trainer.worker import engine_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
-AGAIN = "start the run again, with resume=auto to go on from its last checkpoint if it has one"
+AGAIN = "the Trainer has to be started again, from its last checkpoint"
 DIED = rf"actor\.train_batch: rank 1 of the actor group died; {AGAIN}"
+ALONE = {"strategy": "local", "num_workers": 1}
 MINI_BATCHES = [[0, 1, 2], [3, 4, 5], [6], [5, 0]]
 
 
@@ -88,7 +89,7 @@ def config(model: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def store() -> Any:
-    return start_store("group-test")
+    return start_store("group-test", max_restarts=1)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -124,10 +125,12 @@ async def test_two_ranks_train_as_one_process_does(actor: Any, config: Config) -
             await actor.train_mini_batch(BATCH, MINI_BATCHES), await alone.train_mini_batch(BATCH, MINI_BATCHES)
         )
         assert_alike([await actor.train_batch(BATCH)], [await alone.train_batch(BATCH)])
+        single = BATCH[6:]  # as the last step of an epoch may be
+        assert_alike([await actor.train_batch(single)], [await alone.train_batch(single)])
         await actor.forward_backward(BATCH)
         await alone.forward_backward(BATCH)
         assert_alike([await actor.optim_step()], [await alone.optim_step()])
-        assert await actor.step() == await alone.step() == 6
+        assert await actor.step() == await alone.step() == 7
         ours, theirs = await actor.infer_batch(BATCH), await alone.infer_batch(BATCH)
     assert ours.batch_size == BATCH.batch_size
     torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-3, atol=1e-4)
@@ -179,7 +182,8 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     published = await actor.publish(1, 1, validate=True)
     assert await ObjectStoreFeed(store, call_s=10).latest() == published
     assert (published.version, published.step, published.validate) == (1, 1, True)
-    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(store.tensors.remote(1), timeout=10), timeout=10))
+    offered = store.tensors.remote(published.edition)
+    chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(offered, timeout=10), timeout=10))
     tensors = {name: array for chunk in chunks for name, array in chunk.items()}
     assert {array.dtype for array in tensors.values()} == {np.dtype("uint16")}, "bfloat16, as its bits"
     assert sum(array.nbytes for array in tensors.values()) == published.num_bytes
@@ -187,6 +191,9 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     with pytest.raises(BugError, match="version 1 published after version 1"):
         await actor.publish(1, 1, validate=False)
     assert await actor.step() == 1, "the ranks have done their part"
+    os.kill((await store.status.remote()).pid, signal.SIGKILL)
+    await actor.republish()
+    assert (await store.status.remote()).newest == published.edition, "a store that has forgotten is told again"
 
 
 async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups, actor: Any) -> None:
@@ -261,6 +268,59 @@ async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, mon
             await actor.train_batch(BATCH)
         with pytest.raises(InfraError, match="the actor group is gone"):
             await actor.step()
+
+
+async def test_a_rank_that_dies_while_nobody_asks_it_is_heard_of_at_once(model: Path) -> None:
+    async with running(configure(model, trainer=ALONE)) as group:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(killed, group.places[0].pid)
+            with anyio.fail_after(10), pytest.raises(InfraError, match=f"rank 0 of the actor group died; {AGAIN}"):
+                await group.watch(1000.0)
+        with pytest.raises(InfraError, match="the actor group is gone"):
+            await group.role_group("actor").step()
+
+
+async def killed(pid: int) -> None:
+    await anyio.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_stopped_rank_ends_a_step_long_before_the_steps_own_deadline(model: Path) -> None:
+    async with running(configure(model, trainer=ALONE)) as group:
+        actor = group.role_group("actor")
+        await actor.set_loss_fn(TakesTime(1000.0))
+        failed = []
+
+        async def step() -> None:
+            # As the loop does it: a step is never cancelled.
+            with anyio.CancelScope(shield=True):
+                try:
+                    await actor.train_batch(BATCH)
+                except InfraError as error:
+                    failed.append(error)
+
+        with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(group.watch, 1.0)
+                tasks.start_soon(step)
+                while not (await group.status())[0]["doing"]:
+                    pass
+                os.kill(group.places[0].pid, signal.SIGSTOP)
+        (error,) = caught.value.exceptions
+        assert failed == [error]
+        assert isinstance(error, DeadlineError)
+        assert "a sign of life: rank 0 of the actor group did not answer within 1 s" in str(error)
+
+
+async def test_ranks_that_compute_are_not_taken_for_hung(groups: TrainerGroups, actor: Any) -> None:
+    """Python that never lets go of the interpreter by itself, for longer than a rank may be silent."""
+    await actor.set_loss_fn(TakesTime(2.5))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(groups.watch, 2.0)
+        assert (await actor.train_batch(BATCH))["loss"] > 0
+        tasks.cancel_scope.cancel()
+    assert {(rank["group"], rank["rank"]) for rank in groups.ranks} == {("actor", 0), ("actor", 1)}
+    assert {rank["pid"] for rank in groups.ranks} == {place.pid for place in groups.groups[0].places}
 
 
 async def test_a_stopped_rank_is_late_and_then_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

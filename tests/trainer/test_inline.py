@@ -40,12 +40,17 @@ class Publisher:
 
     def __init__(self) -> None:
         self.published: dict[int, dict[str, NDArray[Any]]] = {}
+        self.offers: list[int] = []
 
     async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
         if version in self.published:
             raise BugError("twice")
         self.published[version] = {name: array.copy() for name, array in tensors.items()}
+        self.offers.append(version)
         return Publication(version, step, 0, {}, validate=validate)
+
+    async def republish(self) -> None:
+        self.offers += self.offers[-1:]
 
 
 @pytest.fixture
@@ -222,9 +227,24 @@ async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
             tasks.start_soon(partial(group.publish, 1, 0, validate=False))
             await publisher.begun.wait()
             tasks.start_soon(group.train_batch, BATCH)
+            tasks.start_soon(group.republish)
     assert publisher.computes.is_set()
     assert not publisher.raced
+    assert publisher.offers == [1, 1], "the new one is offered again, not one from before it"
     await group.close()
+
+
+async def test_what_was_published_is_offered_again_beside_a_step(group: InlineGroup, publisher: Publisher) -> None:
+    await group.publish(1, 0, validate=False)
+    slow = Slow()
+    await group.set_loss_fn(slow)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.train_batch, BATCH)
+            await anyio.to_thread.run_sync(slow.begun.wait)
+            await group.republish()
+            assert publisher.offers == [1, 1]
+            slow.let_go.set()
 
 
 async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:

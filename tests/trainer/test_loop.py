@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from asyncrl.config.schema import AlgorithmConfig, Config
-from asyncrl.failures import DataError, DivergenceError, InfraError
+from asyncrl.failures import DataError, DiskFullError, DivergenceError, InfraError
 from asyncrl.manifest import Progress
 from asyncrl.telemetry.registry import describe
 from asyncrl.types import SampleId
@@ -30,6 +30,8 @@ async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
     assert rig.actor.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
     # version, its step, the step of the weights in it, validate
     assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 3, 3, False), (4, 4, 4, True)]
+    assert rig.trained.steps == [(1, 0, [1, 2]), (2, 1, [3, 4]), (3, 2, [5, 6]), (4, 3, [7, 8])]
+    assert {record.lineage for record in records} == {0}
     [(progress, snapshot)] = rig.checkpoints.saved
     assert progress == Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8, trained_tokens=64)
     assert (snapshot.books.trained, snapshot.outstanding) == (8, ())
@@ -122,6 +124,37 @@ async def test_an_ended_stream_trains_what_is_there() -> None:
     assert [len(record.rewards) for record in records] == [2, 2, 2, 1]
     assert rig.actor.published == [(1, 2, 2, False), (2, 4, 4, True)]
     assert (await rig.books()).trained == 7
+
+
+@pytest.mark.parametrize(("num_fed", "trained"), [(3, 0), (4, 4), (7, 4), (8, 8)])
+async def test_what_does_not_fill_the_last_lease_is_given_back_where_it_is_not_wanted(
+    num_fed: int, trained: int
+) -> None:
+    rig = Rig(total_steps=100, samples_per_lease=4, samples_per_version=4, drop_partial=True, has_validation=False)
+    await feed(rig.queue, num_fed)
+    await rig.queue.end_stream()
+    records = await rig.run()
+    assert [len(record.rewards) for record in records] == [2] * (trained // 2)
+    books = await rig.books()
+    assert (books.trained, books.leased, books.dropped["shutdown"]) == (trained, 0, num_fed - trained)
+    assert rig.loop.progress.version == trained // 4
+
+
+@pytest.mark.parametrize("num_samples", range(1, 13))
+async def test_epochs_end_with_what_there_is(num_samples: int) -> None:
+    """`config.plan` counts the steps, pacing admits no more samples, and nobody ends the stream."""
+    rig = Rig(
+        total_samples=num_samples, total_steps=2 * math.ceil(num_samples / 2), ppo_epochs=2, samples_per_lease=4,
+        samples_per_version=8,
+    )  # fmt: skip
+    await feed(rig.queue, num_samples)
+    records = await rig.run()
+    assert [record.step for record in records] == list(range(1, rig.settings.total_steps + 1))
+    assert [index for _, _, indices in rig.trained.steps for index in indices] == list(range(1, num_samples + 1))
+    books = await rig.books()
+    assert (books.trained, books.num_dropped, books.leased) == (num_samples, 0, 0)
+    assert rig.loop.progress.version == math.ceil(num_samples / 8)
+    assert rig.actor.published[-1][1] == rig.settings.total_steps
 
 
 async def test_a_stream_that_ends_right_after_a_publication_still_has_its_last_version_validated() -> None:
@@ -386,12 +419,63 @@ async def test_the_run_ends_only_when_the_last_checkpoint_is_written() -> None:
     await feed(rig.queue, 8)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while not (await rig.queue.admit(1, timeout_s=0.01)).closed:  # all is done but the writing
-            pass
+        while not (rig.checkpoints.begun and rig.loop.waits.snapshot()):  # all is done but the writing
+            await anyio.lowlevel.checkpoint()
         assert len(rig.records) == 4 and rig.checkpoints.saved == []
         assert [wait.edge for wait in rig.loop.waits.snapshot()] == ["checkpoint"]
+        assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "the run may still go back to an earlier one"
         release.set()
     assert len(rig.checkpoints.saved) == 1
+    assert (await rig.queue.admit(1, timeout_s=0.1)).closed
+
+
+async def test_payloads_may_go_once_the_checkpoint_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(save_freq=2)
+    events: list[tuple[str, int]] = []
+    mark = rig.queue.mark
+
+    async def marked(step: int) -> Any:
+        events.append(("mark", step))
+        return await mark(step)
+
+    async def covered(step: int) -> None:
+        events.append(("covered", step))
+
+    rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1][0].step))
+    monkeypatch.setattr(rig.queue, "mark", marked)
+    monkeypatch.setattr(rig.queue, "covered", covered)
+    await feed(rig.queue, 8)
+    await rig.run()
+    for step in (2, 4):
+        assert [what for what, number in events if number == step] == ["mark", "named", "covered"]
+
+
+async def test_payloads_are_kept_where_no_checkpoint_came_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full() -> None:
+        raise DiskFullError("the disk is full")
+
+    async def covered(step: int) -> None:
+        raise AssertionError(step)
+
+    rig = Rig()
+    rig.checkpoints.on_finish = full
+    monkeypatch.setattr(rig.queue, "covered", covered)
+    await feed(rig.queue, 8)
+    with pytest.raises(DiskFullError):
+        await rig.run()
+    assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "whoever goes on from here finds the queue open"
+
+
+async def test_a_record_that_cannot_be_written_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*args: Any) -> None:
+        raise DiskFullError("the disk is full")
+
+    rig = Rig()
+    monkeypatch.setattr(rig.trained, "put", full)
+    await feed(rig.queue, 2)
+    with pytest.raises(DiskFullError):
+        await rig.run()
+    assert (await rig.books()).trained == 2
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -486,7 +570,14 @@ def test_settings_from_the_configuration() -> None:
             "seed": 3,
             "timeouts": {"train_s": 7.0},
             "algorithm": {"adv_estimator": "gae"},
-            "trainer": {"ppo_mini_batch_size": 4, "ppo_epochs": 2, "test_freq": 5, "save_freq": 6, "save_last": False},
+            "trainer": {
+                "ppo_mini_batch_size": 4,
+                "ppo_epochs": 2,
+                "test_freq": 5,
+                "save_freq": 6,
+                "save_last": False,
+                "partial_final_batch": "drop",
+            },
             "critic": {"ppo_epochs": 7, "warmup_steps": 8},
             "async_training": {"require_batches": 3, "trigger_parameter_sync_step": 2},
             "data": {"val_files": ["val.jsonl"]},
@@ -498,6 +589,7 @@ def test_settings_from_the_configuration() -> None:
         ppo_epochs=2,
         samples_per_lease=12,
         samples_per_version=24,
+        drop_partial=True,
         critic_epochs=7,
         critic_warmup_steps=8,
         has_validation=True,
@@ -506,7 +598,8 @@ def test_settings_from_the_configuration() -> None:
         save_last=False,
         seed=3,
         call_limit_s=7.0,
+        lineage=2,
     )
-    assert LoopSettings.of(config, total_steps=9) == expected
+    assert LoopSettings.of(config, total_steps=9, lineage=2) == expected
     without = config.model_copy(update={"algorithm": AlgorithmConfig()})
     assert LoopSettings.of(without, total_steps=9).critic_warmup_steps == 0

@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.failures import BugError, DataError
+from asyncrl.failures import BugError, DataError, InfraError
 from asyncrl.manifest import Progress
 from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.types import SampleId, Span
@@ -38,6 +38,17 @@ async def test_a_token_from_the_future_is_a_bug() -> None:
     await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=[Span(0, 1)]))
     with pytest.raises(BugError, match="version 1"):
         await rig.run()
+
+
+async def test_after_a_rewind_tokens_from_the_future_are_as_fresh_as_can_be() -> None:
+    rig = Rig(rules=replace(RULES, mask_beyond=0, rewound=True), lineage=2)
+    spans = {1: [Span(0, 3)], 2: [Span(0, 0), Span(2, 3)]}
+    await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=spans[sample_id.index]))
+    await rig.queue.rewind(0, version=0, lineage=2, total_samples=8)
+    rig.actor.on_publish = lambda version: rig.queue.end_stream() if version == 1 else None
+    [record] = await rig.run()
+    assert (record.staleness, record.lineage) == ((0, 0), 2)
+    assert record.metrics["tokens/trained"] == 16, "no token is too old"
 
 
 async def test_too_old_tokens_leave_the_loss() -> None:
@@ -87,6 +98,30 @@ async def test_a_sample_without_policy_tokens_is_filtered() -> None:
         await feed(rig.queue, 3, make)
     assert rig.actor.steps == [[2, 3]]
     assert (await rig.books()).dropped["filtered"] == 1
+
+
+async def test_a_lost_payload_is_made_anew_and_the_turn_takes_others_meanwhile() -> None:
+    rig = Rig(total_steps=2)
+    fed = await feed(rig.queue, 4)
+    rig.payloads.lost = {fed[1]}
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        while not rig.records:  # the third took its place
+            await anyio.lowlevel.checkpoint()
+        rig.payloads.lost = set()
+        assert await feed(rig.queue, 1) == [fed[1]], "under the same id"
+    assert rig.actor.steps == [[1, 3], [4, 2]]
+    books = await rig.books()
+    assert (books.fed, books.trained, books.num_dropped) == (4, 4, 0)
+
+
+async def test_nothing_but_lost_payloads_is_an_error() -> None:
+    rig = Rig(total_steps=2)
+    rig.payloads.lost = set(await feed(rig.queue, 4))
+    with pytest.raises(InfraError, match="payloads of 4 samples in a row are lost or damaged, the last one sample_0_4"):
+        await rig.run()
+    books = await rig.books()
+    assert (books.trained, books.leased) == (0, 0)
 
 
 def broken(sample_id: SampleId, kind: str) -> Any:

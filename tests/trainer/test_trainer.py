@@ -2,27 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
+from asyncrl.failures import ConfigError, InfraError
 from asyncrl.manifest import Manifest, Progress, Resume, run_identity
 from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.run_dir import RunDir
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
 from asyncrl.waits import WaitBoard
+from tests.fakes.parts import MemoryPayloads
+from tests.fakes.trainer_parts import FakeGroup, Records, feed
 from trainer import trainer as trainer_module
 from trainer.checkpoint import Checkpointer
 from trainer.groups import TrainerGroups
+from trainer.record import TrainedFile, read_trained
 from trainer.trainer import Trainer
+
+NO_SAMPLES = Manifest(Progress(step=2), QueueSnapshot(1, (), Books(), 0), {})
+
+
+def make(run_dir: Path, lineage: int = 0) -> Trainer:
+    files = Checkpointer(run_dir, identity=run_identity(Config()), keep=1)
+    return Trainer(Config(), TrainerGroups([]), files, TrainedFile(run_dir, lineage), WaitBoard(), lineage=lineage)
+
+
+@pytest.mark.parametrize(
+    ("lineage", "progress", "published"),
+    [
+        (0, Progress(step=2, version=1), [(1, 2, 0, False)]),
+        (1, Progress(step=2, version=1), [(1, 2, 0, False)]),
+        (1, Progress(step=1), [(0, 1, 0, False)]),
+        (1, None, [(0, 0, 0, False)]),  # back to the initial model
+        (0, None, []),  # which replicas have by themselves
+    ],
+)
+async def test_what_training_goes_back_to_is_published_and_noted(
+    tmp_path: Path, lineage: int, progress: Progress | None, published: list[Any]
+) -> None:
+    trainer, actor = make(tmp_path, lineage), FakeGroup()
+    trainer._trained["actor"] = actor
+    if progress is not None:
+        await trainer._resume(Resume(tmp_path, None, replace(NO_SAMPLES, progress=progress)), here=True)
+    await trainer._begin(anew=progress is None and lineage == 0)
+    assert actor.published == published
+    lines = [{"lineage": lineage, "rewound_to_step": progress.step if progress else 0}]
+    assert list(read_trained(tmp_path)) == (lines if published else [])
+
+
+class OneGroup(TrainerGroups):
+    """Of one role, whose ranks hang when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.roles = {"actor": FakeGroup()}
+        self.hangs = anyio.Event()
+        self.watched = self.closed = False
+
+    async def watch(self, probe_s: float) -> None:
+        self.watched = True
+        await self.hangs.wait()
+        raise InfraError("rank 1 of the actor group did not answer")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_rank_that_hangs_ends_a_run_that_waits_for_samples(tmp_path: Path) -> None:
+    trainer, groups = make(tmp_path), OneGroup()
+    trainer._groups, trainer._trained = groups, dict(groups.roles)
+    queue = LocalSampleQueue(QueueOptions(10, Pacing(Config().samples_per_version, 0)))
+    await feed(queue, 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hang_once_it_waits, queue, groups)
+        with anyio.fail_after(5), pytest.raises(InfraError, match="rank 1 of the actor group did not answer"):
+            await trainer.run(queue, MemoryPayloads(), 4, Records())
+    assert groups.closed
+    assert (await queue.status()).waiting == {}
+
+
+async def hang_once_it_waits(queue: LocalSampleQueue, groups: OneGroup) -> None:
+    while not (await queue.status()).waiting:
+        await anyio.lowlevel.checkpoint()
+    groups.hangs.set()
+
+
+async def test_ranks_are_watched_no_longer_than_the_run(tmp_path: Path) -> None:
+    trainer, groups = make(tmp_path), OneGroup()
+    trainer._groups, trainer._trained = groups, dict(groups.roles)
+    queue = LocalSampleQueue(QueueOptions(10, Pacing(Config().samples_per_version, 0)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(trainer.run, queue, MemoryPayloads(), 4, Records())
+        while not ((await queue.status()).waiting and groups.watched):
+            await anyio.lowlevel.checkpoint()
+        await queue.end_stream()
+    assert groups.closed and (await queue.admit(1, timeout_s=1.0)).closed
 
 
 async def test_a_resumed_trainer_counts_on_without_touching_the_manifest(tmp_path: Path) -> None:
-    resume = Resume(tmp_path / "step_000002", Manifest(Progress(step=2), QueueSnapshot(1, (), Books(), 0), {}))
-    files = Checkpointer(tmp_path, identity=run_identity(Config()), keep=1)
-    trainer = Trainer(Config(), TrainerGroups([]), files, WaitBoard())
+    resume = Resume(tmp_path, tmp_path / "step_000002", NO_SAMPLES)
+    trainer = make(tmp_path)
     await trainer._resume(resume, here=False)
     assert trainer.progress == Progress(step=2)
     trainer.progress.step += 1
@@ -42,4 +128,4 @@ async def test_tokenizers_are_compared_before_a_rank_is_started(
     monkeypatch.setattr(TrainerGroups, "start", start)
     publisher: Any = None
     with pytest.raises(ConfigError, match="another tokenizer"):
-        await Trainer.start(Config(), RunDir(tmp_path), None, publisher=publisher, waits=WaitBoard())
+        await Trainer.start(Config(), RunDir(tmp_path), None, lineage=0, publisher=publisher, waits=WaitBoard())

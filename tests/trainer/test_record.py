@@ -1,0 +1,78 @@
+"""What the Trainer writes down of its steps, and what is left of it when a process or a disk fails."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.failures import ConfigError, DiskFullError
+from asyncrl.types import SampleId
+from trainer.record import FILE_NAME, TrainedFile, _cut_tail, read_trained
+
+
+async def test_a_line_for_each_step_and_for_each_way_back(tmp_path: Path) -> None:
+    assert list(read_trained(tmp_path)) == []
+    first = TrainedFile(tmp_path, 0)
+    await first.put(1, 0, [SampleId(0, 1), SampleId(0, 2)])
+    await first.put(2, 0, [])
+    second = TrainedFile(tmp_path, 1)
+    await second.rewound(1)
+    await second.put(2, 1, [SampleId(1, 3)])
+    assert list(read_trained(tmp_path)) == [
+        {"lineage": 0, "step": 1, "version": 0, "samples": ["sample_0_1", "sample_0_2"]},
+        {"lineage": 0, "step": 2, "version": 0, "samples": []},
+        {"lineage": 1, "rewound_to_step": 1},
+        {"lineage": 1, "step": 2, "version": 1, "samples": ["sample_1_3"]},
+    ]
+
+
+@given(cut=st.integers(1, 200))
+def test_what_a_killed_process_left_of_a_line_is_no_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("run") / FILE_NAME
+    lines = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3, "samples": ["' + b"x" * 100 + b'"]}\n']
+    whole = b"".join(lines)
+    torn = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(torn)
+    kept = [line for number, line in enumerate(lines) if len(b"".join(lines[: number + 1])) <= len(torn)]
+    assert len(list(read_trained(path.parent))) == len(kept)
+    _cut_tail(path)
+    assert path.read_bytes() == b"".join(kept)
+
+
+async def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = TrainedFile(tmp_path, 0)
+    await record.put(1, 0, [SampleId(0, 1)])
+    before = (tmp_path / FILE_NAME).read_bytes()
+    opened = Path.open
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> Any:
+        file = opened(self, *args, **kwargs)
+
+        class Full:
+            def __enter__(self) -> Full:
+                return self
+
+            def __exit__(self, *exc: object) -> None:
+                file.close()
+
+            def write(self, line: bytes) -> int:
+                file.write(line[:10])
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            tell, truncate = file.tell, file.truncate
+
+        return Full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(DiskFullError, match=r"the disk is full: cannot write .*trained\.jsonl"):
+            await record.put(2, 0, [SampleId(0, 2)])
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+    with pytest.raises(ConfigError):
+        (tmp_path / "file").touch()
+        await TrainedFile(tmp_path / "file", 0).put(1, 0, [])
