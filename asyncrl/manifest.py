@@ -1,6 +1,8 @@
-"""What a checkpoint says about itself, and which one a run goes on from. Files and JSON only, so no torch is needed.
+"""What a checkpoint says about itself, and what a run goes on from: its newest checkpoint, its journal, or both. Files,
+JSON and SQLite only, so no torch is needed.
 
 <run_dir>/checkpoints/step_000050/manifest.json   written last, before the directory gets its name
+<run_dir>/journal.db                              `asyncrl.journal`: what happened to each sample since
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError
+from asyncrl.journal import read_head
 from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.run_dir import RUNS, RunDir, newest_resumable
+from asyncrl.run_dir import JOURNAL, RUNS, RunDir, newest_resumable
+from asyncrl.telemetry.state_file import read_state
 from asyncrl.types import SampleId
 
-SCHEMA_VERSION = 2
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 HF_DIRECTORY = "hf"
@@ -71,13 +79,16 @@ class Manifest:
 class Resume:
     """Where a run goes on from."""
 
-    checkpoint: Path
+    run_dir: Path
+    """Of the run that goes on."""
+    checkpoint: Path | None
+    """None: it died before its first one, and goes on from its journal and the initial model; `manifest` is that of
+    step 0."""
     manifest: Manifest
-
-    @property
-    def run_dir(self) -> Path:
-        """Of the run that wrote it."""
-        return self.checkpoint.parent.parent
+    lineage: int = 0
+    """The one to run in: one more than any before."""
+    incarnations: Mapping[str, int] = field(default_factory=dict)
+    """Of the Rollouter and the Trainer, the last ones that the journal knows of."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -102,19 +113,24 @@ def find_resume(config: Config, *, root: Path = RUNS) -> Resume | None:
     """What `resume=` means: `none`, `auto` (nothing there is fine), or a run or checkpoint directory.
 
     Raises:
-        ConfigError: nothing to resume from at that path, a damaged checkpoint, or one of another run or model.
+        ConfigError: nothing to resume from at that path, a damaged checkpoint, or a run of another model or other data.
     """
     if config.resume == "none":
         return None
-    checkpoint = _newest(config, root) if config.resume == "auto" else _named(config.resume)
+    found = _newest(config, root) if config.resume == "auto" else _named(config)
+    return None if found is None else _resume(config, found.run_dir.absolute(), found.checkpoint)
+
+
+def resume_in_run(run_dir: Path, lineage: int) -> Resume | None:
+    """Where a Trainer that is replaced while its run lives on goes on from; None: from the initial model.
+
+    Raises:
+        ConfigError: the newest checkpoint is damaged.
+    """
+    checkpoint = find_latest(run_dir)
     if checkpoint is None:
         return None
-    checkpoint = checkpoint.absolute()
-    manifest = load_manifest(checkpoint)
-    _check_identity(checkpoint, manifest.identity, run_identity(config))
-    _check_architecture(checkpoint, config.model.path)
-    _check_critic(checkpoint, manifest, config)
-    return Resume(checkpoint, manifest)
+    return Resume(run_dir, checkpoint, load_manifest(checkpoint), lineage)
 
 
 def run_identity(config: Config) -> dict[str, Any]:
@@ -143,6 +159,7 @@ def dump_manifest(manifest: Manifest) -> str:
                 "outstanding": [str(sample_id) for sample_id in snapshot.outstanding],
                 "books": asdict(snapshot.books),
                 "version": snapshot.version,
+                "seq": snapshot.seq,
             },
             "identity": manifest.identity,
             "files": manifest.files,
@@ -195,42 +212,106 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         outstanding=tuple(SampleId.parse(text) for text in queue["outstanding"]),
         books=Books(**queue["books"]),
         version=int(queue["version"]),
+        seq=int(queue["seq"]),
     )
     return Manifest(Progress(**raw["progress"]), snapshot, dict(raw["identity"]), dict(raw["files"]))
 
 
-def _newest(config: Config, root: Path) -> Path | None:
+class _Found(NamedTuple):
+    run_dir: Path
+    checkpoint: Path | None
+    """None: there is a journal to go on from."""
+
+
+def _newest(config: Config, root: Path) -> _Found | None:
     if config.run_dir is not None:
-        return find_latest(Path(config.run_dir))
-    run = newest_resumable(config.experiment_name, _has_checkpoint, root=root)
-    return None if run is None else find_latest(run.path)
+        return _within(Path(config.run_dir), config)
+    run = newest_resumable(config.experiment_name, lambda run: _within(run.path, config) is not None, root=root)
+    return None if run is None else _within(run.path, config)
 
 
-def _has_checkpoint(run: RunDir) -> bool:
-    return find_latest(run.path) is not None
+def _within(run_dir: Path, config: Config) -> _Found | None:
+    """What there is in it to go on from."""
+    if (checkpoint := find_latest(run_dir)) is not None:
+        return _Found(run_dir, checkpoint)
+    if config.journal == "off" or _is_completed(run_dir):
+        return None
+    head = read_head(run_dir)
+    return _Found(run_dir, None) if head is not None and not head.damage else None
 
 
-def _named(text: str) -> Path:
-    path = Path(text).expanduser()
+def _is_completed(run_dir: Path) -> bool:
+    """It ended well and wanted no checkpoint: there is nothing to go on with."""
+    try:
+        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _named(config: Config) -> _Found:
+    path = Path(config.resume).expanduser()
     if _STEP.fullmatch(path.absolute().name) or (path / MANIFEST).exists():
-        return path
-    found = find_latest(path.parent if path.name == CHECKPOINTS else path)
+        return _Found(path.absolute().parent.parent, path.absolute())
+    found = _within(path.parent if path.name == CHECKPOINTS else path, config)
     if found is None:
         raise ConfigError(
-            f"resume={text}: there is no checkpoint to go on from. Give none, auto, a run directory that has "
-            f"{CHECKPOINTS}/step_*, or one of those"
+            f"resume={config.resume}: there is no checkpoint to go on from, and no journal of a run that died before "
+            f"its first one. Give none, auto, a run directory that has {CHECKPOINTS}/step_*, or one of those"
         )
     return found
 
 
-def _check_identity(checkpoint: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def _resume(config: Config, run_dir: Path, checkpoint: Path | None) -> Resume:
+    present = run_identity(config)
+    manifest = Manifest(Progress(), QueueSnapshot(1, (), Books(), 0), present)
+    if checkpoint is not None:
+        checkpoint = checkpoint.absolute()
+        manifest = load_manifest(checkpoint)
+        _check_identity(checkpoint, manifest.identity, present, weights=checkpoint)
+        _check_architecture(checkpoint, config.model.path)
+        _check_critic(checkpoint, manifest, config)
+    head = read_head(run_dir) if config.journal == "on" else None
+    if head is None:
+        return Resume(run_dir, checkpoint, manifest, _next_lineage(run_dir))
+    lineage = max(head.lineage + 1, _next_lineage(run_dir))
+    if not head.damage:  # else only the checkpoint will do; the queue tells why when it sets the journal aside
+        _check_identity(run_dir / JOURNAL, head.identity, present, weights=checkpoint)
+    if checkpoint is None:
+        _check_same_model(run_dir, config)
+    return Resume(run_dir, checkpoint, manifest, lineage, head.incarnations)
+
+
+def _next_lineage(run_dir: Path) -> int:
+    """After those that the run's own state knows of, as far as it can be read."""
+    try:
+        state = read_state(run_dir)
+    except ConfigError:
+        state = None
+    return 1 if state is None else state.lineage + 1
+
+
+def _check_identity(file: Path, saved: Mapping[str, Any], present: Mapping[str, Any], *, weights: Path | None) -> None:
+    """`weights`: the checkpoint that a new run could start from instead."""
     for key in sorted(saved.keys() | present.keys()):
         if saved.get(key) != present.get(key):
+            anew = f" (model.path={weights / HF_DIRECTORY} starts from its weights)" if weights else ""
             raise ConfigError(
-                f"{checkpoint} was written with {key}={saved.get(key)!r}, this run has {present.get(key)!r}: feed "
-                f"indices and versions would change their meaning. Set it back, or start anew with resume=none "
-                f"(model.path={checkpoint / HF_DIRECTORY} starts from its weights)."
+                f"{file} was written with {key}={saved.get(key)!r}, this run has {present.get(key)!r}: feed "
+                f"indices and versions would change their meaning. Set it back, or start anew with resume=none{anew}."
             )
+
+
+def _check_same_model(run_dir: Path, config: Config) -> None:
+    """Without a checkpoint the initial model is trained on what it said itself."""
+    try:
+        earlier = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))["model"]["path"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return
+    if earlier != config.model.path:
+        raise ConfigError(
+            f"model.path={config.model.path}: the run in {run_dir} has no checkpoint yet, and its samples are of "
+            f"{earlier}. Set it back, or start anew with resume=none and another run_dir."
+        )
 
 
 def _check_critic(checkpoint: Path, manifest: Manifest, config: Config) -> None:

@@ -1,4 +1,15 @@
-"""What a part waits on, and since when: the edges that a stalled run is explained with."""
+"""What a part waits on, and since when: the edges that a stalled run is explained with (`asyncrl.why`).
+
+queue      permit      free permits: the staleness gate, or the run's total
+           samples     READY samples for a lease
+Rollouter  permit      an admission          slot        a place in generation
+           engine      turns from replicas   probation   inside `engine`: which sample it is that crashes engines
+           reward      scores                weights     the next publication; holds nothing up
+           apply       replicas to take a version        validation  the validation set's answers
+Trainer    model       ranks to start and load           samples     a lease and its payloads
+           experience, critic, train                     calls to the ranks
+           publish     a version to be fetchable         checkpoint  one to be read or written
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,7 @@ from typing import NamedTuple
 
 class Wait(NamedTuple):
     edge: str
-    """`permit`, `samples`, `weights`, `apply`, `engine`, `reward`, …"""
+    """See the module."""
     count: int  # type: ignore[assignment]  # hides tuple.count
     """Tasks of this part that wait on it now."""
     since_s: float

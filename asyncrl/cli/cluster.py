@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -15,6 +20,8 @@ from anyio import to_thread
 from asyncrl.cli import processes
 from asyncrl.config.schema import Config
 from asyncrl.failures import InfraError
+
+logger = logging.getLogger(__name__)
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,6 +32,13 @@ _QUIET = {
     # A process that inherits a model's files must not look for them on a hub.
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+# How soon a call to a process that died fails, and a process that does not end when asked is killed: by default it
+# takes Ray seconds, in which a run stands still.
+_NOTICE = {
+    "timeout_ms_task_wait_for_death_info": 100,
+    "core_worker_internal_heartbeat_ms": 100,
+    "kill_worker_timeout_milliseconds": 500,
+}
 
 
 def worker_environment(config: Config) -> dict[str, str]:
@@ -33,8 +47,14 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def cluster(config: Config, name: str) -> AsyncIterator[str]:
+async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterator[str]:
     """Ray for the time of the block; yields the run's Ray namespace. At the end nothing of it is left running.
+
+    Args:
+        config: of the run.
+        name: of the run; the namespace begins with it.
+        stale: namespace of an earlier driver of this run, which may have died: what is left of it on a shared cluster
+            is deleted first. A private one has ended with its driver.
 
     Raises:
         InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
@@ -42,7 +62,9 @@ async def cluster(config: Config, name: str) -> AsyncIterator[str]:
     processes.adopt_orphans()
     namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
     try:
-        await to_thread.run_sync(_start, config, namespace, abandon_on_cancel=True)
+        await _in_lasting_thread(partial(_start, config, namespace))
+        if stale and config.ray.address is not None:
+            await to_thread.run_sync(_leave_shared, stale, abandon_on_cancel=True)
         yield namespace
     except BaseException:
         # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray
@@ -52,6 +74,25 @@ async def cluster(config: Config, name: str) -> AsyncIterator[str]:
         raise
     with anyio.CancelScope(shield=True):
         await to_thread.run_sync(_stop, config.ray.address is None, namespace)
+
+
+async def _in_lasting_thread(function: Callable[[], None]) -> None:
+    """Call it in a thread that lives as long as this process: the kernel kills Ray's processes when that thread ends
+    which started them (`PR_SET_PDEATHSIG`), and those of a pool end when they are idle. Nobody waits if cancelled."""
+    answer: Future[None] = Future()
+
+    def work() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001  it is raised where the answer is waited for
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
+        threading.Event().wait()
+
+    threading.Thread(target=work, name="ray", daemon=True).start()
+    await asyncio.wrap_future(answer)
 
 
 def link_logs(logs: Path) -> None:
@@ -73,18 +114,21 @@ def _start(config: Config, namespace: str) -> None:
     import ray
 
     logging.getLogger("ray").setLevel("DEBUG" if config.logging.level == "debug" else "ERROR")
+    _tell_the_log(ray)
     private = config.ray.address is None
     # Logical slots: the operating system shares the cores; Ray only has to place one engine worker in each slot.
     slots = config.rollout.num_replicas * config.rollout.tensor_parallel_size * config.rollout.cpu_threads
     try:
         ray.init(
-            address=config.ray.address,
+            # `local`: without it Ray would join whatever cluster this machine knows of.
+            address=config.ray.address or "local",
             namespace=namespace,
             num_cpus=max(os.cpu_count() or 1, slots + 1) if private else None,
             object_store_memory=config.ray.object_store_memory_bytes if private else None,
             include_dashboard=False if private else None,
             log_to_driver=False,
             configure_logging=False,
+            _system_config=dict(_NOTICE) if private else None,
         )
     except Exception as error:  # noqa: BLE001  whatever Ray raises here means the same: there is no cluster
         raise InfraError.wrap(
@@ -92,6 +136,17 @@ def _start(config: Config, namespace: str) -> None:
             "leave it null for a private cluster on this machine",
             error,
         ) from None
+
+
+def _tell_the_log(ray: Any) -> None:
+    """Ray prints what it thinks of each process that died, past its settings. The run tells of those in its own words,
+    on a terminal that belongs to the live view; Ray's go into the log."""
+
+    def tell(data: dict[str, Any], **_: Any) -> None:
+        logger.info("Ray: %s", " ".join(data["lines"]))
+
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = tell
 
 
 def _stop(private: bool, namespace: str) -> None:

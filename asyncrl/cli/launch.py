@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+import socket
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import anyio
 
 from asyncrl.cli.cluster import cluster, link_logs
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
+from asyncrl.cli.picture import Picture
+from asyncrl.cli.processes import runs_since
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, ConfigError
 from asyncrl.manifest import Resume, find_resume
-from asyncrl.run_dir import RunDir, create_run_dir, reopen_run_dir
+from asyncrl.run_dir import JOURNAL_FILES, METRICS, SAMPLES, TRAINED, RunDir, create_run_dir, reopen_run_dir
+from asyncrl.run_state import RunState
 from asyncrl.telemetry.live import View, make_view
 from asyncrl.telemetry.logs import logging_to
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, describe_error
+from asyncrl.telemetry.state_file import read_state
+from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals, describe_error
 from asyncrl.telemetry.summary_file import SummaryFile
 
 COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -28,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    status: Literal["completed", "failed", "interrupted"]
+    status: Status
     error: dict[str, str] | None
 
     @property
@@ -46,7 +51,12 @@ def launch(config: Config) -> int:
         ConfigError: nothing was started, because the checkpoint to resume or the run directory is not usable.
         InfraError: likewise, the disk is full.
     """
+    for named in (config.run_dir, config.resume):
+        if named is not None and named not in ("none", "auto"):
+            _refuse_running(Path(named))
     resume = find_resume(config)
+    if resume is not None:
+        _refuse_running(resume.run_dir)
     run_dir = _run_dir(config, resume)
     summary = SummaryFile(run_dir.path)
     summary.reserve()
@@ -55,8 +65,32 @@ def launch(config: Config) -> int:
         return anyio.run(_run, config, run_dir, resume, summary, view)
 
 
+def _refuse_running(path: Path) -> None:
+    """Two drivers in one run directory would write over each other's records.
+
+    Raises:
+        ConfigError: the run's driver lives.
+    """
+    state = _state_of(path)
+    if state is None or state.phase in get_args(Status) or state.host != socket.gethostname():
+        return
+    if runs_since(state.pid, state.written_at):
+        raise ConfigError(
+            f"the run in {path} is still running (pid {state.pid}): a second driver would write over its records. Look "
+            f"at it with `asyncrl status {path}`, or end it first; for another run give another run_dir"
+        )
+
+
+def _state_of(path: Path) -> RunState | None:
+    """What the run there was doing, as far as it can be read."""
+    try:
+        return read_state(path)
+    except ConfigError:
+        return None
+
+
 def _run_dir(config: Config, resume: Resume | None) -> RunDir:
-    """The directory to run in. A run goes on where its checkpoint is.
+    """The directory to run in. A run goes on where it is. What cannot be gone on with is set aside.
 
     Raises:
         ConfigError: `run_dir` names another place, or one that cannot be used.
@@ -65,41 +99,70 @@ def _run_dir(config: Config, resume: Resume | None) -> RunDir:
     if resume is None:
         if named is None or config.resume != "auto" or not (named / "config.yaml").exists():
             return create_run_dir(config, datetime.now())
-        # It died before its first checkpoint: it starts anew in its place, and the old records are set aside.
+        # Nothing is left of it that a run could go on from: it starts anew in its place.
         run_dir = reopen_run_dir(named, config)
-        if run_dir.metrics.exists():
-            run_dir.metrics.rename(run_dir.path / f"metrics-abandoned-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
+        _set_aside(run_dir, METRICS, TRAINED, SAMPLES, *JOURNAL_FILES)
         return run_dir
     if named is not None and named.resolve() != resume.run_dir.resolve():
         raise ConfigError(
-            f"run_dir={named}: the checkpoint to resume is of the run in {resume.run_dir}, and a run goes on "
-            "where it is; leave run_dir out, or start anew from its weights: "
-            f"resume=none model.path={resume.checkpoint / 'hf'}"
+            f"run_dir={named}: what resume names is of the run in {resume.run_dir}, and a run goes on where it is; "
+            + (
+                f"leave run_dir out, or start anew from its weights: resume=none model.path={resume.checkpoint / 'hf'}"
+                if resume.checkpoint is not None
+                else "leave run_dir out"
+            )
         )
     return reopen_run_dir(resume.run_dir, config)
+
+
+def _set_aside(run_dir: RunDir, *names: str) -> None:
+    """Give these files and directories of a run names under which nothing looks for them."""
+    stamp = f"{datetime.now():%Y%m%d-%H%M%S}"
+    for path in (run_dir.path / name for name in names):
+        if path.exists():
+            stem, dot, suffix = path.name.partition(".")
+            path.rename(path.with_name(f"{stem}-abandoned-{stamp}{dot}{suffix}"))
 
 
 async def _run(config: Config, run_dir: RunDir, resume: Resume | None, summary: SummaryFile, view: View) -> int:
     resumed = None
     if resume:
         progress = resume.manifest.progress
-        resumed = Resumed(progress.step, progress.version, str(resume.checkpoint))
+        checkpoint = str(resume.checkpoint) if resume.checkpoint is not None else ""
+        resumed = Resumed(progress.step, progress.version, checkpoint, resume.lineage)
     try:
         recorder = await Recorder.open(config.logging, run_dir, view, resumed)
     except AsyncRLError as error:
         totals = Totals(wall_s=0.0)
         summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
         raise
-    outcome = await _outcome(config, run_dir, resume, recorder, view)
+    earlier = _state_of(run_dir.path)
+    if resume is None and earlier is not None:
+        view.message(
+            "warning",
+            "the run that was here left neither a checkpoint nor a usable journal: it starts anew, and its records are "
+            "set aside as *-abandoned-*",
+        )
+    picture = Picture(config, run_dir, recorder, lineage=resume.lineage if resume is not None else 0)
+    outcome = await _outcome(config, run_dir, resume, recorder, view, picture, earlier)
     told = recorder.summary(outcome.status, outcome.error)
-    summary.write(told)
+    picture.end(outcome.status, outcome.error["message"] if outcome.error is not None else "")
     await recorder.aclose()
+    summary.write(told)
     view.finish(told, run_dir.path, *recorder.examples())
     return outcome.exit_code
 
 
-async def _outcome(config: Config, run_dir: RunDir, resume: Resume | None, recorder: Recorder, view: View) -> Outcome:
-    """Run it; every way it can end becomes a value."""
+async def _outcome(
+    config: Config,
+    run_dir: RunDir,
+    resume: Resume | None,
+    recorder: Recorder,
+    view: View,
+    picture: Picture,
+    earlier: RunState | None,
+) -> Outcome:
+    """Run it; every way it can end becomes a value. `earlier`: how the run's last driver left it."""
     interrupts = Interrupts()
     view.phase("starting Ray")
     try:
@@ -109,17 +172,19 @@ async def _outcome(config: Config, run_dir: RunDir, resume: Resume | None, recor
         with interrupts.scope:
             async with anyio.create_task_group() as group:
                 await group.start(interrupts.listen)
-                async with cluster(config, run_dir.path.name) as namespace:
+                group.start_soon(picture.keep)
+                stale = earlier.namespace if earlier is not None else ""
+                async with cluster(config, run_dir.path.name, stale=stale) as namespace:
                     link_logs(run_dir.logs)
                     # Only now: the parts import Ray, whose settings the cluster has put into the environment.
                     from asyncrl.cli.run import Run
 
-                    await Run(config, run_dir, resume, recorder, view).main(namespace, interrupts)
+                    await Run(config, run_dir, resume, recorder, view, picture).main(namespace, interrupts)
                     view.phase("shutting down")
                 group.cancel_scope.cancel()
     except Exception as error:  # told in summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)
-        return Outcome("failed", describe_error(error, "run"))
+        return Outcome("failed", describe_error(error, "driver"))
     finally:
         view.phase("")
     return Outcome("interrupted" if interrupts.came else "completed", None)

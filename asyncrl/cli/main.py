@@ -1,6 +1,7 @@
 """The `asyncrl` command. Exit codes: 0 ok, 1 failed, 2 bad configuration or usage, 130 interrupted.
 
-Nothing here imports torch, Ray or vLLM: a bad configuration is told before they are loaded.
+Nothing here imports torch, Ray or vLLM: a bad configuration is told before they are loaded. Looking at a run does not
+load the configuration's schema either.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import asyncrl
-from asyncrl.cli.machine import look_at_machine
-from asyncrl.config import checks, model_checks, plan
-from asyncrl.config.compose import Mode, Outcome, examine, to_yaml
-from asyncrl.config.problems import Problem
-from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.compose import Mode, Outcome
+    from asyncrl.config.problems import Problem
+    from asyncrl.config.schema import Config
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
 
@@ -41,6 +42,8 @@ def cli() -> None:
     asyncrl launch fully_async my.yaml              train yours
     asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
     asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
+    asyncrl status                                  how the newest run stands, live or dead
+    asyncrl why                                     what it waits on, down to the cause
     """
 
 
@@ -74,6 +77,8 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
         )
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")
+    from asyncrl.config.compose import examine
+
     outcome = examine(*_split(arguments), mode=mode)
     if dry_run:
         return _show_plan(outcome, as_json)
@@ -94,10 +99,64 @@ def serve(arguments: tuple[str, ...]) -> int:
       asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
       KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
     """
+    from asyncrl.config.compose import examine
+
     config = _checked(examine(*_split(arguments), serve_only=True))
     from asyncrl.cli.serve import serve as serve_until_interrupted
 
     return serve_until_interrupted(config)
+
+
+@cli.command(short_help="Show how a run stands, live or dead.")
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("-w", "--watch", is_flag=True, help="Print it anew every second, until the run ends or Ctrl-C.")
+def status(run: str | None, as_json: bool, watch: bool) -> int:
+    """Show how a run stands: its books, versions, staleness, restarts, drops, replicas, checkpoints and journal.
+
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl status
+      asyncrl status quickstart --watch
+      asyncrl status runs/quickstart/20260101-120000 --json
+
+    It reads files only, so it works while the run lives, after it has ended, and after it was killed. A failed run is
+    an answer too: exit code 0. No such run: 2.
+    """
+    if watch and as_json:
+        raise click.UsageError("--watch shows a page; for JSON, run status --json as often as you like")
+    from asyncrl.cli import inspect
+
+    return inspect.status(run, as_json=as_json, watch=watch)
+
+
+@cli.command(short_help="Say what a run waits on, down to the cause.")
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the chain as JSON.")
+def why(run: str | None, as_json: bool) -> int:
+    """Say what a run waits on, from the Trainer down to the cause; of a dead run, how it ended and what it waited on.
+
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl why
+      asyncrl why runs/quickstart/20260101-120000
+      asyncrl why quickstart --json
+
+    Each line waits on the next one:
+
+    \b
+      Trainer waits for samples for 95 s (30 of up to 32 are READY, 0 RUNNING)
+        ◀ Rollouter waits on staleness gate for 94 s (...)
+        ◀ version 12 not applied
+        ◀ replica 1 in pause for 94 s (...)
+    """
+    from asyncrl.cli import inspect
+
+    return inspect.why(run, as_json=as_json)
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -119,6 +178,10 @@ def _warn(warnings: Sequence[Problem]) -> None:
 
 
 def _show_plan(outcome: Outcome, as_json: bool) -> int:
+    from asyncrl.cli.machine import look_at_machine
+    from asyncrl.config import checks, model_checks, plan
+    from asyncrl.config.compose import to_yaml
+
     try:
         config = outcome.require()
         resources = plan.make_plan(

@@ -26,6 +26,7 @@ def nothing_left(resume: Resume | None, total_steps: int | None) -> str | None:
     if resume is None or total_steps is None or resume.manifest.progress.step < total_steps:
         return None
     step = resume.manifest.progress.step
+    assert resume.checkpoint is not None  # else it would be at step 0
     return (
         f"nothing is left to train: {resume.checkpoint} is at step {step} of {total_steps}. To "
         "train on, raise trainer.total_training_steps or trainer.total_epochs; to start anew from its weights: "

@@ -6,10 +6,13 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterable
 
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+CLOCK_SLACK_S = 1.0
+"""The kernel's idea of when a process began, and the wall clock, may differ by so much."""
 MAX_ROUNDS = 10
 """A process in uninterruptible sleep survives SIGKILL; it is not waited for without end."""
 
@@ -42,6 +45,41 @@ def end_descendants(grace_s: float = 0.0) -> int:
     return ended
 
 
+def end_known(pids: Iterable[int], heard_at: float, *, title: str = "", limit_s: float = 10.0) -> int:
+    """SIGKILL these processes of this machine, stopped or not, and wait up to `limit_s` until they are gone.
+
+    Args:
+        pids: theirs when they were heard of.
+        heard_at: when that was, wall clock: one that began later has only been given the number again, and is let be.
+        title: how their command lines begin, where it is not known whether they are on this machine.
+        limit_s: for all of them together.
+
+    Returns:
+        How many were found.
+    """
+    found = []
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            began, command = process.create_time(), "".join(process.cmdline()[:1])
+            if began <= heard_at + CLOCK_SLACK_S and command.startswith(title) and pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    _signal(found, signal.SIGKILL)
+    psutil.wait_procs(found, timeout=limit_s)
+    return len(found)
+
+
+def runs_since(pid: int, heard_at: float) -> bool:
+    """Whether the process that had `pid` on this machine at `heard_at` (wall clock) is still there."""
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() <= heard_at + CLOCK_SLACK_S and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def _alive(process: psutil.Process) -> bool:
     """It may vanish between being listed and being asked."""
     try:
@@ -54,5 +92,5 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         try:
             process.send_signal(number)
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # gone, or somebody else's by now
             continue

@@ -1,15 +1,29 @@
-"""Calls from the driver to the parts: a deadline on each, and our own errors out of Ray's."""
+"""Calls from the driver to the parts: a deadline on each, our own errors out of Ray's, and an end to what hangs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import errno
+import logging
+from collections.abc import AsyncGenerator, Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import ray
+from anyio import to_thread
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from asyncrl.cli.processes import end_known
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.run_dir import disk_error
+from asyncrl.run_state import ProcessInfo
+
+KILL_S = 15.0
+"""For Ray to take note that a process is to be killed."""
+
+logger = logging.getLogger(__name__)
 
 
 async def ask(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
@@ -28,7 +42,7 @@ async def ask(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
         raise translate(part, error) from None
 
 
-async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncIterator[Any]:
+async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator[Any, None]:
     """What a part's `run` yields, until it ends. How long a pause may be is the watchdog's matter, not this one's."""
     try:
         async for ref in generator:
@@ -37,19 +51,53 @@ async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncIterator[
         raise translate(part, error) from None
 
 
+async def kill(actor: Any, known: Collection[ProcessInfo], heard_at: float) -> None:
+    """End an actor for good, and its known processes, as they told at `heard_at` (wall clock). A stopped process does
+    not hear Ray, so those on this machine are killed by number. Bounded; not cancelled half-way."""
+    with anyio.CancelScope(shield=True):
+        nodes = await to_thread.run_sync(_nodes_here)
+        here = [process.pid for process in known if process.node_id in nodes]
+        await to_thread.run_sync(end_known, here, heard_at)
+        await _ray_kill(actor, for_good=True)
+
+
+async def kill_hung(actor: Any, name: str, pid: int, heard_at: float) -> None:
+    """End the process of an actor that Ray starts again: class `name`, known by `pid` at `heard_at` (wall clock)."""
+    with anyio.CancelScope(shield=True):
+        if not await to_thread.run_sync(partial(end_known, [pid], heard_at, title=f"ray::{name}")):
+            await _ray_kill(actor, for_good=False)
+
+
+async def _ray_kill(actor: Any, *, for_good: bool) -> None:
+    def kill_it() -> None:
+        with suppress(RayError):
+            ray.kill(actor, no_restart=for_good)
+
+    with anyio.move_on_after(KILL_S) as scope:
+        await to_thread.run_sync(kill_it, abandon_on_cancel=True)
+    if scope.cancelled_caught:
+        logger.warning("Ray did not kill an actor within %g s; what it still does is not accepted", KILL_S)
+
+
+def _nodes_here() -> frozenset[str]:
+    """Ray's ids of the nodes on this machine: those at this node's address. Blocking."""
+    mine = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()
+    address = next((node["NodeManagerAddress"] for node in nodes if node["NodeID"] == mine), None)
+    return frozenset({mine, *(node["NodeID"] for node in nodes if node["NodeManagerAddress"] == address)})
+
+
 def translate(part: str, error: RayError) -> AsyncRLError:
     """`error`, met on a call to `part`, as one of ours."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, AsyncRLError):
             return cause
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return disk_error(Path(cause.filename or f"the {part}'s files"), cause)
+        if isinstance(cause, OSError | RayError):
             return InfraError(f"the {part} failed: {cause}", str(error))
         return BugError(f"the {part} failed: {type(cause).__name__}: {cause}", str(error))
     if isinstance(error, RayActorError):
-        return InfraError(
-            f"the {part}'s process died. Its work since the last checkpoint is lost; look into logs/ray in the run "
-            "directory, and start the run again, with resume=auto to go on from its last checkpoint if it has one",
-            str(error),
-        )
+        return InfraError(f"the {part}'s process died; logs/ray in the run directory may say why", str(error))
     return InfraError.wrap(f"a call to the {part} failed: {error}", error)

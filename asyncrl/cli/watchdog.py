@@ -1,11 +1,13 @@
-"""No silent stall: a run in which nothing moves says what each part waits on, and stops. Pure."""
+"""No silent stall: a run in which nothing moves says why, and stops. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 
 from asyncrl.failures import InfraError
-from asyncrl.waits import Wait
+from asyncrl.run_state import RunState
+from asyncrl.telemetry.state_file import STALL_FILE
+from asyncrl.why import explain, render
 
 
 class StallError(InfraError):
@@ -13,41 +15,66 @@ class StallError(InfraError):
 
 
 class Watchdog:
-    """Watches a fingerprint of the run's progress.
+    """Watches whether a run moves: samples, versions, steps, tokens, replicas, restarts.
 
-    A call that has a deadline of its own counts as moving until that has passed: a long step, a pass over a large lease
-    or the writing of a checkpoint is no stall, and if it hangs, its deadline ends it with a better message.
+    What has a deadline of its own counts as moving until that has passed: a call to the ranks, the start or the restart
+    of a part. If it hangs, its deadline ends it with a better message.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, *, start_s: float = 600.0) -> None:
+        """
+        Args:
+            limit_s: `timeouts.watchdog_s`.
+            start_s: `timeouts.start_s`: by then a part that is being restarted, or a replica that starts, is up.
+        """
         self._limit_s = limit_s
+        self._start_s = start_s
         self._progress: Hashable = None
         self._since_s: float | None = None
 
-    def observe(self, now_s: float, progress: Hashable, waits: Mapping[str, Sequence[Wait]]) -> None:
-        """Take note of `progress` at `now_s`.
+    def observe(self, now_s: float, state: RunState) -> None:
+        """Take note of `state` at `now_s` (monotonic).
 
         Raises:
-            StallError: it has been the same for longer than the limit, and nothing in `waits` is within its own
-                deadline; the message has `waits`, by part.
+            StallError: nothing has moved for longer than the limit. The message has the chain of waits; the caller puts
+                the whole state beside it, with `telemetry.state_file.write_stall`.
         """
-        bounded = any(wait.bounded for edges in waits.values() for wait in edges)
-        if self._since_s is None or progress != self._progress or bounded:
-            self._progress, self._since_s = progress, now_s
+        found = progress(state)
+        if self._since_s is None or found != self._progress or is_bounded(state, self._start_s):
+            self._progress, self._since_s = found, now_s
         elif now_s - self._since_s > self._limit_s:
             raise StallError(
-                f"nothing moved for {now_s - self._since_s:.0f} s (timeouts.watchdog_s={self._limit_s:g}). "
-                + describe(waits)
+                f"nothing moved for {now_s - self._since_s:.0f} s (timeouts.watchdog_s={self._limit_s:g}): "
+                f"{render(explain(state, state.written_at))}. All that is known is in {STALL_FILE} in the run directory"
             )
 
 
-def describe(waits: Mapping[str, Sequence[Wait]]) -> str:
-    """What every part waits on, the longest wait first."""
-    told = []
-    for part, edges in waits.items():
-        listed = ", ".join(
-            f"{wait.edge} for {wait.since_s:.0f} s" + (f" ({wait.count} tasks)" if wait.count > 1 else "")
-            for wait in edges
-        )
-        told.append(f"The {part} waits on {listed}." if listed else f"The {part} waits on nothing it knows of.")
-    return " ".join(told)
+def progress(state: RunState) -> Hashable:
+    """Everything that changes when a run moves, and only then."""
+    queue = state.queue
+    return (
+        state.phase,
+        repr(queue.books if queue else state.books),
+        (queue.lineage, queue.version) if queue else None,
+        state.published,
+        (state.lineage, state.version, state.step),
+        state.generated_tokens,
+        tuple(
+            sorted(
+                (report.replica, report.phase, report.lineage, report.version, report.generated_tokens)
+                for report in state.replicas
+            )
+        ),
+        tuple((restart.part, restart.incarnation, restart.recovered_at) for restart in state.restarts),
+        tuple(sorted(state.restarting)),
+    )
+
+
+def is_bounded(state: RunState, start_s: float) -> bool:
+    """Something that is under way ends by itself: its own deadline has not passed."""
+    begun = [*state.restarting.values(), *(r.phase_since for r in state.replicas if r.phase == "starting")]
+    return (
+        state.phase == "starting"
+        or any(wait.bounded for waits in state.waits.values() for wait in waits)
+        or any(state.written_at - since < start_s for since in begun)
+    )

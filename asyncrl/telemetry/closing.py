@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
     idle = summary["idle"]
     if idle["trainer"] is not None:
         table.add_row("idle", f"rollouter {percent(idle['rollouter'])}, trainer {percent(idle['trainer'])}")
+    if restarts := {part: count for part, count in summary["restarts"].items() if count}:
+        table.add_row("restarts", _restarts(restarts, summary["recovery"]))
     sync = summary["weight_sync"]
     if sync["pause_s"]["p50"] is not None:
         pause = sync["pause_s"]
@@ -90,6 +93,14 @@ def _samples(samples: Mapping[str, Any]) -> str:
     reasons = [f"{reason} {count:,}" for reason, count in samples["dropped"].items() if count]
     dropped = f"{sum(samples['dropped'].values()):,} dropped" + (f" ({', '.join(reasons)})" if reasons else "")
     return f"{samples['fed']:,} fed, {samples['trained']:,} trained, {dropped}"
+
+
+def _restarts(counts: Mapping[str, int], recovery: Sequence[Mapping[str, Any]]) -> str:
+    told = ", ".join(f"{part} {count}" for part, count in counts.items())
+    taken = [each["recovered_s"] for each in recovery if each["recovered_s"] is not None]
+    if not taken:
+        return told
+    return f"{told}; recovered in {short_s(statistics.median(taken))} (max {short_s(max(taken))})"
 
 
 def _example(before: Example, after: Example) -> RenderableType:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from asyncrl.ports import Books
+from asyncrl.run_state import Restart
 from asyncrl.waits import Wait
 
 
@@ -26,6 +27,8 @@ class Dashboard:
     """Steps done before this process began: where a resumed run's progress starts."""
     step: int = 0
     version: int = 0
+    lineage: int = 0
+    restarts: tuple[Restart, ...] = ()
     reward_now: float | None = None
     """Mean of the last step."""
     rewards: tuple[float, ...] = ()
@@ -83,6 +86,19 @@ def short_s(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 60 else span(seconds)
+
+
+def restart_line(restart: Restart) -> str:
+    """What happened, why, and once it has recovered, how long it took and what it went back to."""
+    if restart.recovered_at is None:
+        return f"the {restart.part} is being replaced: {_first_line(restart.cause)}"
+    detail = f"; {restart.detail}" if restart.detail else ""
+    taken_s = restart.recovered_at - restart.failed_at
+    return f"the {restart.part} is back after {short_s(taken_s)}{detail} ({_first_line(restart.cause)})"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "no cause known")
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -15,8 +15,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from asyncrl.run_state import Restart
 from asyncrl.telemetry.closing import Example, closing
-from asyncrl.telemetry.dashboard import Dashboard, number, percent, short_s, span
+from asyncrl.telemetry.dashboard import Dashboard, number, percent, restart_line, short_s, span
 from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.screen import Phase, Scene, draw
 
@@ -39,8 +40,14 @@ class View:
     def update(self, dashboard: Dashboard) -> None:
         """Something else to show."""
 
+    def restart(self, restart: Restart, dashboard: Dashboard) -> None:
+        """A part is being replaced, or the one that was has recovered."""
+        level = "warning" if restart.recovered_at is None else ""
+        self.message(level, restart_line(restart))
+        self.update(dashboard)
+
     def message(self, level: str, text: str) -> None:
-        """A warning or error, for people to keep."""
+        """A warning or error, or with an empty level good news, for people to keep."""
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         """The run is over: say what came of it. The last call."""
@@ -84,7 +91,7 @@ class PlainView(View):
         return step % max(every, 1) == 0 or step in (dashboard.first_step + 1, total)
 
     def message(self, level: str, text: str) -> None:
-        self._line(f"{level}: {text}")
+        self._line(f"{level}: {text}" if level else text)
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         self._console.print(closing(summary, run_dir, before, after))
@@ -156,7 +163,7 @@ class LiveView(View):
                 self._scene = replace(self._scene, dashboard=dashboard)
 
     def message(self, level: str, text: str) -> None:
-        self._console.print(Text(f"{level}: {text}", style=_LEVEL_STYLES.get(level, "")))
+        self._console.print(Text(f"{level}: {text}" if level else text, style=_LEVEL_STYLES.get(level, "")))
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         self.phase("")

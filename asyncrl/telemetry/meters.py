@@ -7,6 +7,21 @@ from collections import deque
 from asyncrl.telemetry.rows import Row
 
 
+class Total:
+    """A counter that goes on when the part that counts is restarted and begins at 0 again."""
+
+    def __init__(self) -> None:
+        self._earlier = 0.0
+        self._present = 0.0
+
+    def see(self, value: float) -> float:
+        """The part's own counter stands at `value`; returns the total of all incarnations seen so far."""
+        if value < self._present:
+            self._earlier += self._present
+        self._present = value
+        return self._earlier + value
+
+
 class WindowRate:
     """How fast a counter grows, over the last `span_s` seconds."""
 
@@ -114,8 +129,8 @@ class TrainerIdle:
     def add(self, row: Row) -> None:
         """A `step` row of this process."""
         end_s = row.metrics["time/monotonic_s"]
-        if self._first_s is None:
-            self._first_s = end_s
+        if self._first_s is None or end_s < self._last_s:  # The first; or of a Trainer that went to another machine.
+            self._first_s, self._waited_s = end_s, 0.0
         else:
             self._waited_s += row.metrics["timing/wait_samples_s"]
         self._last_s = end_s

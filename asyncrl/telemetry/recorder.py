@@ -16,10 +16,11 @@ from asyncrl.config.schema import LoggingConfig
 from asyncrl.failures import BugError
 from asyncrl.ports import ApplyRecord, Books, Metrics, QueueStatus, RunRecord, StepRecord
 from asyncrl.run_dir import RunDir
+from asyncrl.run_state import Restart, RunState
 from asyncrl.telemetry.closing import Example
 from asyncrl.telemetry.dashboard import Dashboard, SyncShown
 from asyncrl.telemetry.live import View
-from asyncrl.telemetry.meters import Course, RollouterIdle, TrainerIdle, WindowRate
+from asyncrl.telemetry.meters import Course, RollouterIdle, Total, TrainerIdle, WindowRate
 from asyncrl.telemetry.rows import Row, apply_row, queue_metrics, step_row, validation_row
 from asyncrl.telemetry.sinks import JsonlSink, Sink, TensorBoardSink, rewind_jsonl
 from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
@@ -47,9 +48,19 @@ class Recorder:
         self._started_s = clock()
         self._earlier_s = history[-1].time_s if history else 0.0
         self._earlier_tokens = int(_last(history, "rollouter/generated_tokens"))
+        self._resumed = resumed
         self._builder = SummaryBuilder(resumed)
+        self._back_to: Resumed | None = None
+        """Where training went back to last, within this process."""
+        self._kept: list[Row] = []
+        """All rows, reduced to what the summary and the picture are made of."""
+        self._restarts: list[Restart] = []
         self._books = Books()
         self._generated_tokens = self._earlier_tokens
+        self._made_tokens, self._samples_done, self._idle_s = Total(), Total(), Total()
+        self._drops: dict[str, Total] = {}
+        self._num_dropped: dict[str, int] = {}
+        """By kind, of all incarnations of the Rollouter."""
         self._known: Metrics = {}
         """Of the parts other than the Trainer, newest; goes on every step's line."""
         self._generated = WindowRate()
@@ -61,12 +72,11 @@ class Recorder:
         self._waited_s = 0.0
         self._trainer_waited_s = 0.0
         self._rewards = Course()
-        self._validations: list[tuple[int, float]] = []
         self._step_times: deque[float] = deque(maxlen=50)
         self._writing = anyio.Lock()
         self._board = Dashboard()
         for row in history:
-            self._count(row)
+            self._keep(row)
         self._board = replace(self._board, first_step=self._builder.step)
 
     @classmethod
@@ -108,19 +118,80 @@ class Recorder:
             BugError: a metric is not registered.
             InfraError, ConfigError: a file cannot be written.
         """
-        row = self._row(record)
-        self._count(row)
-        if row.kind == "step":
-            self._time_step(row)
-        self._view.row(row, self._board)
-        async with self._writing:
+        async with self._writing:  # so that no row is counted before a rewind and written after it
+            row = self._row(record)
+            if self._is_outdated(row):
+                return
+            self._keep(row)
+            if row.kind == "step":
+                self._time_step(row)
+            self._view.row(row, self._board)
             await to_thread.run_sync(self._write, row)
+
+    async def rewind(self, resumed: Resumed) -> None:
+        """Training goes back to a checkpoint: what was recorded beyond it leaves the files, the summary and the view.
+
+        What the living parts count goes on. Records of an earlier lineage that come later and are beyond the
+        checkpoint are left out.
+
+        Raises:
+            InfraError, ConfigError: a file cannot be written.
+        """
+        async with self._writing:
+            with anyio.CancelScope(shield=True):  # files and figures tell the same, or the run is over
+                await to_thread.run_sync(self._rewind_files, resumed)
+            kept = [row for row in self._kept if row.is_within(resumed.step, resumed.version)]
+            self._back_to = resumed
+            self._builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
+            self._kept = []
+            self._rewards = Course()
+            self._step_times.clear()
+            self._board = replace(
+                self._board,
+                lineage=resumed.lineage,
+                step=self._builder.step,
+                version=self._builder.version,
+                reward_now=None,
+                rewards=(),
+                reward_first=None,
+                reward_last=None,
+                validations=(),
+                staleness_mean=None,
+                staleness_max=None,
+                sync=None,
+                step_times=(),
+            )
+            for row in kept:
+                self._keep(row)
+            self._view.update(self._board)
+
+    def restarted(self, restart: Restart) -> None:
+        """A part is being replaced, or the one that was has recovered."""
+        key = restart.part, restart.incarnation
+        self._restarts = [known for known in self._restarts if (known.part, known.incarnation) != key] + [restart]
+        self._known["recovery/restarts"] = float(len(self._restarts))
+        self._board = replace(self._board, restarts=tuple(self._restarts))
+        self._view.restart(restart, self._board)
+
+    def tell(self, state: RunState) -> RunState:
+        """`state` with what only the recorder knows: total steps, staleness, tokens and rates, drops, restarts."""
+        return replace(
+            state,
+            total_steps=self._board.total_steps,
+            staleness=self._builder.staleness,
+            generated_tokens=self._generated_tokens,
+            generated_per_s=self._generated.per_s,
+            trained_per_s=self._trained.per_s,
+            drops=dict(self._num_dropped),
+            restarts=tuple(self._restarts),
+        )
 
     def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
 
-        Of the Rollouter: `generated_tokens`, `samples_done`, `idle_s`, cumulative over this process, `in_flight` and
-        `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
+        Of the Rollouter: `generated_tokens`, `samples_done`, `idle_s` and `drops` by kind, cumulative over its process,
+        `in_flight` and `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the Trainer's wait for a
+        lease is `samples`. A part that was restarted counts from 0 again.
 
         Raises:
             BugError: a key is missing.
@@ -155,6 +226,7 @@ class Recorder:
             generated_tokens=self._generated_tokens,
             idle_trainer=self._trainer_idle.share,
             idle_rollouter=self._rollouter_idle.share,
+            restarts=tuple(self._restarts),
         )
         return self._builder.build(status, error, totals)
 
@@ -179,8 +251,16 @@ class Recorder:
             return apply_row(record, step=self._builder.step, time_s=time_s, unix_s=unix_s)
         return validation_row(record, time_s=time_s, unix_s=unix_s)
 
-    def _count(self, row: Row) -> None:
+    def _is_outdated(self, row: Row) -> bool:
+        """It tells of what training has gone back behind."""
+        back_to = self._back_to
+        if back_to is None or row.lineage >= back_to.lineage:
+            return False
+        return not row.is_within(back_to.step, back_to.version)
+
+    def _keep(self, row: Row) -> None:
         """Into the summary and the picture, whichever part of the run it is from."""
+        self._kept.append(row if row.kind == "validation" else _reduced(row))
         self._builder.add(row)
         board = replace(self._board, step=self._builder.step, version=self._builder.version)
         if row.kind == "step":
@@ -201,8 +281,8 @@ class Recorder:
             pause_s = row.metrics.get("weight_sync/pause_s")
             board = replace(board, sync=SyncShown(count, pause_s, row.metrics["weight_sync/publish_to_applied_s"]))
         elif "validation/reward/mean" in row.metrics:
-            self._validations.append((row.version, row.metrics["validation/reward/mean"]))
-            board = replace(board, validations=tuple(self._validations))
+            point = (row.version, row.metrics["validation/reward/mean"])
+            board = replace(board, validations=(*board.validations, point))
         self._board = board
 
     def _time_step(self, row: Row) -> None:
@@ -218,6 +298,10 @@ class Recorder:
         for sink in self._sinks:
             sink.write(row)
 
+    def _rewind_files(self, resumed: Resumed) -> None:
+        for sink in self._sinks:
+            sink.rewind(resumed.step, resumed.version)
+
     def _close(self) -> None:
         with ExitStack() as stack:
             for sink in self._sinks:
@@ -226,12 +310,15 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ statuses
 
     def _see_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
-        self._generated_tokens = self._earlier_tokens + int(status["generated_tokens"])
+        self._generated_tokens = self._earlier_tokens + int(self._made_tokens.see(status["generated_tokens"]))
         self._generated.add(now_s, self._generated_tokens)
-        self._rollouter_idle.observe(now_s, status["idle_s"])
-        self._idle_rollouter.add(now_s, status["idle_s"])
+        idle_s = self._idle_s.see(status["idle_s"])
+        self._rollouter_idle.observe(now_s, idle_s)
+        self._idle_rollouter.add(now_s, idle_s)
+        for kind, count in status["drops"].items():
+            self._num_dropped[kind] = int(self._drops.setdefault(kind, Total()).see(count))
         self._known["rollouter/generated_tokens"] = float(self._generated_tokens)
-        self._known["rollouter/samples_done"] = float(status["samples_done"])
+        self._known["rollouter/samples_done"] = self._samples_done.see(status["samples_done"])
         self._known["rollouter/in_flight"] = float(status["in_flight"])
         self._set_known("throughput/generated_tokens_per_s", self._generated.per_s)
         self._set_known("idle/rollouter", self._idle_rollouter.per_s, most=1.0)
@@ -253,6 +340,22 @@ class Recorder:
     def _set_known(self, name: str, value: float | None, most: float = float("inf")) -> None:
         if value is not None:
             self._known[name] = min(value, most)
+
+
+_OF_INTEREST = (
+    "reward/mean",
+    "tokens/trained",
+    "staleness/mean",
+    "staleness/max",
+    "weight_sync/pause_s",
+    "weight_sync/publish_to_applied_s",
+)
+
+
+def _reduced(row: Row) -> Row:
+    """A tenth of it, so that a long run's rows can be kept."""
+    metrics = {name: row.metrics[name] for name in _OF_INTEREST if name in row.metrics}
+    return replace(row, metrics=metrics)
 
 
 def _last(rows: Sequence[Row], name: str) -> float:

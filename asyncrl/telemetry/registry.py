@@ -101,8 +101,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("queue/dropped", "samples", "dropped, for any reason"),
         *(Metric(f"queue/dropped/{reason}", "samples", f"dropped: {reason}") for reason in DropReason),
         Metric("queue/applied_version", "versions", "newest version every replica serves: what pacing counts from"),
+        Metric("queue/payload_bytes", "bytes", "finished samples on disk that no checkpoint covers yet"),
+        Metric("recovery/restarts", "1", "parts that were replaced since the launch"),
         Metric("rollouter/generated_tokens", "tokens", "response tokens made for training since the start of the run"),
-        Metric("rollouter/samples_done", "samples", "generated and scored by this process of the run"),
+        Metric("rollouter/samples_done", "samples", "generated and scored since the launch"),
         Metric("rollouter/in_flight", "samples", "in generation or scoring now"),
         Metric("throughput/generated_tokens_per_s", "tokens/s", "over the last 20 s"),
         Metric("throughput/trained_tokens_per_s", "tokens/s", "over the last 20 s"),
@@ -180,6 +182,7 @@ A run directory holds `metrics.jsonl`, one JSON object a line, and the same numb
 | `kind` | `step`, `apply` or `validation` |
 | `step` | optimizer step, from 1; on an `apply` line, the newest step known when it came |
 | `version` | published weights, 0 = the initial model |
+| `lineage` | how often training had gone back to a checkpoint; lines beyond it are taken out |
 | `time_s` | seconds since the run started; a resumed run counts on from its last kept line |
 
 and the metrics below, flat. `step` lines also carry `rewards` (each trained sample's mean reward) and `staleness` (each

@@ -14,6 +14,7 @@ from asyncrl.types import DropReason
 
 REQUIRED = ("reward/mean", "tokens/trained", "timing/wait_samples_s", "time/monotonic_s")
 """What every step must tell."""
+_HEAD = ("kind", "step", "version", "lineage", "time_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,20 @@ class Row:
     metrics: Metrics
     more: Mapping[str, Any] = field(default_factory=dict)
     """What a line carries besides numbers: `rewards`, `staleness`, `examples`."""
+    lineage: int = 0
+    """How often training had gone back to a checkpoint."""
 
     def __post_init__(self) -> None:
         registry.check(self.metrics)
 
     def as_json(self) -> dict[str, Any]:
         """The line as plain JSON values, no NaN or infinity among them."""
-        head = {"kind": self.kind, "step": self.step, "version": self.version, "time_s": round(self.time_s, 3)}
-        return finite({**head, **self.metrics, **self.more})
+        head = {name: getattr(self, name) for name in _HEAD}
+        return finite({**head, "time_s": round(self.time_s, 3), **self.metrics, **self.more})
+
+    def is_within(self, step: int, version: int) -> bool:
+        """It stays when training goes back to a checkpoint of this step and version."""
+        return self.step <= step and self.version <= version
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Row:
@@ -47,7 +54,7 @@ class Row:
         Raises:
             KeyError, TypeError: it is not a line of metrics.jsonl.
         """
-        head = {key: line[key] for key in ("kind", "step", "version", "time_s")}
+        head = {key: line[key] for key in _HEAD}
         more = {key: line[key] for key in ("rewards", "staleness", "examples") if key in line}
         metrics = {key: value for key, value in line.items() if "/" in key and value is not None}
         return cls(**head, unix_s=0.0, metrics=metrics, more=more)
@@ -78,7 +85,7 @@ def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: floa
         "rewards": [float(reward) for reward in record.rewards],
         "staleness": [int(versions) for versions in record.staleness],
     }
-    return Row("step", record.step, record.version, time_s, unix_s, metrics, more)
+    return Row("step", record.step, record.version, time_s, unix_s, metrics, more, record.lineage)
 
 
 def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> Row:
@@ -93,13 +100,13 @@ def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -
             "weight_sync/in_flight": float(sum(report.in_flight for report in reports)),
             "weight_sync/verified": sum(report.verified for report in reports) / len(reports),
         }
-    return Row("apply", step, record.version, time_s, unix_s, metrics)
+    return Row("apply", step, record.version, time_s, unix_s, metrics, {}, record.lineage)
 
 
 def validation_row(record: ValidationRecord, *, time_s: float, unix_s: float) -> Row:
     metrics = {f"validation/{name}": float(value) for name, value in record.metrics.items()}
     more = {"examples": [dict(example) for example in record.examples]}
-    return Row("validation", record.step, record.version, time_s, unix_s, metrics, more)
+    return Row("validation", record.step, record.version, time_s, unix_s, metrics, more, record.lineage)
 
 
 def books_metrics(books: Books) -> Metrics:
@@ -116,4 +123,8 @@ def books_metrics(books: Books) -> Metrics:
 
 
 def queue_metrics(status: QueueStatus) -> Metrics:
-    return {**books_metrics(status.books), "queue/applied_version": float(status.version)}
+    return {
+        **books_metrics(status.books),
+        "queue/applied_version": float(status.version),
+        "queue/payload_bytes": float(status.payload_bytes),
+    }

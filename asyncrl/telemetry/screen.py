@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.telemetry.dashboard import Dashboard, number, percent, short_s, span, sparkline
+from asyncrl.telemetry.dashboard import Dashboard, number, percent, restart_line, short_s, span, sparkline
 from asyncrl.waits import Wait
 
 DIM = "grey58"
@@ -50,7 +51,7 @@ def draw(scene: Scene, spinner: Spinner) -> RenderableType:
         open_phases = [phase for phase in scene.phases if phase.ended_s is None]
         if open_phases:
             parts += [Text(), _phases(open_phases, scene.now_s, spinner)]
-    return _Capped(
+    return Capped(
         Panel(
             Group(*parts),
             title=Text(scene.title, style="bold"),
@@ -64,7 +65,7 @@ def draw(scene: Scene, spinner: Spinner) -> RenderableType:
 
 
 @dataclass(frozen=True, slots=True)
-class _Capped:
+class Capped:
     """Lines longer than about 120 columns are hard to follow."""
 
     inner: RenderableType
@@ -117,19 +118,21 @@ def _facts(board: Dashboard) -> RenderableType:
     if board.validations:
         table.add_row("validation", _validation(board))
     table.add_row("samples", _samples(board))
-    table.add_row("staleness", _items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f")))
+    table.add_row("staleness", items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f")))
     books = board.books
-    table.add_row("queue", _items(running=f"{books.running:,}", ready=f"{books.ready:,}", leased=f"{books.leased:,}"))
+    table.add_row("queue", items(running=f"{books.running:,}", ready=f"{books.ready:,}", leased=f"{books.leased:,}"))
     rates = {"generated": number(board.generated_per_s, ",.0f"), "trained": number(board.trained_per_s, ",.0f")}
-    table.add_row("tokens/s", _items(**rates))
-    table.add_row("idle", _items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer)))
+    table.add_row("tokens/s", items(**rates))
+    table.add_row("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer)))
     table.add_row("weight sync", _sync(board))
+    if board.restarts:
+        table.add_row("restarts", _restarts(board))
     for index, (part, waits) in enumerate(board.waits.items()):
         table.add_row("" if index else "waits", _waits(part, waits))
     return table
 
 
-def _items(**items: str) -> Text:
+def items(**items: str) -> Text:
     """`name value` pairs: the name dim, the value plain."""
     text = Text()
     for name, value in items.items():
@@ -175,7 +178,7 @@ def _validation(board: Dashboard) -> Text:
 
 def _samples(board: Dashboard) -> Text:
     books = board.books
-    text = _items(trained=f"{books.trained:,}", dropped=f"{books.num_dropped:,}")
+    text = items(trained=f"{books.trained:,}", dropped=f"{books.num_dropped:,}")
     reasons = [f"{reason} {count:,}" for reason, count in books.dropped.items() if count]
     if reasons:
         text.append(f" ({', '.join(reasons)})", style=DIM)
@@ -187,7 +190,15 @@ def _sync(board: Dashboard) -> Text:
     if sync is None:
         return Text("-")
     pause = "-" if sync.pause_s is None else short_s(sync.pause_s)
-    return _items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=f"{sync.count:,}")
+    return items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=f"{sync.count:,}")
+
+
+def _restarts(board: Dashboard) -> Text:
+    """How many of each part, and the newest one's cause; one line."""
+    counts = Counter(restart.part for restart in board.restarts)
+    text = items(**{part: str(count) for part, count in counts.items()})
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text.append(f"   {restart_line(board.restarts[-1])}", style=DIM)
 
 
 def _waits(part: str, waits: tuple[Wait, ...]) -> Text:

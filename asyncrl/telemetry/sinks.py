@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,13 @@ logger = logging.getLogger(__name__)
 class Sink(Protocol):
     def write(self, row: Row) -> None:
         """On return the row is with the operating system: a killed process loses nothing.
+
+        Raises:
+            InfraError, ConfigError: the file cannot be written.
+        """
+
+    def rewind(self, step: int, version: int) -> None:
+        """Training goes back to a checkpoint: what was recorded beyond it is no part of the run any more.
 
         Raises:
             InfraError, ConfigError: the file cannot be written.
@@ -57,7 +65,13 @@ class JsonlSink:
     """One line a row, appended."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = AppendFile(path)
+
+    def rewind(self, step: int, version: int) -> None:
+        rewind_jsonl(self._path, step, version)
+        self._file.close()
+        self._file = AppendFile(self._path)  # the path names another file now
 
     def write(self, row: Row) -> None:
         self._file.write((json.dumps(row.as_json(), allow_nan=False, default=str) + "\n").encode())
@@ -79,10 +93,16 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{int(unix_s)}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(AppendFile(directory / name))
         self._put(self._event(wall_time=unix_s, file_version="brain.Event:2"))
+        self._start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         if resumed_step is not None:
-            # A session that starts at a step makes TensorBoard forget that step and later ones of earlier files.
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._put(self._event(wall_time=unix_s, step=resumed_step + 1, session_log=start))
+            self._forget(unix_s, resumed_step)
+
+    def rewind(self, step: int, version: int) -> None:
+        self._forget(time.time(), step)
+
+    def _forget(self, unix_s: float, step: int) -> None:
+        """A session that starts at a step makes TensorBoard forget that step and later ones of what came before."""
+        self._put(self._event(wall_time=unix_s, step=step + 1, session_log=self._start))
 
     def write(self, row: Row) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
@@ -113,7 +133,7 @@ def rewind_jsonl(path: Path, step: int, version: int) -> list[Row]:
         except (ValueError, KeyError, TypeError):
             logger.warning("%s, line %d is not a whole record (a run was cut off there); it is left out", path, number)
             continue
-        if row.step <= step and row.version <= version:
+        if row.is_within(step, version):
             kept.append((line if line.endswith("\n") else f"{line}\n", row))
     text = "".join(line for line, _ in kept)
     if text != "".join(lines):

@@ -6,29 +6,37 @@ import re
 import statistics
 import traceback
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.ports import Books
+from asyncrl.ports import Books, PartName
+from asyncrl.run_state import Restart
 from asyncrl.telemetry.rows import Row, finite
 from asyncrl.types import DropReason
 
 _GUESSES = re.compile(r" There are some potential root causes\. .*")
 """Ray's of a process that died, on the same line: a paragraph that is the same for every one of them."""
 
+_PART = "asyncrl_part"
+"""Attribute of an exception: the part that it is of."""
+
 Status = Literal["completed", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a resumed run went on from."""
+    """Where a resumed run, or one whose Trainer was restarted, went on from. Step 0: from the start."""
 
     step: int
     version: int
     checkpoint: str
-    """Its path."""
+    """Its path; empty: none."""
+    lineage: int = 0
+    """In which it went on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +50,24 @@ class Totals:
     idle_trainer: float | None = None
     """Share of the time between the first and the last step, of this process."""
     idle_rollouter: float | None = None
+    restarts: tuple[Restart, ...] = ()
+    """Of this process."""
 
 
 class SummaryBuilder:
     """Collects rows; `build` may be called at any time, as often as one likes."""
 
-    def __init__(self, resumed: Resumed | None = None) -> None:
+    def __init__(self, resumed: Resumed | None = None, *, lineage: int | None = None) -> None:
+        """`lineage`: where it is another one by now than `resumed` says."""
         self._resumed = resumed
+        self._lineage = lineage if lineage is not None else resumed.lineage if resumed else 0
         self._version = resumed.version if resumed else 0
         self._step = resumed.step if resumed else 0
         self._first_step: int | None = None
         self._trained_tokens = 0
         self._reward_totals = array("d", [0.0])
         """Sum of the first so many trained samples' rewards."""
-        self._staleness_sum = 0
-        self._staleness_max: int | None = None
-        self._staleness_count = 0
+        self._staleness: Counter[int] = Counter()
         self._syncs = 0
         self._pauses = array("d")
         self._delays = array("d")
@@ -82,10 +92,12 @@ class SummaryBuilder:
         self._trained_tokens += int(row.metrics["tokens/trained"])
         for reward in row.more["rewards"]:
             self._reward_totals.append(self._reward_totals[-1] + reward)
-        staleness = row.more["staleness"]
-        self._staleness_sum += sum(staleness)
-        self._staleness_count += len(staleness)
-        self._staleness_max = max([*staleness, self._staleness_max or 0], default=0)
+        self._staleness.update(row.more["staleness"])
+
+    @property
+    def staleness(self) -> Mapping[int, int]:
+        """Trained samples by their staleness in versions, ascending."""
+        return dict(sorted(self._staleness.items()))
 
     @property
     def step(self) -> int:
@@ -146,7 +158,6 @@ class SummaryBuilder:
         """The content of summary.json. What there was nothing of is None; no float in it is NaN or infinite."""
         books = totals.books
         resumed = self._resumed
-        count = self._staleness_count
         return finite(
             {
                 "status": status,
@@ -154,6 +165,7 @@ class SummaryBuilder:
                 "wall_s": round(totals.wall_s, 3),
                 "step": self._step,
                 "version": self._version,
+                "lineage": self._lineage,
                 "resumed": resumed
                 and {"step": resumed.step, "version": resumed.version, "checkpoint": resumed.checkpoint},
                 "samples": {
@@ -166,7 +178,7 @@ class SummaryBuilder:
                 },
                 "tokens": {"generated": totals.generated_tokens, "trained": self._trained_tokens},
                 "reward": self.reward(),
-                "staleness": {"mean": self._staleness_sum / count if count else None, "max": self._staleness_max},
+                "staleness": staleness_summary(self.staleness),
                 "idle": {"trainer": totals.idle_trainer, "rollouter": totals.idle_rollouter},
                 "weight_sync": {
                     "count": self._syncs,
@@ -174,8 +186,39 @@ class SummaryBuilder:
                     "publish_to_applied_s": _median_and_max(self._delays),
                 },
                 "validation": self.validation(),
+                **recovery_summary(totals.restarts),
             }
         )
+
+
+def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
+    """`mean` and `max` in versions, and trained samples by versions; None where nothing was trained."""
+    count = sum(histogram.values())
+    return {
+        "mean": sum(versions * samples for versions, samples in histogram.items()) / count if count else None,
+        "max": max(histogram) if histogram else None,
+        "histogram": {str(versions): samples for versions, samples in histogram.items()},
+    }
+
+
+def recovery_summary(restarts: Sequence[Restart]) -> dict[str, Any]:
+    """`restarts`: how many of each part; `recovery`: each of them, oldest first."""
+    counts = Counter(restart.part for restart in restarts)
+    return {
+        "restarts": {part: counts[part] for part in get_args(PartName)},
+        "recovery": [_recovery(restart) for restart in restarts],
+    }
+
+
+def _recovery(restart: Restart) -> dict[str, Any]:
+    recovered_s = None if restart.recovered_at is None else round(restart.recovered_at - restart.failed_at, 3)
+    return {
+        "part": restart.part,
+        "incarnation": restart.incarnation,
+        "cause": restart.cause,
+        "recovered_s": recovered_s,
+        "detail": restart.detail,
+    }
 
 
 def _median_and_max(values: Sequence[float]) -> dict[str, float | None]:
@@ -217,10 +260,12 @@ def choose_example(
 def describe_error(error: BaseException, part: str) -> dict[str, str]:
     """`error` for summary.json: what it is, says and came from, in `part` (`rollouter`, `trainer`, `driver`, …).
 
-    Of a group the first failure is told; Ray's wrapper gives way to what it wraps. A `ConfigError` has no traceback of
-    ours: it is about the user's keys, and only what a library said of them is its cause.
+    Of a group the first failure is told, as one of the part that it is known to be of (`happened_in`); Ray's wrapper
+    gives way to what it wraps. A `ConfigError` has no traceback of ours: it is about the user's keys, and only what a
+    library said of them is its cause.
     """
     error = next(_leaves(error))
+    part = getattr(error, _PART, part)
     inner = getattr(error, "cause", None)
     if isinstance(inner, BaseException):
         error = inner
@@ -231,6 +276,18 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
     if not cause and not isinstance(error, ConfigError):
         cause = "".join(traceback.format_exception(error))
     return {"type": type(error).__name__, "message": message, "part": part, "cause": _GUESSES.sub("", cause)}
+
+
+@contextmanager
+def happened_in(part: str) -> Iterator[None]:
+    """What is raised inside is told as a failure of `part` by `describe_error`, unless a part is known already."""
+    try:
+        yield
+    except Exception as error:
+        for leaf in _leaves(error):
+            if not hasattr(leaf, _PART):
+                setattr(leaf, _PART, part)
+        raise
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

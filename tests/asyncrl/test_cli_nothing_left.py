@@ -1,4 +1,4 @@
-"""A run that is resumed where it ended, and how many samples one that is not takes."""
+"""A run that is resumed where it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from asyncrl.cli import launch as launch_module
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
-from asyncrl.cli.run import samples_of_run
 from asyncrl.config.schema import Config
 from asyncrl.manifest import Manifest, Progress, Resume
 from asyncrl.ports import Books, QueueSnapshot
@@ -20,14 +19,13 @@ def config_of(**trainer: Any) -> Config:
     return Config.model_validate({"trainer": {"ppo_mini_batch_size": 2, **trainer}, "logging": {"console": "off"}})
 
 
-def resume_at(step: int, run_dir: Path = Path("run"), trained_samples: int = 0) -> Resume:
-    progress = Progress(step=step, trained_samples=trained_samples)
-    return Resume(
-        run_dir / "checkpoints" / f"step_{step:06d}", Manifest(progress, QueueSnapshot(1, (), Books(), 0), {})
-    )
+def resume_at(step: int, run_dir: Path = Path("run")) -> Resume:
+    progress = Progress(step=step)
+    checkpoint = run_dir / "checkpoints" / f"step_{step:06d}" if step else None
+    return Resume(run_dir, checkpoint, Manifest(progress, QueueSnapshot(1, (), Books(), 0), {}))
 
 
-@pytest.mark.parametrize(("step", "told"), [(7, False), (8, True), (9, True)])
+@pytest.mark.parametrize(("step", "told"), [(0, False), (7, False), (8, True), (9, True)])
 def test_it_is_told_at_the_last_step_and_beyond(step: int, told: bool) -> None:
     text = nothing_left(resume_at(step), 8)
     assert (text is not None) is told
@@ -62,22 +60,3 @@ def test_a_launch_of_it_is_completed_before_anything_starts(tmp_path: Path, monk
     assert launch_module.launch(config) == 0
     assert json.loads((run_dir.path / "summary.json").read_text())["status"] == "completed"
     assert any("nothing is left to train" in text for text in told)
-
-
-@pytest.mark.parametrize(
-    ("step", "trained", "expected"),
-    [
-        (4, 4, 8),  # at the end of a lease: as planned
-        (1, 2, 10),  # the other pass over two samples was left out: its step takes two others
-        (3, 4, 10),
-        (7, 8, 10),
-        (8, 8, 8),
-        (9, 10, 10),  # beyond its end
-    ],
-)
-def test_a_resumed_run_takes_samples_for_the_passes_that_a_stop_left_out(
-    step: int, trained: int, expected: int
-) -> None:
-    config = config_of(ppo_epochs=2, total_training_steps=8)
-    assert samples_of_run(config, 8, None) == 8
-    assert samples_of_run(config, 8, resume_at(step, trained_samples=trained)) == expected

@@ -3,33 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.cli import launch as launch_module
-from asyncrl.cli.launch import _run_dir
+from asyncrl.cli.launch import _refuse_running, _run_dir
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, InfraError
 from asyncrl.manifest import Manifest, Progress, Resume, load_manifest
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.run_dir import RunDir
+from asyncrl.run_state import FILE_NAME
+from asyncrl.telemetry.state_file import StateFile
+from tests.fakes.run_states import running
 
 
 def resume_of(run_dir: Path) -> Resume:
     snapshot = QueueSnapshot(1, (), Books(), 0)
-    return Resume(run_dir / "checkpoints" / "step_000001", Manifest(Progress(), snapshot, {}))
+    manifest = Manifest(Progress(), snapshot, {})
+    return Resume(run_dir, run_dir / "checkpoints" / "step_000001", manifest)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_anew_in_its_place(tmp_path: Path) -> None:
+def write_records(run_dir: RunDir) -> None:
+    for path in (run_dir.metrics, run_dir.journal, run_dir.path / "journal.db-wal", run_dir.path / "trained.jsonl"):
+        path.write_text("{}\n", encoding="utf-8")
+    run_dir.samples.mkdir()
+
+
+def test_a_run_that_left_nothing_to_go_on_from_starts_anew_in_its_place(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"), resume="auto")
     first = _run_dir(config, None)
-    first.metrics.write_text("{}\n", encoding="utf-8")
+    write_records(first)
     second = _run_dir(config, None)
     assert second.path == first.path
-    assert not second.metrics.exists()
-    assert len([*second.path.glob("metrics-abandoned-*.jsonl")]) == 1
+    kept = {path.name for path in second.path.iterdir() if "-abandoned-" not in path.name}
+    assert kept == {"config.yaml", "logs"}
+    for name in ("metrics-*.jsonl", "trained-*.jsonl", "journal-*.db", "journal-*.db-wal", "samples-*"):
+        assert len([*second.path.glob(name)]) == 1, name
+
+
+def state_of(run_dir: Path, **given: Any) -> None:
+    StateFile(run_dir / FILE_NAME).write_now(replace(running(), **given))
+
+
+def test_a_second_driver_is_refused_as_long_as_the_first_one_lives(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path / "run"), resume="auto")
+    run_dir = _run_dir(config, None)
+    alive = {"pid": os.getppid(), "host": socket.gethostname(), "written_at": time.time()}
+    _refuse_running(run_dir.path)  # nothing is known of it
+    state_of(run_dir.path, **alive)
+    with pytest.raises(ConfigError, match=rf"still running \(pid {os.getppid()}\)"):
+        launch_module.launch(config)
+    for other in ({"phase": "completed"}, {"host": "elsewhere"}, {"written_at": 1000.0}, {"pid": 2**22 + 1}):
+        state_of(run_dir.path, **alive | other)
+        _refuse_running(run_dir.path)
 
 
 def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
@@ -71,7 +106,7 @@ def test_a_part_that_refuses_the_configuration_ends_the_launch_with_two(
     error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @asynccontextmanager
-    async def fails(config: Config, name: str) -> AsyncIterator[str]:
+    async def fails(config: Config, name: str, *, stale: str) -> AsyncIterator[str]:
         raise error
         yield name
 

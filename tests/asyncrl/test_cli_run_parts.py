@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import anyio
 import psutil
 import pytest
 
+from asyncrl.cli.cluster import _in_lasting_thread
 from asyncrl.cli.interrupts import Interrupts
+from asyncrl.cli.processes import end_known, runs_since
+from asyncrl.failures import BugError, DiskFullError, InfraError, UserCodeError
 
 
 async def listening(interrupts: Interrupts, during: object) -> None:
@@ -91,11 +95,39 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
     assert not psutil.pid_exists(grandchild)
 
 
+def test_a_known_process_is_ended_even_if_stopped_and_one_that_only_has_its_number_is_not() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        began = psutil.Process(child.pid).create_time()
+        end_known([child.pid], began - 5.0)
+        assert child.poll() is None
+        assert not runs_since(child.pid, began - 5.0)
+        assert runs_since(child.pid, began)
+        child.send_signal(signal.SIGSTOP)
+        end_known([child.pid], began)
+        assert not psutil.pid_exists(child.pid)
+        end_known([child.pid], began)  # gone: nothing happens
+        assert not runs_since(child.pid, began)
+    finally:
+        child.kill()
+
+
+async def test_ray_is_started_in_a_thread_that_outlives_the_pools() -> None:
+    seen: list[threading.Thread] = []
+    await _in_lasting_thread(lambda: seen.append(threading.current_thread()))
+    assert seen[0] is not threading.current_thread() and seen[0].is_alive() and seen[0].daemon
+
+    def fails() -> None:
+        raise InfraError("Ray did not start")
+
+    with pytest.raises(InfraError, match="did not start"):
+        await _in_lasting_thread(fails)
+
+
 def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from asyncrl.cli.remote import translate
-    from asyncrl.failures import BugError, InfraError, UserCodeError
 
     def task_error(cause: Exception) -> RayTaskError:
         return RayTaskError("run", "the remote traceback", cause)
@@ -103,11 +135,13 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     original = UserCodeError("the reward function raised", "its traceback")
     assert translate("rollouter", task_error(original)) is original
     full = translate("trainer", task_error(OSError(28, "No space left on device")))
-    assert isinstance(full, InfraError)
+    assert isinstance(full, DiskFullError)
     assert "No space left" in str(full)
+    assert isinstance(translate("trainer", task_error(ConnectionResetError("a peer"))), InfraError)
+    assert isinstance(translate("trainer", task_error(ActorDiedError())), InfraError), "a rank, seen by the trainer"
     gone = translate("trainer", ActorDiedError())
     assert isinstance(gone, InfraError)
-    assert gone.message.startswith("the trainer's process died. ") and "if it has one" in gone.message
+    assert gone.message.startswith("the trainer's process died; ") and "logs/ray" in gone.message
     assert "The actor died unexpectedly" in gone.cause
     bug = translate("trainer", task_error(KeyError("x")))
     assert isinstance(bug, BugError)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 from asyncrl.config import checks, model_checks
 from asyncrl.config.compose import load_config
-from asyncrl.config.plan import GIB, Machine, make_plan, part_rows, problems, rows, training_steps
+from asyncrl.config.plan import GIB, Machine, make_plan, part_rows, problems, rows, total_samples, training_steps
 from asyncrl.failures import ConfigError
 from tests.fakes.configurations import changed
 
@@ -72,15 +73,49 @@ def test_memory_is_weights_optimizer_and_cache() -> None:
     assert memory([*lora, "ref.placement=own"]) == {"policy rank": (1, 4), "ref rank": (1, 4)}
 
 
-def test_epochs_give_whole_leases() -> None:
-    epochs = ["trainer.total_training_steps=null", "trainer.total_epochs=2"]
-    config = load_config(None, [*epochs, "async_training.require_batches=2"])
+EPOCHS = ("trainer.total_training_steps=null", "trainer.total_epochs=2", "async_training.require_batches=2",
+          "trainer.ppo_mini_batch_size=8")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "steps", "samples"), [(24, 6, 48), (25, 7, 50), (31, 8, 62), (1, 1, 2), (8, 2, 16)]
+)
+def test_epochs_are_trained_to_the_last_prompt(num_prompts: int, steps: int, samples: int) -> None:
+    config = load_config(None, [*EPOCHS])
+    plan = make_plan(config, LAPTOP, num_parameters=None, num_prompts=num_prompts)
+    assert (plan.total_steps, plan.total_samples) == (steps, samples)
+    assert plan.total_versions == math.ceil(samples / config.samples_per_version)
+    rest = f" (the last one with {samples % 8} of 8 samples)" if samples % 8 else ""
+    assert dict(rows(plan))["optimizer steps"] == f"{steps}{rest}"
+    assert training_steps(load_config(None, [*EPOCHS, "trainer.ppo_epochs=3"]), num_prompts) == 3 * steps
+    assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
+    with pytest.raises(ConfigError, match="no prompt to train on"):
+        training_steps(config, 0)
+
+
+def test_epochs_give_whole_leases_where_the_rest_is_left_out() -> None:
+    config = load_config(None, [*EPOCHS, "trainer.partial_final_batch=drop"])
     size = config.samples_per_lease
     assert training_steps(config, size + size // 2) == 3 * 2
     assert training_steps(config, size - 1) == 2
-    with pytest.raises(ConfigError, match="do not fill a lease"):
+    assert total_samples(config, 2, size - 1) == size
+    with pytest.raises(ConfigError, match=r"trainer\.partial_final_batch = drop.*\n.*do not fill a lease"):
         training_steps(config, size // 2 - 1)
-    assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
+
+
+def test_a_run_that_goes_on_takes_other_samples_for_passes_that_a_stop_left_out() -> None:
+    steps = load_config(
+        None, ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=8"]
+    )
+    assert total_samples(steps, 8, None) == 16
+    assert total_samples(steps, 8, None, step=2, trained_samples=4) == 16
+    assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, "seven steps left, two for a mini-batch"
+    epochs = load_config(
+        None, ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=null"]
+    )
+    assert training_steps(epochs, 15) == 8
+    assert total_samples(epochs, 8, 15) == 15
+    assert total_samples(epochs, 8, 15, step=1, trained_samples=4) == 15, "an epoch has no more"
 
 
 def test_a_run_that_the_data_makes_too_short_for_the_critics_warm_up_is_refused() -> None:

@@ -47,6 +47,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("trainer.save_freq", {"trainer.save_freq": -2}),
     ("trainer.total_training_steps", {"async_training.require_batches": 3}),
     ("trainer.total_epochs", {"trainer.total_epochs": 3}),
+    ("trainer.partial_final_batch", {"trainer.partial_final_batch": "drop"}),
     ("trainer.optim.betas", {"trainer.optim.betas": [0.9, 1.0]}),
     ("trainer.dtype", {"trainer.dtype": "float16"}),
     ("async_training.stale_action", {"async_training.stale_action": "mask"}),
@@ -157,6 +158,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         SCORED | {"reward_model.placement": "worker", "algorithm.filter_groups.enable": True},
     ),
     ("rollout.engine_kwargs.quantization", {"rollout.engine_kwargs": {"quantization": "fp8"}}),
+    ("recovery.window_s", {"recovery.window_s": 60.0, "recovery.max_restarts": 0}),
     ("serve.host", {"serve.host": "0.0.0.0"}),
 ]
 
@@ -187,6 +189,10 @@ SURPRISING: list[tuple[str, dict[str, Any]]] = [
     ("timeouts.watchdog_s", {"timeouts.generate_s": 900}),
     ("timeouts.watchdog_s", {"timeouts.apply_s": 900}),
     ("timeouts.watchdog_s", {"reward.timeout_s": 900}),
+    ("timeouts.watchdog_s", {"timeouts.engine_s": 900}),
+    ("timeouts.sample_s", {"timeouts.sample_s": 599}),
+    ("timeouts.probe_s", {"timeouts.probe_s": 61}),
+    ("trainer.save_freq", {"trainer.total_training_steps": 100_000, "rollout.response_length": 1024}),
     ("critic.optim.warmup_steps", GAE | {"critic.optim.warmup_steps": 10_000}),
     ("trainer.optim.warmup_steps", GAE | {"critic.warmup_steps": 75}),
     ("reward_model.weight", SCORED | {"reward_model.weight": 0}),
@@ -235,25 +241,29 @@ def test_what_is_fine(changes: dict[str, Any]) -> None:
 
 
 EPOCHS = {"trainer.total_training_steps": None, "trainer.total_epochs": 1, "data.max_train_samples": 50}
-"""Three steps of 16 samples."""
+"""Three steps of 16 samples, and one of 2 unless it is left out."""
 
 
 def test_warm_ups_are_held_against_a_length_that_the_data_gives() -> None:
-    assert looked(EPOCHS | {"trainer.optim.warmup_steps": 2}) == []
-    found = only(looked(EPOCHS | {"trainer.optim.warmup_steps": 3}))
+    assert looked(EPOCHS | {"trainer.optim.warmup_steps": 3}) == []
+    assert "4 steps" in only(looked(EPOCHS | {"trainer.optim.warmup_steps": 4})).consequence
+    whole = EPOCHS | {"trainer.partial_final_batch": "drop"}
+    assert looked(whole | {"trainer.optim.warmup_steps": 2}) == []
+    found = only(looked(whole | {"trainer.optim.warmup_steps": 3}))
     assert (found.key, found.severity, "3 steps" in found.consequence) == (
         "trainer.optim.warmup_steps",
         "warning",
         True,
     )
-    later = EPOCHS | GAE | {"trainer.optim.warmup_steps": 0}
+    later = whole | GAE | {"trainer.optim.warmup_steps": 0}
     assert looked(later | {"critic.warmup_steps": 1}) == []
     assert only(looked(later | {"critic.warmup_steps": 2})).severity == "warning"  # most of the run
     assert (found := only(looked(later | {"critic.warmup_steps": 3}))).key == "critic.warmup_steps"
     assert found.severity == "error"
     assert only(looked(later | {"critic.optim.warmup_steps": 3})).key == "critic.optim.warmup_steps"
     assert looked(later | {"critic.optim.warmup_steps": 3, "critic.ppo_epochs": 2}) == []
-    assert only(looked(EPOCHS | {"data.max_train_samples": 15})).key == "trainer.total_epochs"
+    assert looked(EPOCHS | {"data.max_train_samples": 15, "trainer.optim.warmup_steps": 0}) == []
+    assert only(looked(whole | {"data.max_train_samples": 15})).key == "trainer.partial_final_batch"
 
 
 def test_a_key_that_is_given_with_its_default_value_is_not_told_to_have_no_effect() -> None:

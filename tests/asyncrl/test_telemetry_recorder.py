@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.config.schema import Config, LoggingConfig
 from asyncrl.failures import BugError, InfraError
 from asyncrl.ports import ApplyRecord, ApplyReport, Books, QueueStatus, StepRecord, ValidationRecord
 from asyncrl.run_dir import RunDir, create_run_dir
+from asyncrl.run_state import Restart
 from asyncrl.telemetry import registry
 from asyncrl.telemetry.dashboard import Dashboard
 from asyncrl.telemetry.live import View
@@ -26,6 +28,7 @@ from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.sinks import AppendFile
 from asyncrl.telemetry.summary import Resumed
 from asyncrl.waits import Wait
+from tests.fakes.run_states import running
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +38,10 @@ class Watching(View):
 
     def __init__(self) -> None:
         self.board = Dashboard()
+        self.messages: list[tuple[str, str]] = []
+
+    def message(self, level: str, text: str) -> None:
+        self.messages.append((level, text))
 
     def row(self, row: Row, dashboard: Dashboard) -> None:
         self.board = dashboard
@@ -51,22 +58,22 @@ class Clock:
         return self.now_s
 
 
-def step(number: int, version: int, reward: float, **metrics: float) -> StepRecord:
+def step(number: int, version: int, reward: float, lineage: int = 0, **metrics: float) -> StepRecord:
     required = {
         "reward/mean": reward,
         "tokens/trained": 100.0,
         "timing/wait_samples_s": 0.5,
         "time/monotonic_s": 10.0 + number,
     }
-    return StepRecord(number, version, {**required, **metrics}, (reward, reward), (0, 1))
+    return StepRecord(number, version, {**required, **metrics}, (reward, reward), (0, 1), lineage)
 
 
-def apply(version: int) -> ApplyRecord:
+def apply(version: int, lineage: int = 0) -> ApplyRecord:
     reports = (
         ApplyReport("r0", version, 0.01, 0.02, 0.003, 4, True),
         ApplyReport("r1", version, 0.02, 0.03, 0.002, 5, False),
     )
-    return ApplyRecord(version, reports, 0.25)
+    return ApplyRecord(version, reports, 0.25, lineage)
 
 
 def validation(version: int, step_number: int, reward: float) -> ValidationRecord:
@@ -85,6 +92,7 @@ def rollouter(tokens: int, idle_s: float) -> dict[str, Any]:
         "samples_done": 4,
         "in_flight": 8,
         "idle_s": idle_s,
+        "drops": {},
         "waits": waits,
     }
 
@@ -253,6 +261,143 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_
         (3, 0.5),
         (4, 0.5),
     ]
+
+
+# ---------------------------------------------------------------------------------------------- restarts
+
+
+@pytest.mark.parametrize("jsonl", [True, False])
+def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, jsonl: bool) -> None:
+    view = Watching()
+
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(jsonl=jsonl, tensorboard=False), run_dir, view)
+        recorder.plan(10)
+        await recorder.put(validation(0, 0, 0.0))
+        for number in (1, 2, 3, 4):
+            recorder.tick(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
+            await recorder.put(step(number, number, 0.1 * number))
+            await recorder.put(apply(number))
+        await recorder.put(validation(4, 4, 0.9))
+        await recorder.rewind(Resumed(2, 2, "checkpoints/step_2", lineage=1))
+        board = view.board
+        assert (board.step, board.version, board.lineage, board.total_steps) == (2, 2, 1, 10)
+        assert board.validations == ((0, 0.0),)
+        assert board.rewards == pytest.approx((0.1, 0.2))
+        summary = recorder.summary("failed", None)
+        assert (summary["step"], summary["version"], summary["lineage"]) == (2, 2, 1)
+        assert summary["tokens"] == {"generated": 400, "trained": 200}
+        assert summary["staleness"]["histogram"] == {"0": 2, "1": 2}
+        assert summary["resumed"] is None
+        # What the old lineage tells afterwards is out of date, unless it is of what stays.
+        await recorder.put(apply(4))
+        await recorder.put(step(5, 5, 9.0))
+        await recorder.put(apply(2))
+        await recorder.put(apply(2, lineage=1))
+        await recorder.put(step(3, 3, 1.0, lineage=1))
+        await recorder.put(apply(3, lineage=1))
+        await recorder.put(replace(validation(3, 3, 1.0), lineage=1))
+        summary = recorder.summary("completed", None)
+        assert (summary["step"], summary["version"], summary["weight_sync"]["count"]) == (3, 3, 5)
+        assert summary["reward"]["last"] == 1.0
+        before, after = recorder.examples()
+        assert before is not None
+        assert after is not None
+        assert (before["response"], after["response"]) == ("0", "3")
+        await recorder.aclose()
+
+    anyio.run(main)
+    if jsonl:
+        told = [(line["kind"], line["version"], line["lineage"]) for line in lines(run_dir)]
+        assert told == [
+            ("validation", 0, 0),
+            *(("step", 1, 0), ("apply", 1, 0), ("step", 2, 0), ("apply", 2, 0)),
+            *(("apply", 2, 0), ("apply", 2, 1), ("step", 3, 1), ("apply", 3, 1), ("validation", 3, 1)),
+        ]
+
+
+def test_a_rewind_to_the_start_leaves_nothing(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        await recorder.put(step(1, 1, 0.1))
+        await recorder.rewind(Resumed(0, 0, "", lineage=1))
+        await recorder.put(step(1, 1, 0.3, lineage=1))
+        assert recorder.summary("completed", None)["reward"]["first"] == pytest.approx(0.3)
+        await recorder.aclose()
+
+    anyio.run(main)
+    assert [line["reward/mean"] for line in lines(run_dir)] == [0.3]
+
+
+def test_tensorboard_forgets_what_a_rewind_takes_out(run_dir: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(jsonl=False), run_dir, View())
+        for number in (1, 2, 3):
+            await recorder.put(step(number, number, 0.25))
+        await recorder.rewind(Resumed(1, 1, "c", lineage=1))
+        for number in (2, 3):
+            await recorder.put(step(number, number, 0.5, lineage=1))
+        await recorder.aclose()
+
+    anyio.run(main)
+    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert scalars == [(1, 0.25), (2, 0.5), (3, 0.5)]
+
+
+def test_rows_that_come_during_a_rewind_are_judged_by_it(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        for number in range(1, 6):
+            await recorder.put(step(number, number, 0.5))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(recorder.rewind, Resumed(2, 2, "c", lineage=1))
+            for number in range(1, 11):
+                tasks.start_soon(recorder.put, apply(number))
+        assert recorder.summary("completed", None)["weight_sync"]["count"] == len(lines(run_dir)) - 2
+        await recorder.aclose()
+
+    anyio.run(main)
+    assert all(line["version"] <= 2 for line in lines(run_dir))
+
+
+def test_a_restarted_part_counts_on() -> None:
+    clock, view = Clock(), Watching()
+    recorder = Recorder([], view, clock=clock)
+    for tokens in (100, 200, 20, 80):  # The Rollouter is replaced between the second and the third.
+        status = {**rollouter(tokens, tokens / 1000), "samples_done": tokens // 10, "drops": {"took too long": tokens}}
+        recorder.tick(queue(0), status, {})
+        clock.now_s += 1.0
+    state = recorder.tell(running())
+    assert state.generated_tokens == 280
+    assert state.generated_per_s == pytest.approx(180 / 3)
+    assert state.drops == {"took too long": 280}
+    assert view.board.idle_rollouter == pytest.approx(0.18 / 3)
+
+
+def test_restarts_are_told_twice_and_kept_once() -> None:
+    view = Watching()
+    recorder = Recorder([], view)
+    begun = Restart("trainer", 2, 1000.0, "rank actor/0 died\nwith more lines")
+    recorder.restarted(begun)
+    assert recorder.tell(running()).restarts == (begun,)
+    assert recorder.summary("failed", None)["recovery"][0]["recovered_s"] is None
+    recorder.restarted(replace(begun, recovered_at=1008.4, detail="back to step 40 (version 5)"))
+    recorder.restarted(Restart("queue", 2, 1010.0, "killed", 1010.5))
+    assert view.messages == [
+        ("warning", "the trainer is being replaced: rank actor/0 died"),
+        ("", "the trainer is back after 8.4 s; back to step 40 (version 5) (rank actor/0 died)"),
+        ("", "the queue is back after 500 ms (killed)"),
+    ]
+    summary = recorder.summary("completed", None)
+    assert summary["restarts"] == {"rollouter": 0, "trainer": 1, "queue": 1, "store": 0, "replica": 0}
+    assert [(each["part"], each["incarnation"], each["recovered_s"]) for each in summary["recovery"]] == [
+        ("trainer", 2, pytest.approx(8.4)),
+        ("queue", 2, pytest.approx(0.5)),
+    ]
+    assert len(view.board.restarts) == 2
 
 
 def test_a_full_disk_stops_the_recording_with_its_name(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

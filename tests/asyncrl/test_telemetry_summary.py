@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, ConfigError, InfraError, UserCodeError
 from asyncrl.ports import ApplyRecord, ApplyReport, Books, StepRecord, ValidationRecord
-from asyncrl.telemetry.meters import Course, RollouterIdle, TrainerIdle, WindowRate
+from asyncrl.telemetry.meters import Course, RollouterIdle, Total, TrainerIdle, WindowRate
 from asyncrl.telemetry.rows import Row, apply_row, finite, step_row, validation_row
-from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, choose_example, describe_error
+from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, choose_example, describe_error, happened_in
 from asyncrl.telemetry.summary_file import RESERVED_BYTES, SummaryFile
 
 
@@ -65,6 +65,7 @@ def test_a_whole_run() -> None:
         "wall_s": 9.0,
         "step": 2,
         "version": 3,
+        "lineage": 0,
         "resumed": None,
         "samples": {
             "fed": 25,
@@ -76,7 +77,7 @@ def test_a_whole_run() -> None:
         },
         "tokens": {"generated": 400, "trained": 20},
         "reward": {"first": 0.0, "last": 0.5, "best": 0.5},
-        "staleness": {"mean": 0.6, "max": 3},
+        "staleness": {"mean": 0.6, "max": 3, "histogram": {"0": 10, "1": 9, "3": 1}},
         "idle": {"trainer": 0.25, "rollouter": None},
         "weight_sync": {
             "count": 3,
@@ -92,6 +93,8 @@ def test_a_whole_run() -> None:
                 {"step": 2, "version": 2, "reward": 0.6},
             ],
         },
+        "restarts": {"rollouter": 0, "trainer": 0, "queue": 0, "store": 0, "replica": 0},
+        "recovery": [],
     }
 
 
@@ -102,7 +105,7 @@ def test_a_run_in_which_nothing_happened_has_nulls_and_no_nan() -> None:
     assert summary["version"] == 5
     assert summary["resumed"] == {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
     assert summary["reward"] == {"first": None, "last": None, "best": None}
-    assert summary["staleness"] == {"mean": None, "max": None}
+    assert summary["staleness"] == {"mean": None, "max": None, "histogram": {}}
     assert summary["weight_sync"]["pause_s"] == {"p50": None, "max": None}
     assert summary["validation"] == {"before": None, "after": None, "points": []}
 
@@ -332,3 +335,30 @@ def test_a_really_full_disk_still_gets_its_summary(small_disk: Path) -> None:
     file.write(failed("y" * 2 * RESERVED_BYTES))
     assert json.loads(file.path.read_text())["error"]["message"] == "disk full"
     assert not (small_disk / "summary.reserve").exists()
+
+
+def test_an_error_is_of_the_part_nearest_to_it() -> None:
+    def fail() -> None:
+        with happened_in("run"), happened_in("trainer"):
+            raise InfraError("rank 0 died")
+
+    with pytest.raises(InfraError) as caught:
+        fail()
+    assert describe_error(caught.value, "driver")["part"] == "trainer"
+    assert describe_error(ExceptionGroup("g", [caught.value]), "driver")["part"] == "trainer"
+    with pytest.raises(ExceptionGroup) as group, happened_in("queue"):
+        raise ExceptionGroup("g", [InfraError("a"), BugError("b")])
+    assert describe_error(group.value, "driver")["part"] == "queue"
+    assert describe_error(InfraError("x"), "driver")["part"] == "driver"
+
+
+def test_a_counter_goes_on_over_restarts() -> None:
+    total = Total()
+    assert [total.see(value) for value in (5, 9, 9, 0, 3, 1, 2)] == [5, 9, 9, 9, 12, 13, 14]
+
+
+def test_a_trainer_on_another_machine_has_another_clock() -> None:
+    idle = TrainerIdle()
+    for end_s, wait_s in ((100.0, 0.0), (110.0, 5.0), (3.0, 4.0), (13.0, 1.0)):
+        idle.add(step(1, [0.0], end_s=end_s, wait_s=wait_s))
+    assert idle.share == pytest.approx(0.1)

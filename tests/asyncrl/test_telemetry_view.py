@@ -6,6 +6,7 @@ import io
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asyncrl.ports import Books, StepRecord, ValidationRecord
+from asyncrl.run_state import Restart
 from asyncrl.telemetry.dashboard import Dashboard, SyncShown, short_s, span, sparkline
 from asyncrl.telemetry.live import LiveView, PlainView, View, make_view
 from asyncrl.telemetry.logs import logging_to
@@ -174,6 +176,38 @@ def test_the_mode_decides_and_auto_asks_the_terminal() -> None:
     assert isinstance(make_view("auto", "t", Console(file=io.StringIO(), force_terminal=True)), LiveView)
     assert isinstance(make_view("live", "t", Console(file=io.StringIO())), LiveView)
     assert type(make_view("off", "t")) is View
+
+
+# ---------------------------------------------------------------------------------------------- restarts
+
+BEGUN = Restart("trainer", 2, 1000.0, "rank actor/0 died\nmore")
+BACK = replace(BEGUN, recovered_at=1008.4, detail="back to step 40 (version 5)")
+
+
+def test_a_restart_is_one_line_when_it_begins_and_one_when_it_is_over() -> None:
+    out = io.StringIO()
+    view = PlainView(Console(file=out), clock)
+    view.restart(BEGUN, BOARD)
+    view.restart(BACK, BOARD)
+    assert out.getvalue().splitlines() == [
+        "[0:00] warning: the trainer is being replaced: rank actor/0 died",
+        "[0:00] the trainer is back after 8.4 s; back to step 40 (version 5) (rank actor/0 died)",
+    ]
+
+
+def test_the_picture_has_a_line_of_restarts_once_there_are_any() -> None:
+    board = replace(BOARD, restarts=(Restart("queue", 2, 1.0, "killed", 2.0), BEGUN))
+    lines = picture(live(board), 100)
+    assert len(lines) == 15
+    assert any("queue 1   trainer 1   the trainer is being replaced: rank actor/0 died" in line for line in lines)
+
+
+def test_the_end_tells_of_restarts() -> None:
+    builder = SummaryBuilder()
+    content = builder.build("completed", None, Totals(restarts=(BACK, Restart("queue", 2, 1.0, "killed", 2.0))))
+    assert "restarts  trainer 1, queue 1; recovered in 4.7 s (max 8.4 s)" in ending(content)
+    content = builder.build("failed", None, Totals(restarts=(BEGUN,)))
+    assert "restarts  trainer 1" in ending(content) and "recovered" not in ending(content)
 
 
 # ---------------------------------------------------------------------------------------------- the end

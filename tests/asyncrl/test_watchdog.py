@@ -1,20 +1,85 @@
-"""The watchdog, and what it says."""
+"""The watchdog: what counts as moving, what it says, and what is left for people to look at."""
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
 import pytest
 
-from asyncrl.cli.watchdog import StallError, Watchdog, describe
+from asyncrl.cli.watchdog import StallError, Watchdog
+from asyncrl.failures import ConfigError
+from asyncrl.ports import Books, Edition
+from asyncrl.run_state import FILE_NAME, Restart, RunState, load
+from asyncrl.telemetry.state_file import StateFile, read_state, write_stall
 from asyncrl.waits import Wait, WaitBoard
+from tests.fakes.run_states import NOW, queue_status, report, rollouter_waits, running
+
+STUCK = replace(
+    rollouter_waits(running(published=Edition(0, 12), version=12), Wait("permit", 1, 93.5)),
+    replicas=(report("0", version=12), report("1", "pausing")),
+)
 
 
-def test_progress_keeps_it_quiet_and_a_standstill_does_not() -> None:
+def later(state: RunState, seconds: float) -> RunState:
+    """The same, seen so much later; the replicas go on reporting."""
+    replicas = tuple(replace(report, reported_at=report.reported_at + seconds) for report in state.replicas)
+    return replace(state, written_at=state.written_at + seconds, replicas=replicas)
+
+
+def test_a_standstill_ends_with_the_chain_and_where_the_rest_is() -> None:
     watchdog = Watchdog(10.0)
-    for second in range(100):
-        watchdog.observe(float(second), second // 9, {})
-    watchdog.observe(109.0, 11, {})
-    with pytest.raises(StallError, match=r"nothing moved for 11 s.*watchdog_s=10"):
-        watchdog.observe(110.1, 11, {"trainer": [Wait("samples", 1, 11.0)]})
+    for second in range(11):
+        watchdog.observe(float(second), later(STUCK, second))
+    with pytest.raises(StallError) as caught:
+        watchdog.observe(10.6, later(STUCK, 11))
+    assert caught.value.message.startswith("nothing moved for 11 s (timeouts.watchdog_s=10): Trainer waits for samples")
+    assert "◀ version 12 not applied ◀ replica 1 in pause for 10" in caught.value.message
+    assert "stall.json" in caught.value.message
+
+
+MOVES: list[Callable[[RunState, int], RunState]] = [
+    lambda state, n: replace(state, queue=queue_status(books=Books(fed=400 + n))),
+    lambda state, n: replace(state, queue=queue_status(version=n)),
+    lambda state, n: replace(state, queue=queue_status(lineage=n)),
+    lambda state, n: replace(state, queue=None, books=Books(fed=n)),
+    lambda state, n: replace(state, step=n),
+    lambda state, n: replace(state, version=n),
+    lambda state, n: replace(state, published=Edition(0, n)),
+    lambda state, n: replace(state, generated_tokens=n),
+    lambda state, n: replace(state, replicas=(report(generated_tokens=n),)),
+    lambda state, n: replace(state, replicas=(report(phase="loading" if n % 2 else "serving"),)),
+    lambda state, n: replace(state, restarts=(Restart("queue", n, 0.0, "x"),)),
+    lambda state, n: replace(state, restarts=(Restart("queue", 2, 0.0, "x", recovered_at=n),)),
+]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_whatever_moves_keeps_it_quiet(move: Callable[[RunState, int], RunState]) -> None:
+    watchdog = Watchdog(10.0)
+    for step in range(5):
+        watchdog.observe(step * 9.0, move(STUCK, step))
+    with pytest.raises(StallError):
+        watchdog.observe(36.0 + 10.1, move(STUCK, 4))
+
+
+def test_what_changes_without_anything_moving_does_not() -> None:
+    watchdog = Watchdog(10.0)
+    watchdog.observe(0.0, STUCK)
+    with pytest.raises(StallError):
+        watchdog.observe(
+            10.1,
+            replace(
+                later(STUCK, 10.1),
+                waits={"trainer": (Wait("samples", 1, 99.0),)},
+                unheard_s={"store": 3.0},
+                replicas=tuple(replace(report, reported_at=NOW + 10, in_flight=3) for report in STUCK.replicas),
+            ),
+        )
 
 
 def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() -> None:
@@ -23,16 +88,90 @@ def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() 
     with board.waiting("permit"), board.waiting("train", limit_s=50.0):
         for second in range(60):
             now_s = float(second)
-            watchdog.observe(now_s, "the same", {"trainer": board.snapshot()})
+            watchdog.observe(now_s, replace(STUCK, waits={"trainer": tuple(board.snapshot())}))
             assert {wait.edge: wait.bounded for wait in board.snapshot()} == {"permit": False, "train": second < 50}
         # The call's deadline should have ended it by then; as it has not, the watchdog does.
         now_s = 60.1
-        with pytest.raises(StallError, match=r"nothing moved for 11 s.*train for 60 s"):
-            watchdog.observe(now_s, "the same", {"trainer": board.snapshot()})
+        with pytest.raises(StallError, match=r"nothing moved for 11 s.*optimizer step for 60 s"):
+            watchdog.observe(now_s, replace(STUCK, waits={"trainer": (Wait("train", 1, 60.1),)}))
 
 
-def test_it_names_what_every_part_waits_on() -> None:
-    text = describe({"trainer": [Wait("samples", 1, 12.0)], "rollouter": [Wait("engine", 3, 90.4)], "queue": []})
-    assert "The trainer waits on samples for 12 s." in text
-    assert "The rollouter waits on engine for 90 s (3 tasks)." in text
-    assert "The queue waits on nothing it knows of." in text
+@pytest.mark.parametrize(
+    "state",
+    [
+        replace(STUCK, restarting={"trainer": NOW}),
+        replace(STUCK, replicas=(report("0", "starting", phase_since=NOW),)),
+    ],
+)
+def test_a_restart_has_its_own_deadline(state: RunState) -> None:
+    watchdog = Watchdog(10.0, start_s=60.0)
+    for second in range(70):
+        watchdog.observe(float(second), later(state, second))
+    with pytest.raises(StallError, match=r"being restarted|starts its engine"):
+        watchdog.observe(71.0, later(state, 71))
+
+
+def test_a_start_is_not_judged() -> None:
+    watchdog = Watchdog(10.0)
+    for second in range(0, 100, 9):
+        watchdog.observe(float(second), replace(STUCK, phase="starting"))
+    watchdog.observe(105.0, replace(STUCK, phase="running"))
+    with pytest.raises(StallError):
+        watchdog.observe(120.0, replace(STUCK, phase="running"))
+
+
+# ---------------------------------------------------------------------------------------------- the files
+
+
+def test_the_state_file_is_replaced_whole_and_read_back(tmp_path: Path) -> None:
+    assert read_state(tmp_path) is None
+    file = StateFile(tmp_path / FILE_NAME)
+    for state in (STUCK, later(STUCK, 1)):
+        anyio.run(file.write, state)
+        assert read_state(tmp_path) == state
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_torn_or_strange_state_is_named(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    for text, says in (
+        ("", "is torn"),
+        ('{"schema_ver', "is torn"),
+        ("[]", "is damaged"),
+        ("\udcff", "cannot be read"),
+    ):
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ConfigError, match=f"{path} {says}"):
+            read_state(tmp_path)
+
+
+def test_a_full_disk_is_told_once_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StateFile(tmp_path / FILE_NAME)
+    file.write_now(STUCK)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(Path, "write_text", full)
+        for second in range(3):
+            file.write_now(later(STUCK, second))
+        assert write_stall(tmp_path, STUCK) is None
+    assert [record.getMessage().split(" (")[0] for record in caplog.records][:1] == [
+        f"cannot write {tmp_path / FILE_NAME}"
+    ]
+    assert len(caplog.records) == 2
+    assert read_state(tmp_path) == STUCK
+    file.write_now(later(STUCK, 9))
+    assert read_state(tmp_path) == later(STUCK, 9)
+
+
+def test_a_stall_leaves_everything_that_is_known(tmp_path: Path) -> None:
+    path = write_stall(tmp_path, STUCK)
+    assert path == tmp_path / "stall.json"
+    dumped = json.loads(path.read_text())
+    assert dumped["why"].endswith("replica 1 in pause for 94 s (4 requests; pid 100, engine 101)")
+    assert dumped["chain"][-1]["cause"] == "replica"
+    assert load(dumped["state"]) == STUCK

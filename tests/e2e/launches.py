@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,32 @@ class Launch:
             assert time.monotonic() < limit, f"did not say {text!r} in {timeout_s} s:\n{self.output()}"
             time.sleep(0.1)
 
+    def wait_until(self, holds: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
+        """Until that holds, of a launch that runs."""
+        limit = time.monotonic() + timeout_s
+        while not holds():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output()}"
+            assert time.monotonic() < limit, f"no {what} in {timeout_s} s:\n{self.output()}\n{self.state()}"
+            time.sleep(0.1)
+
+    def state(self) -> dict[str, Any]:
+        """state.json; empty before there is one."""
+        file = self.run_dir / "state.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    def pids(self, part: str) -> list[int]:
+        """Of the part's processes, as the driver knows them."""
+        return [process["pid"] for process in self.state().get("processes", ()) if process["part"] == part]
+
+    def kill(self, part: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the one process of `part`, or the first of several."""
+        os.kill(self.pids(part)[0], number)
+
+    def recovered(self, part: str) -> int:
+        """How many restarts of `part` are over."""
+        restarts = self.state().get("restarts", ())
+        return sum(one["part"] == part and one["recovered_at"] is not None for one in restarts)
+
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
@@ -67,6 +94,20 @@ class Launch:
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found
+
+
+def trained_once(run: Launch) -> bool:
+    """Whether the Trainer's own record, which is not the queue's, says that the model has seen every trained sample in
+    exactly one step."""
+    surviving: dict[str, int] = {}
+    for line in (run.run_dir / "trained.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "rewound_to_step" in record:
+            surviving = {name: step for name, step in surviving.items() if step <= record["rewound_to_step"]}
+            continue
+        assert not surviving.keys() & set(record["samples"]), f"trained twice: {line}"
+        surviving |= dict.fromkeys(record["samples"], record["step"])
+    return len(surviving) == run.summary()["samples"]["trained"]
 
 
 def balanced(samples: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, balanced, start
+from tests.e2e.launches import SHORT, Launch, balanced, start, trained_once
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -55,6 +55,7 @@ def test_ctrl_c_stops_in_order_with_a_checkpoint(tmp_path: Path) -> None:
     assert run.survivors() == []
 
 
+@pytest.mark.slow
 def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
     reward = tmp_path / "rewards.py"
     reward.write_text(
@@ -68,6 +69,31 @@ def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Pa
     assert "ZeroDivisionError" in summary["error"]["cause"]
     assert "1 / 0" in run.output()
     assert run.survivors() == []
+
+
+def check_recovered(run: Launch, *parts: str) -> None:
+    """It completed, the books are right, and exactly these parts were restarted."""
+    summary = run.summary()
+    assert summary["status"] == "completed", run.output()
+    assert balanced(summary["samples"])
+    assert trained_once(run)
+    assert {part: count for part, count in summary["restarts"].items() if count} == dict.fromkeys(parts, 1)
+    assert all(restart["recovered_s"] is not None for restart in summary["recovery"])
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_rollouter_trainer_and_queue_may_die_and_the_run_completes(tmp_path: Path) -> None:
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=20", "trainer.save_freq=3")
+    run.wait_for("step 4/")
+    for part in ("rollouter", "trainer", "queue"):
+        run.kill(part)
+        run.wait_until(lambda part=part: run.recovered(part) == 1, f"recovery of the {part}")
+    assert run.wait() == 0, run.output()
+    check_recovered(run, "rollouter", "trainer", "queue")
+    summary = run.summary()
+    assert (summary["step"], summary["lineage"], summary["samples"]["trained"]) == (20, 1, 320)
+    assert [step["step"] for step in run.steps()] == list(range(1, 21))
 
 
 @pytest.mark.slow
@@ -116,9 +142,13 @@ def test_a_full_disk_fails_the_run_and_is_told_in_its_summary(tmp_path: Path) ->
         run = start(tmp_path, *SHORT, "logging.tensorboard=false", run_dir=disk / "run")
         assert run.wait() == 1, run.output()
         summary = run.summary()
-        assert summary["status"] == "failed"
-        assert "full" in summary["error"]["message"] or "No space" in summary["error"]["message"]
+        assert (summary["status"], summary["error"]["type"]) == ("failed", "DiskFullError")
         assert run.survivors() == []
+        subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+        again = start(tmp_path, *SHORT, "logging.tensorboard=false", "resume=auto", run_dir=disk / "run")
+        assert again.wait() == 0, again.output()
+        assert (again.summary()["step"], again.summary()["samples"]["trained"]) == (4, 64)
+        assert balanced(again.summary()["samples"]) and trained_once(again)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -157,4 +187,71 @@ def test_every_mode_runs_and_keeps_its_staleness(tmp_path: Path, mode: str) -> N
     assert balanced(summary["samples"])
     if mode in ("mode_a", "mode_b"):
         assert summary["staleness"]["max"] == 0
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_freq", [3, -1])
+def test_a_killed_driver_is_gone_on_with(tmp_path: Path, save_freq: int) -> None:
+    keys = (*SHORT, "trainer.total_training_steps=30", f"trainer.save_freq={save_freq}")
+    first = start(tmp_path, *keys)
+    first.wait_for("step 8/")
+    first.process.send_signal(signal.SIGKILL)
+    first.process.wait(10)
+    second = start(tmp_path, *keys, "resume=auto", run_dir=first.run_dir)
+    assert second.wait() == 0, second.output()
+    check_recovered(second)
+    summary = second.summary()
+    assert (summary["step"], summary["lineage"], summary["samples"]["trained"]) == (30, 1, 480)
+    assert [step["step"] for step in second.steps()] == list(range(1, 31))
+
+
+@pytest.mark.slow
+def test_a_rank_may_die(tmp_path: Path) -> None:
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=20", "trainer.save_freq=4", recipe="fsdp2_two_ranks")
+    run.wait_for("step 6/")
+    run.kill("rank")
+    run.wait_until(lambda: run.recovered("trainer") == 1, "recovery of the trainer")
+    assert run.wait() == 0, run.output()
+    check_recovered(run, "trainer")
+
+
+@pytest.mark.slow
+def test_what_hangs_is_replaced(tmp_path: Path) -> None:
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=40", "trainer.save_freq=3", "timeouts.probe_s=20")
+    run.wait_for("step 4/")
+    parts = ("queue", "store", "rollouter", "trainer")
+    for part in parts:
+        run.kill(part, signal.SIGSTOP)
+        run.wait_until(lambda part=part: run.recovered(part) == 1, f"recovery of the {part}")
+    assert run.wait() == 0, run.output()
+    check_recovered(run, *parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["rollouter", "trainer"])
+def test_ctrl_c_during_a_restart(tmp_path: Path, part: str) -> None:
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=500", "trainer.save_freq=4")
+    run.wait_for("step 8/")
+    run.kill(part)
+    run.wait_until(lambda: part in run.state()["restarting"], f"restart of the {part}")
+    run.interrupt()
+    assert run.wait(30.0) == 130, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["error"]) == ("interrupted", None)
+    assert balanced(summary["samples"])
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_a_part_that_dies_again_and_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=500", "recovery.max_restarts=1")
+    run.wait_for("step 4/")
+    run.kill("rollouter")
+    run.wait_until(lambda: run.recovered("rollouter") == 1, "recovery")
+    run.kill("rollouter")
+    assert run.wait() == 1, run.output()
+    error = run.summary()["error"]
+    assert (error["type"], error["part"]) == ("InfraError", "rollouter")
+    assert "failed 2 times within 3600 s (recovery.max_restarts=1); the last time: the rollouter's" in error["message"]
     assert run.survivors() == []

@@ -20,6 +20,7 @@ def finished(run: Launch, *, timeout_s: float = 240.0) -> None:
     assert run.survivors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(520)
 def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_path: Path) -> None:
     options = (*SHORT, "critic.warmup_steps=1", "trainer.optim.warmup_steps=0", "trainer.strategy=fsdp2")

@@ -1,0 +1,194 @@
+"""Rollouter and Trainer as the supervisor replaces them: the Ray side of `supervise.Part`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+from anyio import to_thread
+
+from asyncrl.cli.remote import ask, kill, stream
+from asyncrl.config.plan import total_samples
+from asyncrl.config.schema import Config
+from asyncrl.manifest import Progress, Resume, resume_in_run
+from asyncrl.ports import PartName, RunRecord
+from asyncrl.queue_actor import QueueClient
+from asyncrl.run_dir import RunDir
+from asyncrl.run_state import ProcessInfo
+from asyncrl.telemetry.summary import Resumed, happened_in
+from rollouter.actor import start_rollouter
+from rollouter.rollouter import RolloutStart
+from trainer.actor import start_trainer
+
+Status = Mapping[str, Any]
+
+
+class _ActorPart:
+    """One actor after another, and what its processes last told of themselves."""
+
+    name: PartName
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._actor: Any = None
+        self._processes: tuple[ProcessInfo, ...] = ()
+        self._heard_at = 0.0
+
+    async def status(self, limit_s: float) -> Status | None:
+        """The actor's `status`; None: there is none, or it was replaced meanwhile.
+
+        Raises:
+            DeadlineError: it did not answer within `limit_s`. InfraError: it is gone.
+        """
+        actor = self._actor
+        if actor is None:
+            return None
+        status: Status = await ask(self.name, actor.status.remote(), limit_s, doing="telling its status")
+        if actor is not self._actor:
+            return None
+        if status:
+            self._processes, self._heard_at = tuple(self._listed(status)), time.time()
+        return status
+
+    @property
+    def processes(self) -> tuple[ProcessInfo, ...]:
+        return self._processes
+
+    def _listed(self, status: Status) -> list[ProcessInfo]:
+        return [ProcessInfo(self.name, self.name, status["pid"], status["node_id"])]
+
+    async def kill(self) -> None:
+        """See `supervise.Part`."""
+        actor, known, self._actor, self._processes = self._actor, self._processes, None, ()
+        if actor is not None:
+            await kill(actor, known, self._heard_at)
+
+    async def stop(self) -> None:
+        """See `supervise.Part`."""
+        if self._actor is not None:
+            await ask(self.name, self._actor.stop.remote(), self._config.timeouts.call_s, doing="stopping")
+
+
+class RolloutPart(_ActorPart):
+    """`supervise.Part` of the Rollouter."""
+
+    name: PartName = "rollouter"
+
+    def __init__(self, config: Config, run_dir: RunDir, begin: Callable[[], RolloutStart]) -> None:
+        """`begin`: what the process that runs next is to validate first."""
+        super().__init__(config)
+        self._run_dir = run_dir
+        self._begin = begin
+        self.queue: QueueClient
+        self.queue_handle: Any
+        self.store_handle: Any
+        self.prepared: Mapping[str, int] = {}
+
+    async def claim(self, incarnation: int) -> str:
+        """What ran is fed again."""
+        with happened_in("queue"):
+            running = (await self.queue.status()).books.running
+            await self.queue.attach("rollouter", incarnation)
+        return f"{running} samples that were being generated are fed again"
+
+    async def start(self, incarnation: int) -> None:
+        """Load the data. Raises also what is wrong with it, see `RolloutActor.prepare`."""
+        self._actor = start_rollouter(self._config, incarnation=incarnation)
+        answer = self._actor.prepare.remote(str(self._run_dir.path))
+        self.prepared = await ask(self.name, answer, self._config.timeouts.start_s, doing="reading the data")
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        answers = self._actor.run.options(num_returns="streaming")
+        async for record in stream(self.name, answers.remote(self.queue_handle, self.store_handle, self._begin())):
+            yield record
+
+
+class TrainPart(_ActorPart):
+    """`supervise.Part` of the Trainer, its ranks with it."""
+
+    name: PartName = "trainer"
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        resume: Resume | None,
+        rewound: Callable[[Resumed], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            config: of the run.
+            run_dir: where its checkpoints are.
+            resume: what the first process goes on from.
+            rewound: awaited when training has gone back, with where it is now.
+        """
+        super().__init__(config)
+        self._run_dir = run_dir
+        self._resume = resume
+        self._rewound = rewound
+        self.lineage = resume.lineage if resume is not None else 0
+        self.total_steps = 0
+        self.num_prompts = 0
+        """Of an epoch."""
+        self.queue: QueueClient
+        self.queue_handle: Any
+        self.store_handle: Any
+
+    @property
+    def total_samples(self) -> int:
+        """What the run trains on in all."""
+        at = self._progress
+        return total_samples(
+            self._config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples
+        )
+
+    async def claim(self, incarnation: int) -> str:
+        """Back to the newest checkpoint: what was trained since is to be trained again."""
+        self.lineage += 1
+        self._resume = await to_thread.run_sync(resume_in_run, self._run_dir.path, self.lineage)
+        with happened_in("queue"):
+            before = (await self.queue.status()).books.trained
+            await self.queue.attach("trainer", incarnation)
+            await self.rewind()
+            again = before - (await self.queue.status()).books.trained
+        progress = self._progress
+        where = str(self._resume.checkpoint) if self._resume is not None else ""
+        await self._rewound(Resumed(progress.step, progress.version, where, self.lineage))
+        return f"back to step {progress.step} (version {progress.version}); {again} samples are trained again"
+
+    async def rewind(self) -> None:
+        """Take the queue back to what the Trainer goes on from."""
+        progress = self._progress
+        await self.queue.rewind(
+            progress.step, version=progress.version, lineage=self.lineage, total_samples=self.total_samples
+        )
+
+    async def start(self, incarnation: int) -> None:
+        """Load the models. Raises also what is wrong with them, see `Trainer.start`."""
+        self._actor = start_trainer(self._config, incarnation=incarnation)
+        checkpoint = self._resume if self._resume is not None and self._resume.checkpoint is not None else None
+        answer = self._actor.start.remote(self._run_dir, checkpoint, self.store_handle, self.lineage)
+        await ask(self.name, answer, self._config.timeouts.start_s, doing="loading the model")
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        answers = self._actor.run.options(num_returns="streaming")
+        async for record in stream(self.name, answers.remote(self.queue_handle, self.total_steps)):
+            yield record
+
+    async def republish(self) -> None:
+        """Offer its newest version again, to a weight store that has lost its memory."""
+        if self._actor is not None:
+            limit_s = self._config.timeouts.train_s
+            await ask(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
+
+    def _listed(self, status: Status) -> list[ProcessInfo]:
+        ranks = [
+            ProcessInfo("rank", f"rank {rank['group']}/{rank['rank']}", rank["pid"], rank["node_id"])
+            for rank in status["ranks"]
+        ]
+        return [*super()._listed(status), *ranks]
+
+    @property
+    def _progress(self) -> Progress:
+        return self._resume.manifest.progress if self._resume is not None else Progress()

@@ -1,0 +1,168 @@
+"""The page of `asyncrl status`: its JSON in, something rich can draw out. Pure; reads well from 80 columns on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.telemetry.dashboard import number, short_s, span
+from asyncrl.telemetry.screen import DIM, Capped, items
+from asyncrl.why import REPLICA_UNHEARD_S, duration
+
+BAR = 24
+MAX_RECOVERIES = 5
+_STYLES = {
+    "running": "bold cyan",
+    "starting": "bold cyan",
+    "stopping": "bold yellow",
+    "completed": "bold green",
+    "failed": "bold red",
+    "interrupted": "bold yellow",
+}
+_BAD = "bold red"
+
+
+def page(report: Mapping[str, Any], name: str) -> RenderableType:
+    """`report`: see `asyncrl.cli.inspect.report`."""
+    title = " · ".join(part for part in (report["experiment"], name, report["mode"]) if part)
+    parts: list[RenderableType] = [_headline(report), _place(report), Text(), _facts(report)]
+    panel = Panel(
+        Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="cyan", padding=(0, 1)
+    )
+    where = Text.assemble(("run directory  ", DIM), (report["run_dir"], "bold"), overflow="fold")
+    return Group(Capped(panel), where)
+
+
+def _headline(report: Mapping[str, Any]) -> Text:
+    """Alive or dead, and how."""
+    phase, driver = report["phase"], report["driver"]
+    died = not report["live"] and phase in ("starting", "running", "stopping")
+    wall_s = "" if report["wall_s"] is None else f" {'for' if report['live'] else 'after'} {span(report['wall_s'])}"
+    if died:
+        told = "has been gone" if driver["state"] == "gone" else "has not been heard of"
+        age = duration(report["age_s"] or 0.0)
+        return Text.assemble(("dead", _BAD), wall_s, f": the driver {told} for {age} (it was {phase})")
+    text = Text.assemble((phase, _STYLES.get(phase, "bold")), wall_s)
+    if report["live"]:
+        text.append(f"  driver pid {driver['pid']} on {driver['host']}", style=DIM)
+        if driver["state"] == "stopped":
+            text.append("  stopped by a signal", style=_BAD)
+        elif report["age_s"] > 10:
+            text.append(f"  not heard of for {duration(report['age_s'])}", style=_BAD)
+    if report["error"] and phase == "failed":
+        text.append(f": {report['error'].strip().splitlines()[0]}")
+    return text
+
+
+def _place(report: Mapping[str, Any]) -> Text:
+    total = f"/{report['total_steps']}" if report["total_steps"] else ""
+    text = items(step=f"{number(report['step'], 'd')}{total}", version=number(report["version"], "d"))
+    if report["lineage"]:
+        text.append("   lineage ", style=DIM).append(str(report["lineage"]))
+    for name in ("published", "applied"):
+        if report[name]:
+            text.append(f"   {name} ", style=DIM).append(str(report[name]["version"]))
+    return text
+
+
+def _facts(report: Mapping[str, Any]) -> RenderableType:
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style=DIM, no_wrap=True, width=11)
+    table.add_column(ratio=1)
+    samples = report["samples"]
+    dropped = samples["dropped"]
+    ended = {name: f"{samples[name]:,}" for name in ("fed", "trained")}
+    table.add_row("samples", items(**ended, dropped=f"{sum(dropped.values()):,}"))
+    table.add_row("", items(**{name: f"{samples[name]:,}" for name in ("running", "ready", "leased")}))
+    table.add_row("", _books(report))
+    if dropped:
+        table.add_row("dropped", items(**{reason: f"{count:,}" for reason, count in dropped.items()}))
+    for index, (kind, count) in enumerate(report["drops"].items()):
+        table.add_row("" if index else "because", Text.assemble(f"{kind} ", (f"{count:,}", "bold")))
+    if (report["staleness"] or {}).get("histogram"):
+        _histogram(table, report["staleness"])
+    table.add_row("tokens", _tokens(report["tokens"]))
+    for index, replica in enumerate(report["replicas"]):
+        table.add_row("" if index else "replicas", _replica(replica))
+    _restarts(table, report)
+    steps = [str(each["step"]) for each in report["checkpoints"]]
+    table.add_row("checkpoints", Text(f"step {', '.join(steps)}" if steps else "none"))
+    if report["journal"]:
+        table.add_row("journal", _journal(report["journal"]))
+    for index, note in enumerate(report["notes"]):
+        table.add_row("" if index else "note", Text(note, style="yellow"))
+    if report["phase"] == "failed":  # how is in the first line
+        if waited := [link["text"] for link in report["why"]["chain"][1:]]:
+            table.add_row("at the end", Text(" ◀ ".join(waited)))
+    elif report["phase"] not in ("completed", "interrupted"):
+        table.add_row("why", Text(report["why"]["text"]))
+    return table
+
+
+def _books(report: Mapping[str, Any]) -> Text:
+    balance = Text("the books balance", style="green") if report["balanced"] else Text("the books do not balance", _BAD)
+    if report["total_samples"]:
+        balance.append(f"   of {report['total_samples']:,} samples in all", style=DIM)
+    return balance.append(f"   ({report['books_from'] or 'no books'})", style=DIM)
+
+
+def _histogram(table: Table, staleness: Mapping[str, Any]) -> None:
+    """Trained samples by staleness; the bars are shares of all."""
+    histogram: Mapping[str, int] = staleness["histogram"]
+    total = sum(histogram.values())
+    for index, (versions, count) in enumerate(histogram.items()):
+        share = count / total
+        bar = "█" * round(share * BAR) or "▏"
+        text = Text.assemble(f"{versions:>2} ", (bar.ljust(BAR), "cyan"), f" {count:,} ({share:.0%})")
+        if index == 0:
+            text.append(f"   mean {staleness['mean']:.2f}", style=DIM)
+        table.add_row("" if index else "staleness", text)
+
+
+def _tokens(tokens: Mapping[str, Any]) -> Text:
+    text = items(generated=number(tokens["generated"], ",d"))
+    for name in ("generated", "trained"):
+        if (rate := tokens[f"{name}_per_s"]) is not None:
+            text.append(f"   {rate:,.0f}").append(f" {name}/s", style=DIM)
+    return text
+
+
+def _replica(replica: Mapping[str, Any]) -> Text:
+    well = replica["phase"] in ("serving", "fetching")
+    text = Text(f"{replica['replica']}  ", no_wrap=True, overflow="ellipsis")
+    text.append(replica["phase"], style="green" if well else "yellow")
+    if replica["unheard_s"] > REPLICA_UNHEARD_S:
+        text.append(f"  not heard of for {duration(replica['unheard_s'])}", style=_BAD)
+    text.append(f"  version {replica['version']}  {replica['in_flight']} requests", style=DIM)
+    return text.append(f"  {replica['generated_tokens']:,} tokens  pid {replica['pid']}", style=DIM)
+
+
+def _restarts(table: Table, report: Mapping[str, Any]) -> None:
+    counts = {part: str(count) for part, count in report["restarts"].items() if count}
+    if not counts:
+        return
+    table.add_row("restarts", items(**counts))
+    recovery: Sequence[Mapping[str, Any]] = report["recovery"][-MAX_RECOVERIES:]
+    for each in recovery:
+        taken = "not yet at work" if each["recovered_s"] is None else f"back after {short_s(each['recovered_s'])}"
+        detail = f", {each['detail']}" if each["detail"] else ""
+        cause = next(iter(each["cause"].strip().splitlines()), "")
+        table.add_row("", Text.assemble(f"{each['part']} {taken}{detail}", (f"  {cause}", DIM)))
+
+
+def _journal(journal: Mapping[str, Any]) -> Text:
+    text = Text() if journal["seq"] is None else Text(f"{journal['seq']:,} transitions, ")
+    return text.append(f"{_bytes(journal['bytes'])}; payloads {_bytes(journal['payload_bytes'])}")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,206 @@
+"""Restarts of a part, with one that fails as the test says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.cli.supervise import Supervisor
+from asyncrl.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.ports import PartName, RunRecord, StepRecord
+from asyncrl.retry import RestartBudget
+from asyncrl.run_state import Restart
+
+
+def step(number: int) -> StepRecord:
+    return StepRecord(number, number, {}, (), ())
+
+
+HANG = "hang"
+
+
+class ScriptedPart:
+    """Each process yields its script: records, then how it ends: an exception, `HANG`, or nothing: by itself."""
+
+    name: PartName = "rollouter"
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts = list(scripts)
+        self.did: list[str] = []
+        self.starts: list[InfraError | str | None] = []
+        """How each start fails, in order; `HANG`: it does not end."""
+        self.claims: list[InfraError] = []
+        self.asked_to_stop = anyio.Event()
+        self.starting = anyio.Event()
+        self.running = anyio.Event()
+
+    async def kill(self) -> None:
+        self.did.append("kill")
+
+    async def claim(self, incarnation: int) -> str:
+        self.did.append(f"claim {incarnation}")
+        if self.claims:
+            raise self.claims.pop(0)
+        return f"{incarnation} given back"
+
+    async def start(self, incarnation: int) -> None:
+        self.did.append(f"start {incarnation}")
+        self.starting.set()
+        failure = self.starts.pop(0) if self.starts else None
+        if failure == HANG:
+            await anyio.sleep_forever()
+        if isinstance(failure, InfraError):
+            raise failure
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        self.did.append("run")
+        self.running.set()
+        for item in self.scripts.pop(0):
+            if isinstance(item, BaseException):
+                raise item
+            if item == HANG:
+                await self.asked_to_stop.wait()
+                return
+            yield item
+
+    async def stop(self) -> None:
+        self.did.append("stop")
+        self.asked_to_stop.set()
+
+
+class Seen:
+    def __init__(self, part: ScriptedPart, *, max_restarts: int = 3, must_end_well: bool = True) -> None:
+        self.restarts: list[Restart] = []
+        self.records: list[RunRecord] = []
+        self.now_s = 0.0
+        budget = RestartBudget("Rollouter", max_restarts, math.inf)
+        self.supervisor = Supervisor(
+            part,
+            budget,
+            self.restarts.append,
+            must_end_well=must_end_well,
+            clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s,
+        )
+
+    async def put(self, record: RunRecord) -> None:
+        self.records.append(record)
+
+
+async def test_a_part_that_fails_is_killed_and_claimed_before_the_next_one_starts() -> None:
+    part = ScriptedPart([step(1), InfraError("it died\nand more")], [step(2)])
+    seen = Seen(part)
+    await seen.supervisor.follow(seen.put)
+    assert seen.records == [step(1), step(2)]
+    assert part.did == ["run", "kill", "claim 2", "start 2", "run"]
+    assert seen.restarts == [Restart("rollouter", 2, 0.0, "it died")]
+    seen.now_s = 7.0
+    seen.supervisor.at_work()
+    seen.supervisor.at_work()
+    assert seen.restarts[1:] == [Restart("rollouter", 2, 0.0, "it died", 7.0, "2 given back")]
+
+
+async def test_one_that_does_not_come_up_is_replaced_too_until_the_budget_is_spent() -> None:
+    part = ScriptedPart([InfraError("first")], [InfraError("second")])
+    part.starts = [InfraError("not up"), None, InfraError("not up either")]
+    seen = Seen(part)
+    with pytest.raises(InfraError, match=r"failed 4 times within .*\(recovery.max_restarts=3\); .*: not up either"):
+        await seen.supervisor.follow(seen.put)
+    assert [did for did in part.did if did.startswith("start")] == ["start 2", "start 3", "start 4"]
+    assert [restart.cause for restart in seen.restarts] == ["first", "not up", "second"]
+    assert seen.supervisor.incarnation == 4
+
+
+@pytest.mark.parametrize("error", [UserCodeError("theirs"), BugError("ours"), DiskFullError("full")])
+async def test_what_would_fail_again_ends_the_run(error: Exception) -> None:
+    part = ScriptedPart([error])
+    seen = Seen(part)
+    with pytest.raises(type(error)):
+        await seen.supervisor.follow(seen.put)
+    assert part.did == ["run"] and seen.restarts == []
+
+
+async def test_what_fails_while_claiming_or_recording_is_not_the_parts_failure() -> None:
+    part = ScriptedPart([InfraError("it died")])
+    part.claims = [InfraError("the queue is gone")]
+    with pytest.raises(InfraError, match="the queue is gone"):
+        await Seen(part).supervisor.follow(Seen(part).put)
+    assert "start 2" not in part.did
+
+    async def put(record: RunRecord) -> None:
+        raise InfraError("cannot write metrics.jsonl")
+
+    part = ScriptedPart([step(1)])
+    with pytest.raises(InfraError, match="cannot write"):
+        await Seen(part).supervisor.follow(put)
+    assert part.did == ["run"]
+
+
+async def test_one_that_hangs_is_replaced() -> None:
+    part = ScriptedPart([step(1), HANG], [step(2)])
+    seen = Seen(part)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(seen.supervisor.follow, seen.put)
+            await part.running.wait()
+            await anyio.wait_all_tasks_blocked()
+            seen.supervisor.hung(DeadlineError("no answer"))
+            seen.supervisor.hung(DeadlineError("told once only"))
+    assert seen.records == [step(1), step(2)]
+    assert [restart.cause for restart in seen.restarts] == ["no answer"]
+
+
+async def stopped(seen: Seen, ready: Callable[[], anyio.Event]) -> None:
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(seen.supervisor.follow, seen.put)
+            await ready().wait()
+            await anyio.wait_all_tasks_blocked()
+            await seen.supervisor.stop()
+
+
+async def test_a_stop_asks_the_process_that_is_up() -> None:
+    part = ScriptedPart([HANG])
+    await stopped(Seen(part), lambda: part.running)
+    assert part.did == ["run", "stop"]
+
+
+async def test_a_stop_during_a_restart_does_not_start_the_next_one() -> None:
+    part = ScriptedPart([InfraError("it died")])
+    part.starts = [HANG]
+    await stopped(Seen(part), lambda: part.starting)
+    assert part.did == ["run", "kill", "claim 2", "start 2"]
+
+
+class FailsWhenStopped(ScriptedPart):
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        async for record in super().run():
+            yield record
+        raise InfraError("no checkpoint")
+
+
+async def test_what_fails_while_stopping_is_not_restarted() -> None:
+    for must_end_well in (True, False):
+        part = FailsWhenStopped([HANG])
+        seen = Seen(part, must_end_well=must_end_well)
+        if must_end_well:
+            with pytest.raises(ExceptionGroup) as caught:
+                await stopped(seen, lambda part=part: part.running)
+            assert "no checkpoint" in str(caught.value.exceptions[0])
+        else:
+            await stopped(seen, lambda part=part: part.running)
+        assert part.did == ["run", "stop"] and seen.restarts == []
+
+
+async def test_one_that_has_ended_can_be_needed_again() -> None:
+    part = ScriptedPart([step(1)], [InfraError("it died")], [step(2)])
+    seen = Seen(part)
+    await seen.supervisor.follow(seen.put)
+    await seen.supervisor.follow_again(seen.put)
+    assert seen.records == [step(1), step(2)]
+    assert part.did == ["run", "kill", "claim 2", "start 2", "run", "kill", "claim 3", "start 3", "run"]
+    assert [restart.incarnation for restart in seen.restarts] == [3]
