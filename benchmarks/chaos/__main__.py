@@ -1,0 +1,112 @@
+"""Kill, stop, tear and fill whatever a run has, at random, and see that it keeps its promises.
+
+A small run is launched like a user's (real processes, real vLLM, the quickstart's model), on a Ray cluster of two
+nodes, and faults of every kind are dealt to it: one at a time, a few seconds after it has got over the last. It ends
+with Ctrl-C and one more launch, to a planned last step. Then its journal, the Trainer's own record and the turn log are
+held against each other:
+
+  - every sample that was fed was trained exactly once in the surviving model, or dropped with a reason
+  - the books balance, and both records agree
+  - no turn that was complete was generated again
+  - nothing hung, and nothing is left running
+
+The exit code is 1 if a promise was broken. A fault that ends the launch (driver, journal, payload, disk) is followed by
+the same launch with resume=auto; the launch has to live through all others.
+
+  python -m benchmarks.chaos --seed 1 --minutes 30 --json chaos.json
+  python -m benchmarks.chaos --seed 1 --faults 4 --parts queue trainer "engine stop" --one-node --replicas 1
+
+The seed decides which faults, whom and after what pause. What they meet depends on the machine, so two rounds of one
+seed are alike, not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.chaos import faults
+from benchmarks.chaos.harness import Harness, Options
+from benchmarks.chaos.summary import tell
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    known = {name for kind in faults.KINDS for name in (kind.target, kind.name)}
+    if unknown := sorted(set(args.parts or ()) - known):
+        raise SystemExit(f"--parts {unknown[0]}: there is no such fault; see --help")
+    signal.signal(signal.SIGTERM, _interrupted)
+    # Ray's sockets have paths of at most some 100 characters.
+    work_dir = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+    options = Options(
+        seed=args.seed,
+        limit_s=args.minutes * 60.0,
+        num_faults=args.faults,
+        targets=tuple(args.parts) if args.parts else None,
+        work_dir=work_dir,
+        replicas=args.replicas,
+        ranks=args.ranks,
+        two_nodes=not args.one_node,
+        calm_s=tuple(args.calm),
+        finish=not args.no_finish,
+        settings=dict(setting.split("=", 1) for setting in args.set),
+    )
+    began = time.monotonic()
+    harness = Harness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
+    try:
+        outcome = harness.run()
+        broken = tell(outcome, options, args.json)
+    finally:
+        if args.keep is not None:
+            shutil.copytree(work_dir, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))
+        shutil.rmtree(work_dir, ignore_errors=True)
+    return 1 if broken else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    kinds = "\n".join(f"  {kind.name:<16} {kind.told}" for kind in faults.KINDS)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos",
+        description=__doc__,
+        epilog=f"faults:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides the faults (default 0)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no new fault after so many (default 30)")
+    parser.add_argument("--faults", type=int, metavar="K", help="at most so many faults")
+    parser.add_argument(
+        "--parts", nargs="+", metavar="FAULT", help="only these: a part (queue) or one fault (queue stop)"
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="vLLM engines (default 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="training processes (default 1)")
+    parser.add_argument("--one-node", action="store_true", help="a private cluster of the launch, without node faults")
+    parser.add_argument(
+        "--calm",
+        nargs=2,
+        type=float,
+        default=(1.0, 12.0),
+        metavar=("LEAST", "MOST"),
+        help="seconds from one recovery to the next fault (default 1 12)",
+    )
+    parser.add_argument("--no-finish", action="store_true", help="without the last launch to a planned end")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of the run's configuration"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's records and what the launches said")
+    return parser
+
+
+def _interrupted(number: int, frame: FrameType | None) -> Any:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""The faults there are, which comes next, and when the run has got over one. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from asyncrl.run_state import ProcessInfo, RunState
+
+Target = Literal[
+    "engine", "replica", "rollouter", "trainer", "rank", "queue", "store", "node", "driver", "journal", "payload",
+    "disk", "reward",
+]  # fmt: skip
+How = Literal["kill", "stop", "tear", "flip", "fill", "raise", "hang", "nan"]
+
+
+class Kind(NamedTuple):
+    target: Target
+    how: How
+    told: str
+    """For people."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} {self.how}"
+
+
+KINDS = (
+    Kind("engine", "kill", "SIGKILL to vLLM's engine core"),
+    Kind("engine", "stop", "SIGSTOP to vLLM's engine core"),
+    Kind("replica", "kill", "SIGKILL to a Serve replica"),
+    Kind("replica", "stop", "SIGSTOP to a Serve replica"),
+    Kind("rollouter", "kill", "SIGKILL to the Rollouter"),
+    Kind("rollouter", "stop", "SIGSTOP to the Rollouter"),
+    Kind("trainer", "kill", "SIGKILL to the Trainer"),
+    Kind("trainer", "stop", "SIGSTOP to the Trainer"),
+    Kind("rank", "kill", "SIGKILL to a trainer process"),
+    Kind("rank", "stop", "SIGSTOP to a trainer process"),
+    Kind("queue", "kill", "SIGKILL to the queue actor"),
+    Kind("queue", "stop", "SIGSTOP to the queue actor"),
+    Kind("store", "kill", "SIGKILL to the weight store"),
+    Kind("store", "stop", "SIGSTOP to the weight store"),
+    Kind("node", "kill", "SIGKILL to the raylet of the second node; another node comes in its place"),
+    Kind("node", "stop", "SIGSTOP to the raylet of the second node; another node comes in its place"),
+    Kind("driver", "kill", "SIGKILL to the launch; it is launched again with resume=auto"),
+    Kind("journal", "tear", "SIGKILL to the launch, and the tail of the journal's log is torn off"),
+    Kind("payload", "flip", "SIGKILL to the launch, and bits of a payload file are flipped"),
+    Kind("disk", "fill", "the run's disk is full until the launch has ended; then launched again"),
+    Kind("reward", "raise", "the reward function raises for a while"),
+    Kind("reward", "hang", "the reward function hangs for a while"),
+    Kind("reward", "nan", "the reward function returns NaN for a while"),
+)
+
+DRIVER_DOWN: frozenset[Target] = frozenset({"driver", "journal", "payload", "disk"})
+"""Faults that end the launch, so that another one follows."""
+ACTORS: frozenset[Target] = frozenset({"rollouter", "trainer", "rank", "queue", "store"})
+ENGINES: frozenset[Target] = frozenset({"engine", "replica", "node"})
+
+
+def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> tuple[Kind, ...]:
+    """The kinds to draw from.
+
+    Args:
+        targets: of these targets, or with these whole names (`engine stop`); None: all.
+        without: targets that cannot be had here.
+    """
+    return tuple(
+        kind
+        for kind in KINDS
+        if kind.target not in without and (targets is None or kind.target in targets or kind.name in targets)
+    )
+
+
+def deck(available: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
+    """Kinds without end: every one comes once, in random order, before any comes again."""
+    while True:
+        yield from rng.sample(available, len(available))
+
+
+@dataclass(slots=True)
+class Strike:
+    """A fault that was dealt, and what became of it."""
+
+    number: int
+    kind: Kind
+    at: float
+    """Wall clock."""
+    pids: frozenset[int] = frozenset()
+    """What was struck, with all that dies with it."""
+    parts: frozenset[tuple[str, str]] = frozenset()
+    """`(part, name)` of those processes."""
+    before: RunState | None = None
+    recovered_s: float | None = None
+    """Until what was struck was at work again; None: it has not been."""
+    lived: bool = True
+    """The launch went on by itself; None of the faults that end it counts."""
+    note: str = ""
+
+
+def victims(processes: Iterable[ProcessInfo], target: Target, node_id: str = "") -> list[ProcessInfo]:
+    """Processes that a fault of `target` may strike; those of a node come all."""
+    if target == "node":
+        return [process for process in processes if process.node_id == node_id]
+    return [process for process in processes if process.part == target]
+
+
+def with_its_own(processes: Iterable[ProcessInfo], struck: ProcessInfo, before: RunState) -> list[ProcessInfo]:
+    """`struck` and what is replaced with it: a replica and its engine, the Trainer and its ranks."""
+    together: dict[str, tuple[str, ...]] = {"trainer": ("trainer", "rank"), "rank": ("trainer", "rank")}
+    if struck.part in together:
+        return [process for process in processes if process.part in together[struck.part]]
+    if struck.part in ("replica", "engine"):
+        for report in before.replicas:
+            if struck.pid in (report.pid, *report.engine_pids):
+                pids = {report.pid, *report.engine_pids}
+                return [process for process in processes if process.pid in pids] or [struck]
+    return [struck]
+
+
+def recovered_at(strike: Strike, state: RunState) -> float | None:
+    """When what was struck was at work again, as `state` tells; None: not yet. Wall clock."""
+    if state.written_at <= strike.at or state.phase not in ("running", "stopping"):
+        return None
+    times = [strike.at]
+    parts = {part for part, _ in strike.parts}
+    for part in parts - {"engine", "replica", "driver"}:
+        if (at := _part_back(strike, part, state)) is None:
+            return None
+        times.append(at)
+    if parts & {"engine", "replica"}:
+        if (at := _replicas_back(strike, state)) is None:
+            return None
+        times.append(at)
+    return max(times)
+
+
+def _part_back(strike: Strike, part: str, state: RunState) -> float | None:
+    now = [process for process in state.processes if process.part == part]
+    if not now or any(process.pid in strike.pids for process in now):
+        return None
+    owner = "trainer" if part == "rank" else part
+    if owner in state.restarting or owner in state.unheard_s:
+        return None
+    ends = [one.recovered_at for one in state.restarts if one.part == owner]
+    if None in ends:
+        return None
+    return max((end for end in ends if end is not None and end > strike.at), default=state.written_at)
+
+
+def _replicas_back(strike: Strike, state: RunState) -> float | None:
+    """As many replicas as configured serve, none of them a process that was struck."""
+    serving = [
+        report
+        for report in state.replicas
+        if report.phase not in ("starting", "broken")
+        and report.pid not in strike.pids
+        and not strike.pids.intersection(report.engine_pids)
+        and report.reported_at > max(strike.at, state.written_at - 5.0)
+    ]
+    if len(serving) < state.num_replicas:
+        return None
+    return max((report.phase_since for report in serving if report.phase_since > strike.at), default=state.written_at)

@@ -1,0 +1,89 @@
+"""A journal in memory with a disk's manners: rows are safe once a group commit has ended; a crash takes the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from asyncrl.failures import InfraError
+from asyncrl.recovery import trained_since
+from asyncrl.transitions import Reading, Row, Transition, from_row, to_row
+from asyncrl.types import SampleId
+
+
+class Disk:
+    """What outlives every process."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.rows: list[Row] = []
+        self._read = Reading(num_prompts)
+
+    def transitions(self, pending: Sequence[Row] = ()) -> list[Transition]:
+        return [from_row(row, self._read) for row in (*self.rows, *pending)]
+
+
+class CrashLog:
+    """`recovery.TransitionLog` of one process of the queue."""
+
+    def __init__(
+        self, disk: Disk, rng: random.Random, see: Callable[[Transition], None], committed: Callable[[], None]
+    ) -> None:
+        """`see` is told of every transition as it is made; `committed` is called when some are safe, before anybody who
+        waits for that knows."""
+        self._disk = disk
+        self._rng = rng
+        self._see = see
+        self._on_commit = committed
+        self._pending: list[Row] = []
+        self._num_committing = 0
+        self._committed = anyio.Event()
+        self._dead = False
+
+    @property
+    def durable(self) -> int:
+        return len(self._disk.rows)
+
+    def append(self, transition: Transition) -> int:
+        self._check()
+        self._see(transition)
+        self._pending.append(to_row(transition))
+        return self.durable + len(self._pending)
+
+    def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
+        pass
+
+    async def flushed(self, seq: int) -> None:
+        while self.durable < seq:
+            self._check()
+            if self._num_committing == 0:
+                self._num_committing = len(self._pending)
+                asyncio.get_running_loop().call_later(self._rng.random() * 0.003, self._commit)
+            await self._committed.wait()
+        self._check()
+
+    async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
+        return trained_since(step, self._disk.transitions(self._pending))
+
+    def die(self) -> None:
+        """The process is killed. A commit that was under way is on disk as a whole, or not at all."""
+        if self._num_committing and self._rng.random() < 0.5:
+            self._disk.rows += self._pending[: self._num_committing]
+        self._dead = True
+
+    def _commit(self) -> None:
+        if self._dead:
+            return
+        number, self._num_committing = self._num_committing, 0
+        self._disk.rows += self._pending[:number]
+        del self._pending[:number]
+        self._on_commit()
+        self._committed.set()
+        self._committed = anyio.Event()
+
+    def _check(self) -> None:
+        if self._dead:
+            raise InfraError("the queue's process was killed")

@@ -1,0 +1,251 @@
+"""An event loop that never waits: time is virtual, and of everything that could run next a seeded die picks one.
+
+    ready callbacks ─▶ in random order        nothing ready ─▶ the clock jumps to the next timer
+    nothing ready and no timer ─▶ DeadlockError, with what every task waits on
+
+asyncio promises first come, first served within one loop. The parts of a run are processes, to which nobody promises
+that; so here no order between two callbacks is promised either, and what holds in all of them holds in a run.
+
+The same seed gives the same run, in any process: tasks and cancel scopes, of which anyio keeps sets, hash by their
+number here and not by their address. What runs here must keep no sets of other such objects, nor of strings, in whose
+order it does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import traceback
+from asyncio import base_events
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import anyio
+import anyio.lowlevel
+from anyio._backends import _asyncio as backend
+
+T = TypeVar("T")
+
+Threads = Literal["error", "inline"]
+
+MAX_VIRTUAL_S = 100_000.0
+MAX_TURNS = 2_000_000
+"""Callbacks of one run: beyond it something goes round in circles."""
+SPIN_TURNS = 10_000
+"""So many callbacks without a moment's pause: time passes all the same, so that a busy wait meets its deadline."""
+
+
+class ScheduleError(AssertionError):
+    """A run that does not end. The message has what every task waits on."""
+
+
+class DeadlockError(ScheduleError):
+    """Nothing is ready and no timer is set, and the main task has not ended."""
+
+
+class LivelockError(ScheduleError):
+    """The run goes on beyond all limits."""
+
+
+class ThreadError(AssertionError):
+    """Something asked for a thread, whose schedule no seed decides."""
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    def __init__(self, number: int, coroutine: Any, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Shuffled:
+    """What `BaseEventLoop._ready` has to be, but `popleft` takes any."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._items: list[asyncio.Handle] = []
+        self.turns = 0
+
+    def append(self, handle: asyncio.Handle) -> None:
+        self._items.append(handle)
+
+    def popleft(self) -> asyncio.Handle:
+        self.turns += 1
+        items = self._items
+        place = int(self._rng.random() * len(items))
+        items[place], items[-1] = items[-1], items[place]
+        return items.pop()
+
+    def clear(self) -> None:
+        self._items.clear()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class _Clock:
+    """What `BaseEventLoop._selector` has to be: its wait takes no time and moves the clock."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        self._loop.pause(timeout)
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class VirtualLoop(base_events.BaseEventLoop):
+    """See the module. `time()` begins at 0."""
+
+    def __init__(self, seed: int, *, max_virtual_s: float = MAX_VIRTUAL_S, max_turns: int = MAX_TURNS) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._clock_resolution = 1e-9
+        self._max_virtual_s = max_virtual_s
+        self._max_turns = max_turns
+        self._turns_at_pause = 0
+        self._scheduled: list[asyncio.TimerHandle]
+        self._ready: Any = _Shuffled(random.Random(seed))
+        self._selector = _Clock(self)
+        self._numbers = itertools.count()
+        self.set_task_factory(self._make_task)
+        self.failure: ScheduleError | None = None
+        """The first one: what is raised while a broken run is taken down counts for less."""
+
+    def time(self) -> float:
+        return self._now_s
+
+    @property
+    def turns(self) -> int:
+        """Callbacks run."""
+        return self._ready.turns
+
+    def pause(self, timeout_s: float | None) -> None:
+        """The loop would wait for `timeout_s` now, or for ever."""
+        if timeout_s == 0:
+            if self.turns > self._max_turns:
+                raise self._failed(LivelockError, f"{self._max_turns} callbacks and no end")
+            if self.turns - self._turns_at_pause < SPIN_TURNS or not self._scheduled:
+                return
+            timeout_s = max(0.0, self._scheduled[0].when() - self._now_s)
+        self._turns_at_pause = self.turns
+        if timeout_s is None:
+            raise self._failed(DeadlockError, "nothing is ready and no timer is set")
+        self._now_s += timeout_s
+        if self._now_s > self._max_virtual_s:
+            raise self._failed(LivelockError, f"{self._max_virtual_s:g} virtual seconds and no end")
+
+    def _make_task(self, _: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        return _NumberedTask(next(self._numbers), coroutine, loop=self, **options)
+
+    def _failed(self, kind: type[ScheduleError], what: str) -> ScheduleError:
+        tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
+        error = kind(f"{what}, at {self._now_s:.3f} s\n" + "\n".join(map(describe, tasks)))
+        self.failure = self.failure or error
+        # What is taken down now may take its time too.
+        self._max_turns, self._max_virtual_s = self.turns + SPIN_TURNS, self._now_s + 1000.0
+        return error
+
+    # The parts of a loop that touch the world outside; nothing here does.
+
+    def _process_events(self, event_list: Any) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        raise ThreadError(f"run_in_executor({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
+
+
+def run(
+    main: Callable[[], Awaitable[T]],
+    seed: int,
+    *,
+    threads: Threads = "error",
+    max_virtual_s: float = MAX_VIRTUAL_S,
+    max_turns: int = MAX_TURNS,
+) -> T:
+    """`anyio.run` on a `VirtualLoop`.
+
+    Args:
+        threads: `anyio.to_thread` raises `ThreadError`, or runs the function at once where it is.
+
+    Raises:
+        DeadlockError, LivelockError: `main` does not end.
+    """
+    loop = VirtualLoop(seed, max_virtual_s=max_virtual_s, max_turns=max_turns)
+    try:
+        with _threads(threads), _numbered_scopes():
+            return anyio.run(main, backend_options={"loop_factory": lambda: loop})
+    except BaseException as error:
+        if loop.failure is not None and error is not loop.failure:
+            raise loop.failure from error
+        raise
+
+
+@contextmanager
+def _threads(policy: Threads) -> Iterator[None]:
+    async def run_sync(func: Callable[..., Any], args: tuple[Any, ...], *_: Any, **__: Any) -> Any:
+        if policy == "error":
+            raise ThreadError(f"anyio.to_thread({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
+        await anyio.lowlevel.checkpoint()
+        return func(*args)
+
+    real = backend.AsyncIOBackend.__dict__["run_sync_in_worker_thread"]
+    backend.AsyncIOBackend.run_sync_in_worker_thread = staticmethod(run_sync)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        backend.AsyncIOBackend.run_sync_in_worker_thread = real  # type: ignore[method-assign]
+
+
+@contextmanager
+def _numbered_scopes() -> Iterator[None]:
+    numbers = itertools.count()
+
+    class NumberedScope(backend.CancelScope):
+        def __init__(self, **options: Any) -> None:
+            self._number = next(numbers)
+            super().__init__(**options)
+
+        def __hash__(self) -> int:
+            return self._number
+
+    real = backend.CancelScope
+    backend.CancelScope = NumberedScope  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        backend.CancelScope = real  # type: ignore[misc]
+
+
+def describe(task: asyncio.Task[Any]) -> str:
+    """A task and where it stands, the innermost frame last."""
+    lines = [f"  task {task.get_name()}:"]
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        for kind in ("cr", "gi", "ag"):
+            frame = getattr(awaited, f"{kind}_frame", None)
+            if frame is not None:
+                lines.append(f"    {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}")
+                break
+        else:
+            break
+        awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
+    return "\n".join(lines)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", repr(func))
+
+
+def _caller() -> str:
+    return "".join(traceback.format_stack()[:-2][-4:])

@@ -1,0 +1,237 @@
+"""Processes without processes: actors that can be killed at any moment, and what a call to one then meets.
+
+What a killed process still does (the clean-up of its tasks) changes only what died with it: its own memory, and ports
+behind a `Gate`, which let nothing of it through any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+
+from asyncrl.failures import InfraError
+
+
+class Gate:
+    """Between one process and the rest of the run. Closed for good when the process is killed; nothing passes a frozen
+    one until then.
+    """
+
+    def __init__(self) -> None:
+        self._dead = False
+        self._thawed = anyio.Event()
+        self._thawed.set()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self.last_arrival = 0.0
+        """When the last message of the process arrives: they stay in order, as Ray's do."""
+
+    def freeze(self) -> None:
+        if not self._dead and self._thawed.is_set():
+            self._thawed = anyio.Event()
+
+    def kill(self) -> None:
+        self._dead = True
+        self._thawed.set()
+        for answer in list(self._asked.values()):
+            self._refuse(answer)
+
+    def asks(self, answer: asyncio.Future[Any]) -> bool:
+        """The process waits for an answer from elsewhere. False: it is dead, and asks nobody."""
+        if self._dead:
+            self._refuse(answer)
+            return False
+        self._asked[id(answer)] = answer
+        answer.add_done_callback(lambda done: self._asked.pop(id(done), None))
+        return True
+
+    @staticmethod
+    def _refuse(answer: asyncio.Future[Any]) -> None:
+        if not answer.done():
+            answer.set_exception(InfraError("this process was killed"))
+
+    async def passing(self) -> None:
+        await self._thawed.wait()
+        self.check()
+
+    def check(self) -> None:
+        if self._dead:
+            raise InfraError("this process was killed")
+
+
+class Gated:
+    """A port as one process sees it: every call passes its gate, there and back."""
+
+    def __init__(self, port: Any, gate: Gate, pause: Callable[[], Awaitable[None]]) -> None:
+        self._port = port
+        self._gate = gate
+        self._pause = pause
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._port, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            await self._gate.passing()
+            await self._pause()
+            self._gate.check()
+            result = await method(*args, **kwargs)
+            await self._gate.passing()
+            return result
+
+        return call
+
+
+class ActorHost:
+    """An actor that comes back after it was killed. Its `handle` is like Ray's: await `handle.method.remote(...)`."""
+
+    def __init__(self, make: Callable[[], Any], unavailable: Callable[[], Exception], rng: random.Random) -> None:
+        """
+        Args:
+            make: The actor's constructor.
+            unavailable: What calls to a dead or restarting actor raise.
+            rng: Of delays.
+        """
+        self._make = make
+        self._unavailable = unavailable
+        self._rng = rng
+        self._actor: Any = make()
+        self._calls: dict[asyncio.Task[Any], _Call] = {}
+        self._over = False
+
+    def handle(self, gate: Gate) -> Any:
+        """For the process behind this gate."""
+        return _Handle(self, gate)
+
+    @property
+    def actor(self) -> Any:
+        """The object in the process of now; None: it is being restarted."""
+        return self._actor
+
+    def kill(self, down_s: float) -> None:
+        """The process dies with whatever it is doing; another one is up after `down_s`."""
+        if self._actor is None:
+            return
+        self._actor.die()
+        self._actor = None
+        calls, self._calls = self._calls, {}
+        for task, call in calls.items():
+            task.cancel()
+            self._fail(call, self._rng.uniform(1.0, 1.8))
+        _later(down_s, self._restart)
+
+    def _restart(self) -> None:
+        if not self._over:
+            self._actor = self._make()
+
+    def _fail(self, call: _Call, after_s: float) -> None:
+        def fail() -> None:
+            if call.answer.done():
+                return
+            if self._over:
+                call.answer.set_exception(InfraError("the actor is gone for good"))
+            elif call.retries:
+                self._arrive(call)
+            else:
+                call.answer.set_exception(self._unavailable())
+
+        _later(after_s, fail)
+
+    def end(self) -> None:
+        """The process dies, and none comes after it."""
+        self._over = True
+        self.kill(0.0)
+
+    def call(self, gate: Gate, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, retries: bool) -> _Ref:
+        """`retries`: over deaths of the process, for as long as it takes."""
+        answer = asyncio.get_running_loop().create_future()
+        # Nobody may wait any more for what a dead caller had asked.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        call = _Call(method, args, kwargs, retries, answer)
+        if gate.asks(answer):
+            loop = asyncio.get_running_loop()
+            # Timers of one moment may go off in any order.
+            gate.last_arrival = max(loop.time() + self._latency(), gate.last_arrival + 1e-6)
+            loop.call_at(gate.last_arrival, self._arrive, call)
+        return _Ref(answer)
+
+    def _arrive(self, call: _Call) -> None:
+        if self._actor is None:
+            self._fail(call, 1.0)
+            return
+        coroutine = getattr(self._actor, call.method)(*call.args, **call.kwargs)
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"actor.{call.method}")
+        self._calls[task] = call
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        """The method has ended; its answer travels, unless the process dies first."""
+        if task not in self._calls:
+            if not task.cancelled():
+                task.exception()
+            return
+        _later(self._latency(), self._deliver, task)
+
+    def _deliver(self, task: asyncio.Task[Any]) -> None:
+        call = self._calls.pop(task, None)
+        if call is None or call.answer.done():
+            return
+        answer = call.answer
+        if task.cancelled():
+            answer.cancel()
+        elif (error := task.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(task.result())
+
+    def _latency(self) -> float:
+        return self._rng.random() * 0.002
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    retries: bool
+    answer: asyncio.Future[Any]
+
+
+class _Ref:
+    """What a call returns at once. Whoever gives up awaiting it does not cancel the call."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self._answer).__await__()
+
+
+class _Handle:
+    def __init__(self, host: ActorHost, gate: Gate) -> None:
+        self._host = host
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self._host, self._gate, name)
+
+
+@dataclass(frozen=True)
+class _Method:
+    host: ActorHost
+    gate: Gate
+    name: str
+    retries: bool = False
+
+    def options(self, *, max_task_retries: int) -> _Method:
+        return replace(self, retries=max_task_retries != 0)
+
+    def remote(self, *args: Any, **kwargs: Any) -> _Ref:
+        return self.host.call(self.gate, self.name, args, kwargs, retries=self.retries)
+
+
+def _later(seconds: float, callback: Callable[..., None], *args: Any) -> None:
+    asyncio.get_running_loop().call_later(seconds, callback, *args)

@@ -1,0 +1,49 @@
+"""Fuzzed runs by seed. `python -m tests.fuzz.run 1234` replays one with everything that happens in it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+
+from tests.fuzz import loop
+from tests.fuzz.check import check
+from tests.fuzz.setup import draw
+from tests.fuzz.world import World
+
+MAX_VIRTUAL_S = 900.0
+
+
+class FuzzError(AssertionError):
+    """A seed whose run broke a promise; the message has how to see it again."""
+
+
+def play(seed: int, trace: Callable[[str], None] | None = None) -> World:
+    """One run, checked.
+
+    Raises:
+        FuzzError: it failed, or broke a promise.
+    """
+    setup = draw(seed)
+    world = World(setup, trace)
+
+    try:
+        loop.run(world.run, seed, max_virtual_s=MAX_VIRTUAL_S)
+        check(world)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is this seed's
+        told = "".join(traceback.format_exception(error))
+        raise FuzzError(f"{setup}\n{told}\nto see it happen: python -m tests.fuzz.run {seed}") from None
+    return world
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    for seed in map(int, sys.argv[1:]):
+        print(draw(seed))  # noqa: T201
+        world = play(seed, trace=print)
+        print(f"seed {seed}: kept; {world.launches} launches, {world.struck} faults")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

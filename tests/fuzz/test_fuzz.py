@@ -1,0 +1,161 @@
+"""The async core in thousands of seeded interleavings, with faults; and planted bugs that these must find.
+
+ASYNCRL_FUZZ_SEEDS=5000-6000 pytest tests/fuzz -k seeds     other seeds
+python -m tests.fuzz.run 5123                               one of them, with everything that happens in it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl.ledger import Ledger
+from asyncrl.recovery import QueueState
+from asyncrl.sample_queue import LocalSampleQueue
+from asyncrl.transitions import Applied
+from tests.fuzz.journal import CrashLog
+from tests.fuzz.run import FuzzError, play
+from tests.fuzz.setup import FAULTS, draw
+
+SEEDS = range(*map(int, os.environ.get("ASYNCRL_FUZZ_SEEDS", "0-1000").split("-")))
+BATCHES = 4
+MANY = range(100_000, 120_000)
+MOST_SEEDS = 200
+"""A planted bug has to be found within so many."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What a part logs of its faults is no news here, and costs more than all the rest."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_every_promise_is_kept_by_all_seeds(batch: int) -> None:
+    for seed in SEEDS[batch::BATCHES]:
+        play(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_promise_is_kept_by_very_many_seeds() -> None:
+    for seed in MANY:
+        play(seed)
+
+
+def test_the_seeds_meet_every_fault_in_every_mode() -> None:
+    met: Counter[Any] = Counter()
+    for seed in SEEDS:
+        setup = draw(seed)
+        met.update((setup.mode, fault.kind) for fault in setup.faults)
+    assert set(met) == {(mode, kind) for mode in "abcd" for kind in FAULTS}
+
+
+def test_a_seed_is_the_same_run_every_time() -> None:
+    assert digest(23) == digest(23) != digest(24)
+
+
+@pytest.mark.slow
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    program = (
+        "import hashlib, logging; logging.disable(logging.CRITICAL)\n"
+        "from tests.fuzz.test_fuzz import digest\n"
+        "print(digest(23))\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.getcwd()},
+    )
+    assert told.stdout.strip() == digest(23)
+
+
+def digest(seed: int) -> str:
+    """Of everything that happens in a run; the names that clients give their calls aside."""
+    lines: list[str] = []
+    play(seed, lines.append)
+    return hashlib.sha256("\n".join(line for line in lines if "ask=" not in line).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ planted bugs
+
+
+def found() -> str:
+    """What the first seed says that finds something."""
+    for seed in range(MOST_SEEDS):
+        try:
+            play(seed)
+        except FuzzError as error:
+            assert f"python -m tests.fuzz.run {seed}" in str(error)
+            return str(error)
+    raise AssertionError(f"{MOST_SEEDS} seeds have not found it")
+
+
+def test_a_release_that_forgets_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Ledger.release
+
+    def losing(self: Ledger, lease_id: int) -> Any:
+        released = release(self, lease_id)
+        for sample_id in released[:1]:
+            del self._ready[sample_id]
+        return released
+
+    monkeypatch.setattr(Ledger, "release", losing)
+    assert "balance" in found()
+
+
+def test_a_gate_that_opens_and_tells_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(self: LocalSampleQueue, version: int, *, lineage: int = 0, **_: Any) -> None:
+        async with self._permits:
+            if lineage == self._state.lineage and version > self._state.version:
+                self._do(Applied(version))
+
+    monkeypatch.setattr(LocalSampleQueue, "set_applied_version", silent)
+    assert "no end" in found()
+
+
+def test_a_step_that_is_not_committed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgetful(self: LocalSampleQueue, *args: Any, **kwargs: Any) -> None:
+        """The Trainer is told that it was booked."""
+
+    monkeypatch.setattr(LocalSampleQueue, "commit", forgetful)
+    assert "Error" in found()
+
+
+def test_a_queue_that_does_not_rewind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rewind(self: LocalSampleQueue, step: int, **_: Any) -> None:
+        """Nothing goes back."""
+
+    monkeypatch.setattr(LocalSampleQueue, "rewind", rewind)
+    assert "Error" in found()
+
+
+def test_a_queue_that_forgets_what_it_has_answered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueueState, "admission", lambda self, ask: None)
+    assert "no end" in found()
+
+
+def test_a_queue_that_answers_before_the_disk_has_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: CrashLog, seq: int) -> None:
+        """What it returns for is in memory only."""
+
+    monkeypatch.setattr(CrashLog, "flushed", at_once)
+    assert "Error" in found()
+
+
+def test_a_payload_that_goes_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleted once it is trained, when no checkpoint covers it yet."""
+    monkeypatch.setattr(QueueState, "_let_go_unless_kept", QueueState._let_go)
+    assert "Error" in found()

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio import to_thread
+
+from tests.fuzz.loop import DeadlockError, LivelockError, ThreadError, run
+
+
+def order(seed: int, num_tasks: int = 6) -> list[int]:
+    """The order in which tasks pass through three checkpoints each."""
+    passed: list[int] = []
+
+    async def walk(number: int) -> None:
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+            passed.append(number)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            for number in range(num_tasks):
+                group.start_soon(walk, number)
+
+    run(main, seed)
+    return passed
+
+
+def test_a_seed_decides_the_order() -> None:
+    orders = [order(seed) for seed in range(20)]
+    assert orders == [order(seed) for seed in range(20)]
+    assert len({tuple(one) for one in orders}) == 20
+    assert all(sorted(one) == sorted(list(range(6)) * 3) for one in orders)
+
+
+def test_time_jumps_and_nobody_waits() -> None:
+    async def main() -> tuple[float, list[str]]:
+        woken: list[str] = []
+
+        async def nap(name: str, seconds: float) -> None:
+            await anyio.sleep(seconds)
+            woken.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(nap, "day", 86_400.0)
+            group.start_soon(nap, "hour", 3600.0)
+            group.start_soon(nap, "minute", 60.0)
+        return anyio.current_time(), woken
+
+    began = time.monotonic()
+    now, woken = run(main, 0)
+    assert woken == ["minute", "hour", "day"]
+    assert now == pytest.approx(86_400.0)
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_deadlines_cut_and_cancellation_reaches_the_one_who_waits(seed: int) -> None:
+    async def main() -> list[str]:
+        told: list[str] = []
+        event = anyio.Event()
+
+        async def wait() -> None:
+            try:
+                await event.wait()
+            except anyio.get_cancelled_exc_class():
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(1.0)
+                    told.append("cleaned up")
+                raise
+
+        with anyio.move_on_after(5.0) as scope:
+            await wait()
+        assert scope.cancelled_caught
+        assert anyio.current_time() == pytest.approx(6.0)
+        with pytest.raises(TimeoutError):
+            with anyio.fail_after(3.0):
+                await event.wait()
+        return told
+
+    assert run(main, seed) == ["cleaned up"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_conditions_semaphores_and_streams_work(seed: int) -> None:
+    async def main() -> int:
+        condition, room = anyio.Condition(), anyio.Semaphore(2)
+        send, receive = anyio.create_memory_object_stream[int](1)
+        items: list[int] = []
+        inside = most = 0
+
+        async def produce(number: int) -> None:
+            nonlocal inside, most
+            async with room:
+                inside += 1
+                most = max(most, inside)
+                await anyio.sleep(0.1 * number)
+                inside -= 1
+            await send.send(number)
+
+        async def consume() -> None:
+            for _ in range(5):
+                items.append(await receive.receive())
+                async with condition:
+                    condition.notify_all()
+
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                group.start_soon(produce, number)
+            group.start_soon(consume)
+            async with condition:
+                while len(items) < 5:
+                    await condition.wait()
+        send.close()
+        receive.close()
+        assert sorted(items) == [0, 1, 2, 3, 4]
+        return most
+
+    assert run(main, seed) == 2
+
+
+def test_a_deadlock_is_told_with_what_every_task_waits_on() -> None:
+    async def wait_for_godot(event: anyio.Event) -> None:
+        await event.wait()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait_for_godot, anyio.Event(), name="vladimir")
+
+    with pytest.raises(DeadlockError) as caught:
+        run(main, 0)
+    assert "vladimir" in str(caught.value)
+    assert "wait_for_godot" in str(caught.value)
+    assert "test_loop.py" in str(caught.value)
+
+
+def test_a_run_that_polls_for_ever_is_a_livelock() -> None:
+    async def main() -> None:
+        while True:  # noqa: ASYNC110
+            await anyio.sleep(1.0)
+
+    with pytest.raises(LivelockError, match="100 virtual seconds"):
+        run(main, 0, max_virtual_s=100.0)
+
+
+def test_a_busy_wait_meets_its_deadline_and_without_one_it_is_a_livelock() -> None:
+    async def main() -> None:
+        with anyio.move_on_after(1.0):
+            while True:
+                await anyio.lowlevel.checkpoint()
+
+    run(main, 0)
+
+    async def for_ever() -> None:
+        while True:
+            await anyio.lowlevel.checkpoint()
+
+    with pytest.raises(LivelockError, match="callbacks"):
+        run(for_ever, 0, max_turns=30_000)
+
+
+def test_threads_are_refused_by_name_or_run_in_place() -> None:
+    def work(number: int) -> int:
+        return 2 * number
+
+    async def main() -> int:
+        return await to_thread.run_sync(work, 21)
+
+    with pytest.raises(ThreadError, match="work"):
+        run(main, 0)
+    assert run(main, 0, threads="inline") == 42
+
+    async def executor() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, work, 1)
+
+    with pytest.raises(ThreadError, match="work"):
+        run(executor, 0, threads="inline")
+
+    async def with_real_threads() -> int:
+        return await to_thread.run_sync(work, 2)
+
+    assert anyio.run(with_real_threads) == 4, "and elsewhere threads are what they were"
+
+
+def test_an_error_of_the_main_task_is_what_is_raised() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep_forever)
+            raise ValueError("mine")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(main, 0)
+    assert caught.value.subgroup(ValueError) is not None
+
+
+def test_a_seed_gives_the_same_order_in_every_process() -> None:
+    program = (
+        "from tests.fuzz.test_loop import cancelled_in_order\n"
+        "from tests.fuzz.loop import run\n"
+        "print(run(cancelled_in_order, 3))\n"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+
+
+async def cancelled_in_order() -> list[int]:
+    """In which order tasks of nested scopes hear that they are cancelled."""
+    heard: list[int] = []
+
+    async def wait(number: int) -> None:
+        try:
+            with anyio.CancelScope():
+                await anyio.sleep_forever()
+        finally:
+            heard.append(number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(20):
+            group.start_soon(wait, number)
+        await anyio.sleep(1.0)
+        group.cancel_scope.cancel()
+    return heard
