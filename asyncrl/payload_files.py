@@ -39,9 +39,6 @@ MIN_WEIGHT_BYTES = 4096
 """What a sample counts for at least, so that the descriptions of tiny ones stay far below what a header may have."""
 MAX_KEPT = 4
 """Segments kept in memory because a lease took only some of their samples."""
-LANES = 2
-"""Segments under way at once: one is packed while the disk confirms the other."""
-
 _LOST = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ESTALE, errno.ENODATA, errno.EUCLEAN)
 """Errors that say that a file is gone, or that the disk cannot give it back."""
 
@@ -60,8 +57,8 @@ class FilePayloads:
         self._directory = run_dir / SAMPLES
         self._incarnation = incarnation
         self._numbers = itertools.count(1)
-        self._lanes = [Convoy(self._put_many, max_weight=MAX_SEGMENT_BYTES) for _ in range(LANES)]
-        self._aboard = [0] * LANES
+        # One segment at a time: two side by side are smaller, and cost more than the waiting that they save.
+        self._puts = Convoy(self._put_many, max_weight=MAX_SEGMENT_BYTES)
         self._told: set[str] = set()
         self._kept: dict[str, tuple[PackedBlob, set[int]]] = {}
         """Segments some of whose samples nobody has taken yet, and where in them; the least recently used first."""
@@ -73,12 +70,7 @@ class FilePayloads:
             DiskFullError, ConfigError, InfraError: the segment cannot be written; nothing of it is left behind.
         """
         weight = max(MIN_WEIGHT_BYTES, sample_meta(sample).payload_bytes)
-        lane = self._aboard.index(min(self._aboard))
-        self._aboard[lane] += 1
-        try:
-            return await self._lanes[lane].join(sample, weight=weight)
-        finally:
-            self._aboard[lane] -= 1
+        return await self._puts.join(sample, weight=weight)
 
     async def get(self, payloads: Sequence[FileRef]) -> list[Sample | None]:
         """In order; arrays are read-only views of the segment's bytes in memory, which is read once for all of them.
