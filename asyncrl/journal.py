@@ -217,6 +217,14 @@ class Journal:
                 self._durable = rows[-1][0]
         except (sqlite3.Error, OSError) as error:
             self._error = _write_error(self._path, self._durable, error)
+        except BaseException as error:
+            # These rows are not on disk, and none behind them may be taken for it.
+            self._error = InfraError.wrap(
+                f"{self._path} was not written to: {error!r}. The run's books are whole up to transition "
+                f"{self._durable}; nothing since was acknowledged. Go on with resume=auto.",
+                error,
+            )
+            raise
         finally:
             self._trip = None
             trip.set()

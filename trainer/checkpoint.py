@@ -143,6 +143,8 @@ class Checkpointer:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
                 logger.warning("going on from step %d: %s is now %s", step, path, aside.name)
+        if self._root.is_dir():
+            _sync(self._root)  # before the queue goes back too: its rewind is durable
 
     def _name(self, building: Path, step: int) -> Path:
         for path in _files(building):

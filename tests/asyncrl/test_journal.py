@@ -368,6 +368,25 @@ def test_file_names_tell_the_last_incarnation_if_the_journal_cannot(broken: Path
     assert (head.damage, head.incarnations) == ("it is empty", {"rollouter": 3})
 
 
+async def test_nothing_is_acknowledged_behind_rows_that_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path / "journal.db")
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "_commit", no_thread)
+        seq = journal.append(transition(1)[0])
+        with pytest.raises(RuntimeError):
+            await journal.flushed(seq)
+    with pytest.raises(InfraError, match="was not written to"):
+        journal.append(transition(1)[1])
+    with pytest.raises(InfraError, match="whole up to transition 0"):
+        await journal.flushed(seq)
+
+
 def test_there_is_nothing_to_read_without_a_journal(tmp_path: Path) -> None:
     assert read_head(tmp_path) is None
     with pytest.raises(ConfigError, match="journal=off"):
