@@ -15,7 +15,6 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -172,11 +171,15 @@ class QueueActor:
 
     async def _park(self, ask: str, waiting: Awaitable[T], nothing: T) -> T:
         with anyio.CancelScope() as scope:
+            if (earlier := self._parked.get(ask)) is not None:
+                earlier.cancel()  # nobody hears its answer any more
             self._parked[ask] = scope
             try:
                 return await waiting
             finally:
-                del self._parked[ask]
+                # The same call may have been made again meanwhile, over a connection that broke.
+                if self._parked.get(ask) is scope:
+                    del self._parked[ask]
         return nothing
 
 
@@ -306,10 +309,15 @@ class QueueClient:
         try:
             return await self._call(method, *args, timeout_s=timeout_s, ask=ask, sent=sent)
         except anyio.get_cancelled_exc_class():
-            # Fenced: what the old incarnation held has been given back already.
-            with anyio.CancelScope(shield=True), suppress(FencedError):
+            with anyio.CancelScope(shield=True):
                 self._actor.abandon.remote(ask)
-                await give_back(await self._call(method, *args, timeout_s=0.0, ask=ask, sent=sent))
+                try:
+                    await give_back(await self._call(method, *args, timeout_s=0.0, ask=ask, sent=sent))
+                except FencedError:  # what the old incarnation held has been given back already
+                    pass
+                except InfraError as error:
+                    # It is given back when the next incarnation is attached; the cancellation is what counts.
+                    logger.warning("what `%s` granted could not be given back: %s", method, error.brief)
             raise
 
     async def _call(

@@ -11,6 +11,7 @@ from anyio import to_thread
 from asyncrl.cli.remote import ask, kill, stream
 from asyncrl.config.plan import total_samples
 from asyncrl.config.schema import Config
+from asyncrl.failures import DeadlineError
 from asyncrl.manifest import Progress, Resume, resume_in_run
 from asyncrl.ports import PartName, RunRecord
 from asyncrl.queue_actor import QueueClient
@@ -44,7 +45,12 @@ class _ActorPart:
         actor = self._actor
         if actor is None:
             return None
-        status: Status = await ask(self.name, actor.status.remote(), limit_s, doing="telling its status")
+        try:
+            status: Status = await ask(self.name, actor.status.remote(), limit_s, doing="telling its status")
+        except DeadlineError:
+            if actor is not self._actor:  # its successor has nothing to do with that
+                return None
+            raise
         if actor is not self._actor:
             return None
         if status:

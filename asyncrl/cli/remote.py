@@ -55,7 +55,7 @@ async def kill(actor: Any, known: Collection[ProcessInfo], heard_at: float) -> N
     """End an actor for good, and its known processes, as they told at `heard_at` (wall clock). A stopped process does
     not hear Ray, so those on this machine are killed by number. Bounded; not cancelled half-way."""
     with anyio.CancelScope(shield=True):
-        nodes = await to_thread.run_sync(_nodes_here)
+        nodes = await to_thread.run_sync(nodes_here)
         here = [process.pid for process in known if process.node_id in nodes]
         await to_thread.run_sync(end_known, here, heard_at)
         await _ray_kill(actor, for_good=True)
@@ -79,7 +79,7 @@ async def _ray_kill(actor: Any, *, for_good: bool) -> None:
         logger.warning("Ray did not kill an actor within %g s; what it still does is not accepted", KILL_S)
 
 
-def _nodes_here() -> frozenset[str]:
+def nodes_here() -> frozenset[str]:
     """Ray's ids of the nodes on this machine: those at this node's address. Blocking."""
     mine = ray.get_runtime_context().get_node_id()
     nodes = ray.nodes()

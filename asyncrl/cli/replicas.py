@@ -37,9 +37,14 @@ class ReplicaWatch:
         self._starting: dict[str, Restart] = {}
         self._told: set[str] = set()
 
-    def look(self, reports: Sequence[ReplicaReport], now: float) -> Seen:
-        """`reports`: as the weight store has them, which may still have those of replicas that are gone, or may have
-        been restarted and know only a few; `now`: wall clock."""
+    def look(self, reports: Sequence[ReplicaReport], now: float, *, store_since: float = 0.0) -> Seen:
+        """
+        Args:
+            reports: as the weight store told them, which may still have those of replicas that are gone, or may have
+                been restarted and know only a few.
+            now: when it told them, wall clock: what nobody could have heard of since is no silence.
+            store_since: from when on it could be told, wall clock.
+        """
         begun: list[Restart] = []
         recovered: list[Restart] = []
         for report in sorted(reports, key=lambda report: report.reported_at):
@@ -51,7 +56,9 @@ class ReplicaWatch:
             self._present[name] = report
             if report.phase == "serving" and name in self._starting:
                 recovered.append(replace(self._starting.pop(name), recovered_at=report.reported_at))
-        silent = [report for report in self._present.values() if now - report.reported_at > self._limit_s]
+        silent = [
+            report for report in self._present.values() if now - max(report.reported_at, store_since) > self._limit_s
+        ]
         hung = tuple(report for report in silent if report.replica not in self._told)
         self._told.update(report.replica for report in hung)
         return Seen(tuple(begun), tuple(recovered), hung)

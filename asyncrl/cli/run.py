@@ -29,7 +29,7 @@ from asyncrl.cli.parts import RolloutPart, TrainPart
 from asyncrl.cli.picture import Picture
 from asyncrl.cli.probes import TICK_S, probe
 from asyncrl.cli.processes import end_known
-from asyncrl.cli.remote import ask, kill_hung
+from asyncrl.cli.remote import ask, kill_hung, nodes_here
 from asyncrl.cli.replicas import ReplicaWatch
 from asyncrl.cli.supervise import Supervisor
 from asyncrl.cli.watchdog import StallError, Watchdog
@@ -108,6 +108,10 @@ class Run:
             must_end_well=True,
         )
         self._store_forgot = False
+        self._store_since = 0.0
+        """When the store's present process was first heard of, wall clock."""
+        self._killed: dict[PartName, tuple[int, float]] = {}
+        """Process of queue or store that was killed last, and when (monotonic)."""
         self._hung: dict[PartName, str] = {}
         """Why queue or store was killed, until the next one answers."""
         self._incarnations: Counter[PartName] = Counter({"queue": 1, "store": 1})
@@ -331,6 +335,8 @@ class Run:
             if known is not None and status.pid != known.pid:
                 self._was_restarted("store", "the newest version is published again")
                 self._store_forgot = True
+            if known is None or status.pid != known.pid:
+                self._store_since = time.time()
             self._picture.store = status
             self._picture.heard_at["store"] = time.time()
 
@@ -343,7 +349,21 @@ class Run:
             await probe(ask_it, heard=heard, missed=missed)
 
     async def _replace_hung(self, part: PartName, actor: Any, kind: type, pid: int, error: DeadlineError) -> None:
-        """Queue or store does not answer: end its process, and Ray starts the next one."""
+        """Queue or store does not answer: end its process, once, and Ray starts the next one.
+
+        Raises:
+            InfraError: the next one has not come up within `timeouts.start_s`.
+        """
+        now_s, limit_s = time.monotonic(), self._config.timeouts.start_s
+        killed, killed_s = self._killed.get(part, (0, 0.0))
+        if killed == pid:  # the next one is starting, and must not be killed over it
+            if now_s - killed_s > limit_s:
+                raise InfraError(
+                    f"the {NAMES[part]} was replaced because {self._hung[part]}, and the next one did not answer "
+                    f"within {limit_s:g} s (timeouts.start_s); logs/ray in the run directory may say why"
+                ) from error
+            return
+        self._killed[part] = pid, now_s
         self._hung[part] = error.message
         await kill_hung(actor, kind.__name__, pid, self._picture.heard_at[part])
 
@@ -370,16 +390,19 @@ class Run:
                 self._store_forgot = False
 
     async def _look_at_replicas(self, store: StoreStatus) -> None:
-        seen = self._replicas.look(store.replicas, time.time())
+        seen = self._replicas.look(
+            store.replicas, self._picture.heard_at.get("store", 0.0), store_since=self._store_since
+        )
         for restart in (*seen.begun, *seen.recovered):
             self._recorder.restarted(restart)
         for restart in seen.begun:
             with happened_in("replica"):
                 self._budgets["replica"].spend(time.monotonic(), InfraError(restart.cause))
+        here = await to_thread.run_sync(nodes_here) if seen.hung else ()
         for report in seen.hung:
-            # Serve sees to replicas by itself, if slowly; one that it does not see hanging is ended here.
-            end = partial(end_known, [report.pid], report.reported_at, title=SERVE_TITLE)
-            await to_thread.run_sync(end)
+            # Serve sees to replicas by itself, if slowly; one on this machine that it does not see hanging ends here.
+            if report.node_id in here:
+                await to_thread.run_sync(partial(end_known, [report.pid], report.reported_at, title=SERVE_TITLE))
 
     # ------------------------------------------------------------------------------------------------ end
 

@@ -21,16 +21,20 @@ class Watchdog:
     of a part. If it hangs, its deadline ends it with a better message.
     """
 
-    def __init__(self, limit_s: float, *, start_s: float = 600.0) -> None:
+    def __init__(self, limit_s: float, *, start_s: float = 600.0, gap_s: float = 10.0) -> None:
         """
         Args:
             limit_s: `timeouts.watchdog_s`.
             start_s: `timeouts.start_s`: by then a part that is being restarted, or a replica that starts, is up.
+            gap_s: most that one look adds to a standstill. When looks are further apart it was the driver that stood
+                still, stopped by a signal or with its machine, and nobody could have been seen moving.
         """
         self._limit_s = limit_s
         self._start_s = start_s
+        self._gap_s = gap_s
         self._progress: Hashable = None
-        self._since_s: float | None = None
+        self._seen_s: float | None = None
+        self._still_s = 0.0
 
     def observe(self, now_s: float, state: RunState) -> None:
         """Take note of `state` at `now_s` (monotonic).
@@ -40,11 +44,13 @@ class Watchdog:
                 the whole state beside it, with `telemetry.state_file.write_stall`.
         """
         found = progress(state)
-        if self._since_s is None or found != self._progress or is_bounded(state, self._start_s):
-            self._progress, self._since_s = found, now_s
-        elif now_s - self._since_s > self._limit_s:
+        gap_s = 0.0 if self._seen_s is None else min(now_s - self._seen_s, self._gap_s)
+        moved = self._seen_s is None or found != self._progress or is_bounded(state, self._start_s)
+        self._progress, self._seen_s = found, now_s
+        self._still_s = 0.0 if moved else self._still_s + gap_s
+        if self._still_s > self._limit_s:
             raise StallError(
-                f"nothing moved for {now_s - self._since_s:.0f} s (timeouts.watchdog_s={self._limit_s:g}): "
+                f"nothing moved for {self._still_s:.0f} s (timeouts.watchdog_s={self._limit_s:g}): "
                 f"{render(explain(state, state.written_at))}. All that is known is in {STALL_FILE} in the run directory"
             )
 
@@ -61,7 +67,8 @@ def progress(state: RunState) -> Hashable:
         state.generated_tokens,
         tuple(
             sorted(
-                (report.replica, report.phase, report.lineage, report.version, report.generated_tokens)
+                # Not the phase: a replica that fails to fetch again and again changes that, and nothing else.
+                (report.replica, report.lineage, report.version, report.generated_tokens)
                 for report in state.replicas
             )
         ),

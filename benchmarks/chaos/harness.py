@@ -334,9 +334,10 @@ class Harness:
         self._say(f"   over after {strike.recovered_s:.1f} s")
 
     def _died(self) -> None:
-        """A launch has ended unasked."""
+        """A launch has ended unasked, which a fault of one part must not bring about."""
         told = f"launch {self.outcome.launches} ended with {self._running.ended()}:\n{self._running.tail()}"
         self.outcome.deaths.append(told)
+        self._break("the rest lives on", f"launch {self.outcome.launches} ended unasked")
         self._say(f"   {told}")
 
     def _hung(self, told: str) -> None:

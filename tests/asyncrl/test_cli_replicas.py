@@ -38,6 +38,15 @@ def test_one_that_reports_nothing_hangs_and_is_told_once() -> None:
     ]
 
 
+def test_the_silence_of_a_store_is_not_a_replicas() -> None:
+    watch = ReplicaWatch(2, 60.0)
+    watch.look([report("a", 1.0), report("b", 1.0)], 1.0)
+    # It was away for two minutes, and its successor has not been told of anybody yet.
+    assert watch.look([], 120.0, store_since=119.0) == NOTHING
+    assert watch.look([report("a", 121.0)], 121.0, store_since=119.0) == NOTHING
+    assert [one.replica for one in watch.look([report("a", 180.0)], 180.0, store_since=119.0).hung] == ["b"]
+
+
 def test_a_store_that_forgot_the_replicas_changes_nothing() -> None:
     watch = ReplicaWatch(2, 60.0)
     watch.look([report("a", 1.0), report("b", 1.0)], 1.0)

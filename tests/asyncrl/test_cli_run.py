@@ -16,6 +16,7 @@ from asyncrl.cli.run import Run
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError, InfraError
 from asyncrl.ports import Edition, QueueStatus, StoreStatus, ValidationRecord
+from asyncrl.queue_actor import QueueActor
 from asyncrl.run_dir import RunDir
 from asyncrl.telemetry.live import View
 from asyncrl.telemetry.recorder import Recorder
@@ -104,6 +105,29 @@ def test_restarts_by_ray_are_told_and_count_against_the_budget(tmp_path: Path) -
     ]
     with pytest.raises(InfraError, match=r"the sample queue failed 3 times .*recovery.max_restarts=2.*logs/ray"):
         driver.run._was_restarted("queue", "")
+
+
+async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tmp_path, timeouts={"start_s": 1000})
+    driver.picture.heard_at = {"queue": 1.0}
+    killed: list[int] = []
+
+    async def kill_hung(actor: object, name: str, pid: int, heard_at: float) -> None:
+        killed.append(pid)
+
+    clock = iter((0.0, 30.0, 900.0, 901.0, 1902.0))
+    monkeypatch.setattr("asyncrl.cli.run.kill_hung", kill_hung)
+    monkeypatch.setattr("asyncrl.cli.run.time.monotonic", lambda: next(clock))
+    late = DeadlineError("it did not answer")
+    for _ in range(3):
+        await driver.run._replace_hung("queue", None, QueueActor, 7, late)
+    assert killed == [7], "its successor is rebuilding, and was killed over it"
+    await driver.run._replace_hung("queue", None, QueueActor, 8, late)
+    assert killed == [7, 8]
+    with pytest.raises(InfraError, match=r"it did not answer, and the next one did not answer within 1000 s"):
+        await driver.run._replace_hung("queue", None, QueueActor, 8, late)
 
 
 async def test_replicas_that_serve_replaces_count_against_the_budget(tmp_path: Path) -> None:

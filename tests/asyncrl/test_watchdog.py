@@ -32,7 +32,7 @@ def later(state: RunState, seconds: float) -> RunState:
 
 
 def test_a_standstill_ends_with_the_chain_and_where_the_rest_is() -> None:
-    watchdog = Watchdog(10.0)
+    watchdog = Watchdog(10.0, gap_s=60.0)
     for second in range(11):
         watchdog.observe(float(second), later(STUCK, second))
     with pytest.raises(StallError) as caught:
@@ -52,7 +52,7 @@ MOVES: list[Callable[[RunState, int], RunState]] = [
     lambda state, n: replace(state, published=Edition(0, n)),
     lambda state, n: replace(state, generated_tokens=n),
     lambda state, n: replace(state, replicas=(report(generated_tokens=n),)),
-    lambda state, n: replace(state, replicas=(report(phase="loading" if n % 2 else "serving"),)),
+    lambda state, n: replace(state, replicas=(report(str(n)),)),
     lambda state, n: replace(state, restarts=(Restart("queue", n, 0.0, "x"),)),
     lambda state, n: replace(state, restarts=(Restart("queue", 2, 0.0, "x", recovered_at=n),)),
 ]
@@ -60,15 +60,32 @@ MOVES: list[Callable[[RunState, int], RunState]] = [
 
 @pytest.mark.parametrize("move", MOVES)
 def test_whatever_moves_keeps_it_quiet(move: Callable[[RunState, int], RunState]) -> None:
-    watchdog = Watchdog(10.0)
+    watchdog = Watchdog(10.0, gap_s=60.0)
     for step in range(5):
         watchdog.observe(step * 9.0, move(STUCK, step))
     with pytest.raises(StallError):
         watchdog.observe(36.0 + 10.1, move(STUCK, 4))
 
 
+def test_a_driver_that_was_stopped_does_not_take_that_for_a_standstill_of_the_run() -> None:
+    watchdog = Watchdog(60.0)
+    watchdog.observe(0.0, STUCK)
+    watchdog.observe(3600.0, STUCK)
+    for second in range(1, 51):
+        watchdog.observe(3600.0 + second, STUCK)
+    with pytest.raises(StallError, match="nothing moved for 61 s"):
+        watchdog.observe(3651.0, STUCK)
+
+
+def test_a_replica_that_only_tries_again_and_again_does_not_move_the_run() -> None:
+    watchdog = Watchdog(10.0, gap_s=60.0)
+    watchdog.observe(0.0, replace(STUCK, replicas=(report(phase="fetching"),)))
+    with pytest.raises(StallError):
+        watchdog.observe(10.1, replace(STUCK, replicas=(report(phase="serving"),)))
+
+
 def test_what_changes_without_anything_moving_does_not() -> None:
-    watchdog = Watchdog(10.0)
+    watchdog = Watchdog(10.0, gap_s=60.0)
     watchdog.observe(0.0, STUCK)
     with pytest.raises(StallError):
         watchdog.observe(
@@ -83,7 +100,7 @@ def test_what_changes_without_anything_moving_does_not() -> None:
 
 
 def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() -> None:
-    watchdog, now_s = Watchdog(10.0), 0.0
+    watchdog, now_s = Watchdog(10.0, gap_s=60.0), 0.0
     board = WaitBoard(lambda: now_s)
     with board.waiting("permit"), board.waiting("train", limit_s=50.0):
         for second in range(60):
@@ -104,7 +121,7 @@ def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() 
     ],
 )
 def test_a_restart_has_its_own_deadline(state: RunState) -> None:
-    watchdog = Watchdog(10.0, start_s=60.0)
+    watchdog = Watchdog(10.0, gap_s=60.0, start_s=60.0)
     for second in range(70):
         watchdog.observe(float(second), later(state, second))
     with pytest.raises(StallError, match=r"being restarted|starts its engine"):
@@ -112,7 +129,7 @@ def test_a_restart_has_its_own_deadline(state: RunState) -> None:
 
 
 def test_a_start_is_not_judged() -> None:
-    watchdog = Watchdog(10.0)
+    watchdog = Watchdog(10.0, gap_s=60.0)
     for second in range(0, 100, 9):
         watchdog.observe(float(second), replace(STUCK, phase="starting"))
     watchdog.observe(105.0, replace(STUCK, phase="running"))
