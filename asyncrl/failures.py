@@ -56,6 +56,9 @@ class DeadlineError(InfraError):
 class EngineCrashError(InfraError):
     """An engine, or the replica around it, ended or hung while it had requests. Each of them may be what ended it."""
 
+    replica: str = ""
+    """Its name, the same for all whose requests were there; empty: not known yet."""
+
 
 class FencedError(InfraError):
     """This process is an old incarnation of a part that has been replaced: nothing it does counts any more."""

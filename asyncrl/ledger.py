@@ -23,13 +23,9 @@ from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any, NamedTuple
 
 from asyncrl.failures import BugError
+from asyncrl.leases import Held, Leases
 from asyncrl.ports import Books, QueueSnapshot
 from asyncrl.types import DropReason, SampleId
-
-
-class _Held(NamedTuple):
-    lease_id: int
-    completion: int
 
 
 class _Kept(NamedTuple):
@@ -57,9 +53,7 @@ class Ledger:
         self._returned: list[SampleId] = []
         self._running: set[SampleId] = set()
         self._ready: dict[SampleId, int] = {}
-        self._leased: dict[SampleId, _Held] = {}
-        self._open_leases: dict[int, set[SampleId]] = {}
-        self._last_lease = 0
+        self._leased = Leases()
         self._completions = 0
         self._kept: dict[SampleId, _Kept] = {}
         self._ends = 0
@@ -103,9 +97,9 @@ class Ledger:
             "returned": sorted(sample_id.index for sample_id in self._returned),
             "running": sorted(sample_id.index for sample_id in self._running),
             "ready": [[sample_id.index, completion] for sample_id, completion in self._ready.items()],
-            "leased": sorted([i.index, held.lease_id, held.completion] for i, held in self._leased.items()),
+            "leased": sorted([i.index, *self._leased[i]] for i in self._leased),
             "kept": sorted([i.index, kept.end, kept.completion] for i, kept in self._kept.items()),
-            "last_lease": self._last_lease,
+            "last_lease": self._leased.last,
             "completions": self._completions,
             "ends": self._ends,
             "fed": self._fed,
@@ -128,11 +122,9 @@ class Ledger:
         ledger._returned = [name(index) for index in raw["returned"]]
         ledger._running = {name(index) for index in raw["running"]}
         ledger._ready = {name(index): completion for index, completion in raw["ready"]}
-        for index, lease_id, completion in raw["leased"]:
-            ledger._leased[name(index)] = _Held(lease_id, completion)
-            ledger._open_leases.setdefault(lease_id, set()).add(name(index))
+        held = {name(index): Held(lease_id, completion) for index, lease_id, completion in raw["leased"]}
+        ledger._leased = Leases(raw["last_lease"], held)
         ledger._kept = {name(index): _Kept(end, completion) for index, end, completion in raw["kept"]}
-        ledger._last_lease = raw["last_lease"]
         ledger._completions = raw["completions"]
         ledger._ends = raw["ends"]
         ledger._fed = raw["fed"]
@@ -155,7 +147,7 @@ class Ledger:
 
     @property
     def last_lease(self) -> int:
-        return self._last_lease
+        return self._leased.last
 
     @property
     def fed(self) -> int:
@@ -185,14 +177,11 @@ class Ledger:
 
     def is_leased(self, sample_id: SampleId, lease_id: int | None = None) -> bool:
         """Under that lease, or any."""
-        held = self._leased.get(sample_id)
-        return held is not None and lease_id in (None, held.lease_id)
+        return sample_id in self._leased and lease_id in (None, self._leased[sample_id].lease_id)
 
     def held(self, lease_id: int) -> tuple[SampleId, ...]:
         """What is left of a lease. Raises `BugError` if it was never given."""
-        if not 1 <= lease_id <= self._last_lease:
-            raise BugError(f"lease {lease_id} was never given; the last one is {self._last_lease}")
-        return tuple(sorted(self._open_leases.get(lease_id, ())))
+        return self._leased.left(lease_id)
 
     def was_fed(self, sample_id: SampleId) -> bool:
         """Its id was handed out at some time."""
@@ -306,11 +295,7 @@ class Ledger:
             if sample_id not in self._ready:
                 raise self.illegal(sample_id, "lease")
         _refuse_twice("a lease", sample_ids)
-        self._last_lease += 1
-        lease_id = self._last_lease
-        for sample_id in sample_ids:
-            self._leased[sample_id] = _Held(lease_id, self._ready.pop(sample_id))
-        self._open_leases[lease_id] = set(sample_ids)
+        lease_id = self._leased.give([(sample_id, self._ready.pop(sample_id)) for sample_id in sample_ids])
         self._balance()
         return lease_id
 
@@ -318,14 +303,13 @@ class Ledger:
         """LEASED → TRAINED for these of the lease: all or, if one of them cannot be, none."""
         if self._closed and all(self.was_fed(sample_id) for sample_id in sample_ids):
             return
-        held = self._open_leases.get(lease_id, set())
         for sample_id in sample_ids:
-            if sample_id not in held:
+            if not self.is_leased(sample_id, lease_id):
                 raise self.illegal(sample_id, f"commit under lease {lease_id}")
         _refuse_twice(f"commit under lease {lease_id}", sample_ids)
         for sample_id in sample_ids:
             self._ends += 1
-            self._kept[sample_id] = _Kept(self._ends, self._leave_lease(sample_id))
+            self._kept[sample_id] = _Kept(self._ends, self._leased.take(sample_id))
             self._trained += 1
         self._balance()
 
@@ -333,7 +317,7 @@ class Ledger:
         """LEASED → READY for what is left of the lease, back at its place in completion order; returns those ids."""
         released = self.held(lease_id)
         for sample_id in released:
-            self._ready[sample_id] = self._leave_lease(sample_id)
+            self._ready[sample_id] = self._leased.take(sample_id)
         if released:
             self._sort_ready()
         self._balance()
@@ -341,7 +325,7 @@ class Ledger:
 
     def release_all(self) -> tuple[SampleId, ...]:
         """LEASED → READY for everything: whoever held it is gone."""
-        return tuple(sample_id for lease_id in sorted(self._open_leases) for sample_id in self.release(lease_id))
+        return tuple(sample_id for lease_id in self._leased.open() for sample_id in self.release(lease_id))
 
     def give_back_running(self) -> tuple[SampleId, ...]:
         """RUNNING → to be fed again for everything: whoever ran it is gone."""
@@ -357,7 +341,7 @@ class Ledger:
         if sample_id in self._ready:
             del self._ready[sample_id]
         elif sample_id in self._leased:
-            self._leave_lease(sample_id)
+            self._leased.take(sample_id)
         else:
             raise self.illegal(sample_id, "redo")
         self._return(sample_id)
@@ -374,7 +358,7 @@ class Ledger:
         elif sample_id in self._ready:
             completion = self._ready.pop(sample_id)
         elif sample_id in self._leased:
-            completion = self._leave_lease(sample_id)
+            completion = self._leased.take(sample_id)
         else:
             raise self.illegal(sample_id, f"drop ({reason})")
         if reason == DropReason.SHUTDOWN:
@@ -437,15 +421,6 @@ class Ledger:
 
     def _sort_ready(self) -> None:
         self._ready = dict(sorted(self._ready.items(), key=lambda item: item[1]))
-
-    def _leave_lease(self, sample_id: SampleId) -> int:
-        """Forget that it is leased; returns its completion number."""
-        lease_id, completion = self._leased.pop(sample_id)
-        lease = self._open_leases[lease_id]
-        lease.remove(sample_id)
-        if not lease:
-            del self._open_leases[lease_id]
-        return completion
 
     def _balance(self) -> None:
         live = len(self._running) + len(self._ready) + len(self._leased)

@@ -22,9 +22,9 @@ from asyncrl.blobs import DamageError, decode, encode
 from asyncrl.config.schema import Config
 from asyncrl.convoy import Convoy
 from asyncrl.failures import BugError, DataError, InfraError
+from asyncrl.payload_objects import RayPayloads
 from asyncrl.payloads import FileRef, PackedBlob, pack, to_blob
 from asyncrl.ports import PayloadStore
-from asyncrl.queue_actor import RayPayloads
 from asyncrl.run_dir import SAMPLES, disk_error
 from asyncrl.segments import make_directory, read_segment, segment_incarnation, segment_name, write_segment
 from asyncrl.types import Sample, sample_meta

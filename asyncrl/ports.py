@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.failures import EngineCrashError
@@ -96,6 +95,8 @@ class QueueStatus:
     """Payload files that no checkpoint covers yet."""
     told: tuple[str, ...] = ()
     """What people should know of how the journal was found: a torn tail, damage, and what follows from it."""
+    closed: bool = False
+    """The Trainer has what it needs, or the run was stopped; only a rewind opens it again."""
 
 
 class SampleQueue(Protocol):
@@ -125,14 +126,19 @@ class SampleQueue(Protocol):
     async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
         """Every replica serves `version` now: opens the staleness gate. Of an older lineage: nothing happens."""
 
-    async def end_stream(self) -> None:
-        """No more prompts: nothing is admitted; what runs may still finish and be leased."""
-
     async def close(self) -> None:
         """The run ends: everything live becomes DROPPED(shutdown); whoever waits is told."""
 
     async def mark(self, step: int) -> QueueSnapshot:
         """The books as the checkpoint of `step`, begun now, holds them; `QueueControl.rewind` goes back to here."""
+
+    async def confirm(self, step: int) -> None:
+        """The checkpoint of `step` is written, and about to be given its name.
+
+        Raises:
+            FencedError: training has gone back behind its mark, or the caller was replaced: it is of another future,
+                and nobody may take it for the run's newest.
+        """
 
     async def covered(self, step: int) -> None:
         """The checkpoint of `step` is on disk: payloads of what had ended at its mark are not needed any more."""
@@ -146,8 +152,8 @@ class QueueControl(Protocol):
     async def attach(self, part: PartName, incarnation: int) -> None:
         """A new incarnation of a part begins; calls of older ones raise `FencedError` from now on.
 
-        What the old one held goes back: of the Rollouter, RUNNING → to be fed again, first; of the Trainer,
-        LEASED → READY.
+        What the old one held goes back: of the Rollouter, RUNNING → to be fed again, first, and READY as well where
+        payloads live no longer than the process that made them; of the Trainer, LEASED → READY.
         """
 
     async def rewind(self, step: int, *, version: int, lineage: int, total_samples: int | None) -> None:
@@ -155,7 +161,8 @@ class QueueControl(Protocol):
 
         What was trained after that checkpoint's mark, and what is leased, is READY again at its place in completion
         order, or is fed again where there is no payload. What was dropped stays dropped, but for `shutdown`. The gate
-        goes back to `version`.
+        goes back to `version`. A closed queue is open again; a Rollouter that was generating when it was closed is
+        refused from now on.
         """
 
 
@@ -291,6 +298,11 @@ class StoreStatus:
     """None: nothing was published, or the store has lost its memory since."""
     replicas: tuple[ReplicaReport, ...]
     """The last report of each replica heard of in the last minutes, the longest unheard of first."""
+    informed: bool = True
+    """False: its process is a new one, and nobody has told it of a version yet, or that there is none."""
+    at: float = 0.0
+    """When it told this, by its own wall clock; the times in `replicas` are by that too. See `on_clock` in
+    `asyncrl.weights.replica_reports`."""
 
 
 # ------------------------------------------------------------------------------------------------ generation
@@ -310,6 +322,8 @@ class GenerateRequest:
 
 OnTurn = Callable[[int, Turn], Awaitable[None]]
 """A request's number among those of its call, and its complete turn."""
+OnPlace = Callable[[str], None]
+"""The replica whose engine has a call's requests from now on; empty: none has."""
 OnCrash = Callable[[EngineCrashError], Awaitable[None]]
 
 
@@ -322,6 +336,7 @@ class EngineFleet(Protocol):
         *,
         session: str,
         on_turn: OnTurn | None = None,
+        on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
     ) -> list[Turn]:
         """Run the requests on one replica and return whole turns, in order; aborts are resumed inside, and so is what
@@ -331,6 +346,7 @@ class EngineFleet(Protocol):
             requests: `so_far` of one that is complete already is its answer.
             session: keeps a conversation on its replica.
             on_turn: awaited once for each request that is complete, when the others may not be yet.
+            on_place: called when a replica has them, and when none has them any more but for a crash.
             on_crash: awaited each time a replica or its engine died while it had these requests; they are tried again
                 once it returns, with the tokens told until then. What it raises ends the call.
 
@@ -368,75 +384,3 @@ class RewardScorer(Protocol):
         Raises:
             UserCodeError: the reward function raised, timed out or returned no finite number.
         """
-
-
-# ------------------------------------------------------------------------------------------------ training
-
-Metrics = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainRow:
-    """One trajectory, as the Trainer takes it in. Arrays of `L` response tokens."""
-
-    sample_id: SampleId
-    prompt_ids: TokenIds
-    response_ids: TokenIds
-    response_mask: NDArray[np.bool_]
-    """Sampled by the policy."""
-    loss_mask: NDArray[np.bool_]
-    """Of these, what may be trained: without tokens masked as too stale."""
-    rollout_log_probs: NDArray[np.float32]
-    versions: NDArray[np.int64]
-    """Weights that sampled each token."""
-    reward: float
-    baseline_reward: float | None = None
-    """Score of the greedy response to the same prompt (ReMax)."""
-
-
-# ------------------------------------------------------------------------------------------------ records of a run
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One optimizer step, as the Trainer tells it to whoever keeps the run's records."""
-
-    step: int
-    version: int
-    """Newest published version after this step."""
-    metrics: Metrics
-    rewards: tuple[float, ...]
-    """Mean reward of each sample trained in this step."""
-    staleness: tuple[int, ...]
-    """Versions between the trainer and the oldest token of each of those samples."""
-    lineage: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ApplyRecord:
-    """One version reached every replica."""
-
-    version: int
-    reports: tuple[ApplyReport, ...]
-    publish_to_applied_s: float
-    lineage: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationRecord:
-    """The validation set, answered by one version."""
-
-    version: int
-    step: int
-    metrics: Metrics
-    """`reward/mean` and `reward/mean/<data_source>`, `response_tokens/mean`, …"""
-    examples: tuple[Mapping[str, Any], ...]
-    """A few rows for people: `prompt, response, ground_truth, reward`."""
-    lineage: int = 0
-
-
-RunRecord = StepRecord | ApplyRecord | ValidationRecord
-
-
-class RecordSink(Protocol):
-    async def put(self, record: RunRecord) -> None: ...

@@ -1,11 +1,11 @@
-"""The sample queue as a Ray actor, its client, and payloads in Ray's object store.
+"""The sample queue as a Ray actor, and its client.
 
-    Rollouter: payload ─put─▶ object store ◀─get─ Trainer
-                  │                               ▲
-                  └─ SampleMeta + reference ─▶ QueueActor ─ lease of references
+    Rollouter: payload ─put─▶ files, or object store ◀─get─ Trainer
+                  │                                         ▲
+                  └─ SampleMeta + reference ─▶ QueueActor ──┘ lease of references
 
-The actor sees metadata and references. Payload bytes go from the producer into shared memory and from there to the
-consumer; they pass neither the actor's mailbox nor its heap.
+The actor sees metadata and references. Payload bytes go from the producer to a disk or into shared memory, and from
+there to the consumer; they pass neither the actor's mailbox nor its heap.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 import anyio.to_thread
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.convoy import Convoy
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, FencedError, InfraError
 from asyncrl.journal import Journal
-from asyncrl.payloads import Packed, pack, unpack
 from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
 from asyncrl.run_dir import JOURNAL
 from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
 from asyncrl.segments import remove_segments, segment_incarnation, segment_sizes
-from asyncrl.types import DropReason, Sample, SampleId, SampleMeta, sample_meta
+from asyncrl.turn_files import forget_old_turns
+from asyncrl.types import DropReason, SampleId, SampleMeta
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ MAX_CONCURRENCY = 1000
 
 MAX_OFFERS = 256
 """Most samples in one call to the actor."""
-MAX_SHARED_BYTES = 32 << 20
-"""Most payload bytes that share one object of the store: what one unfinished sample can keep alive of the others."""
 
 T = TypeVar("T")
 
@@ -133,14 +132,14 @@ class QueueActor:
     async def set_applied_version(self, caller: Caller, version: int, lineage: int) -> None:
         await self._queue.set_applied_version(version, lineage=lineage, caller=caller)
 
-    async def end_stream(self, caller: Caller) -> None:
-        await self._queue.end_stream(caller=caller)
-
     async def close(self, caller: Caller) -> None:
         await self._queue.close(caller=caller)
 
     async def mark(self, caller: Caller, step: int) -> QueueSnapshot:
         return await self._queue.mark(step, caller=caller)
+
+    async def confirm(self, caller: Caller, step: int) -> None:
+        await self._queue.confirm(step, caller=caller)
 
     async def covered(self, caller: Caller, step: int) -> None:
         await self._queue.covered(step, caller=caller)
@@ -153,6 +152,7 @@ class QueueActor:
             state = self._queue.state
             old = {file for file in await self._segments() if (segment_incarnation(file) or 0) < incarnation}
             await self._remove({file for file in old if not state.names_file(file)})
+            await self._forget_turns(incarnation)
 
     async def rewind(self, caller: Caller, step: int, version: int, lineage: int, total_samples: int | None) -> None:
         await self._queue.rewind(step, version=version, lineage=lineage, total_samples=total_samples)
@@ -168,6 +168,11 @@ class QueueActor:
     async def _remove(self, files: Collection[str]) -> None:
         if self._run_dir is not None and files:
             await anyio.to_thread.run_sync(remove_segments, self._run_dir, files)
+
+    async def _forget_turns(self, incarnation: int) -> None:
+        """Of samples that were READY when the Rollouter before this incarnation died, or had ended."""
+        if self._run_dir is not None:
+            await forget_old_turns(self._run_dir, incarnation, self._queue.state.is_generated)
 
     async def _park(self, ask: str, waiting: Awaitable[T], nothing: T) -> T:
         with anyio.CancelScope() as scope:
@@ -192,7 +197,7 @@ def start_queue(
     max_restarts: int = 0,
     name: str | None = None,
 ) -> Any:
-    """Start the queue actor in this Ray job and return its handle.
+    """Start the queue actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.
 
     Args:
         restore: books of the checkpoint that the run goes on from, for a run without a journal or with a lost one.
@@ -203,7 +208,14 @@ def start_queue(
     """
     actor: Any = ray.remote(QueueActor)
     restarts = 0 if run_dir is None else max_restarts
-    shell = actor.options(name=name, num_cpus=0, max_restarts=restarts, max_concurrency=MAX_CONCURRENCY)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    shell = actor.options(
+        name=name,
+        num_cpus=0,
+        max_restarts=restarts,
+        max_concurrency=MAX_CONCURRENCY,
+        scheduling_strategy=here,
+    )
     return shell.remote(options, restore, run_dir, identity)
 
 
@@ -272,14 +284,14 @@ class QueueClient:
     async def set_applied_version(self, version: int, *, lineage: int = 0) -> None:
         await self._call("set_applied_version", version, lineage)
 
-    async def end_stream(self) -> None:
-        await self._call("end_stream")
-
     async def close(self) -> None:
         await self._call("close")
 
     async def mark(self, step: int) -> QueueSnapshot:
         return await self._call("mark", step)
+
+    async def confirm(self, step: int) -> None:
+        await self._call("confirm", step)
 
     async def covered(self, step: int) -> None:
         await self._call("covered", step)
@@ -366,68 +378,3 @@ def _original(error: RayTaskError, method: str) -> AsyncRLError:
     if isinstance(origin, AsyncRLError):
         return origin
     return BugError.wrap(f"the sample queue failed in `{method}`", error)
-
-
-class PayloadRef(NamedTuple):
-    """A payload in the object store: the place of a sample in an object that it may share with others.
-
-    The reference is nested, so it travels as a reference: Ray replaces a bare one among the arguments by the object.
-    """
-
-    ref: Any
-    position: int
-
-
-class RayPayloads:
-    """`ports.PayloadStore` in Ray's object store, on the machine of whoever puts. Make one per event loop.
-
-    An object costs the store about as much as copying a few hundred kilobytes, so samples that finish while a put is
-    under way share the next object, up to `MAX_SHARED_BYTES`. It lives until the last of them ends: as long as somebody
-    holds a reference, and the queue does. It is lost with the process that put it.
-
-    Raises:
-        DeadlineError: a payload could not be fetched within `call_timeout_s`.
-        InfraError: the store cannot take a payload, or cannot be reached.
-    """
-
-    def __init__(self, call_timeout_s: float) -> None:
-        self._call_timeout_s = call_timeout_s
-        self._puts = Convoy(self._put_many, max_weight=MAX_SHARED_BYTES)
-
-    async def put(self, sample: Sample) -> PayloadRef:
-        return await self._puts.join(sample, weight=sample_meta(sample).payload_bytes)
-
-    async def get(self, payloads: Sequence[PayloadRef]) -> list[Sample | None]:
-        """All of them in one call to the store. Arrays are read-only views of shared memory. None: it is lost."""
-        refs = list(dict.fromkeys(payload.ref for payload in payloads))
-        objects = await anyio.to_thread.run_sync(self._get_blocking, refs, abandon_on_cancel=True)
-        packed = dict(zip(refs, objects, strict=True))
-        found = [(packed[payload.ref], payload.position) for payload in payloads]
-        return [unpack(shared, position) if shared is not None else None for shared, position in found]
-
-    async def _put_many(self, samples: Sequence[Sample]) -> Sequence[PayloadRef]:
-        ref = await anyio.to_thread.run_sync(_put_blocking, samples)
-        return [PayloadRef(ref, position) for position in range(len(samples))]
-
-    def _get_blocking(self, refs: list[Any]) -> list[Packed | None]:
-        try:
-            return ray.get(refs, timeout=self._call_timeout_s)
-        except ObjectLostError as error:
-            if len(refs) > 1:
-                return [packed for ref in refs for packed in self._get_blocking([ref])]
-            logger.error("sample payloads are lost from the object store: %s", str(error).splitlines()[0])
-            return [None]
-        except GetTimeoutError as error:
-            raise DeadlineError(
-                f"sample payloads did not arrive within {self._call_timeout_s:g} s; raise timeouts.call_s if they are "
-                "large or the network is slow"
-            ) from error
-        except RayError as error:
-            raise InfraError.wrap("sample payloads cannot be had from the object store", error) from None
-
-
-def _put_blocking(samples: Sequence[Sample]) -> Any:
-    try:
-        return ray.put(pack(samples))
-    except RayError as error:
-        raise InfraError.wrap(f"the object store cannot take {len(samples)} sample payloads", error) from None

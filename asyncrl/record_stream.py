@@ -10,7 +10,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from asyncrl.failures import AsyncRLError, BugError
-from asyncrl.ports import RecordSink, RunRecord
+from asyncrl.records import RecordSink, RunRecord
 
 
 class StreamSink:

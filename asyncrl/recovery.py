@@ -9,10 +9,11 @@ What is rebuilt cannot differ from what was there, because nothing else changes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncrl.failures import BugError
 from asyncrl.ledger import Ledger
+from asyncrl.lineage import Line
 from asyncrl.ports import QueuedSample, QueueSnapshot
 from asyncrl.transitions import (
     Admitted,
@@ -30,7 +31,6 @@ from asyncrl.transitions import (
     Released,
     Rewound,
     Row,
-    StreamEnded,
     Transition,
     Unfed,
     entry_of,
@@ -64,10 +64,11 @@ class QueueState:
         self.keeps_payloads = keeps_payloads
         self.version = version
         self.total_samples = total_samples
-        self.lineage = 0
-        self.stream_ended = False
+        self.line = Line()
         self.incarnations: dict[str, int] = {}
         self.last_rewind: Rewound | None = None
+        self._cut_off = 0
+        """The Rollouter's incarnation that was generating when the queue was closed; 0: none was."""
         self._marks: dict[int, int] = {}
         self._covered_step = -1
         self._entries: dict[SampleId, QueuedSample] = {}
@@ -96,12 +97,30 @@ class QueueState:
 
     # -------------------------------------------------------------------------------------------- questions
 
+    @property
+    def lineage(self) -> int:
+        return self.line.lineage
+
     def entry(self, sample_id: SampleId) -> QueuedSample | None:
         return self._entries.get(sample_id)
 
     @property
     def num_entries(self) -> int:
         return len(self._entries)
+
+    def heard_from(self, part: str) -> int:
+        """Calls of that part's incarnations before this one are refused: another has taken its place, or has to.
+
+        So it is with a Rollouter that was generating when the queue was closed, once a rewind has opened it again: what
+        it is still at was given back, and would be generated twice.
+        """
+        newest = self.incarnations.get(part, 0)
+        cut_off = part == "rollouter" and not self.ledger.closed
+        return max(newest, self._cut_off + 1) if cut_off else newest
+
+    def is_generated(self, sample_id: SampleId) -> bool:
+        """Its turns are not needed any more: its payload is there, or it has ended for good."""
+        return sample_id in self._entries or bool(self.ledger.covered((sample_id,)))
 
     def admission(self, ask: str) -> tuple[SampleId, ...] | None:
         """What this ask was answered with, if it was and that has not been given back."""
@@ -110,6 +129,11 @@ class QueueState:
     def lease(self, ask: str) -> _Grant | None:
         """What this ask was answered with, if it was."""
         return self._leases.get(ask)
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing has happened in the run, and no checkpoint was there before it: step 0 is here."""
+        return self._marks == {0: 0} and self.ledger.fed == 0
 
     def has_mark(self, step: int) -> bool:
         """A rewind to `step` needs no help: what was trained since is still known, or nothing was."""
@@ -186,6 +210,8 @@ class QueueState:
         self.version = t.version
 
     def _closed(self, t: Closed) -> None:
+        if self.ledger.num_running:
+            self._cut_off = self.incarnations.get("rollouter", 0)
         self.ledger.close()
         for sample_id in list(self._entries):
             self._let_go_unless_kept(sample_id)
@@ -211,6 +237,11 @@ class QueueState:
         if t.part == "rollouter":
             self.ledger.give_back_running()
             self._admissions.clear()
+            if not self.keeps_payloads:
+                # They were in the memory of the process that has died.
+                for sample_id in tuple(self.ledger.ready()):
+                    self.ledger.redo(sample_id)
+                    self._let_go(sample_id)
         elif t.part == "trainer":
             self.ledger.release_all()
             self._leases.clear()
@@ -222,13 +253,10 @@ class QueueState:
         ends = self._marks.get(t.step, 0)
         self.ledger.rewind(ends, self._entries.__contains__, t.again)
         self._marks = {step: mark for step, mark in self._marks.items() if step < t.step} | {t.step: ends}
-        self.version, self.lineage, self.total_samples = t.version, t.lineage, t.total_samples
-        self.stream_ended = False
+        self.line = self.line.rewound(t.step, t.lineage)
+        self.version, self.total_samples = t.version, t.total_samples
         self._leases.clear()
         self.last_rewind = t
-
-    def _stream_ended(self, t: StreamEnded) -> None:
-        self.stream_ended = True
 
     def _released(self, t: Released) -> None:
         self.ledger.release(t.lease_id)
@@ -267,10 +295,10 @@ class QueueState:
             "ledger": self.ledger.dump(),
             "entries": [entry_of(self._entries[sample_id]) for sample_id in sorted(self._entries)],
             "version": self.version,
-            "lineage": self.lineage,
+            "line": self.line.dump(),
             "total_samples": self.total_samples,
-            "stream_ended": self.stream_ended,
             "incarnations": dict(self.incarnations),
+            "cut_off": self._cut_off,
             "marks": [[step, ends] for step, ends in sorted(self._marks.items())],
             "covered_step": self._covered_step,
             "admissions": [[ask, indices(ids)] for ask, ids in self._admissions.items()],
@@ -290,9 +318,9 @@ class QueueState:
         state = cls(ledger, keeps_payloads=keeps_payloads, version=raw["version"], total_samples=raw["total_samples"])
         for entry in raw["entries"]:
             state._hold(read.sample_of(entry))
-        state.lineage = raw["lineage"]
-        state.stream_ended = raw["stream_ended"]
+        state.line = Line.load(raw["line"])
         state.incarnations = dict(raw["incarnations"])
+        state._cut_off = raw["cut_off"]
         state._marks = {step: ends for step, ends in raw["marks"]}
         state._covered_step = raw["covered_step"]
         state._admissions = {ask: read.ids_of(indices) for ask, indices in raw["admissions"]}
@@ -313,24 +341,12 @@ _APPLY: dict[type, Callable[[QueueState, Any], None]] = {
     Released: QueueState._released,
     Redone: QueueState._redone,
     Applied: QueueState._applied,
-    StreamEnded: QueueState._stream_ended,
     Closed: QueueState._closed,
     Marked: QueueState._marked,
     Covered: QueueState._covered,
     Attached: QueueState._attached,
     Rewound: QueueState._rewound,
 }
-
-
-def replay(state: QueueState, transitions: Iterable[Transition]) -> QueueState:
-    """The state after them; it is changed in place, and returned.
-
-    Raises:
-        BugError: one of them is illegal there.
-    """
-    for transition in transitions:
-        state.apply(transition)
-    return state
 
 
 def _remember(asks: dict[str, Any], ask: str, answer: Any) -> None:
@@ -343,73 +359,3 @@ def _remember(asks: dict[str, Any], ask: str, answer: Any) -> None:
 
 def _told(sample_ids: Iterable[SampleId]) -> str:
     return ", ".join(map(str, sample_ids)) or "nothing"
-
-
-# ------------------------------------------------------------------------------------------------ history
-
-
-def trained_since(step: int, transitions: Iterable[Transition], *, whole: bool = True) -> tuple[SampleId, ...] | None:
-    """What was TRAINED since the newest mark of `step`, by index; None: there is no such mark.
-
-    It is asked when training goes back behind the newest checkpoint, to samples whose end is not kept any more. Of the
-    answer, what is live or kept by now was rewound since.
-
-    Args:
-        transitions: of the run, in order; marks, commits and drops will do.
-        whole: they begin with the run's first, which is where step 0 ends.
-    """
-    found = whole and step == 0
-    last: dict[SampleId, bool] = {}
-    for transition in transitions:
-        if isinstance(transition, Marked) and transition.step == step:
-            found = True
-            last.clear()
-        elif isinstance(transition, Committed):
-            last |= dict.fromkeys(transition.sample_ids, True)
-        elif isinstance(transition, Dropped):
-            last |= dict.fromkeys(transition.sample_ids, False)
-    return tuple(sorted(sample_id for sample_id, trained in last.items() if trained)) if found else None
-
-
-class TransitionLog(Protocol):
-    """Where a queue's transitions go. A failed one raises in every call."""
-
-    @property
-    def durable(self) -> int:
-        """The last transition that a crash cannot take."""
-
-    def append(self, transition: Transition) -> int:
-        """Takes it in, in order; returns its number, from 1, without waiting."""
-
-    def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
-        """Called behind each `append`: keep `dump()`, of about `size` entries, if rebuilding takes long without."""
-
-    async def flushed(self, seq: int) -> None:
-        """Returns once that transition, and all before it, are durable."""
-
-    async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        """`trained_since` over the whole run."""
-
-
-class MemoryLog:
-    """`TransitionLog` that keeps the values: for a queue without files."""
-
-    def __init__(self, transitions: Iterable[Transition] = ()) -> None:
-        self.transitions = list(transitions)
-
-    @property
-    def durable(self) -> int:
-        return len(self.transitions)
-
-    def append(self, transition: Transition) -> int:
-        self.transitions.append(transition)
-        return len(self.transitions)
-
-    def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
-        pass
-
-    async def flushed(self, seq: int) -> None:
-        pass
-
-    async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        return trained_since(step, self.transitions)

@@ -8,14 +8,40 @@ from asyncrl.failures import DiskFullError, InfraError
 
 
 class RestartBudget:
-    """Restarts of one part: at most `max_restarts` within any `window_s` seconds."""
+    """Restarts of one part: at most `max_restarts` within any `window_s` seconds; of one that tells how far it gets,
+    also at most so many in a row that get no further: what fails at the same place for ever is no bad luck, however
+    slowly it gets there.
+    """
 
-    def __init__(self, part: str, max_restarts: int, window_s: float) -> None:
-        """`part`: as people are to read it, `Rollouter`."""
+    def __init__(self, part: str, max_restarts: int, window_s: float, *, tells_progress: bool = False) -> None:
+        """
+        Args:
+            part: as people are to read it, `Rollouter`.
+            tells_progress: `reached` is called.
+        """
         self._part = part
         self._max_restarts = max_restarts
         self._window_s = window_s
+        self._tells_progress = tells_progress
         self._failed_at: deque[float] = deque()
+        self._excused = 0
+        """Failures to come that do not count."""
+        self._furthest = -1
+        self._in_vain = 0
+        """Failures since the part was further than ever before."""
+
+    def reached(self, step: int) -> None:
+        """The part has taken this step. It may have been there before, and gone back since."""
+        if step > self._furthest:
+            self._furthest, self._in_vain = step, 0
+
+    def excuse(self, failures: int) -> None:
+        """So many of its failures, or of those that are about to be told, were not the part's own."""
+        for _ in range(failures):
+            if self._failed_at:
+                self._failed_at.popleft()
+            else:
+                self._excused += 1
 
     def spend(self, now_s: float, error: InfraError) -> int:
         """The part failed with `error` at `now_s`, not before the last time. Returns how many of its restarts are
@@ -26,13 +52,22 @@ class RestartBudget:
         """
         if self._max_restarts == 0 or isinstance(error, DiskFullError):
             raise error
+        if self._excused:
+            self._excused -= 1
+            return len(self._failed_at)
         self._failed_at.append(now_s)
         while self._failed_at[0] <= now_s - self._window_s:
             self._failed_at.popleft()
         if (failures := len(self._failed_at)) > self._max_restarts:
-            raise InfraError(
-                f"the {self._part} failed {failures} times within {self._window_s:g} s "
-                f"(recovery.max_restarts={self._max_restarts}); the last time: {error.message}",
-                error.cause,
-            )
+            raise self._spent(f"failed {failures} times within {self._window_s:g} s", error)
+        self._in_vain += 1
+        if self._tells_progress and self._in_vain > self._max_restarts:
+            where = f"without getting past step {self._furthest}" if self._furthest >= 0 else "before its first step"
+            raise self._spent(f"failed {self._in_vain} times in a row {where}", error)
         return failures
+
+    def _spent(self, how: str, error: InfraError) -> InfraError:
+        return InfraError(
+            f"the {self._part} {how} (recovery.max_restarts={self._max_restarts}); the last time: {error.message}",
+            error.cause,
+        )

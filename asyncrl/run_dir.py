@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -77,6 +77,15 @@ def disk_error(path: Path, error: OSError) -> AsyncRLError:
     return InfraError.wrap(f"cannot write {path}: {error.strerror or error}. The run's records are incomplete.", error)
 
 
+def sync(path: Path) -> None:
+    """The content of a file, or the names in a directory, are on disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDir:
     """Make a new run directory with its config.yaml: `config.run_dir`, or `root/<experiment>/<time>`.
 
@@ -119,23 +128,12 @@ def reopen_run_dir(path: Path, config: Config) -> RunDir:
     return run_dir
 
 
-def newest_resumable(
-    experiment: str, has_checkpoint: Callable[[RunDir], bool] | None = None, *, root: Path = RUNS
-) -> RunDir | None:
-    """The newest run of `experiment` under `root` that can be gone on from; None if there is none.
-
-    `has_checkpoint` says whether a run has a complete checkpoint; by default, any finished directory in `checkpoints/`.
-    """
+def runs_of(experiment: str, *, root: Path = RUNS) -> Iterator[RunDir]:
+    """The runs of `experiment` under `root`, the newest first."""
     runs = root / experiment
-    if not runs.is_dir():
-        return None
-    accept = has_checkpoint or _has_checkpoint
-    found = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
+    found = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()] if runs.is_dir() else []
     for path in sorted(found, key=_age, reverse=True):
-        run_dir = RunDir(path.absolute())
-        if accept(run_dir):
-            return run_dir
-    return None
+        yield RunDir(path.absolute())
 
 
 def _age(path: Path) -> tuple[str, int]:
@@ -143,16 +141,6 @@ def _age(path: Path) -> tuple[str, int]:
     day, _, rest = path.name.partition("-")
     clock, _, number = rest.partition("-")
     return f"{day}-{clock}", int(number) if number.isdigit() else 0
-
-
-def _has_checkpoint(run_dir: RunDir) -> bool:
-    # A checkpoint under construction has a name that starts with a dot or ends with .tmp, until it is renamed.
-    if not run_dir.checkpoints.is_dir():
-        return False
-    return any(
-        path.is_dir() and not path.name.startswith(".") and path.suffix != ".tmp"
-        for path in run_dir.checkpoints.iterdir()
-    )
 
 
 def _refuse_used(path: Path) -> None:
@@ -176,13 +164,17 @@ def _make_unique(parent: Path, stamp: str) -> Path:
 
 
 def _point_latest(link: Path, name: str) -> None:
-    """Best of ours to lose: a file system without symbolic links keeps the run, without the convenience."""
+    """For people only: nothing reads it."""
     if link.exists() and not link.is_symlink():
         return
     temporary = link.with_name(f".latest-{secrets.token_hex(4)}")
     try:
         temporary.symlink_to(name)
-    except (NotImplementedError, PermissionError):
+    except OSError as error:
+        # How Linux says that the file system has no symbolic links: EPERM, and on some network ones EOPNOTSUPP. A run
+        # needs none. That the directory cannot be written to would have been told by now.
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            raise
         return
     os.replace(temporary, link)
 

@@ -102,6 +102,9 @@ class RunState:
     restarting: Mapping[str, float] = field(default_factory=dict)
     """Parts that are being replaced, since when."""
     restarts: tuple[Restart, ...] = ()
+    """The newest."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """How many there were before those, by part."""
     processes: tuple[ProcessInfo, ...] = ()
     last_progress_at: float = 0.0
 

@@ -1,9 +1,9 @@
 """The sample queue on one event loop, without Ray: the ledger, its pacing and bound, and whoever waits on them.
 
-    admit  waits for a permit:   unblocked by set_applied_version, drop, an eviction, unfeed, redo, rewind, end_stream,
-                                 close, and by the attachment of a newer Rollouter
-    lease  waits for samples:    unblocked by offer, release, drop, rewind, end_stream, close, and by the attachment of
-                                 a newer Trainer
+    admit  waits for a permit:   unblocked by set_applied_version, drop, an eviction, unfeed, redo, rewind, close, and
+                                 by the attachment of a newer Rollouter
+    lease  waits for samples:    unblocked by offer, release, drop, rewind, close, and by the attachment of a newer
+                                 Trainer
 
 Every transition runs without an await between reading and changing the state, and a grant is the last thing a waiter
 decides. So a waiter that is cancelled or runs out of time has either its grant or none was made.
@@ -14,17 +14,19 @@ once it is durable. Nobody is ever told of what a crash could take, because what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import anyio
 
+from asyncrl.eviction import Eviction
 from asyncrl.failures import AsyncRLError, BugError, FencedError
+from asyncrl.history import TransitionLog
 from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
-from asyncrl.recovery import QueueState, TransitionLog, replay
-from asyncrl.staleness import Pacing, StaleAction, judge
+from asyncrl.recovery import QueueState
+from asyncrl.staleness import Pacing, StaleAction
 from asyncrl.transitions import (
     Admitted,
     Applied,
@@ -39,7 +41,6 @@ from asyncrl.transitions import (
     Redone,
     Released,
     Rewound,
-    StreamEnded,
     Transition,
     Unfed,
 )
@@ -82,7 +83,7 @@ class LocalSampleQueue:
     Args:
         restore: the books of the checkpoint that a run without a journal goes on from.
         journal: takes every transition; its errors are raised by every method.
-        state: what was rebuilt from the journal, see `rebuilt`; `restore` does not count then.
+        state: what was rebuilt from the journal; `restore` does not count then.
     """
 
     def __init__(
@@ -93,7 +94,6 @@ class LocalSampleQueue:
         *,
         state: QueueState | None = None,
     ) -> None:
-        self._options = options
         self._journal = journal
         self._seq = 0 if journal is None else journal.durable
         self._state = state or QueueState.begin(
@@ -104,26 +104,11 @@ class LocalSampleQueue:
         )
         self._ledger = self._state.ledger
         self._pacing = replace(options.pacing, total_samples=self._state.total_samples)
-        self._judged_for: int | None = None
-        self._unjudged: list[SampleId] = []
+        self._eviction = Eviction(self._state, options.max_staleness, options.stale_action)
         lock = anyio.Lock()
         self._permits = anyio.Condition(lock)
         self._samples = anyio.Condition(lock)
         self._waits = WaitBoard()
-
-    @classmethod
-    def rebuilt(
-        cls,
-        options: QueueOptions,
-        transitions: Iterable[Transition],
-        restore: QueueSnapshot | None = None,
-        journal: TransitionLog | None = None,
-    ) -> LocalSampleQueue:
-        """The queue that made these transitions, after `restore` if it began with that, in another process."""
-        state = QueueState.begin(
-            options.prompts_per_epoch, restore, keeps_payloads=True, total_samples=options.pacing.total_samples
-        )
-        return cls(options, journal=journal, state=replay(state, transitions))
 
     @property
     def state(self) -> QueueState:
@@ -182,7 +167,7 @@ class LocalSampleQueue:
                 errors.append(error)
             if taken:
                 self._do(Finished(tuple(taken.values())))
-                self._unjudged.extend(taken)
+                self._eviction.came(taken)
                 self._samples.notify_all()
         await self._flushed()
         return errors
@@ -244,7 +229,7 @@ class LocalSampleQueue:
             held = self._ledger.held(lease_id)
             if held:
                 self._do(Released(lease_id))
-                self._unjudged.extend(held)
+                self._eviction.came(held)
                 self._samples.notify_all()
         await self._flushed()
 
@@ -267,6 +252,13 @@ class LocalSampleQueue:
         await self._flushed()
         return snapshot
 
+    async def confirm(self, step: int, *, caller: Caller = ANYBODY) -> None:
+        """See `ports.SampleQueue`."""
+        self._check(caller)
+        if not self._state.has_mark(step):
+            raise FencedError(f"training has gone back behind step {step}: its checkpoint is of another future")
+        await self._flushed()
+
     async def covered(self, step: int, *, caller: Caller = ANYBODY) -> None:
         """See `ports.SampleQueue`. Of a step that a later checkpoint has outdone, nothing happens."""
         async with self._permits:
@@ -284,15 +276,6 @@ class LocalSampleQueue:
             happened = caller.again and self._ledger.was_fed(sample_id) and not self._ledger.is_live(sample_id)
             if not self._ledger.is_late(sample_id) and not happened:
                 self._do(Dropped(reason, (sample_id,)))
-                self._notify_both()
-        await self._flushed()
-
-    async def end_stream(self, *, caller: Caller = ANYBODY) -> None:
-        """Nothing is admitted any more; what runs may still finish and be leased."""
-        async with self._permits:
-            self._check(caller)
-            if not self._state.stream_ended:
-                self._do(StreamEnded())
                 self._notify_both()
         await self._flushed()
 
@@ -319,6 +302,7 @@ class LocalSampleQueue:
             total_samples=state.total_samples,
             journal_seq=0 if journal is None else journal.durable,
             payload_bytes=state.payload_bytes,
+            closed=self._ledger.closed,
         )
 
     # -------------------------------------------------------------------------------------------- the supervisor's side
@@ -331,7 +315,7 @@ class LocalSampleQueue:
                 raise FencedError(f"incarnation {incarnation} of the {part} comes after incarnation {newest} began")
             if incarnation > newest:
                 self._do(Attached(part, incarnation))
-                self._judge_all()
+                self._eviction.judge_all()
                 self._notify_both()
         await self._flushed()
 
@@ -356,7 +340,7 @@ class LocalSampleQueue:
                 again = self._ledger.covered(ended)
                 self._do(Rewound(step, version, lineage, total_samples, again))
                 self._pacing = replace(self._pacing, total_samples=total_samples)
-                self._judge_all()
+                self._eviction.judge_all()
                 self._notify_both()
         await self._flushed()
 
@@ -388,9 +372,9 @@ class LocalSampleQueue:
                 await self._journal.flushed(self._seq)
 
     def _check(self, caller: Caller) -> None:
-        if caller.incarnation and caller.incarnation < (newest := self._state.incarnations.get(caller.part, 0)):
+        if caller.incarnation and caller.incarnation < (heard_from := self._state.heard_from(caller.part)):
             raise FencedError(
-                f"incarnation {caller.incarnation} of the {caller.part} was replaced by incarnation {newest}: "
+                f"incarnation {caller.incarnation} of the {caller.part} was replaced by incarnation {heard_from}: "
                 "what it does does not count any more"
             )
 
@@ -399,7 +383,7 @@ class LocalSampleQueue:
         self._check(caller)
         if caller.ask and (answered := self._state.admission(caller.ask)) is not None:
             return Admission(answered, closed=False)
-        if self._state.stream_ended or self._ledger.closed:
+        if self._ledger.closed:
             return Admission((), closed=True)
         permits = self._pacing.permits(self._ledger.fed, self._ledger.num_dropped, self._state.version)
         sample_ids = self._ledger.next_ids(min(max_samples, permits))
@@ -433,36 +417,17 @@ class LocalSampleQueue:
         return tuple(entry for entry in held if entry is not None)
 
     def _evict(self, trainer_version: int) -> None:
-        """READY samples beyond the bound → DROPPED(stale), if so configured. Each is judged once per version."""
-        suspects = self._unjudged if trainer_version == self._judged_for else list(self._ledger.ready())
-        stale = tuple(dict.fromkeys(sample_id for sample_id in suspects if self._is_stale(sample_id, trainer_version)))
-        self._unjudged, self._judged_for = [], trainer_version
-        if stale:
+        """READY samples beyond the bound → DROPPED(stale), if so configured."""
+        if stale := self._eviction.stale(trainer_version):
             self._do(Dropped(DropReason.STALE, stale))
             self._permits.notify_all()
-
-    def _is_stale(self, sample_id: SampleId, trainer_version: int) -> bool:
-        entry = self._state.entry(sample_id)
-        if entry is None or not self._ledger.is_ready(sample_id):
-            return False
-        verdict = judge(
-            trainer_version,
-            entry.meta.oldest_version,
-            max_staleness=self._options.max_staleness,
-            stale_action=self._options.stale_action,
-            rewound=self._state.lineage > 0,
-        )
-        return verdict == "drop"
-
-    def _judge_all(self) -> None:
-        self._judged_for = None
 
     def _no_more_to_come(self) -> bool:
         """Nothing runs, and nothing will be admitted unless a leased sample is given up."""
         if self._ledger.closed:
             return True
-        exhausted = self._state.stream_ended or self._pacing.is_complete(self._ledger.fed, self._ledger.num_dropped)
-        return exhausted and self._ledger.num_running == 0
+        complete = self._pacing.is_complete(self._ledger.fed, self._ledger.num_dropped)
+        return complete and self._ledger.num_running == 0
 
     def _notify_both(self) -> None:
         self._permits.notify_all()

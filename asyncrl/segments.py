@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.blobs import DamageError
-from asyncrl.run_dir import SAMPLES
+from asyncrl.run_dir import SAMPLES, sync
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def write_segment(path: Path, buffers: Sequence[memoryview]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        sync_directory(path.parent)
+        sync(path.parent)
     except BaseException:
         with suppress(OSError):
             path.unlink()
@@ -122,13 +122,4 @@ def make_directory(path: Path) -> None:
     """The directory is there, and on disk."""
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
-        sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Names in it are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path.parent)

@@ -87,11 +87,6 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamEnded:
-    """No more prompts."""
-
-
-@dataclass(frozen=True, slots=True)
 class Closed:
     """Everything live → DROPPED(shutdown)."""
 
@@ -131,7 +126,7 @@ class Rewound:
 
 
 Transition = (
-    Admitted | Unfed | Finished | Dropped | Leased | Committed | Released | Redone | Applied | StreamEnded | Closed
+    Admitted | Unfed | Finished | Dropped | Leased | Committed | Released | Redone | Applied | Closed
     | Marked | Covered | Attached | Rewound
 )  # fmt: skip
 
@@ -166,7 +161,6 @@ _TO_BODY: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
     Released: ("release", lambda t: [t.lease_id]),
     Redone: ("redo", lambda t: [t.sample_id.index]),
     Applied: ("apply", lambda t: [t.version]),
-    StreamEnded: ("end_stream", lambda t: []),
     Closed: ("close", lambda t: []),
     Marked: ("mark", lambda t: [t.step]),
     Covered: ("covered", lambda t: [t.step]),
@@ -208,7 +202,6 @@ _FROM_BODY: dict[str, Callable[[Reading, list[Any]], Transition]] = {
     "release": lambda read, b: Released(b[0]),
     "redo": lambda read, b: Redone(read.id_of(b[0])),
     "apply": lambda read, b: Applied(b[0]),
-    "end_stream": lambda read, b: StreamEnded(),
     "close": lambda read, b: Closed(),
     "mark": lambda read, b: Marked(b[0]),
     "covered": lambda read, b: Covered(b[0]),

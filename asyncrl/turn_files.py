@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,12 @@ _LIVE, _FORGOTTEN = b"L", b"F"
 _HEAD_BYTES = 9
 
 
+def log_incarnation(name: str) -> int | None:
+    """Which incarnation of the Rollouter wrote it; None: it is no turn log's name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 class RecordedTurn(NamedTuple):
     """A turn on disk, forgotten or not: forgotten ones are there until their file goes."""
 
@@ -50,6 +56,7 @@ class RecordedTurn(NamedTuple):
     sample_id: SampleId
     key: str
     num_tokens: int
+    spans: tuple[Span, ...]
 
 
 def read_turns(run_dir: Path) -> Iterator[RecordedTurn]:
@@ -59,7 +66,22 @@ def read_turns(run_dir: Path) -> Iterator[RecordedTurn]:
     """
     for log in _logs(run_dir / SAMPLES):
         for frame in _frames(log.path):
-            yield RecordedTurn(log.incarnation, frame.sample_id, frame.key, len(frame.turn.response_ids))
+            turn = frame.turn
+            yield RecordedTurn(log.incarnation, frame.sample_id, frame.key, len(turn.response_ids), turn.spans)
+
+
+async def forget_old_turns(run_dir: Path, incarnation: int, is_over: Callable[[SampleId], bool]) -> None:
+    """Of samples that are over, forget what incarnations before this one recorded: they died before they could."""
+    files = _Files(run_dir / SAMPLES, incarnation, MAX_LOG_BYTES)
+    try:
+        live = await anyio.to_thread.run_sync(files.live)
+    except OSError as error:
+        logger.warning("turns that are not needed any more may stay on disk: %s", error)
+        return
+    over = [_Forget(sample_id) for sample_id in live if is_over(sample_id)]
+    for failed in await anyio.to_thread.run_sync(files.run, over):
+        if failed is not None:
+            logger.warning("turns that are not needed any more stay on disk: %s", failed)
 
 
 class NoTurns:
@@ -72,6 +94,9 @@ class NoTurns:
         return {}
 
     async def forget(self, sample_id: SampleId) -> None:
+        pass
+
+    async def aclose(self) -> None:
         pass
 
 
@@ -96,6 +121,10 @@ class FileTurns:
 
     async def forget(self, sample_id: SampleId) -> None:
         await self._trips.join(_Forget(sample_id))
+
+    async def aclose(self) -> None:
+        """Delete the file that was written to last, if nothing in it is live. Nothing is recorded behind this."""
+        await anyio.to_thread.run_sync(self._files.end)
 
     async def _run(self, tasks: Sequence[_Task]) -> Sequence[Any]:
         # Not abandoned on cancellation: the files' books belong to one thread at a time.
@@ -162,6 +191,19 @@ class _Files:
     def run(self, tasks: Sequence[_Task]) -> list[Any]:
         """What each task gives, or its error."""
         return [self._one(task) for task in tasks]
+
+    def live(self) -> list[SampleId]:
+        """Samples with turns in earlier incarnations' files that are not forgotten."""
+        self._places = self._load()
+        return list(self._places)
+
+    def end(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            try:
+                self._delete_if_done(own)
+            except OSError as error:
+                logger.warning("cannot delete %s: %s. It is not needed any more", own.path, error.strerror)
 
     def _one(self, task: _Task) -> Any:
         try:

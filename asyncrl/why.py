@@ -12,11 +12,10 @@ Each answer follows one path of this picture, so it ends. What is not known is l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
 
+from asyncrl.chain import Cause, Driver, Link
 from asyncrl.ports import Books, Edition, ReplicaReport
 from asyncrl.run_state import RunState
 from asyncrl.waits import Wait
@@ -33,51 +32,6 @@ STILL_S = 10.0
 """Engines that are at work make a token more often than that."""
 MAX_ERROR_CHARS = 1500
 
-Driver = Literal["alive", "stopped", "gone", "unknown"]
-"""The driver's process, as the reader of the state sees it: `stopped`: by SIGSTOP; `unknown`: it is not on this
-machine."""
-
-Cause = Literal[
-    "starting",
-    "completed",
-    "failed",
-    "interrupted",
-    "driver",
-    "unheard",
-    "restarting",
-    "ranks",
-    "model",
-    "checkpoint",
-    "engine",
-    "replica",
-    "reward",
-    "validation",
-    "store",
-    "queue",
-    "gate",
-    "ended",
-    "busy",
-    "unknown",
-]
-"""What a chain ends in, in one word."""
-
-
-class Link(NamedTuple):
-    """One of a chain: it waits on the next one. The last is the cause."""
-
-    who: str
-    does: str
-    for_s: float | None = None
-    """Since when, in seconds."""
-    more: str = ""
-    cause: Cause | Literal[""] = ""
-    """Set in the last link, and in a first one that says how the run or its driver ended before what follows."""
-
-    @property
-    def text(self) -> str:
-        since = "" if self.for_s is None else f" for {duration(self.for_s)}"
-        return f"{self.who} {self.does}{since}" + (f" ({self.more})" if self.more else "")
-
 
 def explain(state: RunState, now: float, *, driver: Driver = "unknown") -> tuple[Link, ...]:
     """The chain of waits at `now` (wall clock), or where the run has ended or its driver is gone, how, and the chain at
@@ -89,32 +43,6 @@ def explain(state: RunState, now: float, *, driver: Driver = "unknown") -> tuple
         return (head,)
     then = _when_last_asked(state)
     return (head, *_Look(then, then.written_at).run())
-
-
-def render(links: Sequence[Link]) -> str:
-    """In one line: `Trainer waits for samples ◀ Rollouter waits on ... ◀ ...`."""
-    text = ""
-    for number, link in enumerate(links):
-        if number:
-            text += "; at that time: " if links[number - 1].cause else " ◀ "
-        text += link.text
-    return text
-
-
-def as_json(links: Sequence[Link]) -> list[dict[str, Any]]:
-    return [{**link._asdict(), "text": link.text} for link in links]
-
-
-def duration(seconds: float) -> str:
-    """`0.4 s`, `94 s`, `12 min`, `3.2 h`."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    seconds = max(0.0, seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _head(state: RunState, now: float, driver: Driver) -> Link | None:

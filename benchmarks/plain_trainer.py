@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from asyncrl.config.schema import AlgorithmConfig, OptimConfig
-from asyncrl.ports import TrainRow
 from asyncrl.types import SampleId
+from trainer.rows import TrainRow
 
 GROUP = 4
 """Rows of one sample."""

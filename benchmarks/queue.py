@@ -31,8 +31,9 @@ import numpy as np
 import ray
 
 from asyncrl.payload_files import FilePayloads
+from asyncrl.payload_objects import RayPayloads
 from asyncrl.ports import PayloadStore, SampleQueue
-from asyncrl.queue_actor import QueueClient, RayPayloads, start_queue
+from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
-from asyncrl.ports import TrainRow
 from benchmarks.plain_trainer import GROUP, SIGMAS, PlainTrainer, Workload, make_rows
 from trainer.algorithms.objective import PolicyLoss
 from trainer.batching import balance
 from trainer.engine.base import BaseEngine, EngineSpec
 from trainer.engine.registry import EngineRegistry
+from trainer.rows import TrainRow
 from trainer.tensors import input_lengths, to_batch
 
 WAYS = ("plain", "padded", "packed")

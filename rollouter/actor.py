@@ -10,13 +10,14 @@ from typing import Any
 
 import ray
 from anyio import to_thread
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
 from asyncrl.payload_files import make_payloads
-from asyncrl.ports import RecordSink, RunRecord, TurnLog
 from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
+from asyncrl.records import RecordSink, RunRecord
 from asyncrl.turn_files import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.rewards.combination import CombinedScorer
@@ -76,7 +77,7 @@ class RolloutActor:
         namespace = ray.get_runtime_context().namespace
         served = ServedModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
-        turns: TurnLog = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
+        turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(
             config,
             task._replace(scorer=scorer),
@@ -91,6 +92,7 @@ class RolloutActor:
         if self._stopped:
             self._rollouter.stop()
         await self._rollouter.run()
+        await turns.aclose()
 
     async def stop(self) -> None:
         """End `run` soon, without a last apply. For an orderly end close the queue instead."""
@@ -113,9 +115,11 @@ class RolloutActor:
 
 
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
-    """Start the actor in this Ray job and return its handle.
+    """Start the actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.
 
     Ray never restarts it: the next incarnation is the supervisor's to start, once the queue knows of it.
     """
     actor: Any = ray.remote(RolloutActor)
-    return actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY).remote(config, incarnation)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    shell = actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY, scheduling_strategy=here)
+    return shell.remote(config, incarnation)

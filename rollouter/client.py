@@ -14,19 +14,20 @@ from typing import Protocol
 import anyio
 
 from asyncrl.failures import BugError, EngineCrashError, InfraError
-from asyncrl.ports import GenerateRequest, OnCrash, OnTurn
+from asyncrl.ports import GenerateRequest, OnCrash, OnPlace, OnTurn
 from asyncrl.types import FinishReason, Turn, join_turns
-from rollouter.serving.pieces import Piece
+from rollouter.serving.pieces import Piece, Taken
 
 FIRST_BACKOFF_S = 1.0
 
 
 class CallReplica(Protocol):
-    """One call to one replica: what it samples, piece by piece; its end is that of all its requests."""
+    """One call to one replica: who has taken it, then what it samples, piece by piece; its end is that of all its
+    requests."""
 
     def __call__(
         self, requests: Sequence[GenerateRequest], *, session: str
-    ) -> AsyncGenerator[Sequence[Piece], None]: ...
+    ) -> AsyncGenerator[Taken | Sequence[Piece], None]: ...
 
 
 async def generate(
@@ -36,6 +37,7 @@ async def generate(
     session: str,
     max_attempts: int,
     on_turn: OnTurn | None = None,
+    on_place: OnPlace | None = None,
     on_crash: OnCrash | None = None,
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
 ) -> list[Turn]:
@@ -49,6 +51,7 @@ async def generate(
         max_attempts: Calls in a row that may fail without a token before it is given up. Aborts by a weight sync are
             no failures.
         on_turn: Awaited once for each request that this call completes, as soon as it is known.
+        on_place: See `ports.EngineFleet.generate`.
         on_crash: Awaited when an engine died that had requests of this call and had not completed them all. What it
             lets pass is tried again at no cost; what it raises ends the call. Without it a crash is a failure.
         sleep: Waits between failed calls: 1 s, 2 s, 4 s, …
@@ -67,18 +70,24 @@ async def generate(
         progress = False
         batch = [_resubmission(requests[index], turns[index], calls) for index in pending]
         unended = set(pending)
+        replica = ""
         async with aclosing(call(batch, session=session)) as told:
             while True:
                 try:
-                    pieces = await anext(told, None)
+                    news = await anext(told, None)
                 except InfraError as error:
                     failure = error
                     break
-                if pieces is None:
+                if isinstance(news, Taken):
+                    replica = news.replica
+                    if on_place is not None:
+                        on_place(replica)
+                    continue
+                if news is None:
                     if unended:
                         raise BugError(f"a replica ended a call of {len(batch)} without the end of {len(unended)}")
                     break
-                for piece in pieces:
+                for piece in news:
                     index = pending[piece.number]
                     turn = join_turns(turns[index], piece.turn)
                     turns[index] = turn
@@ -87,6 +96,10 @@ async def generate(
                         unended.discard(index)
                         if on_turn is not None and _done(turn, requests[index]):
                             await on_turn(index, _finished(turn, requests[index]))
+        if isinstance(failure, EngineCrashError):
+            failure.replica = failure.replica or replica
+        elif on_place is not None:
+            on_place("")
         # An engine that failed right behind a turn's last token has not told of its end.
         for index in sorted(unended):
             if on_turn is not None and _done(turns[index], requests[index]):

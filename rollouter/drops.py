@@ -14,7 +14,12 @@ class OverlongError(DataError):
 
 
 class TooLongError(DataError):
-    """The sample was not generated and scored within its time."""
+    """The sample was not generated within its time."""
+
+
+def lasts(error: DataError | UserCodeError) -> bool:
+    """It is the prompt's own, and would be the same another time."""
+    return isinstance(error, DataError) and not isinstance(error, TooLongError | PoisonError)
 
 
 class Drop(NamedTuple):

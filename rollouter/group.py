@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl.failures import BugError, DataError
-from asyncrl.ports import EngineFleet, GenerateRequest, OnCrash
+from asyncrl.ports import EngineFleet, GenerateRequest, OnCrash, OnPlace
 from asyncrl.types import FinishReason, Prompt, Turn
 
 BASELINE = "baseline"
@@ -25,6 +25,7 @@ async def generate_group(
     baseline: Mapping[str, Any] | None = None,
     completed: Mapping[str, Turn] | None = None,
     on_turn: OnGroupTurn | None = None,
+    on_place: OnPlace | None = None,
     on_crash: OnCrash | None = None,
 ) -> list[Turn]:
     """The `n` turns of a prompt, and behind them one more with `baseline` as its sampling, if that is given.
@@ -33,7 +34,7 @@ async def generate_group(
         name: The session; `name/k` are the requests, and `name/baseline`.
         completed: Turns there are already, by key: they are not asked for again.
         on_turn: Awaited once for each turn made now, as soon as it is complete.
-        on_crash: See `EngineFleet.generate`.
+        on_place, on_crash: See `EngineFleet.generate`.
 
     Raises:
         InfraError: from the fleet, its retries spent.
@@ -55,7 +56,7 @@ async def generate_group(
         if on_turn is not None and keys[number] not in have:
             await on_turn(keys[number], turn)
 
-    turns = await fleet.generate(requests, session=name, on_turn=told, on_crash=on_crash)
+    turns = await fleet.generate(requests, session=name, on_turn=told, on_place=on_place, on_crash=on_crash)
     if len(turns) != len(requests):
         raise BugError(f"{name}: the fleet returned {len(turns)} turns for {len(requests)} requests")
     for request, turn in zip(requests, turns, strict=True):

@@ -18,7 +18,9 @@ from rollouter.quarantine import Quarantine
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""By then everybody who was in flight on an engine has heard that it died: their calls end within milliseconds."""
+"""By then everybody knows of its place: the word that a replica has taken a call is on its way for milliseconds."""
+LONGEST_S = 30.0
+"""A crash is judged by then, even where a call on that replica is still open: one that Ray has forgotten, perhaps."""
 
 
 class TimeLimit:
@@ -49,8 +51,8 @@ def time_limit(name: str, limit_s: float) -> Iterator[TimeLimit]:
         yield TimeLimit(scope)
     if scope.cancelled_caught:
         raise TooLongError(
-            f"{name} was not generated and scored within timeouts.sample_s = {limit_s:g} s; raise it if such samples "
-            "are worth waiting for, or lower rollout.response_length"
+            f"{name} was not generated within timeouts.sample_s = {limit_s:g} s; raise it if such samples are worth "
+            "waiting for, or lower rollout.response_length"
         )
 
 
@@ -71,6 +73,11 @@ class Probation:
         self._wall_clock = wall_clock
         self._changed = anyio.Event()
 
+    def placed(self, name: str, replica: str) -> None:
+        """Its requests are on this replica from now on; empty: on none."""
+        self._quarantine.placed(name, replica)
+        self._tell()
+
     async def crashed(self, name: str, error: EngineCrashError, limit: TimeLimit) -> None:
         """An engine died that had `name`. Returns once it may be tried again; the wait is not on its time.
 
@@ -79,8 +86,12 @@ class Probation:
         """
         logger.info("%s was in flight when an engine crashed: %s", name, error.message)
         with limit.paused(), self._waits.waiting("probation"):
-            crash = self._quarantine.crashed(name, error.brief, self._wall_clock())
-            await anyio.sleep(self._settle_s)
+            crash = self._quarantine.crashed(name, error.brief, error.replica, self._wall_clock())
+            self._tell()
+            with anyio.move_on_after(LONGEST_S):
+                await anyio.sleep(self._settle_s)
+                while not (crash.judged or self._quarantine.all_told(crash)):
+                    await self._changed.wait()
             self._quarantine.judge(crash)
             self._tell()
             while (standing := self._quarantine.standing(name)) == "waiting":

@@ -2,15 +2,17 @@
 
     admit (permit) ─▶ slot ─▶ generate n turns ─▶ slot free ─▶ score ─▶ payload ─▶ offer
                               │ └ turn log               │
-                              └──── timeouts.sample_s ───┴── DataError, UserCodeError ──▶ drop(reason), or stop
+                     timeouts.sample_s            reward.timeout_s a call
+                              └──────────────────────────┴── DataError, UserCodeError ──▶ drop(reason), or stop
 
 With ReMax one more turn is drawn, greedily, and scored with the others: its score is the sample's baseline, and it is
 no trajectory (https://arxiv.org/abs/2310.10505).
 
 Each sample is one task. No lock and no order between them: a straggler holds nothing but its own slot and permit, and
-these for `timeouts.sample_s` at most. After an engine crash `rollouter.probation` says who goes on. A sample that is
-fed again, to a Rollouter that was restarted, has what the turn log holds of it and asks for the rest only.
-The loop is unblocked by a free slot, by a permit, and by the queue's end.
+the slot for `timeouts.sample_s` at most. Scoring is not on that time: a sample may wait long for its turn there, which
+is nobody's fault, and every call ahead of it has a deadline of its own. After an engine crash `rollouter.probation`
+says who goes on. A sample that is fed again, to a Rollouter that was restarted, has what the turn log holds of it and
+asks for the rest only. The loop is unblocked by a free slot, by a permit, and by the queue's end.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ class Pump:
         return len(self._in_flight)
 
     async def run(self) -> None:
-        """Pump until the queue admits nothing any more; what still counts as running is finished first.
+        """Pump until the queue is closed; what is in flight then is cancelled.
 
         Raises (inside an exception group):
             InfraError, UserCodeError, DataError, BugError: the run cannot go on.
@@ -92,10 +94,8 @@ class Pump:
         try:
             async with anyio.create_task_group() as group:
                 await self._admit(group)
-                if (await self._queue.status()).books.running == 0:
-                    # Closed: the ledger has booked what is in flight as DROPPED(shutdown). After `end_stream` alone,
-                    # running samples are still wanted, and leaving the task group waits for them.
-                    group.cancel_scope.cancel()
+                # The ledger has booked what is in flight as DROPPED(shutdown).
+                group.cancel_scope.cancel()
         finally:
             self.generation.stop()
 
@@ -126,8 +126,7 @@ class Pump:
 
     async def _run_sample(self, sample_id: SampleId) -> None:
         try:
-            with time_limit(str(sample_id), self._config.timeouts.sample_s) as limit:
-                sample = await self._make_sample(sample_id, limit)
+            sample = await self._make_sample(sample_id)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(sample_id, error)
             log = logger.warning if drop.first else logger.debug
@@ -143,8 +142,9 @@ class Pump:
         finally:
             del self._in_flight[sample_id]
 
-    async def _make_sample(self, sample_id: SampleId, limit: TimeLimit) -> Sample:
-        prompt, turns, generate_s = await self._generate(sample_id, limit)
+    async def _make_sample(self, sample_id: SampleId) -> Sample:
+        with time_limit(str(sample_id), self._config.timeouts.sample_s) as limit:
+            prompt, turns, generate_s = await self._generate(sample_id, limit)
         started = self._clock()
         with self._waits.waiting("reward"):
             scores = await self._scorer.score(prompt, turns)
@@ -175,6 +175,9 @@ class Pump:
             self.counts.generated_tokens += len(turn.response_ids)
             await self._turns.record(sample_id, key, turn)
 
+        def on_place(replica: str) -> None:
+            self._probation.placed(name, replica)
+
         async def on_crash(error: EngineCrashError) -> None:
             await self._probation.crashed(name, error, limit)
 
@@ -200,6 +203,7 @@ class Pump:
                     baseline=baseline,
                     completed=completed,
                     on_turn=on_turn,
+                    on_place=on_place,
                     on_crash=on_crash,
                 )
             generate_s = self._clock() - started

@@ -22,12 +22,12 @@ from asyncrl.ports import (
     EngineFleet,
     PayloadStore,
     PromptSource,
-    RecordSink,
     RewardScorer,
     SampleQueue,
     TurnLog,
     WeightFeed,
 )
+from asyncrl.records import RecordSink
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.probation import SETTLE_S, Probation
@@ -59,6 +59,9 @@ class RolloutStart(NamedTuple):
     """What the replicas serve at the start is to be validated, whatever its publication says of that."""
     validated: Edition | None = None
     """The newest edition whose validation is recorded: neither it nor an older one is validated again."""
+    validated_step: int = 0
+    """The newest step whose validation is recorded, of those that are in the surviving model; 0: none. What
+    `trainer.test_freq` asks for beyond it is owed."""
 
 
 def load_task(config: Config, cache_dir: Path) -> Task:
@@ -135,7 +138,10 @@ class Rollouter:
             validator=self._validator,
             validate_first=start.validate_first,
             validated=start.validated,
+            validated_step=start.validated_step,
+            test_freq=config.trainer.test_freq,
             poll_s=config.timeouts.call_s,
+            start_s=config.timeouts.start_s,
             waits=self.waits,
             clock=clock,
             wall_clock=wall_clock,

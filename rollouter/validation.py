@@ -13,10 +13,11 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, EngineCrashError, UserCodeError
-from asyncrl.ports import Edition, EngineFleet, Metrics, RewardScorer, Score, ValidationRecord
+from asyncrl.ports import Edition, EngineFleet, RewardScorer, Score
+from asyncrl.records import Metrics, ValidationRecord
 from asyncrl.types import FinishReason, Prompt, Turn
 from asyncrl.waits import WaitBoard
-from rollouter.drops import DropRule
+from rollouter.drops import DropRule, lasts
 from rollouter.group import generate_group
 from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import sampling_params
@@ -44,10 +45,10 @@ class Answer(NamedTuple):
 
 
 class Superseded(Exception):
-    """Some replica serves another edition than the one to validate, so the validation of that one cannot be had.
+    """Some replica serves another edition than the one to validate, so the validation of that one cannot be had so.
 
-    Replicas are replaced when they fail, and a new one starts with the newest edition there is: of a newer version, or
-    of a newer lineage, whose versions may be lower.
+    Replicas are replaced when they fail, and a new one starts with the newest edition that it hears of: of a newer
+    version, of a newer lineage, whose versions may be lower, or of an older one.
     """
 
     def __init__(self, version: int, other: int) -> None:
@@ -84,27 +85,28 @@ class Validator:
         self.generated_tokens = 0
         """Response tokens made for validation so far."""
 
-    async def run(self, edition: Edition, step: int) -> ValidationRecord:
-        """Validate `edition`. The caller applies no other one meanwhile.
+    async def run(self, edition: Edition, step: int, *, ask: int = 1) -> ValidationRecord | None:
+        """Validate `edition`, for the `ask`th time. The caller applies no other one meanwhile.
 
         A prompt that another version has answered is asked again, up to `rollout.max_attempts` times: another replica
-        may still serve the one wanted. Figures are of one version or none.
+        may still serve the one wanted. Figures are of one version or none. None: there are none, as no prompt was
+        answered this time, for reasons that another time may not have; it is logged.
 
         Raises (the first alone, others inside an exception group):
             Superseded: replicas of another version keep answering.
             InfraError, UserCodeError, DataError: as for training samples.
+            DataError: no prompt can ever be answered.
         """
         started = self._clock()
-        answers: list[Answer | None] = [None] * len(self._prompts)
+        answers: list[Answer | DataError | UserCodeError | None] = [None] * len(self._prompts)
         limit = anyio.CapacityLimiter(self._config.rollout.max_concurrent_samples)
         superseded: list[Superseded] = []
 
         async def answer(number: int, group: TaskGroup) -> None:
             try:
                 async with limit:
-                    answers[number] = await self._answer(
-                        session_name(edition, number), self._prompts[number], edition.version
-                    )
+                    name = session_name(edition, number, ask)
+                    answers[number] = await self._answer(name, self._prompts[number], edition.version)
             except Superseded as error:
                 superseded.append(error)
                 group.cancel_scope.cancel()
@@ -115,26 +117,29 @@ class Validator:
                     group.start_soon(answer, number, group)
         if superseded:
             raise superseded[0]
-        answered = [one for one in answers if one is not None]
+        answered = [one for one in answers if isinstance(one, Answer)]
         if not answered:
-            raise DataError(
-                f"validation of version {edition.version}: no prompt of {len(self._prompts)} could be answered"
-            )
+            failures = [one for one in answers if isinstance(one, DataError | UserCodeError)]
+            told = f"validation of version {edition.version}: no prompt of {len(self._prompts)} could be answered"
+            if all(map(lasts, failures)):
+                raise DataError(f"{told}, the first: {failures[0].message}", failures[0].cause)
+            logger.error("%s, so it has no figures; the first: %s", told, failures[0].message)
+            return None
         metrics = validation_metrics(answered)
         metrics["duration_s"] = self._clock() - started
         examples = tuple(self._example(one) for one in answered[:NUM_EXAMPLES])
         return ValidationRecord(edition.version, step, metrics, examples, edition.lineage)
 
-    async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | None:
-        """None: dropped, and logged."""
+    async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | DataError | UserCodeError:
+        """An error: dropped for it, and logged."""
         try:
             with time_limit(name, self._config.timeouts.sample_s) as limit:
                 turns = await self._generate(name, prompt, version, limit)
-                scores = await self._scorer.score(prompt, turns)
+            scores = await self._scorer.score(prompt, turns)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)
-            return None
+            return error
         self._drops.passed()
         return Answer(prompt, turns, scores)
 
@@ -152,6 +157,9 @@ class Validator:
         async def on_turn(key: str, turn: Turn) -> None:
             self.generated_tokens += len(turn.response_ids)
 
+        def on_place(replica: str) -> None:
+            self._probation.placed(name, replica)
+
         async def on_crash(error: EngineCrashError) -> None:
             await self._probation.crashed(name, error, limit)
 
@@ -159,7 +167,14 @@ class Validator:
             for attempt in range(1, rollout.max_attempts + 1):
                 session = name if attempt == 1 else f"{name}_try_{attempt}"
                 turns = await generate_group(
-                    self._fleet, session, prompt, params, n=rollout.val.n, on_turn=on_turn, on_crash=on_crash
+                    self._fleet,
+                    session,
+                    prompt,
+                    params,
+                    n=rollout.val.n,
+                    on_turn=on_turn,
+                    on_place=on_place,
+                    on_crash=on_crash,
                 )
                 others = {span.version for turn in turns for span in turn.spans} - {version}
                 if not others:
@@ -178,10 +193,11 @@ class Validator:
         }
 
 
-def session_name(edition: Edition, number: int) -> str:
-    """Of one validation prompt; no two validations of a run have one in common."""
+def session_name(edition: Edition, number: int, ask: int = 1) -> str:
+    """Of one validation prompt; no two validations of a Rollouter have one in common."""
     lineage, version = edition
-    return f"val_{version}_{number}" if lineage == 0 else f"val_{lineage}_{version}_{number}"
+    name = f"val_{version}_{number}" if lineage == 0 else f"val_{lineage}_{version}_{number}"
+    return name if ask == 1 else f"{name}_ask_{ask}"
 
 
 def validation_metrics(answers: Sequence[Answer]) -> Metrics:

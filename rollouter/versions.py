@@ -7,8 +7,12 @@ replicas go back to it.
 
 Validation stands between two applies, so it is answered by one version from its first to its last token, while training
 generation goes on beside it. If a replica is replaced meanwhile and starts with a newer version, every replica is
-brought to the newest, and that is validated in its place. If training goes back, the validation is given up at once:
+brought to the newest, and that is validated in its place. If it starts with an older one, as it has heard of nothing
+newer yet, it is told, and the validation is asked for again. If training goes back, the validation is given up at once:
 nobody wants its figures any more, and the gate waits for the apply.
+
+A validation that was asked for and not recorded (the process that was at it died, the store forgot the wish) is owed:
+the next version that is applied is validated.
 
 The loop is unblocked by a publication, and by `finish()`.
 """
@@ -16,6 +20,7 @@ The loop is unblocked by a publication, and by `finish()`.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -23,17 +28,10 @@ from collections.abc import Callable
 import anyio
 from anyio.abc import TaskStatus
 
-from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import (
-    ApplyRecord,
-    Edition,
-    EngineFleet,
-    Publication,
-    RecordSink,
-    SampleQueue,
-    ValidationRecord,
-    WeightFeed,
-)
+from asyncrl.config.plan import validation_due
+from asyncrl.failures import InfraError
+from asyncrl.ports import ApplyReport, Edition, EngineFleet, Publication, SampleQueue, WeightFeed
+from asyncrl.records import ApplyRecord, RecordSink, ValidationRecord
 from asyncrl.waits import WaitBoard
 from rollouter.validation import Superseded, Validator
 
@@ -53,25 +51,38 @@ class VersionLoop:
         validator: Validator | None,
         validate_first: bool,
         validated: Edition | None,
+        validated_step: int = 0,
+        test_freq: int = -1,
         poll_s: float,
+        start_s: float,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """See `rollouter.RolloutStart` for `validate_first` and `validated`."""
+        """See `rollouter.RolloutStart` for `validate_first`, `validated` and `validated_step`.
+
+        Args:
+            test_freq: `trainer.test_freq`.
+            poll_s: longest single wait for a publication.
+            start_s: how long a replica that was just replaced may answer with another version than was applied.
+        """
         self._feed = feed
         self._fleet = fleet
         self._queue = queue
         self._sink = sink
         self._validator = validator
         self._validate_first = validate_first
-        self._validated_before = validated
+        self._validated = validated
+        self._validated_step = validated_step
+        self._test_freq = test_freq
         self._poll_s = poll_s
+        self._start_s = start_s
         self._waits = waits
         self._clock = clock
         self._wall_clock = wall_clock
         self._finishing = False
         self._parked: anyio.CancelScope | None = None
+        self._applied: Publication | None = None
         self.edition = Edition(0, 0)
         """What every replica serves; (0, 0): the model's files."""
 
@@ -94,8 +105,7 @@ class VersionLoop:
             await self._apply(first, again=True)
         # Generation may begin: before, a resumed run would sample from the model's files.
         task_status.started()
-        wanted = self._validate_first or (first is not None and first.validate)
-        if wanted and (self._validated_before is None or self._validated_before < self.edition):
+        if self._validate_first or (first is not None and self._is_owed(first)):
             await self._validate(first.step if first else 0)
         while not self._finishing:
             await self._take(await self._wait_newer())
@@ -113,25 +123,22 @@ class VersionLoop:
         if publication is None or publication.edition <= self.edition:
             return
         await self._apply(publication)
-        if publication.validate:
+        if self._is_owed(publication):
             await self._validate(publication.step)
+
+    def _is_owed(self, publication: Publication) -> bool:
+        due = validation_due(self._test_freq, validated_step=self._validated_step, step=publication.step)
+        return publication.validate or due
 
     async def _apply(self, publication: Publication, *, again: bool = False) -> None:
         """`again`: every replica may have served it before, which is no news then."""
         learned = self._clock()
-        with self._waits.waiting("apply"):
-            reports = await self._fleet.apply(publication)
+        reports = await self._bring(publication)
         if published := publication.published_at_s:
             publish_to_applied_s = max(0.0, self._wall_clock() - published)
         else:
             publish_to_applied_s = self._clock() - learned
-        # A replica that was replaced meanwhile may already serve a newer one; its tokens say so.
-        if behind := [report for report in reports if report.edition < publication.edition]:
-            raise InfraError(
-                f"replica {behind[0].replica} serves {_words(behind[0].edition)} after "
-                f"{_words(publication.edition)} was applied: its tokens would be booked under the wrong version"
-            )
-        self.edition = publication.edition
+        self.edition, self._applied = publication.edition, publication
         # Only now: the gate counts versions that every replica serves.
         await self._queue.set_applied_version(publication.version, lineage=publication.lineage)
         if again and not any(report.load_s for report in reports):
@@ -139,35 +146,75 @@ class VersionLoop:
         record = ApplyRecord(publication.version, tuple(reports), publish_to_applied_s, publication.lineage)
         await self._sink.put(record)
 
+    async def _bring(self, publication: Publication) -> list[ApplyReport]:
+        """Every replica to the publication, or to a newer one.
+
+        Raises:
+            InfraError: one could not be brought there.
+        """
+        with self._waits.waiting("apply"):
+            reports = await self._fleet.apply(publication)
+        # A replica that was replaced meanwhile may already serve a newer one; its tokens say so.
+        if behind := [report for report in reports if report.edition < publication.edition]:
+            raise InfraError(
+                f"replica {behind[0].replica} serves {_words(behind[0].edition)} after "
+                f"{_words(publication.edition)} was applied: its tokens would be booked under the wrong version"
+            )
+        return reports
+
     async def _validate(self, step: int) -> None:
         """Validate what every replica serves, and where a replaced replica has gone ahead, what that one serves.
 
-        Where training has gone back meanwhile, nothing: what it has gone back to is a publication like any other.
+        What is recorded already is not validated again. Where training has gone back meanwhile, nothing is: what it has
+        gone back to is a publication like any other.
+
+        Raises:
+            InfraError: a replica has answered with another version for longer than `start_s`.
         """
-        if self._validator is None:
+        if self._validator is None or (self._validated is not None and self.edition <= self._validated):
             return
+        ask, until = 1, math.inf
         while True:
             try:
-                record = await self._validated(self._validator, step)
+                record = await self._ask_for(self._validator, step, ask)
             except Superseded as error:
-                # The replica knew of it from the store, which may have been restarted since: then it is told again.
-                newest = await self._feed.wait_newer(self.edition, timeout_s=self._poll_s)
+                newest = None
+                if error.other > error.version:
+                    # The replica knew of it from the store, which may have been restarted since: it is told again.
+                    newest = await self._feed.wait_newer(self.edition, timeout_s=self._poll_s)
                 if newest is None:
-                    raise BugError(f"{error}, which nobody has published") from error
+                    # Replaced while a version was applied, it may have begun with what was newest before.
+                    until = min(until, anyio.current_time() + self._start_s)
+                    ask += 1
+                    await self._tell_again(error, until)
+                    continue
                 if newest.lineage > self.edition.lineage:
                     return
-                if error.other < error.version:
-                    raise BugError(f"{error}, an older one") from error
                 logger.warning("%s, as some were replaced; version %d is validated instead", error, newest.version)
                 await self._apply(newest)
-                step = newest.step
+                step, ask, until = newest.step, 1, math.inf
             else:
                 if record is not None:
                     await self._sink.put(record)
                 return
 
-    async def _validated(self, validator: Validator, step: int) -> ValidationRecord | None:
-        """None: training has gone back to a checkpoint meanwhile.
+    async def _tell_again(self, error: Superseded, until: float) -> None:
+        """Bring a replica that answers with `error.other`, of which nobody knows why, to what the others serve.
+
+        Raises:
+            InfraError: it is later than `until`, by `anyio.current_time`.
+        """
+        if anyio.current_time() >= until:
+            raise InfraError(
+                f"{error}, and have done so for {self._start_s:g} s (timeouts.start_s), each time after all of them "
+                f"were brought to {_words(self.edition)}; their logs in the run directory may say what they load"
+            )
+        logger.warning("%s; it is asked for again once every replica serves %s", error, _words(self.edition))
+        if self._applied is not None:
+            await self._bring(self._applied)
+
+    async def _ask_for(self, validator: Validator, step: int, ask: int) -> ValidationRecord | None:
+        """None: training has gone back to a checkpoint meanwhile, or there are no figures.
 
         Raises:
             Superseded: alone.
@@ -178,7 +225,9 @@ class VersionLoop:
         async with anyio.create_task_group() as group:
             group.start_soon(self._cancel_at_new_lineage, group.cancel_scope)
             try:
-                record = await validator.run(self.edition, step)
+                record = await validator.run(self.edition, step, ask=ask)
+                # With figures or without, it has had its turn.
+                self._validated, self._validated_step = self.edition, step
             except Superseded as error:
                 superseded = error
             group.cancel_scope.cancel()

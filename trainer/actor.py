@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from anyio import to_thread
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
-from asyncrl.manifest import Progress, Resume
+from asyncrl.lineage import Line
+from asyncrl.manifest import Progress
 from asyncrl.payload_files import make_payloads
-from asyncrl.ports import RunRecord
 from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
+from asyncrl.records import RunRecord
+from asyncrl.resume import Resume
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
 from asyncrl.weights.object_store import ObjectStorePublisher
@@ -42,17 +45,25 @@ class TrainerActor:
         self._trainer: Trainer | None = None
         self._stopped = False
 
-    async def start(self, run_dir: RunDir, resume: Resume | None, store: Any, lineage: int) -> Mapping[str, int]:
+    async def start(
+        self, run_dir: RunDir, resume: Resume | None, store: Any, line: Line, validated_step: int | None
+    ) -> Mapping[str, int]:
         """See `Trainer.start`.
 
         Returns:
             `step` and `version`.
         """
-        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=lineage)
+        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=line.lineage)
         # torch takes seconds to import: not on the event loop, and not where the driver imports this file.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")
         trainer = await parts.Trainer.start(
-            self._config, run_dir, resume, lineage=lineage, publisher=publisher, waits=self._waits
+            self._config,
+            run_dir,
+            resume,
+            line=line,
+            validated_step=validated_step,
+            publisher=publisher,
+            waits=self._waits,
         )
         self._trainer, self._run_dir = trainer, run_dir
         return {"step": trainer.progress.step, "version": trainer.progress.version}
@@ -104,13 +115,14 @@ def start_trainer(config: Config, *, incarnation: int = 1) -> Any:
     """Start the actor in this Ray job and return its handle. Ray never restarts it: a new incarnation goes on from a
     checkpoint instead, with ranks of its own. The old ones die with their actor, a stopped one (SIGSTOP) 5 s later.
 
-    It takes nothing from Ray's books, so that it starts whatever the replicas have reserved; what its ranks take is
-    `trainer.group`'s matter.
+    It runs on the caller's node: it writes the run directory. It takes nothing from Ray's books, so that it starts
+    whatever the replicas have reserved; what its ranks take, and where they run, is `trainer.group`'s matter.
     """
     actor: Any = ray.remote(TrainerActor)
     return actor.options(
         num_cpus=0,
         max_restarts=0,
         max_concurrency=MAX_CONCURRENCY,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}},
     ).remote(config, incarnation)

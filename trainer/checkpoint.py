@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole or not there at all.
 
-step_000050/
+step_000050/             abandoned_step_000060/ once training has gone back behind it
   manifest.json     `asyncrl.manifest`: written last
   actor/, critic/   what each engine needs to go on (`trainer.engine.state`)
   hf/               the policy as a model directory
@@ -9,16 +9,17 @@ step_000050/
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
 
-from asyncrl.failures import BugError
+from asyncrl.failures import BugError, FencedError
+from asyncrl.lineage import NO_REWINDS, Line
 from asyncrl.manifest import (
+    ABANDONED,
     CHECKPOINTS,
     HF_DIRECTORY,
     MANIFEST,
@@ -27,9 +28,10 @@ from asyncrl.manifest import (
     checkpoint_name,
     checkpoint_steps,
     dump_manifest,
+    read_lineage,
 )
 from asyncrl.ports import QueueSnapshot
-from asyncrl.run_dir import disk_error
+from asyncrl.run_dir import disk_error, sync
 from trainer.placement import Role
 from trainer.roles import RoleGroup
 
@@ -52,10 +54,17 @@ class RoleCheckpoints:
     All ranks have to see the run directory.
     """
 
-    def __init__(self, files: Checkpointer, roles: Mapping[Role, RoleGroup]) -> None:
-        """`roles`: those that are trained."""
+    def __init__(
+        self, files: Checkpointer, roles: Mapping[Role, RoleGroup], confirm: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """
+        Args:
+            roles: those that are trained.
+            confirm: `ports.SampleQueue.confirm`.
+        """
         self._files = files
         self._roles = roles
+        self._confirm = confirm
         self._begun: tuple[Path, Progress, QueueSnapshot] | None = None
 
     async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
@@ -74,7 +83,11 @@ class RoleCheckpoints:
     async def finish(self) -> Path:
         """Wait until every role has written its part, and make it a checkpoint.
 
+        A Trainer that was replaced may not have noticed, and its checkpoint is of another future. So the queue is asked
+        first, which refuses it.
+
         Raises:
+            FencedError: this Trainer was replaced.
             InfraError, ConfigError: as `begin`. The checkpoints from before are untouched.
         """
         if self._begun is None:
@@ -82,7 +95,12 @@ class RoleCheckpoints:
         (building, progress, queue), self._begun = self._begun, None
         for group in self._roles.values():
             await group.finish_checkpoint()
-        return await to_thread.run_sync(self._files.commit, building, progress, queue)
+        await self._confirm(progress.step)
+        path = await to_thread.run_sync(self._files.commit, building, progress, queue)
+        # Once more: one that was replaced just now must not delete what its successor went back to.
+        await self._confirm(progress.step)
+        await to_thread.run_sync(self._files.prune)
+        return path
 
 
 class Checkpointer:
@@ -93,7 +111,9 @@ class Checkpointer:
     sweeps away.
     """
 
-    def __init__(self, run_dir: Path, *, identity: Mapping[str, Any], keep: int) -> None:
+    def __init__(self, run_dir: Path, *, identity: Mapping[str, Any], keep: int, line: Line = NO_REWINDS) -> None:
+        """`line`: the run's; checkpoints are written in its newest lineage."""
+        self._line = line
         self._run_dir = run_dir
         self._root = run_dir / CHECKPOINTS
         self._identity = identity
@@ -105,7 +125,8 @@ class Checkpointer:
         Raises:
             InfraError: the disk is full or failing. ConfigError: the run directory is not writable.
         """
-        building = (self._root / f".{checkpoint_name(step)}.tmp").absolute()
+        # Named by its lineage: a Trainer that was replaced may still be writing into its own.
+        building = (self._root / f".{checkpoint_name(step)}-{self._line.lineage}.tmp").absolute()
         try:
             self._sweep()
             building.mkdir(parents=True)
@@ -116,52 +137,79 @@ class Checkpointer:
         return building
 
     def commit(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
-        """What `open` gave and the roles have filled becomes `step_NNNNNN`; all but the newest `keep` are deleted.
+        """What `open` gave and the roles have filled becomes `step_NNNNNN`.
 
         Raises:
+            FencedError: a Trainer of a later lineage has written a checkpoint.
             InfraError, ConfigError: as `open`; the checkpoints from before are untouched.
         """
+        self._refuse_if_outdone()
         try:
             files = {str(path.relative_to(building)): path.stat().st_size for path in _files(building)}
-            manifest = Manifest(progress, queue, self._identity, files)
+            manifest = Manifest(progress, queue, self._identity, files, self._line.lineage)
             (building / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
-            target = self._name(building, progress.step)
-            self._prune()
+            self._set_others_aside()
+            return self._name(building, progress.step)
         except OSError as error:
             shutil.rmtree(building, ignore_errors=True)
             raise disk_error(Path(error.filename or building), error) from error
-        return target
 
-    def rewind(self, step: int) -> None:
-        """Take checkpoints beyond `step` out of the line: the run goes on from there, and they are another future.
+    def prune(self) -> None:
+        """Delete all but the newest `keep`.
 
-        They keep their files under `abandoned_step_NNNNNN`.
+        Raises:
+            InfraError, ConfigError: as `open`.
         """
-        for later, path in checkpoint_steps(self._run_dir).items():
-            if later > step:
-                aside = path.with_name(f"abandoned_{path.name}")
+        try:
+            for path in list(checkpoint_steps(self._run_dir).values())[: -self._keep]:
+                self._delete(path)
+        except OSError as error:
+            raise disk_error(Path(error.filename or self._root), error) from error
+
+    def set_others_aside(self) -> None:
+        """Take checkpoints that are not on the line out of sight: they are another future. They keep their files under
+        `abandoned_step_NNNNNN`. What their writers were still building goes.
+
+        Raises:
+            InfraError, ConfigError: as `open`.
+        """
+        try:
+            self._sweep()
+            self._set_others_aside()
+        except OSError as error:
+            raise disk_error(Path(error.filename or self._root), error) from error
+
+    def _set_others_aside(self) -> None:
+        for step, path in checkpoint_steps(self._run_dir).items():
+            lineage = read_lineage(path) or 0  # of what cannot be read, the step tells
+            if (left := self._line.left(step, lineage)) is not None:
+                aside = path.with_name(f"{ABANDONED}{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-                logger.warning("going on from step %d: %s is now %s", step, path, aside.name)
+                logger.warning("training goes on from step %d: %s is now %s", left.step, path, aside.name)
         if self._root.is_dir():
-            _sync(self._root)  # before the queue goes back too: its rewind is durable
+            sync(self._root)
+
+    def _refuse_if_outdone(self) -> None:
+        for path in checkpoint_steps(self._run_dir).values():
+            if (lineage := read_lineage(path) or 0) > self._line.lineage:
+                raise FencedError(
+                    f"{path} is of lineage {lineage}: the Trainer of lineage {self._line.lineage} was replaced, and "
+                    "its checkpoints do not count any more"
+                )
 
     def _name(self, building: Path, step: int) -> Path:
         for path in _files(building):
-            _sync(path)
+            sync(path)
         for directory in sorted((path for path in building.rglob("*") if path.is_dir()), reverse=True):
-            _sync(directory)
-        _sync(building)
+            sync(directory)
+        sync(building)
         target = self._root / checkpoint_name(step)
         if target.exists():
             self._delete(target)
         building.rename(target)
-        _sync(self._root)
+        sync(self._root)
         return target
-
-    def _prune(self) -> None:
-        for path in list(checkpoint_steps(self._run_dir).values())[: -self._keep]:
-            self._delete(path)
 
     def _delete(self, path: Path) -> None:
         doomed = path.with_name(f".{path.name}.deleted.tmp")
@@ -170,16 +218,9 @@ class Checkpointer:
 
     def _sweep(self) -> None:
         for path in self._root.glob(".*.tmp"):
-            shutil.rmtree(path)
+            # What somebody who was replaced still writes there goes with the next sweep.
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

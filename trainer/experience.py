@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError
-from asyncrl.ports import Metrics
+from asyncrl.records import Metrics
 from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.objective import explained_variance

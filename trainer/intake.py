@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
 from asyncrl.failures import AsyncRLError, DataError, InfraError
 from asyncrl.ports import Lease, PayloadStore, SampleQueue
@@ -17,6 +19,10 @@ from asyncrl.waits import WaitBoard
 from trainer.rows import RowRules, TrainSample, UnusableRowError, prepare
 
 logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""A payload that is lost so often, and was made anew in between, says that none gets through. Many that are lost at
+once do not: a process or a file takes all of its samples along."""
 
 
 @dataclass(slots=True)
@@ -48,8 +54,7 @@ class Intake:
         """
         Args:
             max_consecutive_filtered: so many `filtered` samples in a row are an error; None: no limit.
-            max_consecutive_unusable: so many samples in a row that `rows.check_row` refuses are an error, and so are so
-                many whose payloads are lost.
+            max_consecutive_unusable: so many samples in a row that `rows.check_row` refuses are an error.
             call_s: longest single wait for samples; after it the queue is asked again.
         """
         self._queue = queue
@@ -61,8 +66,8 @@ class Intake:
         self._max_consecutive_unusable = max_consecutive_unusable
         self._num_unusable = 0
         """Unusable samples since the last one that was not."""
-        self._num_lost = 0
-        """Lost samples since the last one that was not."""
+        self._losses: Counter[SampleId] = Counter()
+        """How often the payload of a sample was lost that has not arrived since."""
         self._kinds: set[str] = set()
         """Of unusable samples, each told once."""
         self._call_s = call_s
@@ -82,7 +87,7 @@ class Intake:
 
         Raises:
             DataError: too many samples in a row that were filtered, or that cannot be used (`rows.check_row`).
-            InfraError: too many payloads in a row that are lost.
+            InfraError: one sample's payload was lost `MAX_LOSSES` times.
         """
         started = self._clock()
         with self._waits.waiting("samples"):
@@ -128,12 +133,14 @@ class Intake:
         num_replaced = 0
         samples = await self._payloads.get([queued.payload for queued in lease.samples])
         for queued, sample in zip(lease.samples, samples, strict=True):
+            # A sample is milliseconds of work here, a lease may be a second: between two, others get their answers.
+            await anyio.lowlevel.checkpoint()
             if sample is None:
                 num_replaced += 1
                 await self._queue.redo(queued.meta.sample_id)
                 self._count_lost(queued.meta.sample_id)
                 continue
-            self._num_lost = 0
+            self._losses.pop(sample.sample_id, None)
             try:
                 prepared = prepare(sample, lease_id=lease.lease_id, trainer_version=trainer_version, rules=self._rules)
             except UnusableRowError as error:
@@ -169,17 +176,17 @@ class Intake:
             logger.warning("%s It was dropped as failed, and so will be others with %s.", error.message, error.kind)
 
     def _count_lost(self, sample_id: SampleId) -> None:
-        """One lost payload costs its generation. If all are lost, generation is of no use.
+        """A lost payload costs its generation. If it is lost again and again, generation is of no use.
 
         Raises:
-            InfraError: so many came in a row.
+            InfraError: it was lost too often.
         """
-        self._num_lost += 1
-        if self._num_lost >= self._max_consecutive_unusable:
+        self._losses[sample_id] += 1
+        if (losses := self._losses[sample_id]) >= MAX_LOSSES:
             raise InfraError(
-                f"the payloads of {self._num_lost} samples in a row are lost or damaged, the last one {sample_id}, so "
-                "what is generated does not reach the Trainer. The log names each file and cause; look at the disk of "
-                "the run directory, and whether this machine sees it as the Rollouter's does"
+                f"the payload of {sample_id} was lost or damaged {losses} times, and made anew in between, so what is "
+                "generated does not reach the Trainer. The log names each cause; look at the disk of the run "
+                "directory, and whether this machine sees it as the Rollouter's does"
             )
 
     def _count(self, dropped: TrainSample) -> None:

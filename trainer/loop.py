@@ -11,7 +11,7 @@
     train       the ranks; never cancelled, bounded by `timeouts.train_s`, and sooner if one is hung (`Trainer.run`)
     note        which samples the step took, in the Trainer's own record (`trainer.record`)
     publish     unblocked when the version can be fetched: one copy of the weights; nobody waits for replicas
-    checkpoint  begun between turns at a mark of the queue's, written while the next ones train, then told as covered
+    checkpoint  begun between turns, written while the next ones train (`trainer.saves`)
 
 A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
 sample without a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and
@@ -33,14 +33,11 @@ written: whatever fails before that, the run can still go back to a checkpoint a
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Protocol
 
 import anyio
@@ -49,9 +46,11 @@ import torch
 from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
+from asyncrl.config.plan import validation_due
 from asyncrl.failures import DataError, first_failure
 from asyncrl.manifest import Progress
-from asyncrl.ports import Metrics, QueueSnapshot, RecordSink, SampleQueue, StepRecord
+from asyncrl.ports import SampleQueue
+from asyncrl.records import Metrics, RecordSink, StepRecord
 from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
 from trainer.algorithms.objective import finish
@@ -61,33 +60,16 @@ from trainer.intake import Intake, Turn
 from trainer.loop_settings import LoopSettings
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample, sample_metrics
-
-logger = logging.getLogger(__name__)
+from trainer.saves import Checkpoints, Saves
 
 EXPERIENCE_CALLS = 5
 """At most: policy, policy without adapters or reference, critic, reward model; and one for the arithmetic."""
-CHECKPOINT_CALLS = 6
-"""At most, of two roles: begun, written, finished."""
 
 
 class ExperienceMaker(Protocol):
     async def make(
         self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None
     ) -> Experience: ...
-
-
-class Checkpoints(Protocol):
-    """One at a time: `finish` before the next `begin`."""
-
-    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
-        """Copy every role's state, so that training may go on, and start to write it."""
-
-    async def finish(self) -> Path:
-        """Wait until it is written, and give it its name.
-
-        Raises:
-            InfraError: it could not be written.
-        """
 
 
 class TrainedRecord(Protocol):
@@ -116,29 +98,38 @@ class TrainLoop:
         checkpoints: Checkpoints,
         trained: TrainedRecord,
         progress: Progress | None = None,
+        validated_step: int = 0,
         waits: WaitBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """
+        Args:
+            progress: where the loop begins; it counts on in it.
+            validated_step: the newest step whose weights were validated, or are about to be; 0: none.
+        """
         self._settings = settings
         self._queue = queue
         self._intake = intake
         self._actor = actor
         self._critic = critic
         self._experience = experience
-        self._checkpoints = checkpoints
         self._trained = trained
         self._clock = clock
         self._stopping = False
         self._num_rejected = 0
         """Samples of the turns since the last one that had any to train on."""
-        self._written = anyio.Event()
-        """The last checkpoint begun is written, or has failed."""
-        self._written.set()
-        self._write_failed = False
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
-        self._first_step = self._saved_step = self.progress.step
-        self._validated_step = self.progress.published_step
+        self._first_step = self.progress.step
+        self._validated_step = validated_step
+        self._saves = Saves(
+            checkpoints,
+            queue,
+            step=self.progress.step,
+            save_freq=settings.save_freq,
+            call_limit_s=settings.call_limit_s,
+            waits=self.waits,
+        )
 
     def stop(self) -> None:
         """End soon and in order: the current step is finished, the rest of its lease released, and, with `save_last`, a
@@ -160,7 +151,7 @@ class TrainLoop:
                     await self._turns(sink, tasks)
                 except Exception as error:
                     failure = error
-                    await self._keep_checkpoint()
+                    await self._saves.keep()
                     raise
         except BaseExceptionGroup as failures:
             # A checkpoint that fails too, behind the failure that it was kept for, is not what counts.
@@ -170,7 +161,8 @@ class TrainLoop:
         ended = False
         while not ended and not self._stopping and self._samples_wanted() > 0:
             ended = await self._turn(sink)
-            await self._checkpoint_if_due(tasks)
+            if self._saves.is_due(self.progress.step):
+                await self._saves.begin(self.progress, tasks)
         await self._finish(tasks)
 
     def _samples_wanted(self) -> int:
@@ -344,9 +336,8 @@ class TrainLoop:
     async def _publish(self, *, last: bool) -> float:
         settings, progress = self._settings, self.progress
         started = self._clock()
-        freq = settings.test_freq
-        crossed = freq > 0 and progress.step // freq > progress.published_step // freq
-        validate = settings.has_validation and (last or crossed)
+        due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
+        validate = settings.has_validation and (last or due)
         with self._asking("publish"):
             await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
@@ -355,54 +346,20 @@ class TrainLoop:
             self._validated_step = progress.step
         return self._clock() - started
 
-    # ------------------------------------------------------------------------------------------------ checkpoints
-
-    async def _checkpoint_if_due(self, tasks: TaskGroup) -> None:
-        freq = self._settings.save_freq
-        if freq > 0 and self.progress.step // freq > self._saved_step // freq:
-            await self._checkpoint(tasks)
-
-    async def _checkpoint(self, tasks: TaskGroup) -> None:
-        """Between turns: nothing is leased, so the mark counts every sample as trained, dropped or outstanding."""
-        step = self.progress.step
-        with self._asking("checkpoint", CHECKPOINT_CALLS):
-            await self._written.wait()
-            await self._checkpoints.begin(replace(self.progress), await self._queue.mark(step))
-        self._saved_step, self._written = step, anyio.Event()
-        tasks.start_soon(self._write, step, self._written)
-
-    async def _write(self, step: int, written: anyio.Event) -> None:
-        # A failure reaches `run` through the task group, which ends the turn that is under way.
-        try:
-            path = await self._checkpoints.finish()
-            # Only now may payloads go. Should this not come about, they are kept until the next checkpoint.
-            await self._queue.covered(step)
-            logger.info("checkpoint %s", path)
-        except BaseException:
-            self._write_failed = True
-            raise
-        finally:
-            written.set()
-
-    async def _keep_checkpoint(self) -> None:
-        """After a failure: until the checkpoint that is being written is whole, or has failed too: of ranks that are
-        gone it hears at once."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(self._settings.call_limit_s):
-            await self._written.wait()
-
     async def _finish(self, tasks: TaskGroup) -> None:
         """The last version (unless stopped), the last checkpoint, and word to whoever waits on the queue."""
         progress = self.progress
-        if not self._stopping and progress.step > self._first_step:
+        if not self._stopping:
+            unpublished = progress.published_step < progress.step and progress.step > self._first_step
+            # The stream ended right after a publication that could not know it was the last; or training went back to
+            # the last checkpoint of all while what that is was being validated.
             unvalidated = self._settings.has_validation and self._validated_step < progress.step
-            # Unvalidated: the stream ended right after a publication that could not know it was the last.
-            if progress.published_step < progress.step or unvalidated:
+            if unpublished or unvalidated:
                 await self._publish(last=True)
-        if self._settings.save_last and self._saved_step < progress.step:
-            await self._checkpoint(tasks)
-        with self._asking("checkpoint", CHECKPOINT_CALLS):
-            await self._written.wait()
-        if not self._write_failed:
+        if self._settings.save_last and self._saves.step < progress.step:
+            await self._saves.begin(progress, tasks)
+        await self._saves.until_written()
+        if not self._saves.failed:
             await self._queue.close()
 
     def _asking(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:

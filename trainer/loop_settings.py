@@ -44,7 +44,7 @@ class LoopSettings:
             drop_partial=training.partial_final_batch == "drop",
             critic_epochs=config.critic.ppo_epochs,
             critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
-            has_validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
+            has_validation=config.has_validation,
             test_freq=training.test_freq,
             save_freq=training.save_freq,
             save_last=training.save_last,

@@ -20,10 +20,9 @@ from typing import Any
 
 from anyio import to_thread
 
-from asyncrl.run_dir import disk_error
+from asyncrl.failures import ConfigError
+from asyncrl.run_dir import TRAINED, disk_error
 from asyncrl.types import SampleId
-
-FILE_NAME = "trained.jsonl"
 
 
 class TrainedFile:
@@ -34,7 +33,7 @@ class TrainedFile:
     """
 
     def __init__(self, run_dir: Path, lineage: int) -> None:
-        self._path = run_dir / FILE_NAME
+        self._path = run_dir / TRAINED
         self._lineage = lineage
 
     async def rewound(self, step: int) -> None:
@@ -55,13 +54,30 @@ class TrainedFile:
 
 
 def read_trained(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run, also of one that is at work; a last one that is not whole yet is left out. Blocking."""
-    path = run_dir / FILE_NAME
+    """The lines of a run, also of one that is at work; a last one that is not whole yet is left out. Blocking.
+
+    Raises:
+        ConfigError: one of them is damaged. The message names it.
+    """
+    path = run_dir / TRAINED
     if path.is_file():
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield json.loads(line)
+                    yield _read_line(path, number, line)
+
+
+def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        read = json.loads(line)
+        if isinstance(read, dict):
+            return read
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"line {number} of {path} is damaged: what was trained in that step cannot be told from it. The run does not "
+        "need the file; the journal (`asyncrl status`) has the books."
+    )
 
 
 def _append(path: Path, line: bytes) -> None:

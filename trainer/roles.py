@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from tensordict import TensorDict
 
-from asyncrl.ports import Metrics, Publication
+from asyncrl.ports import Publication
+from asyncrl.records import Metrics
 from trainer.engine.base import Loss
 from trainer.placement import Role
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.failures import DataError
-from asyncrl.ports import Metrics, TrainRow
+from asyncrl.records import Metrics
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Sample, SampleId, versions_per_token
+from asyncrl.types import DropReason, Sample, SampleId, TokenIds, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
 
@@ -21,6 +22,25 @@ class UnusableRowError(DataError):
         super().__init__(message, cause)
         self.kind = kind
         """What is wrong, in words that are the same for all samples of one kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainRow:
+    """One trajectory, as the Trainer takes it in. Arrays of `L` response tokens."""
+
+    sample_id: SampleId
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    response_mask: NDArray[np.bool_]
+    """Sampled by the policy."""
+    loss_mask: NDArray[np.bool_]
+    """Of these, what may be trained: without tokens masked as too stale."""
+    rollout_log_probs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    """Weights that sampled each token."""
+    reward: float
+    baseline_reward: float | None = None
+    """Score of the greedy response to the same prompt (ReMax)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

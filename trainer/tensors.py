@@ -31,7 +31,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.ports import TrainRow
+from trainer.rows import TrainRow
 
 
 def to_batch(rows: Sequence[TrainRow]) -> TensorDict:

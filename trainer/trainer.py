@@ -10,10 +10,14 @@ import anyio
 from anyio import to_thread
 
 from asyncrl.config.model_checks import model_config
+from asyncrl.config.plan import validation_due
 from asyncrl.config.schema import Config
 from asyncrl.failures import first_failure
-from asyncrl.manifest import Progress, Resume, run_identity
-from asyncrl.ports import PayloadStore, RecordSink, SampleQueue, WeightPublisher
+from asyncrl.lineage import Line
+from asyncrl.manifest import Progress
+from asyncrl.ports import PayloadStore, SampleQueue, WeightPublisher
+from asyncrl.records import RecordSink
+from asyncrl.resume import Resume, run_identity
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
@@ -34,7 +38,7 @@ MIN_CONSECUTIVE_UNUSABLE = 8
 
 
 class Trainer:
-    """One run's training side. `start` makes one; `run` ends it."""
+    """One run's training side. `start` makes one; `run` once."""
 
     def __init__(
         self,
@@ -45,12 +49,15 @@ class Trainer:
         waits: WaitBoard,
         *,
         lineage: int,
+        validated_step: int | None = None,
     ) -> None:
+        """See `start`."""
         self._config = config
         self._groups = groups
         self._files = files
         self._record = record
         self._lineage = lineage
+        self._validated_step = validated_step
         self._trained: dict[Role, RoleGroup] = {
             role: group for role, group in groups.roles.items() if role in ("actor", "critic")
         }
@@ -66,7 +73,8 @@ class Trainer:
         run_dir: RunDir,
         resume: Resume | None,
         *,
-        lineage: int,
+        line: Line,
+        validated_step: int | None,
         publisher: WeightPublisher,
         waits: WaitBoard,
     ) -> Self:
@@ -74,34 +82,41 @@ class Trainer:
         to go back to in a lineage above 0. The initial model too then, which in the first one they have by themselves.
 
         A resumed version keeps its number, though steps since its publication are in it too, and pacing goes on exactly
-        where it was. Where replicas live on, the lineage tells it from the one they had.
+        where it was. Where replicas live on, the lineage tells it from the one they had. Its validation is asked for
+        if it is owed: it may have been under way when training went back.
 
         Args:
-            lineage: how often training went back to a checkpoint in this run; the publisher's is the same.
+            line: where training went back to a checkpoint in this run. Checkpoints that are not on it are set aside.
+                The publisher's lineage is its newest.
+            validated_step: the newest step whose validation is recorded, of those that training has not gone back
+                behind; None: none is.
 
         Raises:
             ConfigError: a model or the checkpoint cannot be used, or a model reads other tokens than the policy's.
             InfraError, DeadlineError: the ranks did not come up. DiskFullError: the run directory takes no more.
         """
-        files = Checkpointer(run_dir.path, identity=run_identity(config), keep=config.trainer.max_checkpoints_to_keep)
-        record = TrainedFile(run_dir.path, lineage)
+        keep = config.trainer.max_checkpoints_to_keep
+        files = Checkpointer(run_dir.path, identity=run_identity(config), keep=keep, line=line)
+        record = TrainedFile(run_dir.path, line.lineage)
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)
             groups = await TrainerGroups.start(config, publisher=publisher)
-        trainer = cls(config, groups, files, record, waits, lineage=lineage)
+        trainer = cls(config, groups, files, record, waits, lineage=line.lineage, validated_step=validated_step)
         try:
             await trainer._set_losses()
             if resume is not None:
-                await trainer._resume(resume, here=resume.run_dir == run_dir.path)
-            await trainer._begin(anew=resume is None and lineage == 0)
+                await trainer._resume(resume)
+            await trainer._begin(anew=resume is None and line.lineage == 0)
         except BaseException:
             await groups.close()
             raise
         return trainer
 
     async def run(self, queue: SampleQueue, payloads: PayloadStore, total_steps: int, sink: RecordSink) -> None:
-        """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue, and the
-        ranks.
+        """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue.
+
+        The ranks stay as long as this process: what they have published is theirs, and replicas may still be fetching
+        it. After a failure they are gone.
 
         Raises:
             AsyncRLError: the first failure of any part. InfraError: a rank died, or did not say for `timeouts.probe_s`
@@ -116,10 +131,11 @@ class Trainer:
                 tasks.start_soon(self._groups.watch, self._config.timeouts.probe_s)
                 await self._loop.run(sink)
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
-        finally:
+        except BaseException as failure:
             await self._groups.close()
+            if isinstance(failure, BaseExceptionGroup):
+                raise first_failure(failure) from None
+            raise
 
     async def republish(self) -> None:
         """Offer the newest version again, to a store that has lost its memory. A step that is under way goes on.
@@ -146,23 +162,33 @@ class Trainer:
         if "critic" in self._trained:
             await self._trained["critic"].set_loss_fn(ValueLoss(config.critic.cliprange_value))
 
-    async def _resume(self, resume: Resume, *, here: bool) -> None:
-        """`here`: the run goes on in its own directory, where later checkpoints are another future now."""
+    async def _resume(self, resume: Resume) -> None:
         # A copy: the loop counts on in it, and the manifest says what the checkpoint holds.
         self.progress = replace(resume.manifest.progress)
         if resume.checkpoint is not None:
             with self._waits.waiting("checkpoint"):
                 await load_roles(resume.checkpoint, self._trained)
-        if here:
-            await to_thread.run_sync(self._files.rewind, self.progress.step)
 
     async def _begin(self, *, anew: bool) -> None:
         """`anew`: at the beginning of the run, so that there is nothing to go back to."""
         progress = self.progress
         if not anew:
+            await to_thread.run_sync(self._files.set_others_aside)
             await self._record.rewound(progress.step)
         if self._lineage > 0 or progress.version > 0:
-            await self._trained["actor"].publish(progress.version, progress.step, validate=False)
+            owed = self._owes_validation()
+            await self._trained["actor"].publish(progress.version, progress.step, validate=owed)
+            if owed:
+                self._validated_step = progress.step
+
+    def _owes_validation(self) -> bool:
+        """Of what it goes on from."""
+        config, validated = self._config, self._validated_step
+        if not config.has_validation:
+            return False
+        if validated is None and config.trainer.val_before_train:
+            return True
+        return validation_due(config.trainer.test_freq, validated_step=validated or 0, step=self.progress.step)
 
     async def _plan(self, total_steps: int) -> None:
         """Tell each trained model how many steps it will take in all."""
@@ -198,9 +224,10 @@ class Trainer:
             actor=roles["actor"],
             critic=roles.get("critic"),
             experience=experience,
-            checkpoints=RoleCheckpoints(self._files, self._trained),
+            checkpoints=RoleCheckpoints(self._files, self._trained, queue.confirm),
             trained=self._record,
             progress=self.progress,
+            validated_step=self._validated_step or 0,
             waits=self._waits,
         )
 

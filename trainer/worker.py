@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from asyncrl.failures import BugError, DataError
-from asyncrl.ports import Metrics
+from asyncrl.records import Metrics
 from trainer.dispatch import dispatched
 from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss
 from trainer.engine.dist import guarded

@@ -20,8 +20,9 @@ import psutil
 from rich.console import Console
 from rich.live import Live
 
+from asyncrl.chain import Driver, Link, as_json, render
 from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.journal import read_books
+from asyncrl.journal_reader import read_books
 from asyncrl.manifest import checkpoint_steps
 from asyncrl.ports import Books
 from asyncrl.run_dir import JOURNAL, RUNS, SAMPLES
@@ -30,7 +31,7 @@ from asyncrl.telemetry.rows import finite
 from asyncrl.telemetry.state_file import read_state
 from asyncrl.telemetry.status_page import page
 from asyncrl.telemetry.summary import recovery_summary, staleness_summary
-from asyncrl.why import STALE_S, Driver, Link, as_json, explain, render
+from asyncrl.why import STALE_S, explain
 
 WATCH_S = 1.0
 SUMMARY = "summary.json"
@@ -76,7 +77,7 @@ def status(run: str | None, *, as_json: bool, watch: bool) -> int:
             live.update(page(seen, run_dir.name), refresh=True)
             if not seen["live"]:
                 break
-            time.sleep(WATCH_S)
+            time.sleep(WATCH_S)  # the driver writes its state as often; a dead one would wake nobody
     return 0
 
 
@@ -296,7 +297,7 @@ def report(seen: Seen) -> dict[str, Any]:
     state, summary, books = seen.state, seen.summary, seen.books
     recovery: Mapping[str, Any] = summary or {}
     if state is not None:
-        recovery = recovery_summary(state.restarts)
+        recovery = recovery_summary(state.restarts, state.earlier_restarts)
     known = dump(state) if state is not None else {}
     links = chain(seen)
     queue = known.get("queue") or {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import socket
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import anyio
 
@@ -14,10 +14,10 @@ from asyncrl.cli.cluster import cluster, link_logs
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
 from asyncrl.cli.picture import Picture
-from asyncrl.cli.processes import runs_since
+from asyncrl.cli.run_lock import RunLocks
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.manifest import Resume, find_resume
+from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
+from asyncrl.resume import Resume, find_resume
 from asyncrl.run_dir import JOURNAL_FILES, METRICS, SAMPLES, TRAINED, RunDir, create_run_dir, reopen_run_dir
 from asyncrl.run_state import RunState
 from asyncrl.telemetry.live import View, make_view
@@ -51,34 +51,34 @@ def launch(config: Config) -> int:
         ConfigError: nothing was started, because the checkpoint to resume or the run directory is not usable.
         InfraError: likewise, the disk is full.
     """
-    for named in (config.run_dir, config.resume):
-        if named is not None and named not in ("none", "auto"):
-            _refuse_running(Path(named))
-    resume = find_resume(config)
-    if resume is not None:
-        _refuse_running(resume.run_dir)
-    run_dir = _run_dir(config, resume)
-    summary = SummaryFile(run_dir.path)
-    summary.reserve()
-    title = f"asyncrl {config.mode} · {config.experiment_name}"
-    with make_view(config.logging.console, title) as view, logging_to(view, run_dir.logs, config.logging.level):
-        return anyio.run(_run, config, run_dir, resume, summary, view)
+    with RunLocks() as locks:
+        told: list[str] = []
+        resume = _find_resume(config, locks, told)
+        if resume is None and config.run_dir is not None:
+            locks.take(Path(config.run_dir))
+        run_dir = _run_dir(config, resume)
+        locks.take(run_dir.path)
+        summary = SummaryFile(run_dir.path)
+        summary.reserve()
+        title = f"asyncrl {config.mode} · {config.experiment_name}"
+        with make_view(config.logging.console, title) as view, logging_to(view, run_dir.logs, config.logging.level):
+            return anyio.run(_run, config, run_dir, resume, summary, view, told)
 
 
-def _refuse_running(path: Path) -> None:
-    """Two drivers in one run directory would write over each other's records.
+def _find_resume(config: Config, locks: RunLocks, told: list[str]) -> Resume | None:
+    """What to go on from, in a run that no other driver can change any more. `told` gets how it was chosen.
 
     Raises:
-        ConfigError: the run's driver lives.
+        ConfigError: see `find_resume`; or the run's driver lives.
     """
-    state = _state_of(path)
-    if state is None or state.phase in get_args(Status) or state.host != socket.gethostname():
-        return
-    if runs_since(state.pid, state.written_at):
-        raise ConfigError(
-            f"the run in {path} is still running (pid {state.pid}): a second driver would write over its records. Look "
-            f"at it with `asyncrl status {path}`, or end it first; for another run give another run_dir"
-        )
+    for named in (config.run_dir, config.resume):
+        if named is not None and (Path(named) / "config.yaml").exists():
+            locks.take(Path(named))
+    resume = find_resume(config, tell=told.append)
+    while resume is not None and locks.take(resume.run_dir):
+        told.clear()
+        resume = find_resume(config, tell=told.append)  # its driver may have gone on until just now
+    return resume
 
 
 def _state_of(path: Path) -> RunState | None:
@@ -112,7 +112,11 @@ def _run_dir(config: Config, resume: Resume | None) -> RunDir:
                 else "leave run_dir out"
             )
         )
-    return reopen_run_dir(resume.run_dir, config)
+    run_dir = reopen_run_dir(resume.run_dir, config)
+    if config.journal == "off":
+        # From here on the checkpoints have books of their own, which this journal and its samples have no part in.
+        _set_aside(run_dir, SAMPLES, *JOURNAL_FILES)
+    return run_dir
 
 
 def _set_aside(run_dir: RunDir, *names: str) -> None:
@@ -124,7 +128,15 @@ def _set_aside(run_dir: RunDir, *names: str) -> None:
             path.rename(path.with_name(f"{stem}-abandoned-{stamp}{dot}{suffix}"))
 
 
-async def _run(config: Config, run_dir: RunDir, resume: Resume | None, summary: SummaryFile, view: View) -> int:
+async def _run(
+    config: Config,
+    run_dir: RunDir,
+    resume: Resume | None,
+    summary: SummaryFile,
+    view: View,
+    told_before: Sequence[str],
+) -> int:
+    """`told_before`: what people should know, from before there was a view."""
     resumed = None
     if resume:
         progress = resume.manifest.progress
@@ -137,12 +149,8 @@ async def _run(config: Config, run_dir: RunDir, resume: Resume | None, summary: 
         summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
         raise
     earlier = _state_of(run_dir.path)
-    if resume is None and earlier is not None:
-        view.message(
-            "warning",
-            "the run that was here left neither a checkpoint nor a usable journal: it starts anew, and its records are "
-            "set aside as *-abandoned-*",
-        )
+    for text in told_before:
+        view.message("warning", text)
     picture = Picture(config, run_dir, recorder, lineage=resume.lineage if resume is not None else 0)
     outcome = await _outcome(config, run_dir, resume, recorder, view, picture, earlier)
     told = recorder.summary(outcome.status, outcome.error)
@@ -184,7 +192,15 @@ async def _outcome(
                 group.cancel_scope.cancel()
     except Exception as error:  # told in summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)
-        return Outcome("failed", describe_error(error, "driver"))
+        return Outcome(_how_it_ended(error, interrupted=interrupts.came), describe_error(error, "driver"))
     finally:
         view.phase("")
     return Outcome("interrupted" if interrupts.came else "completed", None)
+
+
+def _how_it_ended(error: Exception, *, interrupted: bool) -> Status:
+    """A run that was asked to end, and lost a part over it, has ended as it was asked to, if not in order. What it
+    could not write, or would have failed of anyhow, is a failure still."""
+    failure = first_failure(error)
+    lost_a_part = isinstance(failure, InfraError) and not isinstance(failure, DiskFullError)
+    return "interrupted" if interrupted and lost_a_part else "failed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.config import checks
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
-from asyncrl.manifest import Resume
+from asyncrl.resume import Resume
 
 
 def planned_steps(config: Config) -> int | None:

@@ -12,9 +12,12 @@ from asyncrl.cli.remote import ask, kill, stream
 from asyncrl.config.plan import total_samples
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError
-from asyncrl.manifest import Progress, Resume, resume_in_run
-from asyncrl.ports import PartName, RunRecord
+from asyncrl.lineage import NO_REWINDS
+from asyncrl.manifest import Progress
+from asyncrl.ports import PartName
 from asyncrl.queue_actor import QueueClient
+from asyncrl.records import RunRecord
+from asyncrl.resume import Resume, resume_in_run
 from asyncrl.run_dir import RunDir
 from asyncrl.run_state import ProcessInfo
 from asyncrl.telemetry.summary import Resumed, happened_in
@@ -92,11 +95,12 @@ class RolloutPart(_ActorPart):
         self.prepared: Mapping[str, int] = {}
 
     async def claim(self, incarnation: int) -> str:
-        """What ran is fed again."""
+        """What ran is fed again, and without a journal what was READY, too."""
         with happened_in("queue"):
-            running = (await self.queue.status()).books.running
+            before = (await self.queue.status()).books.fed
             await self.queue.attach("rollouter", incarnation)
-        return f"{running} samples that were being generated are fed again"
+            again = before - (await self.queue.status()).books.fed
+        return f"{again} samples are fed again"
 
     async def start(self, incarnation: int) -> None:
         """Load the data. Raises also what is wrong with it, see `RolloutActor.prepare`."""
@@ -121,6 +125,7 @@ class TrainPart(_ActorPart):
         run_dir: RunDir,
         resume: Resume | None,
         rewound: Callable[[Resumed], Awaitable[None]],
+        validated_step: Callable[[], int | None],
     ) -> None:
         """
         Args:
@@ -128,12 +133,16 @@ class TrainPart(_ActorPart):
             run_dir: where its checkpoints are.
             resume: what the first process goes on from.
             rewound: awaited when training has gone back, with where it is now.
+            validated_step: see `Trainer.start`.
         """
         super().__init__(config)
         self._run_dir = run_dir
         self._resume = resume
         self._rewound = rewound
-        self.lineage = resume.lineage if resume is not None else 0
+        self._validated_step = validated_step
+        self._line = resume.line if resume is not None else NO_REWINDS
+        self._loaded = False
+        """The process that is up has a model."""
         self.total_steps = 0
         self.num_prompts = 0
         """Of an epoch."""
@@ -151,31 +160,37 @@ class TrainPart(_ActorPart):
 
     async def claim(self, incarnation: int) -> str:
         """Back to the newest checkpoint: what was trained since is to be trained again."""
-        self.lineage += 1
-        self._resume = await to_thread.run_sync(resume_in_run, self._run_dir.path, self.lineage)
+        with happened_in("queue"):
+            await self.queue.attach("trainer", incarnation)
+        # Behind that: no process before this one can make or delete a checkpoint any more.
+        self._resume = await to_thread.run_sync(resume_in_run, self._run_dir.path, self._line)
+        self._line = self._line.rewound(self._progress.step)
         with happened_in("queue"):
             before = (await self.queue.status()).books.trained
-            await self.queue.attach("trainer", incarnation)
             await self.rewind()
             again = before - (await self.queue.status()).books.trained
         progress = self._progress
         where = str(self._resume.checkpoint) if self._resume is not None else ""
-        await self._rewound(Resumed(progress.step, progress.version, where, self.lineage))
+        await self._rewound(Resumed(progress.step, progress.version, where, self._line.lineage))
         return f"back to step {progress.step} (version {progress.version}); {again} samples are trained again"
 
     async def rewind(self) -> None:
         """Take the queue back to what the Trainer goes on from."""
         progress = self._progress
         await self.queue.rewind(
-            progress.step, version=progress.version, lineage=self.lineage, total_samples=self.total_samples
+            progress.step, version=progress.version, lineage=self._line.lineage, total_samples=self.total_samples
         )
 
     async def start(self, incarnation: int) -> None:
         """Load the models. Raises also what is wrong with them, see `Trainer.start`."""
+        self._loaded = False
         self._actor = start_trainer(self._config, incarnation=incarnation)
         checkpoint = self._resume if self._resume is not None and self._resume.checkpoint is not None else None
-        answer = self._actor.start.remote(self._run_dir, checkpoint, self.store_handle, self.lineage)
+        answer = self._actor.start.remote(
+            self._run_dir, checkpoint, self.store_handle, self._line, self._validated_step()
+        )
         await ask(self.name, answer, self._config.timeouts.start_s, doing="loading the model")
+        self._loaded = True
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         answers = self._actor.run.options(num_returns="streaming")
@@ -183,8 +198,8 @@ class TrainPart(_ActorPart):
             yield record
 
     async def republish(self) -> None:
-        """Offer its newest version again, to a weight store that has lost its memory."""
-        if self._actor is not None:
+        """Offer its newest version again, to a weight store that has lost its memory; nothing before it has a model."""
+        if self._loaded and self._actor is not None:
             limit_s = self._config.timeouts.train_s
             await ask(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
 from asyncrl.cli.probes import TICK_S
-from asyncrl.cli.watchdog import progress
+from asyncrl.cli.watchdog import Progress, progress
 from asyncrl.config.schema import Config
 from asyncrl.ports import Books, QueueStatus, StoreStatus
 from asyncrl.run_dir import RunDir
@@ -20,7 +20,7 @@ from asyncrl.run_state import FILE_NAME, Phase, ProcessInfo, RunState
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.state_file import StateFile
 
-UNHEARD_S = 3.0
+ANSWERS_S = 3.0
 """A part that answered within so many seconds answers."""
 
 
@@ -46,7 +46,7 @@ class Picture:
         self._file = StateFile(run_dir.path / FILE_NAME)
         self._started_at = time.time()
         self._moved_at = self._started_at
-        self._moved: Hashable = None
+        self._moved: Progress | None = None
 
     async def keep(self) -> None:
         """Write it down every second, until cancelled."""
@@ -90,15 +90,16 @@ class Picture:
                 for part, status in (("trainer", self.trainer), ("rollouter", self.rollouter))
                 if status
             },
-            unheard_s={part: now - at for part, at in self.heard_at.items() if now - at > UNHEARD_S},
+            unheard_s={part: now - at for part, at in self.heard_at.items() if now - at > ANSWERS_S},
             restarting=dict(self.restarting),
             processes=self._processes(),
             books=queue.books if queue is not None else Books(),
             last_progress_at=self._moved_at,
         )
         state = self._recorder.tell(state)
-        if (moved := progress(state)) != self._moved:
-            self._moved, self._moved_at = moved, now
+        before, self._moved = self._moved, progress(state)
+        if self._moved.is_beyond(before):
+            self._moved_at = now
             state = replace(state, last_progress_at=now)
         return state
 

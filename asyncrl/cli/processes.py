@@ -71,15 +71,6 @@ def end_known(pids: Iterable[int], heard_at: float, *, title: str = "", limit_s:
     return len(found)
 
 
-def runs_since(pid: int, heard_at: float) -> bool:
-    """Whether the process that had `pid` on this machine at `heard_at` (wall clock) is still there."""
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() <= heard_at + CLOCK_SLACK_S and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
 def _alive(process: psutil.Process) -> bool:
     """It may vanish between being listed and being asked."""
     try:

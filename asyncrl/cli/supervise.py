@@ -7,7 +7,8 @@
      └──────────────────────────────────┘
 
 What fails otherwise (the configuration, user code, a bug, a full disk) would fail again: it ends the run. So does what
-fails in `claim`, which is not the part's failure. Ray is behind `Part`, so that none of this needs it.
+fails in `claim`, which is not the part's failure. A part that dies once it was asked to stop has stopped, if not in
+order. Ray is behind `Part`, so that none of this needs it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Protocol
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, InfraError
-from asyncrl.ports import PartName, RunRecord
+from asyncrl.failures import AsyncRLError, DiskFullError, InfraError
+from asyncrl.ports import PartName
+from asyncrl.records import RunRecord
 from asyncrl.retry import RestartBudget
 from asyncrl.run_state import Restart
 
@@ -78,7 +80,7 @@ class Supervisor:
         tell: Tell,
         *,
         incarnation: int = 1,
-        must_end_well: bool,
+        lost: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -88,7 +90,7 @@ class Supervisor:
             budget: of its restarts.
             tell: called when a restart begins, and again when the new process is at work.
             incarnation: of the first process.
-            must_end_well: what fails after `stop` is a failure of the run; else it is only logged.
+            lost: what goes with a process that does not stop in order, for people.
             clock: of the budget.
             wall_clock: of the restarts.
         """
@@ -98,7 +100,7 @@ class Supervisor:
         """Wall clock; None: a process is up."""
         self._budget = budget
         self._tell = tell
-        self._must_end_well = must_end_well
+        self._lost = lost
         self._clock = clock
         self._wall_clock = wall_clock
         self._restart: Restart | None = None
@@ -125,25 +127,21 @@ class Supervisor:
         try:
             error = await self._bring_up()
         except _Stopped:
+            await self._leave()
             return
         await self._go_on(error or await self._run(put), put)
 
     async def stop(self) -> None:
-        """End in order: ask the process for it, or do not start the next one. `follow` returns by and by.
-
-        Raises:
-            DeadlineError: the part does not answer.
-        """
+        """End in order: ask the process for it, or do not start the next one. `follow` returns by and by; a process
+        that does not hear of it is dead, as its stream will tell, or hangs, as its probe will."""
         self._stopping = True
         if self.replacing_since is not None:
             self._cancel()
             return
         try:
             await self.part.stop()
-        except InfraError:
-            if self._must_end_well:
-                raise
-            logger.warning("the %s could not be asked to stop", self.part.name, exc_info=True)
+        except InfraError as error:
+            logger.warning("the %s could not be asked to stop: %s", self.part.name, error.brief)
 
     def hung(self, error: InfraError) -> None:
         """The process that is up does not answer any more: replace it."""
@@ -168,7 +166,8 @@ class Supervisor:
             try:
                 error = await self._replace(error) or await self._run(put)
             except _Stopped:
-                logger.warning("the %s was being replaced when the run was stopped", self.part.name)
+                logger.warning("the %s was being replaced when the run was stopped%s", self.part.name, self._lost)
+                await self._leave()
                 return
 
     async def _run(self, put: Put) -> InfraError | None:
@@ -223,11 +222,16 @@ class Supervisor:
         if self._scope is not None:
             self._scope.cancel()
 
-    def _end_badly(self, error: AsyncRLError) -> None:
+    async def _leave(self) -> None:
+        """The run was stopped before the next process was up: there is none, and none is being brought up."""
+        await self.part.kill()
+        self.replacing_since = self._restart = None
+
+    def _end_badly(self, error: InfraError) -> None:
         """It failed while the run was stopping."""
-        if self._must_end_well:
+        if isinstance(error, DiskFullError):  # it could not keep what it had, and will not until there is room
             raise error
-        logger.warning("the %s failed while the run was stopping: %s", self.part.name, error.brief)
+        logger.warning("the %s failed while the run was stopping%s: %s", self.part.name, self._lost, error.brief)
 
 
 def _one_line(error: AsyncRLError) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
+from asyncrl.chain import render
 from asyncrl.failures import InfraError
 from asyncrl.run_state import RunState
 from asyncrl.telemetry.state_file import STALL_FILE
-from asyncrl.why import explain, render
+from asyncrl.why import explain
 
 
 class StallError(InfraError):
@@ -32,7 +34,7 @@ class Watchdog:
         self._limit_s = limit_s
         self._start_s = start_s
         self._gap_s = gap_s
-        self._progress: Hashable = None
+        self._progress: Progress | None = None
         self._seen_s: float | None = None
         self._still_s = 0.0
 
@@ -45,7 +47,7 @@ class Watchdog:
         """
         found = progress(state)
         gap_s = 0.0 if self._seen_s is None else min(now_s - self._seen_s, self._gap_s)
-        moved = self._seen_s is None or found != self._progress or is_bounded(state, self._start_s)
+        moved = found.is_beyond(self._progress) or is_bounded(state, self._start_s)
         self._progress, self._seen_s = found, now_s
         self._still_s = 0.0 if moved else self._still_s + gap_s
         if self._still_s > self._limit_s:
@@ -55,26 +57,34 @@ class Watchdog:
             )
 
 
-def progress(state: RunState) -> Hashable:
-    """Everything that changes when a run moves, and only then."""
+class Progress(NamedTuple):
+    """Everything that changes when a run moves."""
+
+    run: Hashable
+    replicas: frozenset[Hashable]
+
+    def is_beyond(self, before: Progress | None) -> bool:
+        """Something has moved since. That a dead replica is forgotten is no movement."""
+        return before is None or self.run != before.run or not self.replicas <= before.replicas
+
+
+def progress(state: RunState) -> Progress:
     queue = state.queue
-    return (
+    run = (
         state.phase,
         repr(queue.books if queue else state.books),
         (queue.lineage, queue.version) if queue else None,
         state.published,
         (state.lineage, state.version, state.step),
         state.generated_tokens,
-        tuple(
-            sorted(
-                # Not the phase: a replica that fails to fetch again and again changes that, and nothing else.
-                (report.replica, report.lineage, report.version, report.generated_tokens)
-                for report in state.replicas
-            )
-        ),
         tuple((restart.part, restart.incarnation, restart.recovered_at) for restart in state.restarts),
         tuple(sorted(state.restarting)),
     )
+    # Not the phase: a replica that fails to fetch again and again changes that, and nothing else.
+    replicas = frozenset(
+        (report.replica, report.lineage, report.version, report.generated_tokens) for report in state.replicas
+    )
+    return Progress(run, replicas)
 
 
 def is_bounded(state: RunState, start_s: float) -> bool:

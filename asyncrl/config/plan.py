@@ -99,7 +99,7 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
         max_generating_samples=generating,
         max_generating_trajectories=generating * config.rollout.n,
         max_model_len=config.max_model_len,
-        validation=bool(config.data.val_files) or config.data.reasoning_gym is not None,
+        validation=config.has_validation,
     )
 
 
@@ -137,6 +137,12 @@ def total_samples(
     if config.trainer.total_training_steps is None and num_prompts is not None:
         return min(samples, epoch_samples(config, num_prompts))
     return samples
+
+
+def validation_due(test_freq: int, *, validated_step: int, step: int) -> bool:
+    """Whether the weights of `step` are to be validated: a multiple of `trainer.test_freq` lies behind
+    `validated_step`, the newest step that was (0: none), and not behind `step`."""
+    return test_freq > 0 and step // test_freq > validated_step // test_freq
 
 
 def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iterator[Part]:

@@ -136,5 +136,10 @@ class Config(Section):
         return self.algorithm.adv_estimator == "gae"
 
     @property
+    def has_validation(self) -> bool:
+        """There are prompts to validate on."""
+        return bool(self.data.val_files) or self.data.reasoning_gym is not None
+
+    @property
     def max_model_len(self) -> int:
         return self.rollout.max_model_len or self.data.max_prompt_length + self.rollout.response_length

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from asyncrl.ports import Books
+from asyncrl.ports import Books, PartName
 from asyncrl.run_state import Restart
 from asyncrl.waits import Wait
 
@@ -29,6 +29,9 @@ class Dashboard:
     version: int = 0
     lineage: int = 0
     restarts: tuple[Restart, ...] = ()
+    """The newest."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """How many there were before those, by part."""
     reward_now: float | None = None
     """Mean of the last step."""
     rewards: tuple[float, ...] = ()

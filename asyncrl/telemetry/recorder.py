@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +14,8 @@ from anyio import to_thread
 
 from asyncrl.config.schema import LoggingConfig
 from asyncrl.failures import BugError
-from asyncrl.ports import ApplyRecord, Books, Metrics, QueueStatus, RunRecord, StepRecord
+from asyncrl.ports import Books, PartName, QueueStatus
+from asyncrl.records import ApplyRecord, Metrics, RunRecord, StepRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.run_state import Restart, RunState
 from asyncrl.telemetry.closing import Example
@@ -25,6 +26,9 @@ from asyncrl.telemetry.rows import Row, apply_row, queue_metrics, step_row, vali
 from asyncrl.telemetry.sinks import JsonlSink, Sink, TensorBoardSink, rewind_jsonl
 from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
 from asyncrl.waits import Wait
+
+MAX_RESTARTS = 200
+"""Restarts that are told one by one; older ones only count."""
 
 
 class Recorder:
@@ -52,9 +56,12 @@ class Recorder:
         self._builder = SummaryBuilder(resumed)
         self._back_to: Resumed | None = None
         """Where training went back to last, within this process."""
+        self._reads_back = any(sink.reads_back for sink in sinks)
         self._kept: list[Row] = []
-        """All rows, reduced to what the summary and the picture are made of."""
+        """All rows, reduced to what the summary and the picture are made of, where no file has them."""
         self._restarts: list[Restart] = []
+        self._earlier_restarts: Counter[PartName] = Counter()
+        """By part, those that are not in the list any more."""
         self._books = Books()
         self._generated_tokens = self._earlier_tokens
         self._made_tokens, self._samples_done, self._idle_s = Total(), Total(), Total()
@@ -139,8 +146,8 @@ class Recorder:
         """
         async with self._writing:
             with anyio.CancelScope(shield=True):  # files and figures tell the same, or the run is over
-                await to_thread.run_sync(self._rewind_files, resumed)
-            kept = [row for row in self._kept if row.is_within(resumed.step, resumed.version)]
+                read = await to_thread.run_sync(self._rewind_files, resumed)
+            kept = read or [row for row in self._kept if row.is_within(resumed.step, resumed.version)]
             self._back_to = resumed
             self._builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
             self._kept = []
@@ -165,12 +172,21 @@ class Recorder:
                 self._keep(row)
             self._view.update(self._board)
 
+    @property
+    def validated_step(self) -> int | None:
+        """The newest step whose validation is recorded and was not gone back behind; None: none is."""
+        return self._builder.validated_step
+
     def restarted(self, restart: Restart) -> None:
         """A part is being replaced, or the one that was has recovered."""
         key = restart.part, restart.incarnation
         self._restarts = [known for known in self._restarts if (known.part, known.incarnation) != key] + [restart]
-        self._known["recovery/restarts"] = float(len(self._restarts))
-        self._board = replace(self._board, restarts=tuple(self._restarts))
+        if len(self._restarts) > MAX_RESTARTS:
+            self._earlier_restarts[self._restarts.pop(0).part] += 1
+        self._known["recovery/restarts"] = float(len(self._restarts) + self._earlier_restarts.total())
+        self._board = replace(
+            self._board, restarts=tuple(self._restarts), earlier_restarts=dict(self._earlier_restarts)
+        )
         self._view.restart(restart, self._board)
 
     def tell(self, state: RunState) -> RunState:
@@ -184,6 +200,7 @@ class Recorder:
             trained_per_s=self._trained.per_s,
             drops=dict(self._num_dropped),
             restarts=tuple(self._restarts),
+            earlier_restarts=dict(self._earlier_restarts),
         )
 
     def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
@@ -227,6 +244,7 @@ class Recorder:
             idle_trainer=self._trainer_idle.share,
             idle_rollouter=self._rollouter_idle.share,
             restarts=tuple(self._restarts),
+            earlier_restarts=dict(self._earlier_restarts),
         )
         return self._builder.build(status, error, totals)
 
@@ -260,7 +278,8 @@ class Recorder:
 
     def _keep(self, row: Row) -> None:
         """Into the summary and the picture, whichever part of the run it is from."""
-        self._kept.append(row if row.kind == "validation" else _reduced(row))
+        if not self._reads_back:
+            self._kept.append(row if row.kind == "validation" else _reduced(row))
         self._builder.add(row)
         board = replace(self._board, step=self._builder.step, version=self._builder.version)
         if row.kind == "step":
@@ -298,9 +317,9 @@ class Recorder:
         for sink in self._sinks:
             sink.write(row)
 
-    def _rewind_files(self, resumed: Resumed) -> None:
-        for sink in self._sinks:
-            sink.rewind(resumed.step, resumed.version)
+    def _rewind_files(self, resumed: Resumed) -> Sequence[Row]:
+        """The rows that stay, as far as a file has them."""
+        return [row for sink in self._sinks for row in sink.rewind(resumed.step, resumed.version)]
 
     def _close(self) -> None:
         with ExitStack() as stack:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.failures import BugError
-from asyncrl.ports import ApplyRecord, Books, Metrics, QueueStatus, StepRecord, ValidationRecord
+from asyncrl.ports import Books, QueueStatus
+from asyncrl.records import ApplyRecord, Metrics, StepRecord, ValidationRecord
 from asyncrl.telemetry import registry
 from asyncrl.types import DropReason
 

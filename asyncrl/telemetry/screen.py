@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.telemetry.dashboard import Dashboard, number, percent, restart_line, short_s, span, sparkline
+from asyncrl.telemetry.summary import count_restarts
 from asyncrl.waits import Wait
 
 DIM = "grey58"
@@ -195,7 +195,7 @@ def _sync(board: Dashboard) -> Text:
 
 def _restarts(board: Dashboard) -> Text:
     """How many of each part, and the newest one's cause; one line."""
-    counts = Counter(restart.part for restart in board.restarts)
+    counts = count_restarts(board.restarts, board.earlier_restarts)
     text = items(**{part: str(count) for part, count in counts.items()})
     text.no_wrap, text.overflow = True, "ellipsis"
     return text.append(f"   {restart_line(board.restarts[-1])}", style=DIM)

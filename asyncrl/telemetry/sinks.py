@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
+    reads_back: bool
+    """`rewind` returns the rows that stay."""
+
     def write(self, row: Row) -> None:
         """On return the row is with the operating system: a killed process loses nothing.
 
@@ -24,8 +28,11 @@ class Sink(Protocol):
             InfraError, ConfigError: the file cannot be written.
         """
 
-    def rewind(self, step: int, version: int) -> None:
+    def rewind(self, step: int, version: int) -> Sequence[Row]:
         """Training goes back to a checkpoint: what was recorded beyond it is no part of the run any more.
+
+        Returns:
+            The rows that stay, in order, if it `reads_back`.
 
         Raises:
             InfraError, ConfigError: the file cannot be written.
@@ -64,14 +71,17 @@ class AppendFile:
 class JsonlSink:
     """One line a row, appended."""
 
+    reads_back = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = AppendFile(path)
 
-    def rewind(self, step: int, version: int) -> None:
-        rewind_jsonl(self._path, step, version)
+    def rewind(self, step: int, version: int) -> Sequence[Row]:
+        kept = rewind_jsonl(self._path, step, version)
         self._file.close()
         self._file = AppendFile(self._path)  # the path names another file now
+        return kept
 
     def write(self, row: Row) -> None:
         self._file.write((json.dumps(row.as_json(), allow_nan=False, default=str) + "\n").encode())
@@ -82,6 +92,8 @@ class JsonlSink:
 
 class TensorBoardSink:
     """Scalars as TensorBoard event files, by tensorboard's own record writer: torch's would load torch."""
+
+    reads_back = False
 
     def __init__(self, directory: Path, *, unix_s: float, resumed_step: int | None = None) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -97,8 +109,9 @@ class TensorBoardSink:
         if resumed_step is not None:
             self._forget(unix_s, resumed_step)
 
-    def rewind(self, step: int, version: int) -> None:
+    def rewind(self, step: int, version: int) -> Sequence[Row]:
         self._forget(time.time(), step)
+        return ()
 
     def _forget(self, unix_s: float, step: int) -> None:
         """A session that starts at a step makes TensorBoard forget that step and later ones of what came before."""

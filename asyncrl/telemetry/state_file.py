@@ -12,10 +12,11 @@ from typing import Any
 
 from anyio import to_thread
 
+from asyncrl.chain import as_json, render
 from asyncrl.failures import ConfigError
 from asyncrl.run_state import FILE_NAME, RunState, dump, load
 from asyncrl.telemetry.rows import finite
-from asyncrl.why import as_json, explain, render
+from asyncrl.why import explain
 
 STALL_FILE = "stall.json"
 

@@ -10,9 +10,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.chain import duration
 from asyncrl.telemetry.dashboard import number, short_s, span
 from asyncrl.telemetry.screen import DIM, Capped, items
-from asyncrl.why import REPLICA_UNHEARD_S, duration
+from asyncrl.why import REPLICA_UNHEARD_S
 
 BAR = 24
 MAX_RECOVERIES = 5

@@ -51,7 +51,9 @@ class Totals:
     """Share of the time between the first and the last step, of this process."""
     idle_rollouter: float | None = None
     restarts: tuple[Restart, ...] = ()
-    """Of this process."""
+    """Of this process, the newest."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """How many there were before those, by part."""
 
 
 class SummaryBuilder:
@@ -106,6 +108,11 @@ class SummaryBuilder:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def validated_step(self) -> int | None:
+        """The newest step whose validation is in it."""
+        return max((row.step for row in self._validations), default=None)
 
     @property
     def trained_tokens(self) -> int:
@@ -186,7 +193,7 @@ class SummaryBuilder:
                     "publish_to_applied_s": _median_and_max(self._delays),
                 },
                 "validation": self.validation(),
-                **recovery_summary(totals.restarts),
+                **recovery_summary(totals.restarts, totals.earlier_restarts),
             }
         )
 
@@ -201,13 +208,18 @@ def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-def recovery_summary(restarts: Sequence[Restart]) -> dict[str, Any]:
-    """`restarts`: how many of each part; `recovery`: each of them, oldest first."""
-    counts = Counter(restart.part for restart in restarts)
+def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int]) -> dict[str, Any]:
+    """`restarts`: how many of each part; `recovery`: those in `restarts`, oldest first."""
+    counts = count_restarts(restarts, earlier)
     return {
         "restarts": {part: counts[part] for part in get_args(PartName)},
         "recovery": [_recovery(restart) for restart in restarts],
     }
+
+
+def count_restarts(restarts: Iterable[Restart], earlier: Mapping[PartName, int]) -> Counter[PartName]:
+    """By part: those in `restarts`, and so many before them."""
+    return Counter(earlier) + Counter(restart.part for restart in restarts)
 
 
 def _recovery(restart: Restart) -> dict[str, Any]:

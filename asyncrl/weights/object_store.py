@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
 from asyncrl.ports import Edition, Publication, ReplicaReport, StoreStatus
 from asyncrl.weights.checksums import group_checksums
+from asyncrl.weights.replica_reports import ReplicaReports
 
 STORE_NAME = "weight_store"
 HANDED_OUT_KEPT = 2
@@ -31,8 +32,6 @@ HANDED_OUT_KEPT = 2
 CHUNK_BYTES = 256 << 20
 """Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
 PARKED_CALLERS = 1000
-FORGET_REPLICA_S = 600.0
-"""A replica that has not reported for so long is not told of any more."""
 RETRY_S = 0.2
 """Between two tries to reach a store that restarts."""
 
@@ -40,21 +39,22 @@ RETRY_S = 0.2
 class WeightStoreActor:
     """Which versions exist, and the references to their bytes. Everything runs on the actor's own event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
         self._versions: dict[Edition, tuple[Publication, list[ray.ObjectRef]]] = {}
         self._handed_out: list[Edition] = []
         self._told: Edition | None = None
-        """Newest edition that `wait_newer` has answered with."""
+        """Newest edition that somebody who waited for it has."""
         self._changed = asyncio.Condition()
         self._informed = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether there being no version means that none was published; a restarted store must be told first."""
-        self._replicas: dict[str, ReplicaReport] = {}
+        self._replicas = ReplicaReports()
 
     async def ready(self) -> None:
         """Answers once the actor is up."""
 
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
-        """Make a version the newest. One that `wait_newer` never told of leaves its wish for validation to this one,
+        """Make a version the newest. One that nobody has `heard_of` leaves its wish for validation to this one,
         unless this one comes from further back: training then gets to that version once more.
 
         Args:
@@ -113,10 +113,11 @@ class WeightStoreActor:
                 await self._changed.wait_for(lambda: (newest := self._newest()) is not None and newest > edition)
         except TimeoutError:
             return None
-        newest = await self.latest()
-        if newest is not None:
-            self._told = newest.edition
-        return newest
+        return await self.latest()
+
+    async def heard_of(self, edition: Edition) -> None:
+        """The answer of `wait_newer` has arrived. Before, whoever waited may have died without it."""
+        self._told = edition if self._told is None else max(self._told, edition)
 
     async def start_with(self, timeout_s: float, lost: Edition | None = None) -> Publication | None:
         """What a replica that starts shall serve: the newest publication, or None if nothing was ever published.
@@ -154,14 +155,12 @@ class WeightStoreActor:
 
     async def report(self, report: ReplicaReport) -> Edition | None:
         """What a replica says of itself. Returns the newest edition."""
-        self._replicas[report.replica] = report
-        self._forget_replicas()
+        self._replicas.arrived(report, self._wall_clock())
         return self._newest()
 
     async def status(self) -> StoreStatus:
-        self._forget_replicas()
-        replicas = sorted(self._replicas.values(), key=lambda report: report.reported_at)
-        return StoreStatus(os.getpid(), self._newest(), tuple(replicas))
+        now = self._wall_clock()
+        return StoreStatus(os.getpid(), self._newest(), self._replicas.told(now), self._informed, now)
 
     def _newest(self) -> Edition | None:
         return max(self._versions, default=None)
@@ -169,10 +168,6 @@ class WeightStoreActor:
     def _forget(self) -> None:
         for edition in self._versions.keys() - {self._newest(), *self._handed_out}:
             del self._versions[edition]
-
-    def _forget_replicas(self) -> None:
-        oldest = time.time() - FORGET_REPLICA_S
-        self._replicas = {name: report for name, report in self._replicas.items() if report.reported_at >= oldest}
 
 
 def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
@@ -290,16 +285,32 @@ class ObjectStoreFeed:
         self._call_s = call_s
 
     async def latest(self) -> Publication | None:
-        return await _ask(lambda _: self._store.latest.remote(), self._call_s, "asking for the newest version")
+        """The newest publication, or None if nothing was ever published. A store that was restarted is told before it
+        answers: what it has forgotten may be the last version of all.
+
+        Raises:
+            DeadlineError: it was not, within `call_s`.
+        """
+        until = anyio.current_time() + self._call_s
+        newest: Publication | None = await _ask(
+            lambda _: self._store.start_with.remote(max(0.0, until - anyio.current_time())),
+            2 * self._call_s,
+            "asking for the newest version",
+        )
+        return newest
 
     async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
         """The newest publication above `edition`, or None if none came in `timeout_s`."""
         until = anyio.current_time() + timeout_s
-        return await _ask(
+        newest: Publication | None = await _ask(
             lambda _: self._store.wait_newer.remote(edition, max(0.0, until - anyio.current_time())),
             self._call_s + timeout_s,
             "waiting for a newer version",
         )
+        if newest is not None:
+            # Nobody waits for that: if it is lost, a validation is made once more at worst.
+            self._store.heard_of.remote(newest.edition)
+        return newest
 
 
 async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:

@@ -1,4 +1,4 @@
-"""The faults there are, which comes next, and when the run has got over one. Pure."""
+"""The faults there are, which comes next and when, and when the run has got over one. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Target = Literal[
     "engine", "replica", "rollouter", "trainer", "rank", "queue", "store", "node", "driver", "journal", "payload",
     "disk", "reward",
 ]  # fmt: skip
-How = Literal["kill", "stop", "tear", "flip", "fill", "raise", "hang", "nan"]
+How = Literal["kill", "stop", "stop idle", "tear", "flip", "fill", "raise", "hang", "nan"]
 
 
 class Kind(NamedTuple):
@@ -21,6 +21,8 @@ class Kind(NamedTuple):
     how: How
     told: str
     """For people."""
+    weight: int = 1
+    """Of so many rounds through the deck it is in."""
 
     @property
     def name(self) -> str:
@@ -28,29 +30,30 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("engine", "kill", "SIGKILL to vLLM's engine core"),
-    Kind("engine", "stop", "SIGSTOP to vLLM's engine core"),
+    Kind("engine", "kill", "SIGKILL to vLLM's engine core", 2),
+    Kind("engine", "stop", "SIGSTOP to vLLM's engine core", 2),
+    Kind("engine", "stop idle", "SIGSTOP to vLLM's engine core while it has nothing to do: the staleness gate is shut"),
     Kind("replica", "kill", "SIGKILL to a Serve replica"),
     Kind("replica", "stop", "SIGSTOP to a Serve replica"),
-    Kind("rollouter", "kill", "SIGKILL to the Rollouter"),
-    Kind("rollouter", "stop", "SIGSTOP to the Rollouter"),
-    Kind("trainer", "kill", "SIGKILL to the Trainer"),
-    Kind("trainer", "stop", "SIGSTOP to the Trainer"),
-    Kind("rank", "kill", "SIGKILL to a trainer process"),
-    Kind("rank", "stop", "SIGSTOP to a trainer process"),
-    Kind("queue", "kill", "SIGKILL to the queue actor"),
-    Kind("queue", "stop", "SIGSTOP to the queue actor"),
-    Kind("store", "kill", "SIGKILL to the weight store"),
-    Kind("store", "stop", "SIGSTOP to the weight store"),
+    Kind("rollouter", "kill", "SIGKILL to the Rollouter", 2),
+    Kind("rollouter", "stop", "SIGSTOP to the Rollouter", 2),
+    Kind("trainer", "kill", "SIGKILL to the Trainer", 2),
+    Kind("trainer", "stop", "SIGSTOP to the Trainer", 2),
+    Kind("rank", "kill", "SIGKILL to a trainer process", 2),
+    Kind("rank", "stop", "SIGSTOP to a trainer process", 2),
+    Kind("queue", "kill", "SIGKILL to the queue actor", 2),
+    Kind("queue", "stop", "SIGSTOP to the queue actor", 2),
+    Kind("store", "kill", "SIGKILL to the weight store", 2),
+    Kind("store", "stop", "SIGSTOP to the weight store", 2),
     Kind("node", "kill", "SIGKILL to the raylet of the second node; another node comes in its place"),
     Kind("node", "stop", "SIGSTOP to the raylet of the second node; another node comes in its place"),
     Kind("driver", "kill", "SIGKILL to the launch; it is launched again with resume=auto"),
     Kind("journal", "tear", "SIGKILL to the launch, and the tail of the journal's log is torn off"),
     Kind("payload", "flip", "SIGKILL to the launch, and bits of a payload file are flipped"),
     Kind("disk", "fill", "the run's disk is full until the launch has ended; then launched again"),
-    Kind("reward", "raise", "the reward function raises for a while"),
-    Kind("reward", "hang", "the reward function hangs for a while"),
-    Kind("reward", "nan", "the reward function returns NaN for a while"),
+    Kind("reward", "raise", "the reward function raises until a call has met it, and for a while"),
+    Kind("reward", "hang", "the reward function hangs until a call has met it, and for a while"),
+    Kind("reward", "nan", "the reward function returns NaN until a call has met it, and for a while"),
 )
 
 DRIVER_DOWN: frozenset[Target] = frozenset({"driver", "journal", "payload", "disk"})
@@ -74,9 +77,24 @@ def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> 
 
 
 def deck(available: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
-    """Kinds without end: every one comes once, in random order, before any comes again."""
+    """Kinds without end: every one comes once, in random order, before any comes again; then those of weight 2 once
+    more, so that faults of actors and engines are in the majority.
+    """
+    rounds = range(max(kind.weight for kind in available))
     while True:
-        yield from rng.sample(available, len(available))
+        for number in rounds:
+            yield from rng.sample(of := [kind for kind in available if kind.weight > number], len(of))
+
+
+def gap_s(
+    rng: random.Random, calm_s: tuple[float, float], *, dealt: int, wanted: int | None, elapsed_s: float, limit_s: float
+) -> float:
+    """Seconds from one recovery to the next fault: any within `calm_s`, and the least while the round is behind its
+    plan of `wanted` faults in `limit_s`.
+    """
+    drawn = rng.uniform(*calm_s)
+    behind = wanted is not None and elapsed_s * wanted > limit_s * dealt
+    return calm_s[0] if behind else drawn
 
 
 @dataclass(slots=True)
@@ -95,8 +113,12 @@ class Strike:
     recovered_s: float | None = None
     """Until what was struck was at work again; None: it has not been."""
     lived: bool = True
-    """The launch went on by itself; None of the faults that end it counts."""
+    """The launch went on by itself; False of the faults that end it."""
     note: str = ""
+    lost: tuple[str, ...] = ()
+    """What has to be done again, as the run tells it."""
+    steps_lost: int = 0
+    """Optimizer steps that training went back by."""
 
 
 def victims(processes: Iterable[ProcessInfo], target: Target, node_id: str = "") -> list[ProcessInfo]:
@@ -119,6 +141,17 @@ def with_its_own(processes: Iterable[ProcessInfo], struck: ProcessInfo, before: 
     return [struck]
 
 
+def is_idle(engine: ProcessInfo, state: RunState, since: float) -> bool:
+    """The replica of this engine has said after `since` (wall clock) that it serves and has no request."""
+    return any(
+        engine.pid in report.engine_pids
+        and report.reported_at > since
+        and report.phase == "serving"
+        and report.in_flight == 0
+        for report in state.replicas
+    )
+
+
 def recovered_at(strike: Strike, state: RunState) -> float | None:
     """When what was struck was at work again, as `state` tells; None: not yet. Wall clock."""
     if state.written_at <= strike.at or state.phase not in ("running", "stopping"):
@@ -134,6 +167,15 @@ def recovered_at(strike: Strike, state: RunState) -> float | None:
             return None
         times.append(at)
     return max(times)
+
+
+def told_of_loss(strike: Strike, state: RunState) -> tuple[str, ...]:
+    """What the restarts since the strike have given back or gone back to, as they tell it."""
+    return tuple(
+        f"{restart.part}: {restart.detail}"
+        for restart in state.restarts
+        if restart.detail and restart.recovered_at is not None and restart.recovered_at > strike.at
+    )
 
 
 def _part_back(strike: Strike, part: str, state: RunState) -> float | None:

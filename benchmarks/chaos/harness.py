@@ -1,80 +1,42 @@
 """One run under fire, from its first launch to the last check.
 
-    launch ─▶ at work ─▶ strike ─▶ recovered? ─▶ strike ─▶ … ─▶ Ctrl-C ─▶ launch to its end ─▶ accounts
-                 ▲                    │ the launch has ended
-                 └── resume=auto ◀────┘
-
-The harness looks at the run as anybody could: through `state.json`, exit codes and process ids.
+launch ─▶ at work ─▶ strike ─▶ recovered? ─▶ strike ─▶ … ─▶ Ctrl-C ─▶ launch to its end ─▶ accounts
+             ▲                    │ the launch has ended
+             └── resume=auto ◀────┘
 """
 
 from __future__ import annotations
 
 import os
 import random
-import shutil
-import signal
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
-from asyncrl.failures import AsyncRLError
 from asyncrl.run_state import RunState
-from asyncrl.telemetry.state_file import read_state
-from benchmarks.chaos import disk, faults, launches, task
-from benchmarks.chaos.accounts import Violation, violations
+from benchmarks.chaos import disk, faults, launches
+from benchmarks.chaos.accounts import violations
+from benchmarks.chaos.dealer import Dealer, NotDealtError
 from benchmarks.chaos.faults import DRIVER_DOWN, Kind, Strike
-from benchmarks.chaos.launches import Launch
 from benchmarks.chaos.nodes import Nodes, nodes
-from benchmarks.chaos.records import TurnKeeper, read_accounts
+from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.records import read_accounts, steps_given_up, steps_taken
+from benchmarks.chaos.subject import Subject
+from benchmarks.chaos.watch import read_broken_calls
 
-POLL_S = 0.25
-MAX_DEATHS = 5
-"""Launches in a row that end unasked before they are at work: the run is given up."""
 STOP_LIMIT_S = 90.0
 FINAL_STEPS = 4
 """Steps of the last launch, which is to end by itself."""
 GONE_LIMIT_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    seed: int
-    limit_s: float
-    """No new fault after this."""
-    num_faults: int | None
-    targets: tuple[str, ...] | None
-    """See `faults.kinds`."""
-    work_dir: Path
-    """Short: Ray's sockets lie in it."""
-    replicas: int = 2
-    ranks: int = 1
-    two_nodes: bool = True
-    calm_s: tuple[float, float] = (1.0, 12.0)
-    """From one recovery to the next fault, at least and at most."""
-    recover_limit_s: float = 240.0
-    """A fault that has not been got over by then is `hung`."""
-    start_limit_s: float = 300.0
-    finish: bool = True
-    """One more launch at the end, to a planned last step."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Overrides of the configuration, by key."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What the harness has seen."""
-
-    strikes: list[Strike] = field(default_factory=list)
-    violations: list[Violation] = field(default_factory=list)
-    deaths: list[str] = field(default_factory=list)
-    """Launches that ended unasked, with what they said last."""
-    launches: int = 0
-    wall_s: float = 0.0
-    samples: dict[str, int] = field(default_factory=dict)
-    steps: int = 0
-    lineages: int = 0
+RETRY_S = 2.0
+"""Until a fault is tried again that could not be dealt."""
+MAX_TRIES = 5
+OURS = (
+    "::RolloutActor", "::TrainerActor", "::Rank", "::QueueActor", "::WeightStoreActor", "EngineCore", "::ServeReplica",
+    "asyncrl",
+)  # fmt: skip
+"""In the titles of the run's own processes on a shared cluster."""
 
 
 class Harness:
@@ -84,334 +46,206 @@ class Harness:
         self._rng = random.Random(options.seed)
         self._mark = f"chaos-{options.seed}-{os.getpid()}"
         self._began = time.monotonic()
-        self._disk = options.work_dir / "disk"
-        self._run_dir = self._disk / "run"
-        self._reward_file = options.work_dir / "reward.py"
-        self._config_file = options.work_dir / "config.yaml"
-        self._environment = {
-            launches.MARK: self._mark,
-            # A place of its own for Ray: nobody else's cluster is found there, and nobody finds this one.
-            "RAY_TMPDIR": str(options.work_dir / "r"),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "HF_HUB_OFFLINE": "1",
-        }
-        self._turns = TurnKeeper(self._run_dir, self._disk / "turns")
         self._nodes: Nodes | None = None
-        self._launch: Launch | None = None
+        self._dealer: Dealer
         self.outcome = Outcome()
+        self._subject = Subject(options, self.outcome, say)
 
     def run(self) -> Outcome:
         """All of it. Nothing is left running, whatever happens."""
         work = self._options.work_dir
         (work / "r").mkdir(parents=True, exist_ok=True)
-        os.environ.update(self._environment)
+        os.environ.update(
+            {
+                launches.MARK: self._mark,
+                # A place of its own for Ray: nobody else's cluster is found there, and nobody finds this one.
+                "RAY_TMPDIR": str(work / "r"),
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "HF_HUB_OFFLINE": "1",
+            }
+        )
         try:
             with ExitStack() as stack:
                 # Last of all, when nothing runs: the records outlive the disk they were on.
-                can_fill = stack.enter_context(disk.small_disk(self._disk))
-                stack.callback(self._keep_records)
+                can_fill = stack.enter_context(disk.small_disk(self._subject.disk))
+                stack.callback(self._subject.keep_records)
                 stack.callback(launches.end_marked, self._mark)
                 self._prepare(stack)
-                self._strike_until_done(self._draw(can_fill))
+                self._strike_until_done(self._kinds(can_fill))
                 self._end()
                 self._check()
         finally:
             self.outcome.wall_s = time.monotonic() - self._began
         return self.outcome
 
-    # ------------------------------------------------------------------------------------------------ the run
-
     def _prepare(self, stack: ExitStack) -> None:
-        options = self._options
-        task.write_reward(self._reward_file)
-        content = task.configuration(
-            self._reward_file, replicas=options.replicas, ranks=options.ranks, seed=options.seed
-        )
-        task.write_configuration(self._config_file, content)
-        if options.two_nodes:
+        self._subject.prepare()
+        if self._options.two_nodes:
             self._say("starting a Ray cluster of two nodes")
             self._nodes = stack.enter_context(nodes(cpus=2))
+            self._subject.address = self._nodes.address
+        self._dealer = Dealer(self._subject, self._options, self._rng, self._nodes)
 
-    def _draw(self, can_fill: bool) -> Callable[[], Kind]:
+    def _kinds(self, can_fill: bool) -> Iterator[Kind]:
         without = set() if can_fill else {"disk"}
         if self._nodes is None:
             without.add("node")
         available = faults.kinds(self._options.targets, without=without)
         for target in sorted(without):
             self._say(f"no faults of the {target} here")
-        kinds = faults.deck(available, self._rng)
-        return lambda: next(kinds)
-
-    def _start(self, *overrides: str) -> None:
-        number = self.outcome.launches = self.outcome.launches + 1
-        settings = [f"{key}={value}" for key, value in self._options.settings.items()]
-        address = [f"ray.address={self._nodes.address}"] if self._nodes is not None else []
-        arguments = [str(self._config_file), f"run_dir={self._run_dir}", "resume=auto", *address, *settings, *overrides]
-        self._launch = launches.start(arguments, self._options.work_dir / f"launch-{number}.txt", {})
-
-    @property
-    def _running(self) -> Launch:
-        assert self._launch is not None
-        return self._launch
-
-    def _state(self) -> RunState | None:
-        """What the launch that runs now has told last."""
-        with suppress(AsyncRLError):
-            state = read_state(self._run_dir)
-            if state is not None and state.pid == self._running.pid:
-                return state
-        return None
-
-    def _at_work(self) -> RunState | None:
-        """Start a launch and wait until it trains. None: it could not be brought to it."""
-        for _ in range(MAX_DEATHS):
-            self._start()
-            if (state := self._until_at_work()) is not None:
-                return state
-        self._break("no hang", f"{MAX_DEATHS} launches in a row did not get to work")
-        return None
-
-    def _until_at_work(self) -> RunState | None:
-        limit = time.monotonic() + self._options.start_limit_s
-        first_step: int | None = None
-        while time.monotonic() < limit:
-            if self._running.ended() is not None:
-                self._died()
-                return None
-            state = self._state()
-            if state is not None and state.phase == "running":
-                first_step = state.step if first_step is None else first_step
-                if state.step > first_step:
-                    return state
-            self._turns.look()
-            time.sleep(POLL_S)
-        self._hung(f"the launch was not at work {self._options.start_limit_s:g} s after its start")
-        return None
+        if not available:
+            raise SystemExit("--parts: none of these faults can be had here")
+        return faults.deck(available, self._rng)
 
     # ------------------------------------------------------------------------------------------------ faults
 
-    def _strike_until_done(self, draw: Callable[[], Kind]) -> None:
-        options = self._options
+    def _strike_until_done(self, kinds: Iterator[Kind]) -> None:
         self._say("launching the run")
-        state = self._at_work()
+        state = self._subject.at_work()
         self._say(f"at work {self._now():.0f} s after the start")
         while state is not None and not self._enough():
-            if not self._calm(self._rng.uniform(*options.calm_s)):
-                state = self._at_work()
-                continue
-            kind = draw()
-            strike = self._deal(kind)
-            if strike is None:
+            state = self._next(next(kinds))
+
+    def _next(self, kind: Kind) -> RunState | None:
+        """One fault, from the pause before it until the run is at work again. None: it could not be brought to it."""
+        for _ in range(MAX_TRIES):
+            if not self._subject.calm(self._gap_s()):
+                return self._subject.at_work()
+            try:
+                strike = self._dealer.deal(kind, len(self.outcome.strikes) + 1)
+            except NotDealtError as reason:
+                self._say(f"{kind.name} could not be dealt: {reason}")
+                self.outcome.not_dealt[f"{kind.name}: {reason}"] += 1
+                if not self._subject.calm(RETRY_S):
+                    return self._subject.at_work()
                 continue
             self.outcome.strikes.append(strike)
-            self._say(f"#{strike.number} {kind.told}{strike.note and ': ' + strike.note}")
-            if kind.target in DRIVER_DOWN:
-                state = self._at_work()
-                if state is not None:
-                    self._recovered(strike, time.time())
-            else:
-                state = self._follow(strike)
+            of = f"/{self._options.num_faults}" if self._options.num_faults is not None else ""
+            self._say(f"#{strike.number}{of} {kind.told}{strike.note and ': ' + strike.note}")
+            return self._follow(strike)
+        return self._subject.state() or self._subject.at_work()
+
+    def _gap_s(self) -> float:
+        options = self._options
+        return faults.gap_s(
+            self._rng,
+            options.calm_s,
+            dealt=len(self.outcome.strikes),
+            wanted=options.num_faults,
+            elapsed_s=self._now(),
+            limit_s=options.limit_s,
+        )
 
     def _enough(self) -> bool:
         options = self._options
         dealt = options.num_faults is not None and len(self.outcome.strikes) >= options.num_faults
         return dealt or self._now() > options.limit_s
 
-    def _calm(self, seconds: float) -> bool:
-        """Let the run be for so long. False: the launch has ended."""
-        limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
-            if self._running.ended() is not None:
-                self._died()
-                return False
-            self._turns.look()
-            time.sleep(POLL_S)
-        return True
-
-    def _deal(self, kind: Kind) -> Strike | None:
-        """None: there is nothing of that kind to strike now."""
-        before = self._state()
-        if before is None:
-            return None
-        strike = Strike(len(self.outcome.strikes) + 1, kind, time.time(), before=before)
-        if kind.target == "reward":
-            task.go_wrong(self._reward_file, kind.how)
-        elif kind.target in DRIVER_DOWN:
-            self._end_launch(strike)
-        elif kind.target == "node":
-            return self._strike_node(strike, before)
-        else:
-            return self._strike_process(strike, before)
-        return strike
-
-    def _strike_process(self, strike: Strike, before: RunState) -> Strike | None:
-        candidates = sorted(faults.victims(before.processes, strike.kind.target))
-        if not candidates:
-            return None
-        struck = self._rng.choice(candidates)
-        together = faults.with_its_own(before.processes, struck, before)
-        strike.pids = frozenset(process.pid for process in together)
-        strike.parts = frozenset((process.part, process.name) for process in together)
-        try:
-            os.kill(struck.pid, _signal(strike.kind))
-        except ProcessLookupError:
-            return None
-        strike.note = f"pid {struck.pid} ({struck.name})"
-        return strike
-
-    def _strike_node(self, strike: Strike, before: RunState) -> Strike:
-        assert self._nodes is not None
-        struck = faults.victims(before.processes, "node", self._nodes.second_id)
-        strike.pids = frozenset(process.pid for process in struck)
-        strike.parts = frozenset((process.part, process.name) for process in struck)
-        strike.note = "with " + (", ".join(sorted(process.name for process in struck)) or "nothing of the run on it")
-        self._nodes.lose(_signal(strike.kind))
-        return strike
-
-    def _end_launch(self, strike: Strike) -> None:
-        strike.lived = False
-        if strike.kind.target == "disk":
-            self._fill_disk(strike)
-            return
-        strike.pids = frozenset({self._running.pid})
-        self._running.kill()
-        if strike.kind.target == "journal":
-            strike.note = disk.tear_journal(self._run_dir, self._rng)
-        elif strike.kind.target == "payload":
-            strike.note = disk.flip_payload(self._run_dir, self._rng)
-
-    def _fill_disk(self, strike: Strike) -> None:
-        """Until the launch has ended, which it has to by itself, and say why."""
-        disk.fill(self._disk)
-        limit = time.monotonic() + self._options.recover_limit_s
-        try:
-            while (code := self._running.ended()) is None and time.monotonic() < limit:
-                disk.fill(self._disk)  # what the run itself has freed meanwhile
-                time.sleep(POLL_S)
-        finally:
-            disk.unfill(self._disk)
-        said = self._running.tail(60)
-        if code is None:
-            self._hung("the run went on with a full disk")
-        elif not any(word in said for word in ("No space", "full", "space left")):
-            self._break("failures named", f"a full disk ended the launch, which said:\n{said}")
-        strike.note = f"the launch ended with {code}"
-
     def _follow(self, strike: Strike) -> RunState | None:
         """Until it has recovered. Returns the state then, or that of the launch that had to be started instead."""
-        limit = time.monotonic() + self._options.recover_limit_s
+        given_up = steps_given_up(self._subject.run_dir)
+        state = self._until_over(strike)
+        strike.steps_lost = steps_given_up(self._subject.run_dir) - given_up
+        if state is not None and strike.recovered_s is not None:
+            strike.lost = faults.told_of_loss(strike, state)
+            self._dealer.sweep()
+            self._say(f"   over after {strike.recovered_s:.1f} s{strike.note and '; ' + strike.note}")
+            if strike.number % 10 == 0:
+                self._say_progress()
+        return state
+
+    def _until_over(self, strike: Strike) -> RunState | None:
+        subject, limit_s = self._subject, self._options.recover_limit_s
+        if strike.kind.target in DRIVER_DOWN:
+            state = subject.at_work()
+            if state is not None:
+                strike.recovered_s = time.time() - strike.at
+            return state
+        limit = time.monotonic() + limit_s
         while time.monotonic() < limit:
-            if self._running.ended() is not None:
+            if subject.launch.ended() is not None:
                 strike.lived = False
-                self._died()
-                return self._at_work()
-            state = self._state()
-            if state is not None and (at := self._over(strike, state)) is not None:
-                self._recovered(strike, at)
+                subject.died()
+                return subject.at_work()
+            state = subject.state()
+            if state is not None and (at := self._dealer.over(strike, state)) is not None:
+                strike.recovered_s = max(0.0, at - strike.at)
                 return state
-            self._turns.look()
-            time.sleep(POLL_S)
-        self._hung(f"#{strike.number} {strike.kind.name} was not got over in {self._options.recover_limit_s:g} s")
-        return self._at_work()
+            subject.look()
+        strike.lived = False
+        subject.hung(f"#{strike.number} {strike.kind.name} was not got over in {limit_s:g} s")
+        return subject.at_work()
 
-    def _over(self, strike: Strike, state: RunState) -> float | None:
-        """Wall clock of the recovery; None: not yet."""
-        assert strike.before is not None
-        if strike.kind.target == "reward":
-            # A sample has met it, and another step has been taken since it is well again.
-            well = strike.at + task.WRONG_S
-            moved = state.step > strike.before.step and state.last_progress_at > well
-            return state.written_at if state.written_at > well and moved else None
-        at = faults.recovered_at(strike, state)
-        if at is None or (state.step <= strike.before.step and state.lineage == strike.before.lineage):
-            return None
-        return at
-
-    def _recovered(self, strike: Strike, at: float) -> None:
-        strike.recovered_s = max(0.0, at - strike.at)
-        if self._nodes is not None:
-            self._nodes.sweep()
-        self._say(f"   over after {strike.recovered_s:.1f} s")
-
-    def _died(self) -> None:
-        """A launch has ended unasked, which a fault of one part must not bring about."""
-        told = f"launch {self.outcome.launches} ended with {self._running.ended()}:\n{self._running.tail()}"
-        self.outcome.deaths.append(told)
-        self._break("the rest lives on", f"launch {self.outcome.launches} ended unasked")
-        self._say(f"   {told}")
-
-    def _hung(self, told: str) -> None:
-        """Nothing moves: say why, and end it."""
-        target = self._options.work_dir / f"why-{self.outcome.launches}.txt"
-        with suppress(OSError, ValueError):
-            launches.explain(self._run_dir, target)
-        self._break("no hang", f"{told}; see {target.name}")
-        if self._running.ended() is None:
-            self._running.kill()
-
-    def _break(self, promise: str, told: str) -> None:
-        self.outcome.violations.append(Violation(promise, told))
-        self._say(f"   BROKEN: {promise}: {told}")
+    def _say_progress(self) -> None:
+        times = [strike.recovered_s for strike in self.outcome.strikes if strike.recovered_s is not None]
+        self._say(
+            f"== {len(self.outcome.strikes)} faults in {self._now() / 60:.0f} min, {len(times)} got over, median "
+            f"{statistics.median(times):.1f} s, {len(self.outcome.violations)} promises broken, "
+            f"step {self._subject.last_step}"
+        )
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def _end(self) -> None:
         """Ctrl-C, and one more launch that ends by itself."""
-        if self._launch is None:
+        subject = self._subject
+        if not subject.was_launched:
             return
-        state = self._state()
-        if self._running.ended() is None:
+        if subject.launch.ended() is None:
             self._say("stopping")
-            self._running.interrupt()
-            if (code := self._running.wait(STOP_LIMIT_S)) is None:
-                self._hung(f"it did not stop within {STOP_LIMIT_S:g} s of Ctrl-C")
+            subject.state()
+            subject.launch.interrupt()
+            if (code := subject.launch.wait(STOP_LIMIT_S)) is None:
+                subject.hung(f"it did not stop within {STOP_LIMIT_S:g} s of Ctrl-C")
             elif code not in (0, 130):
-                self._died()
-                self._break("an orderly end", f"after Ctrl-C the launch ended with {code}")
-        if self._options.finish and state is not None:
-            last = state.step + FINAL_STEPS
-            self._say(f"launching once more, to step {last} and its end")
-            self._start(f"trainer.total_training_steps={last}")
-            limit = self._options.start_limit_s
-            if (code := self._running.wait(limit)) is None:
-                self._hung(f"the last launch did not end within {limit:g} s")
-            elif code != 0:
-                self._died()
-                self._break("an orderly end", f"the last launch ended with {code}")
-        self._turns.look()
+                subject.died()
+                subject.broke("an orderly end", f"after Ctrl-C the launch ended with {code}")
+        if self._options.finish:
+            self._finish()
+        subject.turns.look()
+
+    def _finish(self) -> None:
+        subject, limit_s = self._subject, self._options.start_limit_s
+        last = max(subject.last_step, steps_taken(subject.run_dir)) + FINAL_STEPS
+        self._say(f"launching once more, to step {last} and its end")
+        subject.start(f"trainer.total_training_steps={last}")
+        if (code := subject.launch.wait(limit_s)) is None:
+            subject.hung(f"the last launch did not end within {limit_s:g} s")
+            self.outcome.finished = "hung"
+            return
+        self.outcome.finished = f"exit code {code}"
+        if code != 0:
+            subject.died()
+            subject.broke("an orderly end", f"the last launch ended with {code}")
+        elif (step := steps_taken(subject.run_dir)) != last:
+            subject.broke("an orderly end", f"the last launch ended at step {step} of {last}")
 
     def _check(self) -> None:
+        subject, outcome = self._subject, self.outcome
         self._say("checking the accounts")
         self._nothing_left()
-        accounts, figures = read_accounts(self._run_dir, self._turns.turns())
-        self.outcome.violations += violations(accounts)
-        self.outcome.samples = figures.samples
-        self.outcome.steps, self.outcome.lineages = figures.steps, figures.lineages
+        turns = subject.turns.turns()
+        outcome.broken_calls = read_broken_calls(subject.watched)
+        accounts, figures = read_accounts(subject.run_dir, turns, outcome.broken_calls)
+        outcome.violations += violations(accounts)
+        outcome.samples, outcome.num_turns = figures.samples, len(turns)
+        outcome.steps, outcome.lineages = figures.steps, figures.lineages
+        if accounts.books.trained and not turns:
+            subject.broke("turns once", "no turn log was seen, so that nothing can be said of turns")
+        if accounts.books.trained and not list(subject.watched.iterdir()):
+            subject.broke("tokens outlive their engine", "no Rollouter has loaded the watch of its calls to replicas")
 
     def _nothing_left(self) -> None:
         """What the run started is gone; of a shared cluster, its own processes stay."""
-        own = ("::RolloutActor", "::TrainerActor", "::Rank", "::QueueActor", "EngineCore", "::ServeReplica", "asyncrl")
 
         def left() -> list[launches.psutil.Process]:
             found = launches.marked(self._mark)
             if self._nodes is None:
                 return found
-            return [process for process in found if any(word in launches.title(process) for word in own)]
+            return [process for process in found if any(word in launches.title(process) for word in OURS)]
 
         if names := launches.gone(left, GONE_LIMIT_S):
-            self._break("nothing left running", "; ".join(sorted(set(names))[:5]))
-
-    def _keep_records(self) -> None:
-        """Off the disk that goes away, without checkpoints."""
-        target = self._options.work_dir / "run"
-        if self._run_dir.exists():
-            shutil.copytree(
-                self._run_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "ray")
-            )
+            self._subject.broke("nothing left running", "; ".join(sorted(set(names))[:5]))
 
     def _now(self) -> float:
         return time.monotonic() - self._began
-
-
-def _signal(kind: Kind) -> signal.Signals:
-    return signal.SIGKILL if kind.how == "kill" else signal.SIGSTOP

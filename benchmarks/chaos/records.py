@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.journal import read_books, read_head, read_samples
+import yaml
+
+from asyncrl.journal_reader import read_books, read_head, read_samples
+from asyncrl.ports import Edition
 from asyncrl.run_dir import JOURNAL, SAMPLES
+from asyncrl.transitions import Finished, Reading, Redone, Rewound, Row, Transition, from_row
 from asyncrl.turn_files import read_turns
-from asyncrl.types import SampleId
-from benchmarks.chaos.accounts import Accounts, Fate
+from asyncrl.types import SampleId, SampleMeta
+from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone
 from trainer.record import read_trained
 
 
@@ -47,13 +51,15 @@ class TurnKeeper:
                         os.link(entry.path, target / entry.name)
                         self._kept[entry.inode()] = entry.name
 
-    def turns(self) -> list[tuple[SampleId, str]]:
+    def turns(self) -> list[TurnDone]:
         """Every turn in them, in order."""
         self.look()
-        return [(turn.sample_id, turn.key) for turn in read_turns(self._root)]
+        return [TurnDone(turn.sample_id, turn.key, turn.num_tokens, turn.spans) for turn in read_turns(self._root)]
 
 
-def read_accounts(run_dir: Path, turns: Sequence[tuple[SampleId, str]]) -> tuple[Accounts, Figures]:
+def read_accounts(
+    run_dir: Path, turns: Sequence[TurnDone], broken_calls: Sequence[BrokenCall]
+) -> tuple[Accounts, Figures]:
     """Of a run that has ended.
 
     Raises:
@@ -71,18 +77,57 @@ def read_accounts(run_dir: Path, turns: Sequence[tuple[SampleId, str]]) -> tuple
         steps=sum("step" in line for line in trained),
         lineages=max((line["lineage"] for line in trained), default=0) + 1,
     )
+    metas: dict[SampleId, SampleMeta] = {}
+    anew: set[SampleId] = set()
+    rewinds: list[Edition] = []
+    for transition in _transitions(run_dir):
+        if isinstance(transition, Finished):
+            metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
+        elif isinstance(transition, Redone):
+            anew.add(transition.sample_id)
+        elif isinstance(transition, Rewound):
+            anew.update(transition.again)
+            rewinds.append(Edition(transition.lineage, transition.version))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
-    return Accounts(fates, books, trained, turns, _generated_anew(run_dir), completed), figures
+    drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
+    accounts = Accounts(
+        fates=fates,
+        books=books,
+        trained=trained,
+        turns=turns,
+        metas=metas,
+        generated_anew=anew,
+        rewinds=rewinds,
+        broken_calls=broken_calls,
+        max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
+        completed=completed,
+    )
+    return accounts, figures
 
 
-def _generated_anew(run_dir: Path) -> frozenset[SampleId]:
-    """Samples that were fed again because their finished payload was gone: by `redo`, or in a `rewind`."""
+def steps_taken(run_dir: Path) -> int:
+    """The last step in the surviving model, as the Trainer's own record has it."""
+    step = 0
+    for line in read_trained(run_dir):
+        step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
+    return step
+
+
+def steps_given_up(run_dir: Path) -> int:
+    """Optimizer steps that rewinds have taken back, in all."""
+    step = given_up = 0
+    for line in read_trained(run_dir):
+        if "rewound_to_step" in line:
+            given_up += max(0, step - line["rewound_to_step"])
+        step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
+    return given_up
+
+
+def _transitions(run_dir: Path) -> Iterator[Transition]:
     head = read_head(run_dir)
     if head is None:
-        return frozenset()
-    indices: set[int] = set()
+        return
+    read = Reading(head.num_prompts)
     with closing(sqlite3.connect(f"file:{run_dir / JOURNAL}?mode=ro", uri=True)) as connection:
-        for kind, body in connection.execute("SELECT kind, body FROM transitions WHERE kind IN ('redo', 'rewind')"):
-            content = json.loads(body)
-            indices.update([content[0]] if kind == "redo" else content[4])
-    return frozenset(SampleId((index - 1) // head.num_prompts, index) for index in indices)
+        for kind, body in connection.execute("SELECT kind, body FROM transitions ORDER BY seq"):
+            yield from_row(Row(kind, body), read)

@@ -1,44 +1,70 @@
-"""What a round of chaos came to: a table for people, JSON for whoever compares rounds."""
+"""What a round of chaos came to: tables for people, JSON for whoever compares rounds."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.faults import ACTORS, DRIVER_DOWN, ENGINES, KINDS, Strike
-from benchmarks.chaos.harness import Options, Outcome
+from rich.console import Console
+
+from benchmarks.chaos.accounts import BrokenCall
+from benchmarks.chaos.faults import ACTORS, DRIVER_DOWN, ENGINES, KINDS, Strike, Target
+from benchmarks.chaos.outcome import Options, Outcome
 from benchmarks.report import report
 
 AIM = "none lost, none doubled, none hung; median recovery under 20 s for an actor and 60 s for an engine, on two cores"
+AIM_S = {"actors": 20.0, "engines": 60.0}
+GROUPS: dict[str, Collection[Target]] = {
+    "actors": ACTORS,
+    "engines": ENGINES,
+    "launches": DRIVER_DOWN,
+    "rewards": frozenset[Target]({"reward"}),
+}
+BOUNDS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+BAR_CELLS = 40
 
 
 def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
-    """Print the table and write the JSON. Returns whether a promise was broken."""
+    """Print the tables and write the JSON. Returns whether a promise was broken, or nothing was put to the test."""
     broken = [f"{violation.promise}: {violation.told}" for violation in outcome.violations]
-    unasked = [strike for strike in outcome.strikes if not strike.lived and strike.kind.target not in DRIVER_DOWN]
+    if not outcome.strikes:
+        broken.append("nothing was put to the test: no fault was dealt")
+    strikes = outcome.strikes
+    unasked = [strike for strike in strikes if not strike.lived and strike.kind.target not in DRIVER_DOWN]
+    groups = by_group(strikes)
     report(
         "chaos",
-        rows(outcome.strikes) or [{"fault": "none", "dealt": 0}],
+        rows(strikes) or [{"fault": "none", "dealt": 0}],
         json_path,
         aim=AIM,
         seed=options.seed,
-        faults=len(outcome.strikes),
-        median_recovery_s=medians(outcome.strikes),
+        faults=len(strikes),
+        planned=options.num_faults,
+        median_recovery_s={name: group["median_s"] for name, group in groups.items()},
+        not_recovered={name: group["not_recovered"] for name, group in groups.items()},
+        aim_met=aim_met(strikes) and not broken,
+        not_dealt=dict(outcome.not_dealt),
         launches=outcome.launches,
         ended_unasked=len(unasked),
+        last_launch=outcome.finished or "none (--no-finish)",
         samples=outcome.samples,
         steps=outcome.steps,
         lineages=outcome.lineages,
+        turns_checked=outcome.num_turns,
+        broken_calls=tokens_of(outcome.broken_calls),
         wall_s=outcome.wall_s,
         violations=broken,
         verdict="broken" if broken else "kept",
     )
+    console = Console(highlight=False)
+    for line in histogram(strikes):
+        console.print(line, markup=False)
     if json_path is not None:  # with what is too long for people
         told = json.loads(json_path.read_text(encoding="utf-8"))
-        told |= {"each": [_plain(strike) for strike in outcome.strikes], "deaths": outcome.deaths}
+        told |= {"groups": groups, "each": each(strikes, outcome.broken_calls), "deaths": outcome.deaths}
         json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     return bool(broken)
 
@@ -47,43 +73,102 @@ def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
     """One for each kind that was dealt."""
     found = []
     for kind in KINDS:
-        dealt = [strike for strike in strikes if strike.kind == kind]
+        if dealt := [strike for strike in strikes if strike.kind == kind]:
+            times = _times(dealt)
+            found.append(
+                {
+                    "fault": kind.name,
+                    "dealt": len(dealt),
+                    "not recovered": len(dealt) - len(times),
+                    "launch lived": sum(strike.lived for strike in dealt),
+                    "median s": statistics.median(times) if times else "-",
+                    "max s": max(times, default="-"),
+                    "steps lost": sum(strike.steps_lost for strike in dealt),
+                }
+            )
+    return found
+
+
+def by_group(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
+    """Of each group: faults dealt, those not recovered from, seconds of the others (None: there are none)."""
+    found = {}
+    for name, targets in GROUPS.items():
+        dealt = [strike for strike in strikes if strike.kind.target in targets]
+        times = _times(dealt)
+        found[name] = {
+            "dealt": len(dealt),
+            "not_recovered": len(dealt) - len(times),
+            "median_s": round(statistics.median(times), 2) if times else None,
+            "max_s": round(max(times), 2) if times else None,
+        }
+    return found
+
+
+def aim_met(strikes: Sequence[Strike]) -> bool:
+    """Every fault was recovered from, the groups that have an aim within it on the median."""
+    groups = by_group(strikes)
+    within = all(groups[name]["median_s"] is None or groups[name]["median_s"] < aim_s for name, aim_s in AIM_S.items())
+    return bool(strikes) and within and not any(group["not_recovered"] for group in groups.values())
+
+
+def histogram(strikes: Sequence[Strike]) -> list[str]:
+    """How long recovery took, by group, as lines of text."""
+    lines = []
+    for name, targets in GROUPS.items():
+        dealt = [strike for strike in strikes if strike.kind.target in targets]
         if not dealt:
             continue
-        times = [strike.recovered_s for strike in dealt if strike.recovered_s is not None]
+        times = _times(dealt)
+        counts: dict[str, int] = {}
+        for low, high in zip((0.0, *BOUNDS_S), (*BOUNDS_S, float("inf")), strict=True):
+            label = f"< {high:g} s" if high < float("inf") else "longer"
+            counts[label] = sum(low <= time < high for time in times)
+        counts["never"] = len(dealt) - len(times)
+        scale = min(1.0, BAR_CELLS / max(counts.values()))
+        lines += [f"recovery, {name}", *(_bar(label, count, scale) for label, count in counts.items() if count)]
+    return lines
+
+
+def tokens_of(calls: Sequence[BrokenCall]) -> dict[str, int]:
+    """Of responses whose replica failed while they were made: how many, how many tokens they had by then, and how many
+    of these are in complete responses. The rest went with the Rollouter, or with samples that were dropped."""
+    whole = [call for call in calls if call.turn is not None and call.turn[: len(call.told)] == call.told]
+    return {
+        "responses": len(calls),
+        "tokens_told": sum(len(call.told) for call in calls),
+        "tokens_kept": sum(len(call.told) for call in whole),
+    }
+
+
+def each(strikes: Sequence[Strike], calls: Sequence[BrokenCall]) -> list[dict[str, Any]]:
+    """Every fault, as plain values. Broken calls count to the fault before them."""
+    found = []
+    ends = [*(strike.at for strike in strikes[1:]), float("inf")]
+    for strike, end in zip(strikes, ends, strict=False):
         found.append(
             {
-                "fault": kind.name,
-                "dealt": len(dealt),
-                "got over": len(times),
-                "launch lived": sum(strike.lived for strike in dealt),
-                "median s": statistics.median(times) if times else "-",
-                "max s": max(times, default="-"),
+                "number": strike.number,
+                "fault": strike.kind.name,
+                "at": strike.at,
+                "at_s": round(strike.at - strikes[0].at, 1),
+                "whom": sorted(f"{part}: {name}" for part, name in strike.parts),
+                "pids": sorted(strike.pids),
+                "recovered_s": strike.recovered_s,
+                "lived": strike.lived,
+                "lost": {
+                    "steps": strike.steps_lost,
+                    "told": list(strike.lost),
+                    **tokens_of([call for call in calls if strike.at <= call.at < end]),
+                },
+                "note": strike.note,
             }
         )
     return found
 
 
-def medians(strikes: Sequence[Strike]) -> dict[str, float | None]:
-    """Seconds until at work again, by group of targets; None: none was dealt and got over."""
-    groups = {"actors": ACTORS, "engines": ENGINES, "launches": DRIVER_DOWN}
-    times = {
-        name: [
-            strike.recovered_s for strike in strikes if strike.kind.target in targets and strike.recovered_s is not None
-        ]
-        for name, targets in groups.items()
-    }
-    return {name: round(statistics.median(found), 2) if found else None for name, found in times.items()}
+def _times(strikes: Sequence[Strike]) -> list[float]:
+    return [strike.recovered_s for strike in strikes if strike.recovered_s is not None]
 
 
-def _plain(strike: Strike) -> dict[str, Any]:
-    return {
-        "number": strike.number,
-        "fault": strike.kind.name,
-        "at": strike.at,
-        "whom": sorted(f"{part}: {name}" for part, name in strike.parts),
-        "pids": sorted(strike.pids),
-        "recovered_s": strike.recovered_s,
-        "lived": strike.lived,
-        "note": strike.note,
-    }
+def _bar(label: str, count: int, scale: float) -> str:
+    return f"  {label:>7}  {'█' * max(1, round(count * scale))} {count}"

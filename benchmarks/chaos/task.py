@@ -13,15 +13,22 @@ import yaml
 REWARD_TIMEOUT_S = 2.0
 WRONG_S = 4.0
 """How long the reward function goes wrong when it is told to."""
+PROBE_S = 10.0
+"""`timeouts.probe_s` of the run."""
+MAX_STALENESS = 4
 
 REWARD = '''\
-"""Exact match, which goes wrong while the file beside it says so: {"how": "raise" | "hang" | "nan", "until": time}."""
+"""Exact match, which goes wrong while the file beside it says so: {"how": "raise" | "hang" | "nan", "until": time}.
+
+Each call that did leaves a byte in the other file beside it.
+"""
 
 import json
 import time
 from pathlib import Path
 
 ORDERS = Path(__file__).with_suffix(".json")
+MET = Path(__file__).with_suffix(".met")
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -31,6 +38,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
         orders = {"until": 0.0}
     # One in four: the rest of the run goes on.
     if time.time() < orders["until"] and hash(solution_str) % 4 == 0:
+        with MET.open("ab") as met:
+            met.write(b".")
         if orders["how"] == "raise":
             raise RuntimeError("told to")
         if orders["how"] == "nan":
@@ -38,6 +47,16 @@ def score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(orders["hang_s"])
     return float(str(ground_truth) in solution_str)
 '''
+WATCHED = """
+
+# What replicas tell, and what becomes of it when one fails, is written down in the process that loads this.
+import sys  # noqa: E402
+
+sys.path.insert(0, {root!r})
+from benchmarks.chaos import watch  # noqa: E402
+
+watch.install(Path({directory!r}))
+"""
 
 
 def go_wrong(reward_file: Path, how: str) -> float:
@@ -50,8 +69,18 @@ def go_wrong(reward_file: Path, how: str) -> float:
     return until
 
 
-def write_reward(path: Path) -> None:
-    path.write_text(REWARD, encoding="utf-8")
+def num_met(reward_file: Path) -> int:
+    """Calls so far in which the reward function has gone wrong."""
+    met = reward_file.with_suffix(".met")
+    return met.stat().st_size if met.exists() else 0
+
+
+def write_reward(path: Path, watched: Path | None = None) -> None:
+    """`watched`: where the process that loads it writes down what `watch` sees; None: it watches nothing."""
+    text = REWARD
+    if watched is not None:
+        text += WATCHED.format(root=str(Path(__file__).parents[2]), directory=str(watched))
+    path.write_text(text, encoding="utf-8")
 
 
 def configuration(reward_file: Path, *, replicas: int, ranks: int, seed: int) -> Mapping[str, Any]:
@@ -67,6 +96,7 @@ def configuration(reward_file: Path, *, replicas: int, ranks: int, seed: int) ->
             "max_errors": 1_000_000,
             "timeout_s": REWARD_TIMEOUT_S,
         },
+        "async_training": {"max_staleness": MAX_STALENESS},
         "rollout": {
             "n": 4,
             "response_length": 64,
@@ -84,7 +114,7 @@ def configuration(reward_file: Path, *, replicas: int, ranks: int, seed: int) ->
         },
         "timeouts": {
             "call_s": 20.0,
-            "probe_s": 10.0,
+            "probe_s": PROBE_S,
             "engine_s": 15.0,
             "generate_s": 60.0,
             "sample_s": 120.0,

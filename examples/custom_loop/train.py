@@ -33,10 +33,10 @@ from transformers import AutoTokenizer
 from asyncrl.assets import resolve
 from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
 from asyncrl.failures import ConfigError
-from asyncrl.ports import TrainRow
 from asyncrl.types import SampleId
 from trainer.engine.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
 from trainer.engine.registry import EngineRegistry
+from trainer.rows import TrainRow
 from trainer.tensors import to_batch
 from trainer.worker import TrainingWorker
 

@@ -144,8 +144,21 @@ async def _started(names: Mapping[str, str]) -> None:
             await anyio.sleep(STATUS_PERIOD_S)
 
 
+async def what_serve_says(namespace: str) -> str:
+    """Of the engines of the run in this namespace, where it has something to say: why one does not start.
+
+    Raises:
+        InfraError: Serve does not have them any more.
+    """
+    return _said(await _status(app_name(namespace)))
+
+
+def _said(app: ApplicationStatusOverview) -> str:
+    return "\n".join(one.message for one in app.deployments.values() if one.message) or app.message
+
+
 def _start_error(what: str, app: ApplicationStatusOverview) -> ConfigError | InfraError:
-    cause = "\n".join(one.message for one in app.deployments.values() if one.message) or app.message
+    cause = _said(app)
     last = cause.strip().splitlines()[-1] if cause.strip() else app.status.value
     _, marker, told = last.partition(CONFIG_ERROR)
     return ConfigError(told) if marker else InfraError(f"{what} did not start: {last}", cause)

@@ -11,14 +11,14 @@ from ray import serve
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
-from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnTurn, Publication
+from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnPlace, OnTurn, Publication
 from asyncrl.types import Turn
 from asyncrl.weights.object_store import ObjectStoreFeed, find_store
 from rollouter import client
 from rollouter.serving.app import replicas_up
 from rollouter.serving.handles import items, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name
-from rollouter.serving.pieces import Piece
+from rollouter.serving.pieces import Piece, Taken
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ class ServeFleet:
         self._clear_kv = config.weight_sync.clear_kv_cache
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
         self._namespace = namespace
+        # Past twice apply_s and engine_s a replica has answered or given itself up (`serving.weights`). One that were
+        # asked again before would still be at it.
+        limits = config.timeouts
+        self._apply_s = 2 * limits.apply_s + limits.engine_s + limits.call_s
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
 
     async def generate(
@@ -40,6 +44,7 @@ class ServeFleet:
         *,
         session: str,
         on_turn: OnTurn | None = None,
+        on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
     ) -> list[Turn]:
         """Run the requests on one replica; see `ports.EngineFleet`. A replica has `timeouts.generate_s` for its call.
@@ -55,6 +60,7 @@ class ServeFleet:
             session=session,
             max_attempts=self._max_attempts,
             on_turn=on_turn,
+            on_place=on_place,
             on_crash=on_crash,
         )
 
@@ -73,7 +79,7 @@ class ServeFleet:
         until = anyio.current_time() + self._timeouts.start_s
         while True:
             outcomes = await self._everywhere(
-                "apply_version", publication, self._mode, self._clear_kv, limit_s=self._timeouts.apply_s
+                "apply_version", publication, self._mode, self._clear_kv, limit_s=self._apply_s
             )
             for report in outcomes:
                 if isinstance(report, ApplyReport) and report.replica not in reports:
@@ -99,7 +105,10 @@ class ServeFleet:
         store = await anyio.to_thread.run_sync(find_store, self._namespace)
         if store is None:
             return publication
-        newest = await ObjectStoreFeed(store, call_s=self._timeouts.call_s).latest()
+        try:
+            newest = await ObjectStoreFeed(store, call_s=self._timeouts.call_s).latest()
+        except DeadlineError:  # it has forgotten what there was
+            return publication
         return newest if newest is not None and newest.edition > publication.edition else publication
 
     async def status(self) -> list[Mapping[str, Any]]:
@@ -114,7 +123,9 @@ class ServeFleet:
             raise outcomes[0]
         return answers
 
-    def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Piece], None]:
+    def _call(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[Taken | Sequence[Piece], None]:
         handle = self._handle.options(stream=True, session_id=session)
         what = f"a generate call of {len(requests)} requests"
         return items(

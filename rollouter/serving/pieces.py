@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncrl.types import FinishReason, Span, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A replica's engine has all requests of a call: what ends that replica from now on may be of their making."""
+
+    replica: str
 
 
 class Piece(NamedTuple):

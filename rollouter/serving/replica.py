@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.failures import AsyncRLError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.pieces import Piece
+from rollouter.serving.pieces import Piece, Taken
 
 if TYPE_CHECKING:
-    from rollouter.serving.server import PauseMode
+    from rollouter.serving.weights import PauseMode
 
 
 class RolloutReplica:
@@ -37,10 +37,10 @@ class RolloutReplica:
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
 
-    async def generate_tokens(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[Piece], None]:
+    async def generate_tokens(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Taken | list[Piece], None]:
         async with aclosing(self._server.generate_tokens(requests)) as told:
-            async for pieces in told:
-                yield pieces
+            async for news in told:
+                yield news
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         return await self._server.apply_version(publication, mode, clear_kv)

@@ -64,41 +64,55 @@ die_with_parent()
 class _Fetch:
     """A version on its way into this process, on a thread of its own, while the engine decodes."""
 
-    def __init__(self, edition: Edition, address: str, namespace: str, store_name: str) -> None:
+    def __init__(self, edition: Edition, address: str, namespace: str, store_name: str, *, limit_s: float) -> None:
+        """`limit_s`: the thread ends by then, so that those of attempts in a row do not pile up."""
         self.edition = edition
         self.chunks: list[dict[str, NDArray[Any]]] = []
         self._error: BaseException | None = None
         self._source = (address, namespace, store_name)
+        self._until = time.monotonic() + limit_s
         self._thread = threading.Thread(target=self._run, name=f"fetch-{edition.version}", daemon=True)
         self._thread.start()
 
-    def result(self, timeout_s: float) -> list[dict[str, NDArray[Any]]]:
-        """The chunks, mapped from the object store without a copy.
+    def arrived(self, timeout_s: float) -> bool:
+        """Wait so long for the chunks, mapped from the object store without a copy.
 
         Raises:
-            TimeoutError: they are not here in time.
+            Exception: whatever the fetch failed with.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"version {self.edition.version} did not arrive in the worker within {timeout_s:g} s")
+            return False
         if self._error is not None:
             raise self._error
-        return self.chunks
+        return True
 
     def _run(self) -> None:
         try:
-            connect(*self._source[:2])
+            connect(*self._source[:2], limit_s=self._left_s())
             store = ray.get_actor(self._source[2], namespace=self._source[1])
-            self.chunks = ray.get(ray.get(store.tensors.remote(self.edition)))
-        except BaseException as error:  # noqa: BLE001  it is raised again by `result`, in the thread that waits
+            refs = ray.get(store.tensors.remote(self.edition), timeout=self._left_s())
+            self.chunks = ray.get(refs, timeout=self._left_s())
+        except BaseException as error:  # noqa: BLE001  it is raised again by `arrived`, in the thread that waits
             self._error = error
 
+    def _left_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
 
-def connect(address: str, namespace: str) -> None:
-    """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is)."""
-    with _CONNECTING:
+
+def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:
+    """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is).
+
+    Raises:
+        TimeoutError: another thread has been about it for `limit_s`; without a limit, never.
+    """
+    if not _CONNECTING.acquire(timeout=limit_s):
+        raise TimeoutError(f"this worker did not join the Ray cluster at {address} within {limit_s:g} s")
+    try:
         if not ray.is_initialized():
             ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+    finally:
+        _CONNECTING.release()
 
 
 class WeightLoader:
@@ -111,28 +125,27 @@ class WeightLoader:
         self._source = (address, namespace, store_name)
         threading.Thread(target=connect, args=(address, namespace), name="connect-store", daemon=True).start()
 
-    def fetch_version(self, lineage: int, version: int) -> None:
-        """Begin to map this edition into this process; returns at once."""
-        self._fetch = _Fetch(Edition(lineage, version), *self._source)
+    def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
+        """Begin to map this edition into this process, for so long at most; returns at once."""
+        self._fetch = _Fetch(Edition(lineage, version), *self._source, limit_s=limit_s)
 
-    def await_fetch(self, timeout_s: float) -> None:
-        """Wait until the version is mapped: no time at all, once its bytes are on this node.
+    def await_fetch(self, timeout_s: float) -> bool:
+        """Wait so long until the version is mapped: no time at all, once its bytes are on this node.
 
         Raises:
-            TimeoutError: it is not here in time.
             Exception: whatever the fetch failed with.
         """
-        self._fetch.result(timeout_s)
+        return self._fetch.arrived(timeout_s)
 
     def load_version(self, lineage: int, version: int) -> float:
         """Load the fetched version in place, inside the pause. Returns seconds.
 
         Raises:
-            RuntimeError: another version was fetched.
+            RuntimeError: it was not fetched.
         """
-        if self._fetch.edition != (lineage, version):
+        if self._fetch.edition != (lineage, version) or not self._fetch.arrived(0.0):
             raise RuntimeError(f"asked to load {Edition(lineage, version)}, but {self._fetch.edition} was fetched")
-        chunks = self._fetch.result(0.0)
+        chunks = self._fetch.chunks
         started = time.perf_counter()
         with torch.no_grad():
             self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))

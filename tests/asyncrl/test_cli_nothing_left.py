@@ -11,8 +11,9 @@ import pytest
 from asyncrl.cli import launch as launch_module
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
 from asyncrl.config.schema import Config
-from asyncrl.manifest import Manifest, Progress, Resume
+from asyncrl.manifest import Manifest, Progress
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.resume import Resume
 
 
 def config_of(**trainer: Any) -> Config:
@@ -54,7 +55,7 @@ def test_a_launch_of_it_is_completed_before_anything_starts(tmp_path: Path, monk
     run_dir = launch_module._run_dir(config, None)
     resume = resume_at(4, run_dir.path)
     monkeypatch.setattr(launch_module, "cluster", no_cluster)
-    monkeypatch.setattr(launch_module, "find_resume", lambda config: resume)
+    monkeypatch.setattr(launch_module, "find_resume", lambda config, tell: resume)
     told: list[str] = []
     monkeypatch.setattr(launch_module.View, "message", lambda view, level, text: told.append(text))
     assert launch_module.launch(config) == 0

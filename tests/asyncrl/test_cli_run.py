@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from asyncrl.cli import probes
 from asyncrl.cli.picture import Picture
 from asyncrl.cli.probes import probe
 from asyncrl.cli.run import Run
+from asyncrl.cli.supervise import Supervisor
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.ports import Edition, QueueStatus, StoreStatus, ValidationRecord
-from asyncrl.queue_actor import QueueActor
+from asyncrl.ports import Edition, PartName, QueueStatus, StoreStatus
+from asyncrl.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.telemetry.live import View
 from asyncrl.telemetry.recorder import Recorder
@@ -86,76 +88,30 @@ class Driver:
         self.picture = Picture(config, RunDir(tmp_path), self.recorder)
         self.run = Run(config, RunDir(tmp_path), None, self.recorder, View(), self.picture)
 
-    @property
-    def restarts(self) -> list[tuple[str, int, str]]:
-        return [(one.part, one.incarnation, one.cause) for one in self.picture.state().restarts]
-
-
-def test_restarts_by_ray_are_told_and_count_against_the_budget(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, recovery={"max_restarts": 2})
-    driver.picture.heard_at = {"queue": 1.0, "store": 2.0}
-    driver.run._was_restarted("queue", "12 live samples")
-    driver.run._hung["store"] = "it did not answer"
-    driver.run._was_restarted("store", "")
-    driver.run._was_restarted("queue", "")
-    assert driver.restarts == [
-        ("queue", 2, "the sample queue's process died"),
-        ("store", 2, "it did not answer"),
-        ("queue", 3, "the sample queue's process died"),
-    ]
-    with pytest.raises(InfraError, match=r"the sample queue failed 3 times .*recovery.max_restarts=2.*logs/ray"):
-        driver.run._was_restarted("queue", "")
-
-
-async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = Driver(tmp_path, timeouts={"start_s": 1000})
-    driver.picture.heard_at = {"queue": 1.0}
-    killed: list[int] = []
-
-    async def kill_hung(actor: object, name: str, pid: int, heard_at: float) -> None:
-        killed.append(pid)
-
-    clock = iter((0.0, 30.0, 900.0, 901.0, 1902.0))
-    monkeypatch.setattr("asyncrl.cli.run.kill_hung", kill_hung)
-    monkeypatch.setattr("asyncrl.cli.run.time.monotonic", lambda: next(clock))
-    late = DeadlineError("it did not answer")
-    for _ in range(3):
-        await driver.run._replace_hung("queue", None, QueueActor, 7, late)
-    assert killed == [7], "its successor is rebuilding, and was killed over it"
-    await driver.run._replace_hung("queue", None, QueueActor, 8, late)
-    assert killed == [7, 8]
-    with pytest.raises(InfraError, match=r"it did not answer, and the next one did not answer within 1000 s"):
-        await driver.run._replace_hung("queue", None, QueueActor, 8, late)
-
-
-async def test_replicas_that_serve_replaces_count_against_the_budget(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, recovery={"max_restarts": 1})
-    for names in ("a", "ab"):
-        reports = tuple(report(name, reported_at=float(ord(name))) for name in names)
-        await driver.run._look_at_replicas(StoreStatus(1, None, reports))
-    assert [part for part, *_ in driver.restarts] == ["replica"]
-    with pytest.raises(InfraError, match="the replicas failed 2 times"):
-        await driver.run._look_at_replicas(StoreStatus(1, None, (report("c", reported_at=200.0),)))
-
 
 async def test_what_is_validated_already_is_told_to_the_next_rollouter(tmp_path: Path) -> None:
+    """And to the next Trainer; to it only what is of the surviving line."""
     driver = Driver(tmp_path)
-    assert driver.run._begin() == RolloutStart(validate_first=True, validated=None)
-    for lineage, version in ((0, 0), (0, 8), (1, 4)):
-        await driver.run._put(ValidationRecord(version, version, {"reward/mean": 0.5}, (), lineage))
-    assert driver.run._begin() == RolloutStart(validate_first=False, validated=Edition(1, 4))
+    assert driver.run._begin() == RolloutStart(validate_first=True, validated=None, validated_step=0)
+    assert driver.recorder.validated_step is None
+    for version in (0, 5, 8):
+        await driver.run._put(ValidationRecord(version, 10 * version, {"reward/mean": 0.5}, ()))
+    assert driver.run._begin() == RolloutStart(validate_first=False, validated=Edition(0, 8), validated_step=80)
+    await driver.run._rewound(Resumed(70, 7, "", 1))
+    assert driver.run._begin() == RolloutStart(validate_first=False, validated=Edition(0, 8), validated_step=50)
+    await driver.run._put(ValidationRecord(7, 70, {"reward/mean": 0.5}, (), 1))
+    assert driver.run._begin() == RolloutStart(validate_first=False, validated=Edition(1, 7), validated_step=70)
+    assert driver.recorder.validated_step == 70
 
 
 class Queue:
-    """Says whether the stream has ended."""
+    """Says whether it is closed. Nothing is READY or runs: what is left, the Trainer has leased."""
 
     def __init__(self) -> None:
-        self.ended = True
+        self.closed = True
 
     async def status(self) -> QueueStatus:
-        return replace(queue_status(), ended=self.ended)
+        return replace(queue_status(), ended=True, closed=self.closed)
 
 
 async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_back(tmp_path: Path) -> None:
@@ -169,10 +125,10 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
-            queue.ended = False  # rewound: there is more to generate
+            queue.closed = False  # what the Trainer has leased may be lost, and what it publishes is to be applied
             await driver.run._rewound(Resumed(4, 4, "", 1))
         assert answers == [True] and driver.picture.lineage == 1
-        queue.ended = True
+        queue.closed = True
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
@@ -181,22 +137,89 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
     assert answers == [True, False]
 
 
-class Training:
-    def __init__(self, *failures: InfraError | None) -> None:
-        self.failures = list(failures)
+class Asked:
+    """`supervise.Part` that runs until it is asked to stop, and then ends, or dies of it."""
 
-    async def republish(self) -> None:
-        if (failure := self.failures.pop(0)) is not None:
-            raise failure
+    def __init__(self, name: PartName, error: InfraError | None = None) -> None:
+        self.name: PartName = name
+        self.error = error
+        self.asked = anyio.Event()
+
+    async def kill(self) -> None:
+        raise AssertionError("nothing is replaced")
+
+    async def claim(self, incarnation: int) -> str:
+        raise AssertionError("nothing is replaced")
+
+    async def start(self, incarnation: int) -> None:
+        raise AssertionError("nothing is replaced")
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        await self.asked.wait()
+        if self.error is not None:
+            raise self.error
+        yield ValidationRecord(1, 1, {"reward/mean": 0.5}, (), 0)
+
+    async def stop(self) -> None:
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
 
 
-async def test_a_store_that_was_restarted_is_told_the_newest_version_until_it_knows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", ["trainer", "rollouter"])
+async def test_a_part_that_dies_of_ctrl_c_does_not_keep_the_run_from_ending(
+    dies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     driver = Driver(tmp_path)
-    training = Training(InfraError("the trainer is gone"), None)
-    driver.run._training = training  # type: ignore[assignment]
-    await driver.run._tell_store()
-    assert len(training.failures) == 2, "it has forgotten nothing"
-    driver.run._store_forgot = True
-    for _ in range(3):
-        await driver.run._tell_store()
-    assert training.failures == [] and not driver.run._store_forgot
+    run, parts = driver.run, dict[str, Asked]()
+    for name in ("rollouter", "trainer"):
+        parts[name] = Asked(name, InfraError("its process died") if name == dies else None)
+        supervisor = Supervisor(parts[name], run._budgets[name], driver.recorder.restarted)
+        setattr(run, f"_{name}", supervisor)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            async with anyio.create_task_group() as streams:
+                streams.start_soon(run._generate)
+                streams.start_soon(run._train)
+                await anyio.wait_all_tasks_blocked()
+                group.start_soon(run._stop)
+            run._ended.set()
+    assert all(part.asked.is_set() for part in parts.values())
+    assert f"the {dies} failed while the run was stopping: its process died" in caplog.text
+    assert driver.picture.state().restarts == ()
+
+
+async def test_a_trainer_that_gets_no_further_is_out_of_budget(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, recovery={"max_restarts": 1, "window_s": 1.0})
+    budget = driver.run._budgets["trainer"]
+    for now_s, step in ((0.0, 1), (10.0, 2)):
+        await driver.run._put(step_record(step))
+        budget.spend(now_s, InfraError("step 3 fails"))
+    await driver.run._put(step_record(2))
+    with pytest.raises(InfraError, match="the Trainer failed 2 times in a row without getting past step 2"):
+        budget.spend(20.0, InfraError("step 3 fails"))
+    for now_s in (0.0, 10.0, 20.0):
+        driver.run._budgets["rollouter"].spend(now_s, InfraError("it tells of no steps"))
+
+
+def step_record(step: int) -> StepRecord:
+    metrics = dict.fromkeys(("reward/mean", "tokens/trained", "timing/wait_samples_s", "time/monotonic_s"), 1.0)
+    return StepRecord(step, step, metrics, (1.0,), (0,))
+
+
+async def test_crashes_that_a_prompt_explains_are_not_charged_to_the_replicas(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, recovery={"max_restarts": 1})
+    budget, died = driver.run._budgets["replica"], InfraError("an engine died")
+
+    def explained(count: int) -> None:
+        driver.run._heard_rollouter({"waits": [], "quarantine": {"explained": count}})
+
+    budget.spend(0.0, died)
+    explained(2)  # the second one's successor has not reported yet
+    budget.spend(1.0, died)
+    explained(0)  # another Rollouter, which knows of none
+    assert budget.spend(2.0, died) == 1
+    explained(1)
+    assert budget.spend(3.0, died) == 1
+    with pytest.raises(InfraError, match="failed 2 times"):
+        budget.spend(4.0, died)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import pytest
 
 from asyncrl.cli import launch as launch_module
-from asyncrl.cli.launch import _refuse_running, _run_dir
+from asyncrl.cli.launch import _run_dir
+from asyncrl.cli.parts import TrainPart
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, InfraError
-from asyncrl.manifest import Manifest, Progress, Resume, load_manifest
+from asyncrl.history import MemoryLog
+from asyncrl.lineage import NO_REWINDS
+from asyncrl.manifest import Manifest, Progress, dump_manifest, load_manifest
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.queue_actor import QueueClient
+from asyncrl.resume import Resume
 from asyncrl.run_dir import RunDir
-from asyncrl.run_state import FILE_NAME
-from asyncrl.telemetry.state_file import StateFile
-from tests.fakes.run_states import running
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.telemetry.summary import Resumed
 
 
 def resume_of(run_dir: Path) -> Resume:
@@ -50,23 +51,6 @@ def test_a_run_that_left_nothing_to_go_on_from_starts_anew_in_its_place(tmp_path
         assert len([*second.path.glob(name)]) == 1, name
 
 
-def state_of(run_dir: Path, **given: Any) -> None:
-    StateFile(run_dir / FILE_NAME).write_now(replace(running(), **given))
-
-
-def test_a_second_driver_is_refused_as_long_as_the_first_one_lives(tmp_path: Path) -> None:
-    config = Config(run_dir=str(tmp_path / "run"), resume="auto")
-    run_dir = _run_dir(config, None)
-    alive = {"pid": os.getppid(), "host": socket.gethostname(), "written_at": time.time()}
-    _refuse_running(run_dir.path)  # nothing is known of it
-    state_of(run_dir.path, **alive)
-    with pytest.raises(ConfigError, match=rf"still running \(pid {os.getppid()}\)"):
-        launch_module.launch(config)
-    for other in ({"phase": "completed"}, {"host": "elsewhere"}, {"written_at": 1000.0}, {"pid": 2**22 + 1}):
-        state_of(run_dir.path, **alive | other)
-        _refuse_running(run_dir.path)
-
-
 def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
     _run_dir(config, None)
@@ -80,6 +64,66 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run goes on where it is"):
         _run_dir(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
     assert not (tmp_path / "new").exists()
+
+
+def test_going_on_without_a_journal_leaves_none_behind_that_somebody_could_go_on_from(tmp_path: Path) -> None:
+    """Its samples are of a time that the checkpoints to come know nothing of."""
+    run_dir = _run_dir(Config(run_dir=str(tmp_path / "run")), None)
+    write_records(run_dir)
+    _run_dir(Config(), resume_of(run_dir.path))
+    assert run_dir.journal.exists() and run_dir.samples.exists()
+    _run_dir(Config(journal="off"), resume_of(run_dir.path))
+    kept = {path.name for path in run_dir.path.iterdir() if "-abandoned-" not in path.name}
+    assert kept == {"config.yaml", "logs", "metrics.jsonl", "trained.jsonl"}
+    assert len([*run_dir.path.glob("*-abandoned-*")]) == 3
+
+
+def test_how_the_run_to_go_on_with_was_chosen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def fails(config: Config, name: str, *, stale: str) -> AsyncIterator[str]:
+        raise InfraError("no Ray today")
+        yield name
+
+    told: list[str] = []
+    monkeypatch.setattr(launch_module, "cluster", fails)
+    monkeypatch.setattr(launch_module.View, "message", lambda view, level, text: told.append(text))
+    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "resume": "auto", "logging": {"console": "off"}})
+    assert launch_module.launch(config) == 1
+    assert told == []
+    assert launch_module.launch(config) == 1
+    assert told == [
+        f"resume=auto starts the run in {tmp_path / 'run'} anew: it has no checkpoint, and no journal. Its records are "
+        "set aside as *-abandoned-*"
+    ]
+
+
+async def test_a_trainer_goes_back_to_its_own_line_whatever_the_one_before_it_writes(tmp_path: Path) -> None:
+    queue = LocalSampleQueue(QueueOptions(10, Pacing(4, 0)), journal=MemoryLog())
+    part = TrainPart(Config(), RunDir(tmp_path), None, nothing_to_do, lambda: None)
+    part.queue = cast(QueueClient, queue)
+    part.total_steps, part.num_prompts = 9, 10
+    await queue.mark(3)
+    await queue.mark(5)
+    write_checkpoint(tmp_path, 3)
+    await part.claim(2)
+    write_checkpoint(tmp_path, 5)  # by the first one, behind the back of the second
+    assert (await part.claim(3)).startswith("back to step 3 ")
+    assert queue.state.line == NO_REWINDS.rewound(3, 2)
+    await queue.mark(4)
+    write_checkpoint(tmp_path, 4, lineage=2)
+    assert (await part.claim(4)).startswith("back to step 4 ")
+    assert queue.state.line == NO_REWINDS.rewound(3, 2).rewound(4)
+
+
+async def nothing_to_do(resumed: Resumed) -> None:
+    pass
+
+
+def write_checkpoint(run_dir: Path, step: int, *, lineage: int = 0) -> None:
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    manifest = Manifest(Progress(step=step), QueueSnapshot(1, (), Books(), 0), {}, lineage=lineage)
+    (path / "manifest.json").write_text(dump_manifest(manifest))
 
 
 def save(run_dir: Path, *steps: int) -> None:

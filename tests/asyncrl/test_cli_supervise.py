@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.cli.supervise import Supervisor
 from asyncrl.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
-from asyncrl.ports import PartName, RunRecord, StepRecord
+from asyncrl.ports import PartName
+from asyncrl.records import RunRecord, StepRecord
 from asyncrl.retry import RestartBudget
 from asyncrl.run_state import Restart
 
@@ -73,7 +74,7 @@ class ScriptedPart:
 
 
 class Seen:
-    def __init__(self, part: ScriptedPart, *, max_restarts: int = 3, must_end_well: bool = True) -> None:
+    def __init__(self, part: ScriptedPart, *, max_restarts: int = 3) -> None:
         self.restarts: list[Restart] = []
         self.records: list[RunRecord] = []
         self.now_s = 0.0
@@ -82,7 +83,7 @@ class Seen:
             part,
             budget,
             self.restarts.append,
-            must_end_well=must_end_well,
+            lost=", and its last checkpoint with it",
             clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
         )
@@ -169,31 +170,57 @@ async def test_a_stop_asks_the_process_that_is_up() -> None:
     assert part.did == ["run", "stop"]
 
 
-async def test_a_stop_during_a_restart_does_not_start_the_next_one() -> None:
+async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
     part = ScriptedPart([InfraError("it died")])
     part.starts = [HANG]
-    await stopped(Seen(part), lambda: part.starting)
-    assert part.did == ["run", "kill", "claim 2", "start 2"]
+    seen = Seen(part)
+    await stopped(seen, lambda: part.starting)
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "what was half up would be left running"
+    assert seen.supervisor.replacing_since is None, "nobody is being replaced any more"
+    seen.supervisor.at_work()
+    assert [restart.recovered_at for restart in seen.restarts] == [None]
+    assert "was being replaced when the run was stopped, and its last checkpoint with it" in caplog.text
 
 
 class FailsWhenStopped(ScriptedPart):
+    def __init__(self, error: InfraError) -> None:
+        super().__init__([HANG])
+        self.error = error
+
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         async for record in super().run():
             yield record
-        raise InfraError("no checkpoint")
+        raise self.error
 
 
-async def test_what_fails_while_stopping_is_not_restarted() -> None:
-    for must_end_well in (True, False):
-        part = FailsWhenStopped([HANG])
-        seen = Seen(part, must_end_well=must_end_well)
-        if must_end_well:
-            with pytest.raises(ExceptionGroup) as caught:
-                await stopped(seen, lambda part=part: part.running)
-            assert "no checkpoint" in str(caught.value.exceptions[0])
-        else:
-            await stopped(seen, lambda part=part: part.running)
-        assert part.did == ["run", "stop"] and seen.restarts == []
+async def test_a_part_that_dies_while_it_stops_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    part = FailsWhenStopped(InfraError("a rank died"))
+    seen = Seen(part)
+    await stopped(seen, lambda: part.running)
+    assert part.did == ["run", "stop"] and seen.restarts == []
+    assert "failed while the run was stopping, and its last checkpoint with it: a rank died" in caplog.text
+
+
+async def test_a_disk_that_is_full_while_a_part_stops_is_a_failure() -> None:
+    part = FailsWhenStopped(DiskFullError("no checkpoint"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await stopped(Seen(part), lambda: part.running)
+    assert "no checkpoint" in str(caught.value.exceptions[0])
+
+
+class Deaf(ScriptedPart):
+    """It dies when it is asked to stop, and its stream tells later."""
+
+    async def stop(self) -> None:
+        await super().stop()
+        raise InfraError("its process died")
+
+
+async def test_a_part_that_cannot_be_asked_to_stop_is_no_failure_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    part = Deaf([HANG])
+    await stopped(Seen(part), lambda: part.running)
+    assert part.did == ["run", "stop"]
+    assert "could not be asked to stop: its process died" in caplog.text
 
 
 async def test_one_that_has_ended_can_be_needed_again() -> None:

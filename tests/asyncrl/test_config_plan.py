@@ -6,10 +6,22 @@ import dataclasses
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config import checks, model_checks
 from asyncrl.config.compose import load_config
-from asyncrl.config.plan import GIB, Machine, make_plan, part_rows, problems, rows, total_samples, training_steps
+from asyncrl.config.plan import (
+    GIB,
+    Machine,
+    make_plan,
+    part_rows,
+    problems,
+    rows,
+    total_samples,
+    training_steps,
+    validation_due,
+)
 from asyncrl.failures import ConfigError
 from tests.fakes.configurations import changed
 
@@ -152,3 +164,14 @@ def test_what_is_known_without_loading_anything() -> None:
     plan = make_plan(config, LAPTOP, num_parameters=parameters, num_prompts=prompts)
     assert len(rows(plan)) == 10
     assert {row[0] for row in part_rows(plan)} >= {"rollouter", "trainer", "sample queue"}
+
+
+@given(freq=st.integers(1, 6), steps=st.lists(st.integers(1, 5), max_size=20))
+def test_the_first_version_at_or_after_each_multiple_is_validated(freq: int, steps: list[int]) -> None:
+    step = validated = 0
+    for more in steps:
+        before, step = step, step + more
+        due = validation_due(freq, validated_step=validated, step=step)
+        assert due == any(number % freq == 0 for number in range(before + 1, step + 1))
+        assert not validation_due(-1, validated_step=validated, step=step)
+        validated = step if due else validated

@@ -18,15 +18,19 @@ import anyio
 import pytest
 
 from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
-from asyncrl.journal import Journal, _meta_crc, read_books, read_head, read_samples
+from asyncrl.journal import Journal
+from asyncrl.journal_file import meta_crc
+from asyncrl.journal_reader import read_books, read_head, read_samples
+from asyncrl.lineage import Line
 from asyncrl.payloads import FileRef
 from asyncrl.ports import Books, QueuedSample, QueueSnapshot
-from asyncrl.recovery import QueueState, replay
+from asyncrl.recovery import QueueState
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.transitions import Admitted, Committed, Dropped, Finished, Leased, Marked, Transition
 from asyncrl.types import DropReason, SampleId, SampleMeta
 from asyncrl.wal import survey
+from tests.fakes.queues import replay
 
 PROMPTS = 7
 OPTIONS = QueueOptions(PROMPTS, Pacing(samples_per_version=1000, staleness_threshold=0))
@@ -139,7 +143,7 @@ async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
     assert await anyio.to_thread.run_sync(read_books, tmp_path) == books
     head = await anyio.to_thread.run_sync(read_head, tmp_path)
     assert head is not None
-    assert (head.seq, head.identity, head.num_prompts, head.lineage, head.damage) == (13, {"seed": 1}, 7, 0, "")
+    assert (head.seq, head.identity, head.num_prompts, head.line, head.damage) == (13, {"seed": 1}, 7, Line(), "")
     records = await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
     assert [record.state for record in records] == [
         "trained", "trained", "leased", "leased", "ready", "ready", "ready", "ready", "running", "dropped",
@@ -212,6 +216,7 @@ def test_a_torn_tail_is_named_and_costs_the_last_write_only(broken: Path, prefix
     assert seq == prefixes[json.dumps(state.dump())] == 199
     assert "torn tail" in told
     assert "behind transition 199" in told
+    assert "If the last write was cut off" in told and "if its pages have gone bad since" in told
     assert reopen(broken / "journal.db")[1:] == (199, ()), "it is told once"
 
 
@@ -228,6 +233,7 @@ def test_acknowledged_commits_behind_a_bad_page_are_missed(broken: Path) -> None
     assert "the journal is damaged: journal.db-wal has a bad frame" in told
     [aside] = broken.glob("journal-damaged-*.db")
     assert str(aside) in told
+    assert "and so is what was dropped since" in told
     assert (broken / f"{aside.name}-wal").exists()
     assert reopen(broken / "journal.db", SNAPSHOT)[1:] == (77, ())
 
@@ -327,7 +333,7 @@ def test_a_journal_of_another_asyncrl_says_whose_it_is(broken: Path) -> None:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
         connection.execute("UPDATE meta SET value = '9.9.9' WHERE key = 'written_by'")
         meta = dict(connection.execute("SELECT key, value FROM meta WHERE key <> 'crc'"))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'crc'", (str(_meta_crc(meta)),))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'crc'", (str(meta_crc(meta)),))
     connection.close()
     for read in (read_head, read_books, lambda root: open_journal(root / "journal.db")):
         with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
@@ -343,6 +349,7 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     state, seq, [told] = reopen(path, behind)
     assert (seq, state.ledger.books().trained) == (300, 60)
     assert "ends at transition 200 and does not hold the checkpoint's, 300" in told
+    assert "and so is what was dropped since" in told
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
     # The new one begins at the checkpoint, so it holds it.
     assert reopen(path, behind)[1:] == (300, ())
@@ -394,7 +401,7 @@ def test_there_is_nothing_to_read_without_a_journal(tmp_path: Path) -> None:
 
 
 async def test_two_processes_cannot_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.journal.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("asyncrl.journal_opening.LOCK_WAIT_S", 0.0)
     journal = open_journal(tmp_path / "journal.db")
     with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):
         open_journal(tmp_path / "journal.db")

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError, DiskFullError, InfraError
 from asyncrl.payload_files import FilePayloads, make_payloads
+from asyncrl.payload_objects import RayPayloads
 from asyncrl.payloads import JOIN_BELOW_TOKENS, FileRef
-from asyncrl.queue_actor import RayPayloads
 from asyncrl.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
 from asyncrl.types import Sample
 from tests.fakes.samples import assert_same_sample, make_sample, samples

@@ -13,8 +13,9 @@ import ray
 from ray.exceptions import OwnerDiedError
 
 from asyncrl.failures import BugError, DeadlineError, InfraError
+from asyncrl.payload_objects import PayloadRef, RayPayloads
 from asyncrl.ports import Lease
-from asyncrl.queue_actor import PayloadRef, QueueActor, QueueClient, RayPayloads, start_queue
+from asyncrl.queue_actor import QueueActor, QueueClient, start_queue
 from asyncrl.sample_queue import Caller, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import DropReason, FinishReason, Sample, SampleId, SampleMeta, Span, Trajectory, sample_meta

@@ -16,14 +16,16 @@ import pytest
 import ray
 
 from asyncrl.failures import DeadlineError, DiskFullError, FencedError, InfraError
-from asyncrl.journal import read_books, read_head, read_samples
+from asyncrl.journal_reader import read_books, read_head, read_samples
 from asyncrl.payload_files import FilePayloads
 from asyncrl.payloads import FileRef
 from asyncrl.queue_actor import QueueActor, QueueClient, start_queue
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.segments import segment_sizes
 from asyncrl.staleness import Pacing
+from asyncrl.turn_files import FileTurns
 from asyncrl.types import DropReason, FinishReason, Sample, SampleId, SampleMeta, Span, Trajectory, sample_meta
+from tests.fakes.samples import make_turn
 
 pytestmark = pytest.mark.asyncio
 
@@ -97,7 +99,7 @@ async def test_both_sides_go_on_over_kills_at_random_moments(actor: Any, tmp_pat
                 await consumer.mark(version)
                 await consumer.covered(version)
         enough.set()
-        await consumer.end_stream()
+        await consumer.close()
 
     async def kill_now_and_then() -> None:
         for _ in range(2):
@@ -205,6 +207,21 @@ async def test_payload_files_go_once_a_checkpoint_covers_all_in_them(actor: Any,
     await client.mark(2)
     await client.covered(2)
     assert set(segment_sizes(tmp_path)) == {files[2]}
+
+
+async def test_turns_of_a_dead_rollouter_go_unless_their_sample_is_to_be_generated(actor: Any, tmp_path: Path) -> None:
+    client, turns = QueueClient(actor, 60), FileTurns(tmp_path, 1)
+    ready, dropped, running = ids = (await client.admit(3, timeout_s=5)).sample_ids
+    for sample_id in ids:
+        await turns.record(sample_id, "0", make_turn(1))
+    await client.offer(meta(ready), FileRef("1-1.safetensors", 0))
+    await client.drop(dropped, DropReason.FAILED)
+    await client.close()  # as a resume finds it, which opens it again behind this
+    await client.attach("rollouter", 2)
+    again = FileTurns(tmp_path, 2)
+    assert [set(await again.completed(sample_id)) for sample_id in ids] == [set(), set(), {"0"}]
+    await again.forget(running)
+    assert not list((tmp_path / "samples").glob("turns-*"))
 
 
 async def test_a_rewind_hands_out_again_what_was_trained_since(actor: Any) -> None:

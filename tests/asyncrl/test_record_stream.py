@@ -7,8 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import RecordSink, StepRecord
 from asyncrl.record_stream import stream_records
+from asyncrl.records import RecordSink, StepRecord
 
 
 def record(step: int) -> StepRecord:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.failures import BugError, FencedError
+from asyncrl.history import MemoryLog, surviving_marks, trained_since
+from asyncrl.lineage import NO_REWINDS
 from asyncrl.lives import Lives
 from asyncrl.payloads import FileRef
 from asyncrl.ports import Admission, Lease, QueueControl, QueuedSample, SampleQueue
-from asyncrl.recovery import MemoryLog, QueueState, trained_since
+from asyncrl.recovery import QueueState
 from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.transitions import (
@@ -35,13 +37,13 @@ from asyncrl.transitions import (
     Redone,
     Released,
     Rewound,
-    StreamEnded,
     Transition,
     Unfed,
     from_row,
     to_row,
 )
 from asyncrl.types import DropReason, SampleId, SampleMeta
+from tests.fakes.queues import rebuilt
 
 PROMPTS = 5
 READ = Reading(PROMPTS)
@@ -94,7 +96,6 @@ TRANSITIONS: list[st.SearchStrategy[Any]] = [
     st.builds(Released, NUMBERS),
     st.builds(Redone, IDS),
     st.builds(Applied, NUMBERS),
-    st.just(StreamEnded()),
     st.just(Closed()),
     st.builds(Marked, NUMBERS),
     st.builds(Covered, NUMBERS),
@@ -147,7 +148,6 @@ async def test_a_new_rollouter_gets_what_the_old_one_ran_and_fences_it() -> None
         lambda: queue.drop(ids[0], DropReason.FAILED, caller=ROLLOUTER),
         lambda: queue.unfeed(ids, caller=ROLLOUTER),
         lambda: queue.set_applied_version(3, caller=ROLLOUTER),
-        lambda: queue.end_stream(caller=ROLLOUTER),
         lambda: queue.close(caller=ROLLOUTER),
         lambda: queue.attach("rollouter", 1),
     ]
@@ -293,7 +293,41 @@ def test_what_was_trained_since_a_step_is_read_from_its_newest_mark() -> None:
     assert trained_since(1, history) == (two,)
     assert trained_since(1, [*history, Marked(1)]) == ()
     assert trained_since(2, history) is None
-    assert trained_since(0, history, whole=False) is None
+    assert trained_since(0, history, from_start=False) is None
+
+
+def test_marks_that_training_went_back_behind_do_not_count() -> None:
+    one, two, three = (SampleId(0, index) for index in (1, 2, 3))
+    history = [
+        *(Committed(1, (one,)), Marked(1), Committed(2, (two,)), Marked(2)),
+        *(Rewound(1, 0, 1, None), Committed(3, (two, three))),
+    ]
+    assert surviving_marks(enumerate(history, 1)) == {1: 2}
+    assert trained_since(2, history) is None, "it is another future"
+    assert trained_since(1, history) == (two, three)
+    again = [*history, Marked(2), Rewound(2, 0, 2, None)]
+    assert surviving_marks(enumerate(again, 1)) == {1: 2, 2: 7}
+    assert (trained_since(2, again), trained_since(0, again)) == ((), (one, two, three))
+
+
+async def test_only_a_checkpoint_of_the_surviving_line_may_get_its_name() -> None:
+    queue = make_queue(MemoryLog())
+    await fill(queue, 3)
+    await train(queue, 1)
+    await queue.mark(1)
+    await train(queue, 1)
+    await queue.mark(2)
+    await queue.confirm(2, caller=TRAINER)
+    await queue.attach("trainer", 2)
+    with pytest.raises(FencedError, match="incarnation 1 of the trainer was replaced"):
+        await queue.confirm(2, caller=TRAINER)
+    await queue.rewind(1, version=0, lineage=1, total_samples=None)
+    with pytest.raises(FencedError, match="gone back behind step 2"):
+        await queue.confirm(2)
+    await train(queue, 1)
+    await queue.mark(2)
+    await queue.confirm(2, caller=TRAINER._replace(incarnation=2))
+    assert (queue.state.line, queue.state.lineage) == (NO_REWINDS.rewound(1), 1)
 
 
 # ------------------------------------------------------------------------------------------------ everything at once
@@ -311,6 +345,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.options = QueueOptions(PROMPTS, Pacing(size, threshold, total), max_staleness=3)
         self.log = MemoryLog()
         self.queue = LocalSampleQueue(self.options, journal=self.log)
+        self.runner.run(_do(self.queue.attach("rollouter", 1)))
         self.asks = 0
         self.step = self.version = self.lineage = 0
         self.incarnation = {"rollouter": 1, "trainer": 1}
@@ -340,7 +375,7 @@ class CrashMachine(RuleBasedStateMachine):
         before = self.queue.state.dump()
         rows = [to_row(transition) for transition in self.log.transitions]
         history = [from_row(row, READ) for row in rows]
-        self.queue = LocalSampleQueue.rebuilt(self.options, history, journal=self.log)
+        self.queue = rebuilt(self.options, history, self.log)
         assert self.queue.state.dump() == before
         assert QueueState.load(json.loads(json.dumps(before)), READ, keeps_payloads=True).dump() == before
 
@@ -427,13 +462,14 @@ class CrashMachine(RuleBasedStateMachine):
         else:
             self.leases.clear()
 
-    @rule(data=st.data(), closes=st.booleans())
-    def go_back(self, data: st.DataObject, closes: bool) -> None:
-        """To any checkpoint, covered or not; or a whole new launch after a clean end."""
+    @rule(data=st.data(), closes=st.booleans(), launches=st.booleans())
+    def go_back(self, data: st.DataObject, closes: bool, launches: bool) -> None:
+        """To any checkpoint, covered or not; or from behind the end, in a whole new launch or in this one."""
         self.replace("trainer")
         if closes:
             self.call(lambda who: self.queue.close(caller=who), "trainer", twice=True, dies=True)
-            self.replace("rollouter")
+            if launches:
+                self.replace("rollouter")
         self.step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         count, self.version = self.checkpoints[self.step]
         self.checkpoints = {step: known for step, known in self.checkpoints.items() if step <= self.step}
@@ -443,6 +479,10 @@ class CrashMachine(RuleBasedStateMachine):
             total = self.options.pacing.total_samples
             back = self.queue.rewind(self.step, version=self.version, lineage=self.lineage, total_samples=total)
             self.runner.run(_do(back))
+        if closes and self.running:
+            with pytest.raises(FencedError):
+                self.admit(count=1, twice=False, dies=False)
+            self.replace("rollouter")
 
     def note_stale(self) -> None:
         for transition in self.log.transitions:

@@ -15,22 +15,22 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError
 from asyncrl.journal import Journal
+from asyncrl.lineage import NO_REWINDS
 from asyncrl.manifest import (
     MANIFEST,
     Manifest,
     Progress,
     checkpoint_name,
     dump_manifest,
-    find_resume,
+    find_latest,
     load_manifest,
-    resume_in_run,
-    run_identity,
 )
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.resume import find_resume, journal_identity, resume_in_run, run_identity
 from asyncrl.run_dir import create_run_dir
 from asyncrl.run_state import FILE_NAME
 from asyncrl.telemetry.state_file import StateFile
-from asyncrl.transitions import Attached
+from asyncrl.transitions import Attached, Marked, Rewound, Transition
 from tests.fakes.run_states import running
 
 
@@ -41,26 +41,27 @@ def run_of(path: Path, **given: Any) -> Config:
     return config.model_copy(update={"resume": "auto"})
 
 
-def checkpoint(run_dir: Path, step: int, *, seq: int) -> Path:
+def checkpoint(run_dir: Path, step: int, *, seq: int, lineage: int = 0) -> Path:
     path = run_dir / "checkpoints" / checkpoint_name(step)
     path.mkdir(parents=True)
     (path / "hf").mkdir()
     (path / "hf" / "config.json").write_text("{}")
     queue = QueueSnapshot(1, (), Books(), 0, seq)
-    (path / MANIFEST).write_text(dump_manifest(Manifest(Progress(step=step), queue, run_identity(Config()))))
+    manifest = Manifest(Progress(step=step), queue, run_identity(Config()), lineage=lineage)
+    (path / MANIFEST).write_text(dump_manifest(manifest))
     return path
 
 
-def journal(run_dir: Path, *, seq: int = 0, attached: int = 0, identity: Mapping[str, Any] | None = None) -> None:
-    """One that begins at transition `seq`, with that incarnation of the Rollouter attached."""
+def journal(run_dir: Path, *transitions: Transition, seq: int = 0, identity: Mapping[str, Any] | None = None) -> None:
+    """One that begins at transition `seq`, with these in it."""
     restore = QueueSnapshot(1, (), Books(), 0, seq) if seq else None
 
     async def write() -> None:
         path = run_dir / "journal.db"
-        identity_ = run_identity(Config()) if identity is None else identity
+        identity_ = journal_identity(Config()) if identity is None else identity
         opened = Journal.open(path, num_prompts=8, identity=identity_, restore=restore)
-        if attached:
-            await opened.flushed(opened.append(Attached("rollouter", attached)))
+        for transition in transitions:
+            await opened.flushed(opened.append(transition))
         await opened.aclose()
 
     anyio.run(write)
@@ -89,14 +90,28 @@ def test_among_the_runs_of_an_experiment_one_with_only_a_journal_counts(tmp_path
     journal(runs[1])
     journal(runs[2])
     (runs[2] / "summary.json").write_text(json.dumps({"status": "completed"}))  # and wanted no checkpoint
-    found = find_resume(Config(resume="auto"), root=tmp_path)
+    (runs[3] / "config.yaml").touch()
+    told: list[str] = []
+    found = find_resume(Config(resume="auto"), root=tmp_path, tell=told.append)
     assert found is not None and found.run_dir == runs[1]
+    assert told == [
+        f"resume=auto goes on with {runs[1]}. Passed over, newest first: 20260104-000000 (has no checkpoint, and no "
+        "journal), 20260103-000000 (is completed and left no checkpoint)"
+    ]
+    told.clear()
+    assert find_resume(Config(resume="auto", experiment_name="other"), root=tmp_path, tell=told.append) is None
+    assert told == []
+    for number in range(1, 6):
+        (tmp_path / "other" / f"20260101-00000{number}").mkdir(parents=True)
+    assert find_resume(Config(resume="auto", experiment_name="other"), root=tmp_path, tell=told.append) is None
+    [text] = told
+    assert "nothing to go on with" in text and "20260101-000005 (it is empty)" in text and "and 2 more" in text
 
 
 def test_a_checkpoint_and_the_journal_beside_it_go_together(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
     path = checkpoint(tmp_path / "run", 5, seq=40)
-    journal(tmp_path / "run", seq=40, attached=3)
+    journal(tmp_path / "run", Attached("rollouter", 3), seq=40)
     found = find_resume(config)
     assert found is not None and (found.checkpoint, found.incarnations) == (path, {"rollouter": 3})
     off = find_resume(config.model_copy(update={"journal": "off"}))
@@ -106,8 +121,10 @@ def test_a_checkpoint_and_the_journal_beside_it_go_together(tmp_path: Path) -> N
 def test_a_damaged_journal_costs_only_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
     (tmp_path / "run" / "journal.db").write_bytes(b"not a database, certainly not" * 100)
-    assert find_resume(config) is None
-    with pytest.raises(ConfigError, match="no journal of a run that died before"):
+    told: list[str] = []
+    assert find_resume(config, tell=told.append) is None
+    assert len(told) == 1 and "starts the run" in told[0] and "its journal is damaged: " in told[0]
+    with pytest.raises(ConfigError, match=r"no journal of a run that died before .*: the run has no checkpoint"):
         find_resume(config.model_copy(update={"resume": str(tmp_path / "run")}))
     path = checkpoint(tmp_path / "run", 5, seq=40)
     found = find_resume(config)
@@ -116,7 +133,7 @@ def test_a_damaged_journal_costs_only_what_the_checkpoint_lacks(tmp_path: Path) 
 
 def test_a_journal_of_other_data_or_another_model_is_refused(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
-    journal(tmp_path / "run", identity={**run_identity(config), "seed": 9})
+    journal(tmp_path / "run", identity={**journal_identity(config), "seed": 9})
     with pytest.raises(ConfigError, match=r"journal\.db was written with seed=9, this run has 0: .*resume=none"):
         find_resume(config)
     other = run_of(tmp_path / "other")
@@ -138,9 +155,122 @@ def test_the_lineage_is_one_more_than_any_before(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_is_replaced_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert resume_in_run(tmp_path, 1) is None
+    assert resume_in_run(tmp_path, NO_REWINDS) is None
     checkpoint(tmp_path, 5, seq=0)
     path = checkpoint(tmp_path, 10, seq=0)
-    found = resume_in_run(tmp_path, 3)
+    found = resume_in_run(tmp_path, NO_REWINDS.rewound(10, 2))
     assert found is not None
     assert (found.checkpoint, found.lineage, found.manifest.progress.step) == (path, 3, 10)
+
+
+def test_what_a_replaced_trainer_wrote_behind_its_successors_back_is_passed_over(tmp_path: Path) -> None:
+    """It was stopped while it wrote the checkpoint of step 5; its successor went back to 3; then it went on."""
+    line = NO_REWINDS.rewound(3)
+    three = checkpoint(tmp_path, 3, seq=30)
+    five = checkpoint(tmp_path, 5, seq=50)
+    assert find_latest(tmp_path) == five
+    found = resume_in_run(tmp_path, line)
+    assert found is not None and (found.checkpoint, found.line) == (three, line.rewound(3))
+    four = checkpoint(tmp_path, 4, seq=70, lineage=1)
+    assert find_latest(tmp_path, line) == four
+    assert find_latest(tmp_path) == four, "where nothing is known of the line, the newest lineage counts"
+
+
+def behind(tmp_path: Path) -> tuple[Config, Path, Path]:
+    """A run that was at step 5 and went back to step 3, which had been marked at transition 1."""
+    config = run_of(tmp_path / "run")
+    three = checkpoint(tmp_path / "run", 3, seq=1)
+    five = checkpoint(tmp_path / "run", 5, seq=2)
+    journal(tmp_path / "run", Marked(3), Marked(5), Rewound(3, 0, 1, None))
+    return config, three, five
+
+
+def test_a_launch_passes_over_another_future_and_refuses_it_by_name(tmp_path: Path) -> None:
+    config, three, five = behind(tmp_path)
+    found = find_resume(config)
+    assert found is not None and (found.checkpoint, found.lineage) == (three, 2)
+    assert found.line == NO_REWINDS.rewound(3, 2)
+    refused = r"training went back behind this checkpoint, to step 3 \(lineage 1\).* model\.path=.*/hf"
+    with pytest.raises(ConfigError, match=refused):
+        find_resume(config.model_copy(update={"resume": str(five)}))
+    aside = five.rename(five.with_name(f"abandoned_{five.name}"))
+    for journal_ in ("on", "off"):
+        with pytest.raises(ConfigError, match="training went back behind this checkpoint"):
+            find_resume(config.model_copy(update={"resume": str(aside), "journal": journal_}))
+    found = find_resume(config.model_copy(update={"resume": str(three)}))
+    assert found is not None and found.checkpoint == three
+
+
+def test_the_journal_does_not_go_on_from_a_mark_of_another_future(tmp_path: Path) -> None:
+    """Should a checkpoint get that far, its own books are what counts."""
+    behind(tmp_path)
+
+    async def reopen(seq: int) -> Journal:
+        restore = QueueSnapshot(1, (), Books(), 0, seq)
+        opened = Journal.open(tmp_path / "run" / "journal.db", num_prompts=8, identity={}, restore=restore)
+        await opened.aclose()
+        return opened
+
+    assert anyio.run(reopen, 1).told == ()
+    [told] = anyio.run(reopen, 2).told
+    assert "does not hold the checkpoint" in told and "behind" in told
+
+
+def test_lineages_of_checkpoints_count_where_nothing_else_knows_of_them(tmp_path: Path) -> None:
+    config = run_of(tmp_path / "run")
+    checkpoint(tmp_path / "run", 5, seq=0, lineage=1)
+    aside = checkpoint(tmp_path / "run", 9, seq=0, lineage=3)
+    aside.rename(aside.with_name(f"abandoned_{aside.name}"))
+    found = find_resume(config)
+    assert found is not None and (found.manifest.lineage, found.lineage) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rollout": {"n": 2}}, "rollout.n=8, this run has 2"),
+        ({"rollout": {"response_length": 7}}, "rollout.response_length=256, this run has 7"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature=1.0, this run has 0.5"),
+        ({"rollout": {"sampling": {"stop": ["x"]}}}, "rollout.sampling.stop=.., this run has .'x'."),
+        ({"reward": {"function": "math_verify"}}, "reward.function='exact_match'"),
+        ({"reward": {"kwargs": {"a": 1}}}, "reward.kwargs="),
+        ({"reward_model": {"placement": "serve", "path": "m"}}, "reward model in the reward=None"),
+        ({"algorithm": {"adv_estimator": "remax"}}, "greedy baseline=False, this run has True"),
+    ],
+)
+def test_samples_in_the_journal_are_not_trained_under_other_settings(
+    tmp_path: Path, change: dict[str, Any], key: str
+) -> None:
+    """A checkpoint alone has none."""
+    run_of(tmp_path / "run")
+    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "resume": "auto"} | change)
+    journal(tmp_path / "run", Marked(5))
+    with pytest.raises(ConfigError, match=f"journal.db has samples that were made with {key}.* Set it back; or start"):
+        find_resume(config)
+    path = checkpoint(tmp_path / "run", 5, seq=1)
+    alone = "Set it back; or go on from step_000005 alone, and have them made again: journal=off; or start anew"
+    with pytest.raises(ConfigError, match=f"{key}.* {alone}"):
+        find_resume(config)
+    found = find_resume(config.model_copy(update={"journal": "off"}))
+    assert found is not None and found.checkpoint == path
+
+
+def test_how_samples_are_asked_for_may_change_under_a_journal(tmp_path: Path) -> None:
+    run_of(tmp_path / "run")
+    journal(tmp_path / "run")
+    free = {
+        "rollout": {"num_replicas": 2, "max_attempts": 9, "val": {"temperature": 1.0}},
+        "reward": {"on_error": "drop", "timeout_s": 5.0},
+        "reward_model": {"placement": "worker", "path": "m"},
+    }
+    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "resume": "auto"} | free)
+    assert find_resume(config) is not None
+
+
+def test_a_completed_run_is_not_trained_again_in_its_own_directory(tmp_path: Path) -> None:
+    config = run_of(tmp_path / "run")
+    journal(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "completed"}))
+    for resume in ("auto", str(tmp_path / "run")):
+        with pytest.raises(ConfigError, match="is completed and left no checkpoint"):
+            find_resume(config.model_copy(update={"resume": resume}))

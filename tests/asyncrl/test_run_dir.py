@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, InfraError
-from asyncrl.run_dir import create_run_dir, disk_error, newest_resumable, reopen_run_dir
+from asyncrl.run_dir import create_run_dir, disk_error, reopen_run_dir, runs_of
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 
@@ -56,17 +57,24 @@ def test_a_full_disk_is_an_infra_error_that_says_so() -> None:
     assert "run_dir=PATH" in error.message
 
 
-def test_the_newest_run_with_a_finished_checkpoint_is_resumed(tmp_path: Path) -> None:
-    assert newest_resumable("quickstart", root=tmp_path) is None
-    runs = [create_run_dir(Config(), NOW.replace(second=second), root=tmp_path) for second in (1, 2, 3, 4)]
-    twin = create_run_dir(Config(), NOW.replace(second=2), root=tmp_path)
-    assert newest_resumable("quickstart", root=tmp_path) is None
-    for run in (runs[0], runs[1], twin):
-        (run.checkpoints / "step_3").mkdir(parents=True)
-    (runs[2].checkpoints / ".step_4").mkdir(parents=True)
-    (runs[3].checkpoints / "step_4.tmp").mkdir(parents=True)
-    assert newest_resumable("quickstart", root=tmp_path) == twin
-    assert newest_resumable("quickstart", lambda run: run == runs[0], root=tmp_path) == runs[0]
+def test_runs_come_newest_first_and_latest_is_none_of_them(tmp_path: Path) -> None:
+    assert list(runs_of("quickstart", root=tmp_path)) == []
+    runs = [create_run_dir(Config(), NOW.replace(second=second), root=tmp_path) for second in (1, 2, 3)]
+    twins = [create_run_dir(Config(), NOW.replace(second=2), root=tmp_path) for _ in range(10)]
+    (tmp_path / "quickstart" / "notes.txt").touch()
+    assert list(runs_of("quickstart", root=tmp_path)) == [runs[2], *reversed(twins), runs[1], runs[0]]
+
+
+@pytest.mark.parametrize(("number", "kept"), [(errno.EPERM, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_without_symbolic_links_costs_only_the_link(
+    tmp_path: Path, number: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(link: Path, target: str) -> None:
+        raise OSError(number, "no", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with nullcontext() if kept else pytest.raises(InfraError, match=r"cannot write .*latest"):
+        assert create_run_dir(Config(), NOW, root=tmp_path).config.exists()
 
 
 def test_going_on_rewrites_the_config_and_wants_the_directory(tmp_path: Path) -> None:

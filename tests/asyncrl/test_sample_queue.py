@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.failures import BugError
+from asyncrl.failures import BugError, FencedError
 from asyncrl.ports import Admission, Lease, SampleQueue
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing, StaleAction
 from asyncrl.types import DropReason, SampleId, SampleMeta
 
@@ -104,7 +104,7 @@ async def test_what_frees_a_permit(way: str) -> None:
     assert [sample_id.index for sample_id in admission.sample_ids] == [2 if way == "unfeed" else 3]
 
 
-@pytest.mark.parametrize("way", ["offer", "release", "end of stream", "close"])
+@pytest.mark.parametrize("way", ["offer", "release", "close"])
 async def test_what_unblocks_a_lease(way: str) -> None:
     queue = make_queue(size=3)
     first, second, third = await admit(queue, 3)
@@ -117,16 +117,13 @@ async def test_what_unblocks_a_lease(way: str) -> None:
             await queue.offer(meta(third), None)
         elif way == "release":
             await queue.release(held.lease_id)
-        elif way == "end of stream":
-            await queue.drop(third, DropReason.FAILED)
-            await queue.end_stream()
         else:
             await queue.close()
 
     lease = await unblocked_by(queue.lease(2, trainer_version=0, timeout_s=60), act)
-    expected = {"offer": [2, 3], "release": [1, 2], "end of stream": [2], "close": []}
+    expected = {"offer": [2, 3], "release": [1, 2], "close": []}
     assert indices(lease) == expected[way]
-    assert lease.ended == (way in ("end of stream", "close"))
+    assert lease.ended == (way == "close")
 
 
 async def test_a_wait_that_runs_out_says_nothing_yet() -> None:
@@ -197,8 +194,7 @@ async def test_beyond_the_bound(action: StaleAction, out: list[int]) -> None:
     old, new = await admit(queue, 2)
     await queue.offer(meta(old, version=0), None)
     await queue.offer(meta(new, version=1), None)
-    await queue.end_stream()
-    lease = await queue.lease(2, trainer_version=2, timeout_s=0)
+    lease = await queue.lease(len(out), trainer_version=2, timeout_s=0)
     assert indices(lease) == out
     assert (await queue.status()).books.dropped["stale"] == 2 - len(out)
 
@@ -251,18 +247,16 @@ async def test_a_full_last_lease_is_followed_by_an_empty_one_that_says_so() -> N
     assert (await queue.status()).ended
 
 
-async def test_end_of_stream_waits_for_what_runs() -> None:
-    queue = make_queue(size=2)
+async def test_the_end_waits_for_what_runs() -> None:
+    queue = make_queue(size=4, total=2)
     (first, second) = await admit(queue, 2)
     await queue.offer(meta(first), None)
-    await queue.end_stream()
-    assert (await queue.admit(1, timeout_s=60)).closed
 
     async def finish() -> None:
         await queue.offer(meta(second), None)
 
-    lease = await unblocked_by(queue.lease(2, trainer_version=0, timeout_s=60), finish)
-    assert indices(lease) == [1, 2]
+    lease = await unblocked_by(queue.lease(3, trainer_version=0, timeout_s=60), finish)
+    assert (indices(lease), lease.ended) == ([1, 2], True)
 
 
 async def test_after_close_work_in_flight_may_report_in() -> None:
@@ -284,6 +278,56 @@ async def test_after_close_work_in_flight_may_report_in() -> None:
     assert (books.fed, books.dropped["shutdown"], books.trained) == (3, 3, 0)
     with pytest.raises(BugError, match="never fed"):
         await queue.offer(meta(SampleId(0, 50)), None)
+
+
+async def test_a_rewind_opens_a_closed_queue_for_another_rollouter_than_was_generating_then() -> None:
+    """What that one is still at was given back, and its offers would be illegal: it has to be replaced."""
+    queue, old, new = make_queue(size=3), Caller("rollouter", 1), Caller("rollouter", 2)
+    await queue.attach("rollouter", 1)
+    first, second, third = (await queue.admit(3, timeout_s=0, caller=old)).sample_ids
+    await queue.offer(meta(first), None, caller=old)
+    await queue.close()
+    await queue.offer(meta(second), None, caller=old)
+    assert (await queue.status()).closed
+    await queue.rewind(0, version=0, lineage=1, total_samples=None)
+    assert not (await queue.status()).closed
+    with pytest.raises(FencedError, match="incarnation 1 of the rollouter was replaced by incarnation 2"):
+        await queue.offer(meta(third), None, caller=old)
+    with pytest.raises(FencedError):
+        await queue.admit(1, timeout_s=60, caller=old)
+    await queue.attach("rollouter", 2)
+    assert (await queue.admit(3, timeout_s=0, caller=new)).sample_ids == (first, second, third)
+
+
+@pytest.mark.parametrize("why", ["it had nothing to do", "it came behind the end"])
+async def test_a_rewind_opens_a_closed_queue_for_the_same_rollouter(why: str) -> None:
+    queue, caller = make_queue(size=2), Caller("rollouter", 1)
+    await queue.attach("rollouter", 1)
+    for sample_id in (ids := (await queue.admit(2, timeout_s=0, caller=caller)).sample_ids):
+        if why == "it had nothing to do":
+            await queue.offer(meta(sample_id), None, caller=caller)
+    await queue.close()
+    if why == "it came behind the end":
+        caller = Caller("rollouter", 2)
+        await queue.attach("rollouter", 2)
+    await queue.rewind(0, version=0, lineage=1, total_samples=None)
+    assert (await queue.admit(2, timeout_s=0, caller=caller)).sample_ids == ids
+
+
+async def test_without_a_journal_payloads_die_with_their_rollouter() -> None:
+    """They were in its memory: were they handed out, each would be lost on its own."""
+    queue = make_queue(size=4)
+    first, second, third, fourth = await admit(queue, 4)
+    for sample_id in (third, first, second):
+        await queue.offer(meta(sample_id), f"payload {sample_id.index}")
+    lease = await queue.lease(1, trainer_version=0, timeout_s=0)
+    await queue.attach("rollouter", 2)
+    status = await queue.status()
+    assert (status.books.ready, status.books.running, status.books.leased, status.payload_bytes) == (0, 0, 1, 1)
+    assert await queue.lease(1, trainer_version=0, timeout_s=0.01) == Lease(0, (), ended=False)
+    assert await admit(queue, 3) == (first, second, fourth)
+    await queue.commit(lease.lease_id, [third])  # the Trainer had it already
+    assert (await queue.status()).books.trained == 1
 
 
 async def test_a_restored_queue_feeds_the_outstanding_first() -> None:

@@ -17,13 +17,14 @@ import pytest
 
 from asyncrl.config.schema import Config, LoggingConfig
 from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import ApplyRecord, ApplyReport, Books, QueueStatus, StepRecord, ValidationRecord
+from asyncrl.ports import ApplyReport, Books, QueueStatus
+from asyncrl.records import ApplyRecord, StepRecord, ValidationRecord
 from asyncrl.run_dir import RunDir, create_run_dir
 from asyncrl.run_state import Restart
 from asyncrl.telemetry import registry
 from asyncrl.telemetry.dashboard import Dashboard
 from asyncrl.telemetry.live import View
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.recorder import MAX_RESTARTS, Recorder
 from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.sinks import AppendFile
 from asyncrl.telemetry.summary import Resumed
@@ -463,3 +464,32 @@ def test_telemetry_loads_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'vllm', 'transformers', 'tensorflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_a_file_has_is_not_kept_in_memory_too(run_dir: RunDir) -> None:
+    async def main() -> None:
+        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        for number in (1, 2):
+            await recorder.put(step(number, number, 0.25))
+        assert recorder._kept == []
+        await recorder.put(validation(2, 2, 0.5))
+        assert recorder.validated_step == 2
+        await recorder.rewind(Resumed(1, 1, "c", lineage=1))
+        assert recorder.validated_step is None
+        assert recorder.summary("failed", None)["step"] == 1
+        await recorder.aclose()
+
+    anyio.run(main)
+
+
+def test_of_very_many_restarts_the_newest_are_told_and_all_are_counted() -> None:
+    recorder = Recorder([], View())
+    many = MAX_RESTARTS + 50
+    for number in range(2, many + 2):
+        recorder.restarted(Restart("replica", number, 1.0, "it ended"))
+        recorder.restarted(Restart("replica", number, 1.0, "it ended", 2.0))
+    summary = recorder.summary("completed", None)
+    assert summary["restarts"]["replica"] == many
+    assert [one["incarnation"] for one in summary["recovery"]] == list(range(52, many + 2))
+    state = recorder.tell(running())
+    assert len(state.restarts) == MAX_RESTARTS and state.earlier_restarts == {"replica": 50}

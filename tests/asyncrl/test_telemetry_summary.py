@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, ConfigError, InfraError, UserCodeError
-from asyncrl.ports import ApplyRecord, ApplyReport, Books, StepRecord, ValidationRecord
+from asyncrl.ports import ApplyReport, Books
+from asyncrl.records import ApplyRecord, StepRecord, ValidationRecord
 from asyncrl.telemetry.meters import Course, RollouterIdle, Total, TrainerIdle, WindowRate
 from asyncrl.telemetry.rows import Row, apply_row, finite, step_row, validation_row
 from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, choose_example, describe_error, happened_in

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.ports import Books, StepRecord, ValidationRecord
+from asyncrl.ports import Books
+from asyncrl.records import StepRecord, ValidationRecord
 from asyncrl.run_state import Restart
 from asyncrl.telemetry.dashboard import Dashboard, SyncShown, short_s, span, sparkline
 from asyncrl.telemetry.live import LiveView, PlainView, View, make_view

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, ConfigError, DiskFullError
-from asyncrl.turn_files import FileTurns, NoTurns, RecordedTurn, read_turns
+from asyncrl.turn_files import FileTurns, NoTurns, RecordedTurn, forget_old_turns, read_turns
 from asyncrl.types import FinishReason, SampleId, Span, Turn
 from tests.fakes.samples import assert_same_turn, make_turn
 
@@ -180,11 +180,48 @@ async def test_everything_on_disk_can_be_read_in_order(tmp_path: Path) -> None:
     await second.record(THREE, "0", make_turn(1, tokens=1))
     await second.forget(THREE)
     assert list(read_turns(tmp_path)) == [
-        RecordedTurn(9, ONE, "0", 3),
-        RecordedTurn(9, TWO, "baseline", 5),
-        RecordedTurn(10, ONE, "1", 0),
-        RecordedTurn(10, THREE, "0", 1),
+        RecordedTurn(9, ONE, "0", 3, (Span(0, 1),)),
+        RecordedTurn(9, TWO, "baseline", 5, (Span(0, 1),)),
+        RecordedTurn(10, ONE, "1", 0, ()),
+        RecordedTurn(10, THREE, "0", 1, (Span(0, 1),)),
     ]
+
+
+async def test_a_run_that_has_ended_leaves_no_turns(tmp_path: Path) -> None:
+    turns = FileTurns(tmp_path, 1)
+    await turns.aclose()
+    for sample_id in (ONE, TWO):
+        await turns.record(sample_id, "0", make_turn(1))
+        await turns.forget(sample_id)
+    assert logs(tmp_path) == ["turns-1-1.log"], "there may be more to record"
+    await turns.aclose()
+    assert logs(tmp_path) == []
+    stopped = FileTurns(tmp_path, 2)
+    await stopped.record(ONE, "0", make_turn(1))
+    await stopped.aclose()
+    assert await keys(FileTurns(tmp_path, 3), ONE) == {"0"}, "a resume can use it"
+
+
+async def test_what_a_dead_rollouter_could_not_forget_is_forgotten_for_it(tmp_path: Path) -> None:
+    first, second = FileTurns(tmp_path, 1, max_log_bytes=1), FileTurns(tmp_path, 2)
+    await first.record(ONE, "0", make_turn(1))
+    await first.record(TWO, "0", make_turn(2))
+    await second.record(ONE, "1", make_turn(3))
+    await second.record(THREE, "0", make_turn(4))
+    await forget_old_turns(tmp_path, 2, lambda sample_id: sample_id == TWO)
+    assert logs(tmp_path) == ["turns-1-1.log", "turns-2-1.log"]
+    await forget_old_turns(tmp_path, 3, lambda sample_id: sample_id == ONE)
+    assert logs(tmp_path) == ["turns-2-1.log"], "it has one that is needed"
+    third = FileTurns(tmp_path, 3)
+    assert (await keys(third, ONE), await keys(third, THREE)) == (set(), {"0"})
+
+
+async def test_turns_that_cannot_be_forgotten_are_told_and_harm_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples").write_text("in the way")
+    await forget_old_turns(tmp_path, 2, lambda sample_id: True)
+    assert "may stay on disk" in caplog.text
 
 
 async def test_without_a_journal_nothing_is_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.cli.watchdog import StallError, Watchdog
+from asyncrl.cli.watchdog import StallError, Watchdog, progress
 from asyncrl.failures import ConfigError
 from asyncrl.ports import Books, Edition
 from asyncrl.run_state import FILE_NAME, Restart, RunState, load
@@ -97,6 +97,16 @@ def test_what_changes_without_anything_moving_does_not() -> None:
                 replicas=tuple(replace(report, reported_at=NOW + 10, in_flight=3) for report in STUCK.replicas),
             ),
         )
+
+
+def test_that_a_dead_replica_is_forgotten_is_no_movement() -> None:
+    watchdog = Watchdog(10.0, gap_s=60.0)
+    old = replace(STUCK, replicas=(*STUCK.replicas, report("old", version=11)))
+    assert not progress(STUCK).is_beyond(progress(old))
+    assert progress(old).is_beyond(progress(STUCK))
+    watchdog.observe(0.0, old)
+    with pytest.raises(StallError):
+        watchdog.observe(10.1, later(STUCK, 10.1))
 
 
 def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() -> None:

@@ -177,12 +177,12 @@ async def test_a_store_that_dies_is_told_again_and_nobody_notices() -> None:
         assert (status.pid != died, status.newest) == (True, None)
         # What there was is not known yet: nobody is told that there is nothing.
         with pytest.raises(DeadlineError, match="nobody has published to it since"):
-            await object_store._answer(store.start_with.remote(0.05), 10, "asking")
+            await ObjectStoreFeed(store, call_s=0.5).latest()
         async with anyio.create_task_group() as group:
             found: list[Any] = []
 
             async def wait() -> None:
-                found.append(await object_store._answer(store.start_with.remote(10), 20, "asking"))
+                found.append(await feed.latest())
 
             group.start_soon(wait)
             await publisher.republish()
@@ -207,20 +207,39 @@ async def test_a_publisher_that_has_published_nothing_says_so(store: Any) -> Non
     assert lost == await object_store._answer(store.start_with.remote(0.05, plain(2)), 10, "asking") == published
 
 
-def reported(name: str, at: float) -> ReplicaReport:
-    return ReplicaReport(name, "node", 1, (2, 3), "serving", at, 0, 1, 4, 100, at)
+def reported(name: str, at: float, phase_since: float | None = None) -> ReplicaReport:
+    return ReplicaReport(name, "node", 1, (2, 3), "serving", phase_since or at, 0, 1, 4, 100, at)
 
 
-async def test_what_replicas_report_is_kept_for_a_while(store: Any) -> None:
-    now = time.time()
-    for report in (reported("a", now), reported("b", now - 5), reported("old", now - 700)):
+async def test_the_store_keeps_what_replicas_report_by_its_own_clock(store: Any) -> None:
+    for name, off_s in (("a", -1000.0), ("b", 1000.0)):
+        at = time.time() + off_s
+        report = reported(name, at, phase_since=at - 5)
         assert await object_store._answer(store.report.remote(report), 10, "report") is None
     await publish(store, 1)
-    assert await object_store._answer(store.report.remote(reported("a", now + 1)), 10, "report") == plain(1)
+    assert await object_store._answer(store.report.remote(reported("a", 0.0)), 10, "report") == plain(1)
     status = await object_store._answer(store.status.remote(), 10, "status")
     assert [report.replica for report in status.replicas] == ["b", "a"]
-    assert status.replicas[1].reported_at == now + 1
+    for report in status.replicas:
+        assert 0 <= status.at - report.reported_at < 10
+    assert status.replicas[0].reported_at - status.replicas[0].phase_since == pytest.approx(5, abs=1e-3)
+    assert abs(status.at - time.time()) < 10
     assert status.newest == plain(1)
+
+
+async def test_a_validation_that_nobody_has_heard_of_is_left_to_the_next_version(store: Any) -> None:
+    publisher, feed = ObjectStorePublisher(store, call_s=10), ObjectStoreFeed(store, call_s=10)
+    await publisher.publish(1, 1, weights(1), validate=True)
+    # The answer does not arrive: whoever waited is dead.
+    assert (await object_store._answer(store.wait_newer.remote(plain(0), 10), 10, "asking")).validate
+    assert (await publisher.publish(2, 2, weights(2), validate=False)).validate is False
+    second = await feed.wait_newer(plain(1), timeout_s=10)
+    assert second is not None
+    assert (second.edition, second.validate) == (plain(2), True)
+    await publisher.publish(3, 3, weights(3), validate=False)
+    third = await feed.wait_newer(plain(2), timeout_s=10)
+    assert third is not None
+    assert (third.edition, third.validate) == (plain(3), False)
 
 
 async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:

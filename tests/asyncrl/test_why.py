@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.chain import Driver, as_json, duration, render
 from asyncrl.failures import ConfigError
 from asyncrl.ports import Books, Edition
 from asyncrl.run_state import Restart, RunState, dump, load
 from asyncrl.waits import Wait
-from asyncrl.why import Driver, as_json, duration, explain, render
+from asyncrl.why import explain
 from tests.fakes.run_states import NOW, queue_status, report, rollouter_waits, running, states
 
 GATE = rollouter_waits(running(published=Edition(0, 12), version=12), Wait("permit", 1, 93.5))

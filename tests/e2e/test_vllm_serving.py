@@ -17,7 +17,7 @@ from asyncrl.failures import BugError, DataError, EngineCrashError
 from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaReport
 from asyncrl.types import FinishReason, Span, Turn, join_turns, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
-from rollouter.serving.pieces import Piece
+from rollouter.serving.pieces import Taken
 from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, Engine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
@@ -197,10 +197,10 @@ class Calls:
         self._call = fleet._call
         fleet._call = self.call
 
-    async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Piece], None]:
+    async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
         numbers = [int(request.request_id[1:].partition("-")[0]) for request in batch]
         async for pieces in self._call(batch, session=session):
-            for piece in pieces:
+            for piece in () if isinstance(pieces, Taken) else pieces:
                 self.told[numbers[piece.number]] = join_turns(self.told[numbers[piece.number]], piece.turn)
             yield pieces
 
@@ -302,6 +302,29 @@ async def test_an_engine_that_hangs_is_replaced(engine: Engine) -> None:
         assert len(turn.response_ids) == LONG
     with pytest.raises(ProcessLookupError):
         os.kill(replica.engine_pids[0], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("applying", [False, True])
+async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: Engine, applying: bool) -> None:
+    """Nothing is asked of it in the one case, a version in the other."""
+    fleet = fleet_of(engine)
+    await fleet.generate(requests(1, 8), session="s")
+    replica = (await replicas(engine))[-1]
+    os.kill(replica.engine_pids[0], signal.SIGSTOP)
+    with anyio.fail_after(200):
+        if applying:
+            (report,) = await fleet.apply(await publish(engine))
+            assert report.replica != replica.replica
+        while (last := (await replicas(engine))[-1]).replica == replica.replica or last.phase != "serving":  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+    (told,) = [one.told for one in await replicas(engine) if one.replica == replica.replica]
+    assert "its engine did not answer for 30 s (timeouts.engine_s)" in told
+    with pytest.raises(ProcessLookupError):
+        os.kill(replica.engine_pids[0], 0)
+    (turn,) = await fleet.generate(requests(1, 20), session="s")
+    assert turn.spans == (Span(0, engine.version),)
+    assert_agrees(engine, turn)
 
 
 @pytest.mark.slow

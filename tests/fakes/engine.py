@@ -6,6 +6,7 @@ No threads and no real time: it runs under any event loop, a virtual clock's too
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import anyio
 import numpy as np
 
 from asyncrl.failures import EngineCrashError
-from asyncrl.ports import ApplyReport, Edition, GenerateRequest, OnCrash, OnTurn, Publication, WeightFeed
+from asyncrl.ports import ApplyReport, Edition, GenerateRequest, OnCrash, OnPlace, OnTurn, Publication, WeightFeed
 from asyncrl.types import FinishReason, Span, Turn, join_turns
 
 Answer = Callable[[GenerateRequest], Sequence[int]]
@@ -33,6 +34,7 @@ class Call:
     requests: Sequence[GenerateRequest]
     turns: list[Turn | None]
     """What each request has so far; its end is in the finish reason."""
+    on_place: OnPlace | None = None
     replica: str = ""
     """Empty while it is on none: after a crash, or when none is up."""
     version: int = 0
@@ -106,6 +108,7 @@ class FakeFleet:
         self._feed = feed
         self._down_until: dict[str, float] = {}
         """Crashed replicas that nobody has used since."""
+        self._deaths: Counter[str] = Counter()
         self._errors: dict[str, list[Exception]] = {}
         self._changed = anyio.Condition()
 
@@ -117,9 +120,10 @@ class FakeFleet:
         *,
         session: str,
         on_turn: OnTurn | None = None,
+        on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
     ) -> list[Turn]:
-        call = Call(session, requests, [request.so_far for request in requests])
+        call = Call(session, requests, [request.so_far for request in requests], on_place)
         self.calls[session] = call
         self.sessions.append(session)
         self.requests.extend(requests)
@@ -208,11 +212,14 @@ class FakeFleet:
     def crash(self, replica: str = "replica-0", message: str = "the engine died") -> tuple[str, ...]:
         """The replica dies with what it computes; returns the sessions it had."""
         struck = tuple(session for session, call in self.calls.items() if call.replica == replica)
+        process = self._process(replica)
+        self._deaths[replica] += 1
         self._down_until[replica] = anyio.current_time() + self._restart_s
         self.crashes.append(struck)
         for session in struck:
             call = self.calls[session]
             call.replica, call.crash = "", EngineCrashError(f"{replica}: {message}")
+            call.crash.replica = process
             if not call.telling:
                 call.attempt.cancel()
         return struck
@@ -244,6 +251,12 @@ class FakeFleet:
         name = min(up, key=lambda name: load[name])
         await self._come_up(name)
         call.replica, call.version = name, self.editions[name].version
+        if call.on_place is not None:
+            call.on_place(self._process(name))
+
+    def _process(self, replica: str) -> str:
+        """Who is replaced comes back under a name that nobody had."""
+        return f"{replica}/{self._deaths[replica]}"
 
     def _down_s(self, name: str) -> float:
         return self._down_until.get(name, -math.inf) - anyio.current_time()

@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.ports import Edition, Publication, RunRecord, Score
+from asyncrl.ports import Edition, Publication, Score
+from asyncrl.records import RunRecord
 from asyncrl.types import Prompt, Sample, SampleId, Turn
 
 

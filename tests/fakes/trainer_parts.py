@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 
 from asyncrl.manifest import Progress
-from asyncrl.ports import Metrics, Publication, QueueSnapshot, StepRecord
+from asyncrl.ports import Publication, QueueSnapshot
+from asyncrl.records import Metrics, StepRecord
 from asyncrl.sample_queue import LocalSampleQueue
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta
 from trainer.engine.base import Loss

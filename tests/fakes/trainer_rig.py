@@ -45,6 +45,7 @@ class Rig:
     def __init__(
         self,
         progress: Progress | None = None,
+        validated_step: int | None = None,
         restore: QueueSnapshot | None = None,
         staleness_threshold: float = 100,
         rules: RowRules = RULES,
@@ -54,6 +55,7 @@ class Rig:
         total_samples: int | None = None,
         **changes: Any,
     ) -> None:
+        """`validated_step`: None: what the loop goes on from was validated."""
         self.settings = replace(SETTINGS, **changes)
         trained, step = (progress.trained_samples, progress.step) if progress else (0, 0)
         passes_left = math.ceil((self.settings.total_steps - step) / self.settings.ppo_epochs)
@@ -88,6 +90,7 @@ class Rig:
             checkpoints=self.checkpoints,
             trained=self.trained,
             progress=progress,
+            validated_step=step if validated_step is None else validated_step,
             waits=waits,
             clock=self.clock,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl.lives import Lives
+from asyncrl.ports import Edition
 from asyncrl.recovery import QueueState
-from asyncrl.transitions import Redone, Rewound
-from asyncrl.types import SampleId
+from asyncrl.transitions import Finished, Redone, Rewound
+from asyncrl.types import DropReason, SampleId, SampleMeta
 from benchmarks.chaos.accounts import Accounts, Fate, surviving, violations
+from benchmarks.chaos.watch import broken_calls
 from tests.fuzz.world import World
 
 
@@ -18,24 +20,37 @@ def check(world: World) -> None:
     transitions = files.journal.transitions()
     lives = Lives(QueueState.begin(setup.num_prompts, keeps_payloads=True))
     state = QueueState.begin(setup.num_prompts, keeps_payloads=True)
-    anew: set[SampleId] = set()
+    metas: dict[SampleId, SampleMeta] = {}
+    anew = set(world.let_go)
+    rewinds: list[Edition] = []
+    drift = setup.config.async_training
     for transition in transitions:
         lives.see(0.0, transition)
         state.apply(transition)
-        if isinstance(transition, Redone):
+        if isinstance(transition, Finished):
+            metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
+        elif isinstance(transition, Redone):
             anew.add(transition.sample_id)
         elif isinstance(transition, Rewound):
             anew.update(transition.again)
+            rewinds.append(Edition(transition.lineage, transition.version))
     accounts = Accounts(
         fates=[Fate(record.sample_id, record.state, record.reason) for record in lives.records()],
         books=state.ledger.books(),
         trained=files.trained,
         turns=files.turns.log,
+        metas=metas,
         generated_anew=anew,
+        rewinds=rewinds,
+        broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
+        max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
     broken = violations(accounts)
     assert not broken, "\n".join(f"{one.promise}: {one.told}" for one in broken)
+    assert not world.broken, "\n".join(world.broken)
     _check_model(world)
+    _check_validations(world)
+    _check_poison(world, accounts)
     _check_staleness(world)
     steps = setup.config.trainer.total_training_steps
     assert world.completed_step == steps, f"the run ended at step {world.completed_step} of {steps}"
@@ -53,6 +68,31 @@ def _check_model(world: World) -> None:
     assert set(counts) == set(recorded), f"checkpoint {step} has {sorted(counts)}, the record {sorted(recorded)}"
     over = {sample_id: count for sample_id, count in counts.items() if count > epochs}
     assert not over, f"trained more than {epochs} times in the surviving model: {over}"
+
+
+def _check_validations(world: World) -> None:
+    """What the run comes to is validated, and no weights twice."""
+    counts = Counter((record.lineage, record.version) for record in world.validations)
+    # The driver may die between a record's arrival and its being written down.
+    again = [edition for edition, count in counts.items() if count > 1]
+    assert not again or world.launches > 1, f"(lineage, version) {again} was validated more than once"
+    if world.setup.config.has_validation and world.launches == 1:
+        last = max((record.step for record in world.validations), default=0)
+        assert last == world.completed_step, f"the last validation is of step {last} of {world.completed_step}"
+
+
+def _check_poison(world: World, accounts: Accounts) -> None:
+    """Who crashes every engine is convicted, and nobody else is where nothing else goes wrong."""
+    setup = world.setup
+    if setup.faults:
+        return
+    limit = setup.config.recovery.max_crashes + 1
+    over = {name: count for name, count in world.poisoned_by.items() if count > limit}
+    assert not over, f"poison that has crashed more than {limit} engines: {over}"
+    if setup.stragglers == 0 and setup.reward_fails == 0:
+        failed = [fate.sample_id for fate in accounts.fates if fate.reason == DropReason.FAILED]
+        innocent = [sample_id for sample_id in failed if not world.is_poisonous(sample_id)]
+        assert not innocent, f"dropped as failed, and nothing was wrong with it: {innocent}"
 
 
 def _check_staleness(world: World) -> None:

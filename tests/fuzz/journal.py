@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from asyncrl.failures import InfraError
-from asyncrl.recovery import trained_since
+from asyncrl.history import trained_since
 from asyncrl.transitions import Reading, Row, Transition, from_row, to_row
 from asyncrl.types import SampleId
 
@@ -27,7 +27,7 @@ class Disk:
 
 
 class CrashLog:
-    """`recovery.TransitionLog` of one process of the queue."""
+    """`history.TransitionLog` of one process of the queue."""
 
     def __init__(
         self, disk: Disk, rng: random.Random, see: Callable[[Transition], None], committed: Callable[[], None]

@@ -115,9 +115,12 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._ready: Any = _Shuffled(random.Random(seed))
         self._selector = _Clock(self)
         self._numbers = itertools.count()
+        self._broken: BaseException | None = None
+        """What a callback has raised, that nobody waits for."""
         self.set_task_factory(self._make_task)
-        self.failure: ScheduleError | None = None
+        self.failure: BaseException | None = None
         """The first one: what is raised while a broken run is taken down counts for less."""
+        self.set_exception_handler(self._on_error)
 
     def time(self) -> float:
         return self._now_s
@@ -129,6 +132,9 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def pause(self, timeout_s: float | None) -> None:
         """The loop would wait for `timeout_s` now, or for ever."""
+        if self._broken is not None:
+            (error, self._broken) = (self._broken, None)
+            raise error
         if timeout_s == 0:
             if self.turns > self._max_turns:
                 raise self._failed(LivelockError, f"{self._max_turns} callbacks and no end")
@@ -152,6 +158,11 @@ class VirtualLoop(base_events.BaseEventLoop):
         # What is taken down now may take its time too.
         self._max_turns, self._max_virtual_s = self.turns + SPIN_TURNS, self._now_s + 1000.0
         return error
+
+    def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context:  # a callback has failed; what a task did not hand on is no news
+            self.failure = self.failure or context.get("exception")
+            self._broken = self.failure
 
     # The parts of a loop that touch the world outside; nothing here does.
 

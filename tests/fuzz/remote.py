@@ -88,18 +88,22 @@ class Gated:
 class ActorHost:
     """An actor that comes back after it was killed. Its `handle` is like Ray's: await `handle.method.remote(...)`."""
 
-    def __init__(self, make: Callable[[], Any], unavailable: Callable[[], Exception], rng: random.Random) -> None:
+    def __init__(self, make: Callable[[int], Any], unavailable: Callable[[], Exception], rng: random.Random) -> None:
         """
         Args:
-            make: The actor's constructor.
+            make: The actor's constructor, told which process this is, from 0.
             unavailable: What calls to a dead or restarting actor raise.
             rng: Of delays.
         """
         self._make = make
         self._unavailable = unavailable
         self._rng = rng
-        self._actor: Any = make()
+        self._num_started = 1
+        self._actor: Any = make(0)
+        self._hung = False
         self._calls: dict[asyncio.Task[Any], _Call] = {}
+        self._waiting: list[_Call] = []
+        """Calls that have arrived at a process that hangs."""
         self._over = False
 
     def handle(self, gate: Gate) -> Any:
@@ -115,17 +119,30 @@ class ActorHost:
         """The process dies with whatever it is doing; another one is up after `down_s`."""
         if self._actor is None:
             return
+        self._hung = False
         self._actor.die()
         self._actor = None
         calls, self._calls = self._calls, {}
-        for task, call in calls.items():
+        waiting, self._waiting = self._waiting, []
+        for task in calls:
             task.cancel()
+        for call in (*calls.values(), *waiting):
             self._fail(call, self._rng.uniform(1.0, 1.8))
         _later(down_s, self._restart)
 
     def _restart(self) -> None:
         if not self._over:
-            self._actor = self._make()
+            self._actor = self._make(self._num_started)
+            self._num_started += 1
+
+    def hang(self) -> None:
+        """The process is stopped: what arrives and what it would answer waits until it is killed."""
+        self._hung = self._actor is not None
+
+    def end_hung(self, down_s: float) -> None:
+        """Kill it if it hangs: as who asks about it finds out."""
+        if self._hung:
+            self.kill(down_s)
 
     def _fail(self, call: _Call, after_s: float) -> None:
         def fail() -> None:
@@ -162,6 +179,9 @@ class ActorHost:
         if self._actor is None:
             self._fail(call, 1.0)
             return
+        if self._hung:
+            self._waiting.append(call)
+            return
         coroutine = getattr(self._actor, call.method)(*call.args, **call.kwargs)
         task = asyncio.get_running_loop().create_task(coroutine, name=f"actor.{call.method}")
         self._calls[task] = call
@@ -176,6 +196,8 @@ class ActorHost:
         _later(self._latency(), self._deliver, task)
 
     def _deliver(self, task: asyncio.Task[Any]) -> None:
+        if self._hung:
+            return
         call = self._calls.pop(task, None)
         if call is None or call.answer.done():
             return

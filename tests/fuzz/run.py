@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from tests.fuzz import loop
+from tests.fuzz import fleet, launch, loop
 from tests.fuzz.check import check
 from tests.fuzz.setup import draw
 from tests.fuzz.world import World
@@ -28,8 +28,12 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> World:
     setup = draw(seed)
     world = World(setup, trace)
 
+    async def main() -> None:
+        await launch.play(world)
+
     try:
-        loop.run(world.run, seed, max_virtual_s=MAX_VIRTUAL_S)
+        with fleet.patched():
+            loop.run(main, seed, max_virtual_s=MAX_VIRTUAL_S)
         check(world)
     except Exception as error:  # noqa: BLE001  whatever it is, it is this seed's
         told = "".join(traceback.format_exception(error))

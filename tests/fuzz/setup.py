@@ -11,18 +11,25 @@ from asyncrl.config.schema import Config
 from tests.fakes.configurations import changed
 
 FaultKind = Literal[
-    "engine", "rollouter", "trainer", "queue", "answer", "store", "hang rollouter", "hang trainer", "apply", "payload",
-    "driver", "stop",
+    "engine", "rollouter", "trainer", "queue", "answer", "store", "hang engine", "hang rollouter", "hang trainer",
+    "hang queue", "apply", "payload", "driver", "driver stops", "stop",
 ]  # fmt: skip
 FAULTS: tuple[FaultKind, ...] = (
     "engine", "engine", "rollouter", "rollouter", "trainer", "trainer", "queue", "queue", "answer", "answer", "store",
-    "hang rollouter", "hang trainer", "apply", "payload", "driver", "stop",
+    "store", "hang engine", "hang rollouter", "hang trainer", "hang queue", "apply", "payload", "driver",
+    "driver stops", "stop",
 )  # fmt: skip
-"""`answer`: the queue's process dies when it has done what it was asked and has not said so. Those that are listed more
-than once come more often."""
-CALL_S = 1000.0
-"""Longer than any run: nobody is woken by a deadline who should have been told."""
+"""`answer`: the queue's process dies when it has done what it was asked and has not said so. `driver stops`: and goes
+on later. Those that are listed more than once come more often."""
+LONG_S = 1000.0
+"""A deadline longer than any run: nobody is woken by it who should have been told."""
+SHORT_S = 4.0
+"""One that a queue which hangs makes run out, if it is longer than the probes'."""
 SAMPLE_S = 30.0
+PROBE_S = 3.0
+START_S = 10.0
+WATCHDOG_S = 120.0
+"""Of a run that loses nothing to its faults, the longest standstill is that of samples that all run out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,10 @@ class Setup:
     mean_s: float
     """Of one piece of a response."""
     step_s: float
+    call_s: float
+    """`timeouts.call_s`."""
+    poison: int | None
+    """The prompt that crashes every engine."""
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
@@ -59,7 +70,8 @@ class Setup:
             f"{drift.trigger_parameter_sync_step}, threshold {drift.staleness_threshold:g}, bound "
             f"{drift.max_staleness}, {training.ppo_epochs} epochs, n {self.config.rollout.n}, "
             f"{self.config.rollout.max_concurrent_samples} at once, checkpoint every {training.save_freq}, "
-            f"{self.num_replicas} replicas; {faults}"
+            f"{self.num_replicas} replicas, calls of {self.call_s:g} s, poison {self.poison}, validation every "
+            f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
         )
 
 
@@ -71,6 +83,9 @@ def draw(seed: int) -> Setup:
     threshold = 0.0 if mode in "ab" else rng.choice([0.1, 0.5, 1.0, 2.0])
     max_staleness = rng.choice([None, None, 0, 1, 2])
     num_faults = rng.choice([0, 1, 1, 2, 2, 3, 4])
+    call_s = rng.choice([LONG_S, LONG_S, LONG_S, SHORT_S])
+    poison = rng.randrange(6) if rng.random() < 0.15 else None
+    validates = rng.random() < 0.3
     changes: dict[str, dict[str, Any]] = {
         "rollout": {
             "n": rng.randint(1, 2),
@@ -82,6 +97,7 @@ def draw(seed: int) -> Setup:
             "trigger_parameter_sync_step": trigger,
             "require_batches": rng.choice([1, 1, 2]),
             "partial_rollout": mode == "d",
+            "partial_mode": rng.choice(["keep", "abort"]),
             "max_staleness": max_staleness,
         },
         "trainer": {
@@ -91,7 +107,12 @@ def draw(seed: int) -> Setup:
             "save_freq": rng.choice([-1, 1, 2, 3]),
             "save_last": rng.random() < 0.8,
             "partial_final_batch": rng.choice(["train", "drop"]),
+            "val_before_train": validates and rng.random() < 0.5,
+            "test_freq": rng.choice([-1, 1, 2, 3]),
         },
+        "data": {"val_files": ["validation"] if validates else []},
+        "timeouts": {"call_s": call_s},
+        "recovery": {"max_crashes": rng.choice([1, 2]) if poison is not None else 1000},
     }
     return Setup(
         seed=seed,
@@ -103,6 +124,8 @@ def draw(seed: int) -> Setup:
         stragglers=rng.choice([0.0, 0.0, 0.05]),
         mean_s=rng.choice([0.02, 0.1, 0.4]),
         step_s=rng.choice([0.02, 0.1, 0.4]),
+        call_s=call_s,
+        poison=poison,
         faults=tuple(
             sorted(
                 (Fault(rng.expovariate(1 / 1.5), rng.choice(FAULTS)) for _ in range(num_faults)),
@@ -116,13 +139,12 @@ def draw(seed: int) -> Setup:
 def _base() -> Config:
     return changed(
         {
-            "data.val_files": [],
             "reward.on_error": "drop",
             "reward.max_errors": 1_000_000,
-            "timeouts.call_s": CALL_S,
             "timeouts.sample_s": SAMPLE_S,
-            "recovery.max_crashes": 1000,
-            "trainer.val_before_train": False,
+            "timeouts.probe_s": PROBE_S,
+            "timeouts.start_s": START_S,
+            "timeouts.watchdog_s": WATCHDOG_S,
         }
     )
 

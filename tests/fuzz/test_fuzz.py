@@ -123,7 +123,7 @@ def test_a_gate_that_opens_and_tells_nobody_is_found(monkeypatch: pytest.MonkeyP
                 self._do(Applied(version))
 
     monkeypatch.setattr(LocalSampleQueue, "set_applied_version", silent)
-    assert "no end" in found()
+    assert "nothing moved" in found()
 
 
 def test_a_step_that_is_not_committed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_queue_that_does_not_rewind_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_queue_that_forgets_what_it_has_answered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueueState, "admission", lambda self, ask: None)
-    assert "no end" in found()
+    assert "nothing moved" in found()
 
 
 def test_a_queue_that_answers_before_the_disk_has_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from asyncrl.config.schema import (
     RolloutConfig,
 )
 from asyncrl.failures import BugError, ConfigError, FencedError, InfraError
-from asyncrl.ports import ApplyRecord, Edition, RunRecord, ValidationRecord
+from asyncrl.ports import Edition
+from asyncrl.records import ApplyRecord, RunRecord, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import SampleMeta, Turn

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouter.quarantine import Quarantine
+from rollouter.quarantine import KEPT, Quarantine
 
 
 def crash(quarantine: Quarantine, *names: str, at_s: float = 0.0) -> None:
-    """An engine dies with these on it."""
-    reported = [quarantine.crashed(name, f"engine of {name} died", at_s) for name in names]
-    for one in reported:
-        quarantine.judge(one)
+    """A replica's engine dies with these on it."""
+    replica = f"replica {quarantine.figures()['crashes']}"
+    for name in names:
+        quarantine.placed(name, replica)
+    for number, name in enumerate(names):
+        report = quarantine.crashed(name, f"engine of {name} died", replica, at_s)
+        assert quarantine.all_told(report) == (number == len(names) - 1)
+    quarantine.judge(report)
 
 
 def standings(quarantine: Quarantine, names: Iterable[str]) -> dict[str, str]:
@@ -34,7 +38,7 @@ def test_a_first_crash_costs_nobody_anything() -> None:
         quarantine.left(name)
     crash(quarantine, "a", "d")
     assert quarantine.standing("a") == "free"
-    assert quarantine.figures() == {"crashes": 2, "guilty": 0, "struck": 2, "waiting": 0, "in_lane": ""}
+    assert quarantine.figures() == {"crashes": 2, "explained": 0, "guilty": 0, "struck": 2, "waiting": 0, "in_lane": ""}
 
 
 def test_the_only_one_with_two_strikes_is_guilty_and_the_evidence_says_when_and_with_whom() -> None:
@@ -47,7 +51,7 @@ def test_the_only_one_with_two_strikes_is_guilty_and_the_evidence_says_when_and_
     assert "2001-09-09 01:46:40 UTC, with 2 others in flight: engine of bad died" in told
     assert "2001-09-09 01:47:40 UTC, with 1 others in flight: engine of bad died" in told
     quarantine.left("bad")
-    assert quarantine.figures() == {"crashes": 2, "guilty": 1, "struck": 3, "waiting": 0, "in_lane": ""}
+    assert quarantine.figures() == {"crashes": 2, "explained": 2, "guilty": 1, "struck": 3, "waiting": 0, "in_lane": ""}
 
 
 def test_several_suspects_go_one_at_a_time_and_the_lane_tells() -> None:
@@ -78,16 +82,51 @@ def test_a_verdict_explains_nothing_if_somebody_else_had_been_at_a_crash_before(
 def test_whoever_leaves_before_the_verdict_was_there_all_the_same() -> None:
     quarantine = Quarantine(2)
     crash(quarantine, "a", "b")
-    pending = quarantine.crashed("a", "", 0.0)
-    quarantine.crashed("b", "", 0.0)
+    pending = quarantine.crashed("a", "", "r", 0.0)
+    quarantine.crashed("b", "", "r", 0.0)
     quarantine.left("b")
     quarantine.judge(pending)
     assert quarantine.standing("a") == "in the lane"
     quarantine.left("a")
-    assert quarantine.figures() == {"crashes": 2, "guilty": 0, "struck": 0, "waiting": 0, "in_lane": ""}
-    alone = quarantine.crashed("a", "", 0.0)
-    quarantine.left("a")
-    assert quarantine.crashed("b", "", 0.0) is not alone
+    assert quarantine.figures() == {
+        "crashes": 2, "explained": 0, "guilty": 0, "struck": 0, "waiting": 0, "in_lane": "",
+    }  # fmt: skip
+
+
+def test_whoever_is_still_there_is_waited_for_and_whoever_is_late_was_there() -> None:
+    quarantine = Quarantine(2)
+    crash(quarantine, "a", "b")
+    for name in "abc":
+        quarantine.placed(name, "r")
+    quarantine.placed("d", "another")
+    report = quarantine.crashed("a", "", "r", 0.0)
+    # A crash elsewhere meanwhile is another one.
+    other = quarantine.crashed("d", "", "another", 0.0)
+    assert other is not report
+    assert quarantine.all_told(other)
+    assert not quarantine.all_told(report)
+    quarantine.placed("c", "")  # its call has ended otherwise
+    assert not quarantine.all_told(report)
+    quarantine.judge(other)
+    assert quarantine.crashed("b", "", "r", 0.0) is report
+    assert quarantine.all_told(report)
+    quarantine.judge(report)
+    assert standings(quarantine, "abcd") == {"a": "in the lane", "b": "waiting", "c": "free", "d": "free"}
+    # Nobody has waited for this one. It is not alone with its strikes.
+    assert quarantine.crashed("late", "", "r", 0.0) is report
+    quarantine.judge(report)
+    assert quarantine.standing("late") == "free"
+    assert quarantine.figures()["crashes"] == 3
+
+
+def test_of_crashes_that_are_judged_some_are_remembered_and_no_more() -> None:
+    quarantine = Quarantine(1)
+    for number in range(KEPT + 2):
+        crash(quarantine, f"s{number}")
+        quarantine.left(f"s{number}")
+    first = quarantine.crashed("late", "", "replica 0", 0.0)
+    assert not first.judged
+    assert quarantine.crashed("later", "", f"replica {KEPT + 1}", 0.0).judged
 
 
 def test_with_a_limit_of_one_the_first_crash_makes_suspects() -> None:
@@ -118,6 +157,7 @@ class Crowd:
         self.flying: dict[str, int] = {}
         """Sample → its replica."""
         self.waiting: list[str] = []
+        self.deaths = 0
         self.met: dict[str, int] = {}
         """Crashes each was present at."""
         self.poison_crashes = 0
@@ -146,6 +186,7 @@ class Crowd:
 
     def fly(self, name: str) -> None:
         self.flying[name] = self.rng.randrange(self.replicas)
+        self.quarantine.placed(name, f"{self.flying[name]}")
 
     def leave(self, name: str, to: set[str]) -> None:
         self.flying.pop(name, None)
@@ -166,7 +207,11 @@ class Crowd:
         struck = [name for name, where in self.flying.items() if where == replica]
         self.rng.shuffle(struck)
         before = {name: self.quarantine.standing(name) for name in struck}
-        reports = [self.quarantine.crashed(name, "died", 0.0) for name in struck]
+        self.deaths += 1
+        for name in struck:  # as the name of a process
+            self.quarantine.placed(name, f"{replica}/{self.deaths}")
+        reports = [self.quarantine.crashed(name, "died", f"{replica}/{self.deaths}", 0.0) for name in struck]
+        assert all(self.quarantine.all_told(report) for report in reports)
         for name in struck:
             del self.flying[name]
             self.met[name] = self.met.get(name, 0) + 1

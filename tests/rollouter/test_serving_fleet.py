@@ -18,7 +18,7 @@ from asyncrl.types import FinishReason, Span, Turn
 from rollouter.serving import fleet as module
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.handles import answer, items
-from rollouter.serving.pieces import Piece
+from rollouter.serving.pieces import Piece, Taken
 
 pytestmark = pytest.mark.asyncio
 DEAD = ray.exceptions.ActorDiedError()
@@ -148,8 +148,8 @@ async def test_apply_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InfraError, match="no"):
         await make(monkeypatch, handle, newest=published(3), start_s=0.05).apply(published(3))
     handle = Handle([None] * 10_000)
-    with pytest.raises(DeadlineError, match=r"not every replica answered within 0\.01 s"):
-        await make(monkeypatch, handle, start_s=0.05, apply_s=0.01).apply(published(3))
+    with pytest.raises(DeadlineError, match=r"not every replica answered within 0\.04 s"):
+        await make(monkeypatch, handle, start_s=0.05, apply_s=0.01, engine_s=0.01, call_s=0.01).apply(published(3))
 
 
 async def test_a_bug_in_one_replica_ends_apply_whatever_the_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +176,9 @@ def request(max_tokens: int) -> GenerateRequest:
 
 
 async def test_a_call_past_its_deadline_goes_on_elsewhere_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Stream([piece(0, 4)], None)
-    dying = Stream([piece(4, 2)], DEAD)
-    last = Stream([piece(6, 2, FinishReason.LENGTH)])
+    slow = Stream(Taken("a"), [piece(0, 4)], None)
+    dying = Stream(Taken("b"), [piece(4, 2)], DEAD)
+    last = Stream(Taken("c"), [piece(6, 2, FinishReason.LENGTH)])
     # One that dies before it has begun was dying already.
     handle = Handle(streams=[slow, dying, Stream(DEAD), last])
     crashes: list[EngineCrashError] = []
@@ -186,11 +186,15 @@ async def test_a_call_past_its_deadline_goes_on_elsewhere_with_its_tokens(monkey
     async def on_crash(error: EngineCrashError) -> None:
         crashes.append(error)
 
-    (turn,) = await make(monkeypatch, handle, generate_s=0.05).generate([request(8)], session="s", on_crash=on_crash)
+    places: list[str] = []
+    fleet = make(monkeypatch, handle, generate_s=0.05)
+    (turn,) = await fleet.generate([request(8)], session="s", on_place=places.append, on_crash=on_crash)
     assert turn.response_ids.tolist() == list(range(8))
     assert [(stream.cancelled) for stream in (slow, dying, last)] == [True, False, False]
     assert [len(one.so_far.response_ids) if one.so_far else 0 for (one,) in handle.requests] == [0, 4, 6, 6]
-    assert ["process is gone" in crash.message for crash in crashes] == [True]
+    assert [("process is gone" in crash.message, crash.replica) for crash in crashes] == [(True, "b")]
+    # Where a replica has crashed, whoever judges that knows who was there.
+    assert places == ["a", "", "b", "", "c", ""]
 
 
 async def test_whoever_is_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import anyio
 import pytest
 
 from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, TimeoutsConfig, ValSamplingConfig
-from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import ApplyRecord, Edition, Score, ValidationRecord
+from asyncrl.failures import DataError, InfraError, UserCodeError, first_failure
+from asyncrl.ports import Edition, Score
+from asyncrl.records import ApplyRecord, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.telemetry.registry import check
@@ -39,7 +40,10 @@ class Rig:
         *,
         validate_first: bool = False,
         validated: Edition | None = None,
+        validated_step: int = 0,
+        test_freq: int = -1,
         poll_s: float = 60.0,
+        start_s: float = 60.0,
         sample_s: float = 60.0,
         prompts: list[Prompt] | None = VAL_PROMPTS,
         fleet: FakeFleet | None = None,
@@ -79,7 +83,10 @@ class Rig:
             validator=validator,
             validate_first=validate_first,
             validated=validated,
+            validated_step=validated_step,
+            test_freq=test_freq,
             poll_s=poll_s,
+            start_s=start_s,
             waits=self.waits,
             clock=self.clock,
             wall_clock=self.wall,
@@ -191,18 +198,54 @@ async def test_a_validation_that_replaced_replicas_make_impossible_is_of_the_new
     assert (record.version, record.step, record.metrics["num_prompts"]) == (2, 9, 3)
 
 
-async def test_tokens_of_an_older_version_or_of_one_that_was_never_published_are_a_bug() -> None:
-    rig = Rig(poll_s=0.01)
-    rig.fleet.replaced = dict.fromkeys(("val_3_0", "val_3_0_try_2", "val_3_0_try_3"), 2)
-    await rig.feed.publish(3, validate=True)
-    error = await rig.fails()
-    assert isinstance(error, BugError)
-    assert "validation of version 3: replicas answer with version 2" in error.message
+def tries(*sessions: str) -> list[str]:
+    """Every session that a prompt is asked for under, as often as it may be."""
+    return [f"{session}{suffix}" for session in sessions for suffix in ("", "_try_2", "_try_3")]
+
+
+async def test_a_fresh_replica_of_an_older_version_is_told_and_the_validation_asked_for_again() -> None:
+    """It began with version 2 while version 3 was being published, and came up when the others had applied that."""
+    rig = Rig()
+    rig.fleet.replaced = dict.fromkeys([*tries("val_3_0"), *tries("val_3_1_ask_2")], 2)
+    async with rig.running():
+        await rig.feed.publish(3, step=7, validate=True)
+        await rig.sink.until(2)
+    assert rig.told == ["apply 3", "validate 3"], "what is applied again is no news"
+    assert rig.fleet.applied == [3, 3, 3]
+    assert {"val_3_0_ask_2", "val_3_0_ask_3"} <= set(rig.fleet.sessions), "an engine may still hold the requests before"
+    record = rig.sink.records[1]
+    assert isinstance(record, ValidationRecord)
+    assert (record.step, record.metrics["num_prompts"]) == (7, 3)
+
+
+async def test_a_replica_of_a_version_that_nobody_knows_is_waited_for() -> None:
+    """The store has forgotten what the replica has begun with, and is told again in a moment."""
     rig = Rig(validate_first=True, poll_s=0.01)
-    rig.fleet.replaced = dict.fromkeys(("val_0_0", "val_0_0_try_2", "val_0_0_try_3"), 4)
+    rig.fleet.replaced = dict.fromkeys(tries("val_0_0"), 4)
+    async with rig.running():
+        await rig.sink.until(1)
+    assert rig.told == ["validate 0"]
+    assert rig.fleet.applied == [], "what replicas have begun with themselves cannot be applied"
+
+
+class Stubborn(dict[str, int]):
+    """Every session's replica has begun with this version."""
+
+    def get(self, session: str, version: Any = None) -> Any:
+        return self["version"]
+
+
+@pytest.mark.parametrize(("version", "validated"), [(2, 3), (4, 3), (4, 0)])
+async def test_a_replica_that_never_serves_what_was_applied_ends_this_rollouter(version: int, validated: int) -> None:
+    rig = Rig(validate_first=True, poll_s=0.01, start_s=0.05)
+    rig.fleet.replaced = Stubborn(version=version)
+    if validated:
+        await rig.feed.publish(validated)
     error = await rig.fails()
-    assert isinstance(error, BugError)
-    assert "version 4, which nobody has published" in error.message
+    assert isinstance(error, InfraError)
+    assert f"validation of version {validated}: replicas answer with version {version}" in error.message
+    assert "for 0.05 s (timeouts.start_s)" in error.message
+    assert rig.told == (["apply 3"] if validated else [])
 
 
 async def test_the_last_publication_is_applied_and_validated_at_the_end() -> None:
@@ -324,6 +367,29 @@ async def test_a_validation_prompt_that_fails_is_left_out_and_logged(caplog: pyt
 async def test_a_validation_without_an_answer_is_an_error() -> None:
     error = await Rig(validate_first=True, prompts=[make_prompt(*range(16))]).fails()
     assert isinstance(error, DataError)
+
+
+async def test_a_validation_that_had_no_answer_in_time_costs_its_figures_and_not_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All prompts took too long, or crashed engines: another time they may not."""
+    stuck = True
+
+    async def pace(session: str) -> None:
+        if stuck:
+            await anyio.sleep_forever()
+
+    rig = Rig(fleet=FakeFleet(pace=pace), sample_s=0.05, test_freq=10)
+    async with rig.running():
+        await rig.feed.publish(1, step=10, validate=True)
+        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.feed.publish(2, step=19)
+        await rig.sink.until(2)
+        stuck = False
+        await rig.feed.publish(3, step=20, validate=True)
+        await rig.sink.until(4)
+    assert rig.told == ["apply 1", "apply 2", "apply 3", "validate 3"]
+    assert "validation of version 1: no prompt of 3 could be answered, so it has no figures" in caplog.text
 
 
 async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> None:
@@ -464,6 +530,31 @@ async def test_a_restarted_rollouter_validates_what_is_pending_and_nothing_twice
     async with rig.running():
         pass
     assert rig.told == []
+
+
+@pytest.mark.parametrize(
+    ("validated_step", "step", "expected"),
+    [(0, 9, []), (0, 12, ["validate 3"]), (10, 19, []), (10, 20, ["validate 3"])],
+)
+async def test_a_validation_that_died_with_its_rollouter_is_owed(
+    validated_step: int, step: int, expected: list[str]
+) -> None:
+    """It was version 2's; version 3 has taken its place in the store, and its publication says nothing of that."""
+    rig = Rig(validated=Edition(0, 0), validated_step=validated_step, test_freq=10)
+    await rig.feed.publish(3, step=step)
+    rig.fleet.version = 3
+    async with rig.running():
+        pass
+    assert rig.told == expected
+
+
+async def test_a_wish_that_the_store_has_forgotten_is_owed_once() -> None:
+    rig = Rig(validated=Edition(0, 0), test_freq=10)
+    async with rig.running():
+        for version, step in enumerate((4, 8, 12, 16, 20), start=1):
+            await rig.feed.publish(version, step=step)
+            await rig.fleet.until(lambda fleet, version=version: version in fleet.applied)
+    assert [told for told in rig.told if told.startswith("validate")] == ["validate 3", "validate 5"]
 
 
 async def test_a_replica_of_an_older_lineage_is_named() -> None:

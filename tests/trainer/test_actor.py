@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import psutil
 import pytest
 import ray
@@ -17,10 +18,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, RolloutCorrectionConfig
 from asyncrl.failures import ConfigError, DataError
-from asyncrl.manifest import Resume, find_resume, resume_in_run
+from asyncrl.lineage import NO_REWINDS
 from asyncrl.payload_files import make_payloads
-from asyncrl.ports import Edition, StepRecord
+from asyncrl.ports import Edition
 from asyncrl.queue_actor import QueueClient, start_queue
+from asyncrl.records import StepRecord
+from asyncrl.resume import Resume, find_resume, resume_in_run
 from asyncrl.run_dir import RunDir
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
@@ -78,7 +81,7 @@ class Run:
         self.records: list[StepRecord] = []
 
     async def __aenter__(self) -> Run:
-        self.started = await self.trainer.start.remote(self.run_dir, self.resume, self.store, 0)
+        self.started = await self.trainer.start.remote(self.run_dir, self.resume, self.store, NO_REWINDS, None)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -99,6 +102,11 @@ class Run:
                 record = await ref
                 self.records.append(record)
                 yield record
+
+
+def fetch(store: Any, edition: Edition) -> list[Any]:
+    """As a replica does."""
+    return ray.get(ray.get(store.tensors.remote(edition), timeout=20), timeout=20)
 
 
 @pytest.mark.timeout(300)
@@ -127,6 +135,11 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
             pass
         latest = await feed.latest()
         assert latest is not None and latest.version == 4
+        # Replicas may still be fetching it, and those that are replaced during its validation will.
+        ranks = (await second.trainer.status.remote())["ranks"]
+        assert all(psutil.pid_exists(rank["pid"]) for rank in ranks)
+        chunks = await anyio.to_thread.run_sync(fetch, second.store, latest.edition)
+        assert sum(array.nbytes for chunk in chunks for array in chunk.values()) == latest.num_bytes > 0
     records = [*first.records, *second.records]
     assert [record.step for record in records] == [1, 2, 3, 4]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step_000002", "step_000004"}
@@ -158,7 +171,7 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
                     os.kill(status["pid"], signal.SIGKILL)
         assert psutil.wait_procs(ranks, timeout=10)[1] == [], "a rank outlived its Trainer"
 
-        resume = resume_in_run(run.run_dir.path, 1)
+        resume = resume_in_run(run.run_dir.path, NO_REWINDS)
         assert resume is not None
         progress = resume.manifest.progress
         assert (progress.step, progress.version) == (2, 2)
@@ -167,7 +180,7 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
         books = (await run.queue.status()).books
         assert (books.trained, books.ready, books.leased) == (4, 3, 0)
         run.trainer = start_trainer(config, incarnation=2)
-        await run.trainer.start.remote(run.run_dir, resume, run.store, 1)
+        await run.trainer.start.remote(run.run_dir, resume, run.store, resume.line, None)
         store = await run.store.status.remote()
         assert store.newest == Edition(1, 2)
         await run.feed(1)

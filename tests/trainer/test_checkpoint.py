@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,11 @@ import anyio
 import pytest
 
 from asyncrl.config.schema import AlgorithmConfig, Config
-from asyncrl.failures import AsyncRLError, BugError, ConfigError, InfraError
-from asyncrl.manifest import (
-    Progress,
-    checkpoint_steps,
-    find_latest,
-    find_resume,
-    load_manifest,
-    run_identity,
-)
+from asyncrl.failures import AsyncRLError, BugError, ConfigError, FencedError, InfraError
+from asyncrl.lineage import NO_REWINDS, Line
+from asyncrl.manifest import Progress, checkpoint_steps, find_latest, load_manifest
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.resume import find_resume, run_identity
 from asyncrl.types import SampleId
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
@@ -45,8 +40,12 @@ def progress(step: int) -> Progress:
     return Progress(step=step, version=3, published_step=step - 1, leases=4, trained_samples=5, trained_tokens=123)
 
 
-def checkpointer(run_dir: Path, config: Config | None = None, keep: int = 2) -> Checkpointer:
-    return Checkpointer(run_dir, identity=run_identity(config or Config()), keep=keep)
+def checkpointer(run_dir: Path, config: Config | None = None, keep: int = 2, line: Line = NO_REWINDS) -> Checkpointer:
+    return Checkpointer(run_dir, identity=run_identity(config or Config()), keep=keep, line=line)
+
+
+async def agree(step: int) -> None:
+    """The queue, to a Trainer that was not replaced."""
 
 
 def fill(building: Path, *, critic: bool = False) -> None:
@@ -59,12 +58,20 @@ def fill(building: Path, *, critic: bool = False) -> None:
         (building / name).write_text(text)
 
 
-def save(run_dir: Path, *steps: int, config: Config | None = None, keep: int = 2, critic: bool = False) -> Path:
-    writer = checkpointer(run_dir, config, keep)
+def save(
+    run_dir: Path,
+    *steps: int,
+    config: Config | None = None,
+    keep: int = 2,
+    critic: bool = False,
+    line: Line = NO_REWINDS,
+) -> Path:
+    writer = checkpointer(run_dir, config, keep, line)
     for step in steps:
         building = writer.open(step)
         fill(building, critic=critic)
         path = writer.commit(building, progress(step), SNAPSHOT)
+        writer.prune()
     return path
 
 
@@ -150,7 +157,7 @@ def test_a_disk_that_takes_nothing(
     def fail(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checkpoint_module.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(kind, match=message):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step_000001"]
@@ -158,9 +165,45 @@ def test_a_disk_that_takes_nothing(
 
 def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, keep=3)
-    checkpointer(tmp_path).rewind(1)
+    line = NO_REWINDS.rewound(1)
+    checkpointer(tmp_path, line=line).set_others_aside()
     assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001"]
     assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000001"
+    save(tmp_path, 2, 3, keep=3, line=line)
+    checkpointer(tmp_path, line=line.rewound(2)).set_others_aside()
+    assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001", "step_000002"]
+    manifests = {path.name: load_manifest(path) for path in (tmp_path / "checkpoints").iterdir()}
+    assert {name: manifest.lineage for name, manifest in manifests.items()} == {
+        "abandoned_step_000002": 0,
+        "abandoned_step_000003": 1,
+        "step_000001": 0,
+        "step_000002": 1,
+    }
+
+
+def test_a_run_without_checkpoints_has_none_to_set_aside(tmp_path: Path) -> None:
+    checkpointer(tmp_path, line=NO_REWINDS.rewound(0)).set_others_aside()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_that_was_replaced_neither_takes_nor_costs_a_checkpoint(tmp_path: Path) -> None:
+    """Its successor went back to step 1, and sets aside what it got out before."""
+    save(tmp_path, 1)
+    replaced, line = checkpointer(tmp_path, keep=1), NO_REWINDS.rewound(1)
+    late = replaced.open(3)
+    fill(late)
+    successor = checkpointer(tmp_path, keep=1, line=line)
+    successor.set_others_aside()
+    with pytest.raises(InfraError):  # its files have gone
+        replaced.commit(late, progress(3), SNAPSHOT)
+    save(tmp_path, 3, keep=2)
+    save(tmp_path, 2, keep=1, line=line)
+    assert names(tmp_path) == ["abandoned_step_000003", "step_000002"], "it would have been kept as the newest"
+    late = replaced.open(4)
+    fill(late)
+    with pytest.raises(FencedError, match="step_000002 is of lineage 1: the Trainer of lineage 0 was replaced"):
+        replaced.commit(late, progress(4), SNAPSHOT)
+    assert load_manifest(tmp_path / "checkpoints" / "step_000002").lineage == 1
 
 
 # ------------------------------------------------------------------------------------------------ several roles
@@ -192,7 +235,7 @@ class SavingGroup(FakeGroup):
 
 
 async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: Path) -> None:
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()})
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()}, agree)
     await checkpoints.begin(progress(7), SNAPSHOT)
     assert checkpoint_steps(tmp_path) == {}
     with pytest.raises(BugError, match=r"before .*step_000007.* was finished"):
@@ -208,6 +251,27 @@ async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: P
     assert (actor.loaded, critic.loaded) == ("actor: whole", "critic: whole")
 
 
+@pytest.mark.parametrize(("agreed", "left"), [(0, [5]), (1, [5, 7]), (2, [7])])
+async def test_the_queue_is_asked_before_a_checkpoint_gets_its_name_and_before_another_goes(
+    tmp_path: Path, agreed: int, left: list[int]
+) -> None:
+    save(tmp_path, 5)
+    asked: list[int] = []
+
+    async def confirm(step: int) -> None:
+        asked.append(step)
+        if len(asked) > agreed:
+            raise FencedError("it was replaced")
+
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path, keep=1), {"actor": SavingGroup()}, confirm)
+    await checkpoints.begin(progress(7), SNAPSHOT)
+    assert asked == []
+    with nullcontext() if agreed == 2 else pytest.raises(FencedError, match="it was replaced"):
+        await checkpoints.finish()
+    assert set(asked) == {7}
+    assert list(checkpoint_steps(tmp_path)) == left
+
+
 async def test_a_disk_without_room_for_a_roles_directory_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +283,7 @@ async def test_a_disk_without_room_for_a_roles_directory_is_told_as_such(
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", full)
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()})
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()}, agree)
     with pytest.raises(InfraError, match="disk is full"):
         await checkpoints.begin(progress(2), SNAPSHOT)
 
@@ -227,7 +291,7 @@ async def test_a_disk_without_room_for_a_roles_directory_is_told_as_such(
 async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     failing = SavingGroup(InfraError("the disk is full"))
-    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": failing})
+    checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": failing}, agree)
     await checkpoints.begin(progress(2), SNAPSHOT)
     with pytest.raises(InfraError, match="the disk is full"):
         await checkpoints.finish()
@@ -243,8 +307,8 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     ("damage", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 3'), r"manifest\.json is damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 3}'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 4'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 4}'), r"manifest\.json is damaged"),
         (lambda path: (path / "manifest.json").write_text('{"schema_version": 9}'), "schema version 9"),
         (lambda path: (path / "actor" / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),
@@ -332,6 +396,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
 
 
 def test_reading_a_manifest_imports_no_torch() -> None:
-    code = "import sys, asyncrl.manifest; print({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules))"
+    heavy = {"torch", "ray", "transformers", "vllm"}
+    code = f"import sys, asyncrl.manifest, asyncrl.resume; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import Metrics
+from asyncrl.records import Metrics
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer.algorithms.objective import PolicyLoss, ValueLoss

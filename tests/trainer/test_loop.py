@@ -117,9 +117,8 @@ async def test_no_last_checkpoint_when_none_is_wanted() -> None:
 
 
 async def test_an_ended_stream_trains_what_is_there() -> None:
-    rig = Rig(total_steps=100, samples_per_lease=4, samples_per_version=4)
+    rig = Rig(total_steps=100, samples_per_lease=4, samples_per_version=4, total_samples=7)
     await feed(rig.queue, 7)
-    await rig.queue.end_stream()
     records = await rig.run()
     assert [len(record.rewards) for record in records] == [2, 2, 2, 1]
     assert rig.actor.published == [(1, 2, 2, False), (2, 4, 4, True)]
@@ -130,9 +129,9 @@ async def test_an_ended_stream_trains_what_is_there() -> None:
 async def test_what_does_not_fill_the_last_lease_is_given_back_where_it_is_not_wanted(
     num_fed: int, trained: int
 ) -> None:
-    rig = Rig(total_steps=100, samples_per_lease=4, samples_per_version=4, drop_partial=True, has_validation=False)
+    lease: dict[str, Any] = {"samples_per_lease": 4, "samples_per_version": 4, "drop_partial": True}
+    rig = Rig(total_steps=100, has_validation=False, total_samples=num_fed, **lease)
     await feed(rig.queue, num_fed)
-    await rig.queue.end_stream()
     records = await rig.run()
     assert [len(record.rewards) for record in records] == [2] * (trained // 2)
     books = await rig.books()
@@ -158,16 +157,38 @@ async def test_epochs_end_with_what_there_is(num_samples: int) -> None:
 
 
 async def test_a_stream_that_ends_right_after_a_publication_still_has_its_last_version_validated() -> None:
-    rig = Rig(total_steps=100)
+    rig = Rig(total_steps=100, total_samples=4)
     await feed(rig.queue, 4)
-    rig.actor.on_publish = lambda version: rig.queue.end_stream() if version == 2 else None
     await rig.run()
     assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 2, 2, True)]
 
 
+@pytest.mark.parametrize(("validated_step", "published"), [(4, []), (2, [(5, 4, 0, True)]), (0, [(5, 4, 0, True)])])
+async def test_what_is_the_end_already_is_published_again_if_its_validation_is_owed(
+    validated_step: int, published: list[Any]
+) -> None:
+    """Training went back to the last checkpoint of all, or was resumed from it."""
+    at_end = Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8)
+    rig = Rig(at_end, validated_step=validated_step)
+    assert await rig.run() == []
+    assert rig.actor.published == published
+    assert rig.checkpoints.saved == []
+    assert (await rig.queue.admit(1, timeout_s=0.1)).closed
+
+
+@pytest.mark.parametrize(("validated_step", "expected"), [(2, [6, 10]), (6, [10])])
+async def test_a_resumed_loop_counts_from_what_was_validated(validated_step: int, expected: list[int]) -> None:
+    """The checkpoint of step 5 is beyond the publication of step 4, which is beyond the multiple that is due."""
+    progress = Progress(step=5, version=2, published_step=4, leases=5, trained_samples=10)
+    rig = Rig(progress, validated_step=validated_step, total_steps=10, samples_per_version=4, test_freq=3)
+    await feed(rig.queue, 10)
+    await rig.run()
+    assert [step for _, step, _, validate in rig.actor.published if validate] == expected
+
+
 async def test_an_empty_stream() -> None:
     rig = Rig()
-    await rig.queue.end_stream()
+    await rig.queue.close()
     assert await rig.run() == []
     assert rig.actor.published == []
     assert rig.checkpoints.saved == []
@@ -359,7 +380,6 @@ async def test_a_stop_between_passes_leaves_a_run_that_can_go_on(stop_after: int
     # Two steps (passes over two samples) for each mini-batch that is still to come, the last of which may be left out.
     wanted = math.ceil((8 - stop_after) / 2) * 2
     await feed(second.queue, wanted)
-    await second.queue.end_stream()
     await second.run()
     books = await second.books()
     assert (books.trained, books.num_dropped) == (snapshot.books.trained + wanted, 0)

@@ -44,8 +44,7 @@ async def test_after_a_rewind_tokens_from_the_future_are_as_fresh_as_can_be() ->
     rig = Rig(rules=replace(RULES, mask_beyond=0, rewound=True), lineage=2)
     spans = {1: [Span(0, 3)], 2: [Span(0, 0), Span(2, 3)]}
     await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=spans[sample_id.index]))
-    await rig.queue.rewind(0, version=0, lineage=2, total_samples=8)
-    rig.actor.on_publish = lambda version: rig.queue.end_stream() if version == 1 else None
+    await rig.queue.rewind(0, version=0, lineage=2, total_samples=2)
     [record] = await rig.run()
     assert (record.staleness, record.lineage) == ((0, 0), 2)
     assert record.metrics["tokens/trained"] == 16, "no token is too old"
@@ -115,11 +114,33 @@ async def test_a_lost_payload_is_made_anew_and_the_turn_takes_others_meanwhile()
     assert (books.fed, books.trained, books.num_dropped) == (4, 4, 0)
 
 
-async def test_nothing_but_lost_payloads_is_an_error() -> None:
+async def test_many_payloads_that_are_lost_at_once_are_made_anew() -> None:
+    """A process or a file takes all of its samples along, and that is one loss."""
+    rig = Rig(total_steps=10)
+    rig.payloads.lost = set(await feed(rig.queue, 20))
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        while (await rig.books()).fed:  # each is given back once
+            await anyio.lowlevel.checkpoint()
+        rig.payloads.lost = set()
+        await feed(rig.queue, 20)
+    books = await rig.books()
+    assert (books.fed, books.trained, books.num_dropped) == (20, 20, 0)
+
+
+async def test_a_payload_that_is_lost_again_and_again_is_an_error() -> None:
     rig = Rig(total_steps=2)
-    rig.payloads.lost = set(await feed(rig.queue, 4))
-    with pytest.raises(InfraError, match="payloads of 4 samples in a row are lost or damaged, the last one sample_0_4"):
-        await rig.run()
+    rig.payloads.lost = {SampleId(0, index) for index in range(1, 5)}
+
+    async def keep_feeding() -> None:
+        while True:
+            await feed(rig.queue, 1)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(keep_feeding)
+        with pytest.raises(InfraError, match=r"the payload of sample_0_\d was lost or damaged 3 times, and made anew"):
+            await rig.run()
+        group.cancel_scope.cancel()
     books = await rig.books()
     assert (books.trained, books.leased) == (0, 0)
 
@@ -198,13 +219,17 @@ async def test_too_many_of_them_in_a_row_stop_the_run() -> None:
     assert (books.leased, books.trained) == (0, 0)
 
 
-async def test_an_ended_stream_of_nothing_trainable() -> None:
+async def test_a_queue_that_is_closed_before_anything_trainable_came() -> None:
     rig = Rig(rules=replace(RULES, mask_beyond=0))
     rig.loop.progress.version = 1
     await feed(rig.queue, 3)
-    await rig.queue.end_stream()
-    assert await rig.run() == []
-    assert (await rig.books()).dropped["stale"] == 3
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.run)
+        while (await rig.books()).dropped["stale"] < 2:  # a lease; one more is READY
+            await anyio.lowlevel.checkpoint()
+        await rig.queue.close()
+    assert rig.records == []
+    assert (await rig.books()).dropped["shutdown"] == 1
 
 
 # ------------------------------------------------------------------------------------------------ resume

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.failures import ConfigError, DiskFullError
+from asyncrl.run_dir import TRAINED
 from asyncrl.types import SampleId
-from trainer.record import FILE_NAME, TrainedFile, _cut_tail, read_trained
+from trainer.record import TrainedFile, _cut_tail, read_trained
 
 
 async def test_a_line_for_each_step_and_for_each_way_back(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ async def test_a_line_for_each_step_and_for_each_way_back(tmp_path: Path) -> Non
 
 @given(cut=st.integers(1, 200))
 def test_what_a_killed_process_left_of_a_line_is_no_line(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("run") / FILE_NAME
+    path = tmp_path_factory.mktemp("run") / TRAINED
     lines = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 3, "samples": ["' + b"x" * 100 + b'"]}\n']
     whole = b"".join(lines)
     torn = whole[: max(0, len(whole) - cut)]
@@ -44,10 +45,17 @@ def test_what_a_killed_process_left_of_a_line_is_no_line(tmp_path_factory: pytes
     assert path.read_bytes() == b"".join(kept)
 
 
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    for damaged in (b'{"step": 2\n', b"7\n", b"\xff\n"):
+        (tmp_path / TRAINED).write_bytes(b'{"step": 1}\n' + damaged + b'{"step": 3}\n')
+        with pytest.raises(ConfigError, match=r"line 2 of .*trained\.jsonl is damaged: .* the journal"):
+            list(read_trained(tmp_path))
+
+
 async def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = TrainedFile(tmp_path, 0)
     await record.put(1, 0, [SampleId(0, 1)])
-    before = (tmp_path / FILE_NAME).read_bytes()
+    before = (tmp_path / TRAINED).read_bytes()
     opened = Path.open
 
     def full(self: Path, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +80,7 @@ async def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path, monke
         patch.setattr(Path, "open", full)
         with pytest.raises(DiskFullError, match=r"the disk is full: cannot write .*trained\.jsonl"):
             await record.put(2, 0, [SampleId(0, 2)])
-    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert (tmp_path / TRAINED).read_bytes() == before
     with pytest.raises(ConfigError):
         (tmp_path / "file").touch()
         await TrainedFile(tmp_path / "file", 0).put(1, 0, [])

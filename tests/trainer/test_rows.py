@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, DataError
-from asyncrl.ports import TrainRow
 from asyncrl.types import DropReason, Sample, SampleId, Span
 from tests.fakes.trainer_parts import make_sample
-from trainer.rows import RowRules, TrainSample, check_row, prepare, sample_metrics
+from trainer.rows import RowRules, TrainRow, TrainSample, check_row, prepare, sample_metrics
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 VOCAB = 24

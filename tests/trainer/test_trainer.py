@@ -12,8 +12,10 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, InfraError
-from asyncrl.manifest import Manifest, Progress, Resume, run_identity
+from asyncrl.lineage import NO_REWINDS
+from asyncrl.manifest import Manifest, Progress
 from asyncrl.ports import Books, QueueSnapshot
+from asyncrl.resume import Resume, run_identity
 from asyncrl.run_dir import RunDir
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
@@ -29,9 +31,15 @@ from trainer.trainer import Trainer
 NO_SAMPLES = Manifest(Progress(step=2), QueueSnapshot(1, (), Books(), 0), {})
 
 
-def make(run_dir: Path, lineage: int = 0) -> Trainer:
-    files = Checkpointer(run_dir, identity=run_identity(Config()), keep=1)
-    return Trainer(Config(), TrainerGroups([]), files, TrainedFile(run_dir, lineage), WaitBoard(), lineage=lineage)
+def make(
+    run_dir: Path, lineage: int = 0, *, config: Config | None = None, validated_step: int | None = None
+) -> Trainer:
+    config = config or Config()
+    files = Checkpointer(run_dir, identity=run_identity(config), keep=1)
+    record = TrainedFile(run_dir, lineage)
+    return Trainer(
+        config, TrainerGroups([]), files, record, WaitBoard(), lineage=lineage, validated_step=validated_step
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,11 +58,42 @@ async def test_what_training_goes_back_to_is_published_and_noted(
     trainer, actor = make(tmp_path, lineage), FakeGroup()
     trainer._trained["actor"] = actor
     if progress is not None:
-        await trainer._resume(Resume(tmp_path, None, replace(NO_SAMPLES, progress=progress)), here=True)
+        await trainer._resume(Resume(tmp_path, None, replace(NO_SAMPLES, progress=progress)))
     await trainer._begin(anew=progress is None and lineage == 0)
     assert actor.published == published
     lines = [{"lineage": lineage, "rewound_to_step": progress.step if progress else 0}]
     assert list(read_trained(tmp_path)) == (lines if published else [])
+
+
+@pytest.mark.parametrize(
+    ("step", "validated_step", "section", "owed"),
+    [
+        (20, 10, {"test_freq": 10}, True),  # it was validated when training went back to it
+        (20, 20, {"test_freq": 10}, False),
+        (25, 20, {"test_freq": 10}, False),
+        (25, None, {"test_freq": 10}, True),
+        (5, None, {"test_freq": 10, "val_before_train": False}, False),
+        (25, 20, {"test_freq": -1}, False),
+        (0, None, {"test_freq": -1}, True),  # so was the initial model
+        (0, 0, {"test_freq": -1}, False),
+        (0, None, {"test_freq": -1, "val_before_train": False}, False),
+    ],
+)
+async def test_the_validation_of_what_training_goes_back_to_is_asked_for_if_it_is_owed(
+    tmp_path: Path, step: int, validated_step: int | None, section: dict[str, Any], owed: bool
+) -> None:
+    config = Config.model_validate({"data": {"val_files": ["val.jsonl"]}, "trainer": section})
+    trainer, actor = make(tmp_path, 1, config=config, validated_step=validated_step), FakeGroup()
+    trainer._trained["actor"], trainer._groups.roles = actor, {"actor": actor}
+    trainer.progress = Progress(step=step, version=step // 5, published_step=step)
+    await trainer._begin(anew=False)
+    assert actor.published == [(step // 5, step, 0, owed)]
+    # Asked for, it is not asked for once more when the run ends there.
+    queue = LocalSampleQueue(QueueOptions(10, Pacing(config.samples_per_version, 0)))
+    with anyio.fail_after(5):
+        await trainer.run(queue, MemoryPayloads(), step, Records())
+    at_end = owed or validated_step == step or step == 0
+    assert len(actor.published) == (1 if at_end else 2)
 
 
 class OneGroup(TrainerGroups):
@@ -102,14 +141,15 @@ async def test_ranks_are_watched_no_longer_than_the_run(tmp_path: Path) -> None:
         tasks.start_soon(trainer.run, queue, MemoryPayloads(), 4, Records())
         while not ((await queue.status()).waiting and groups.watched):
             await anyio.lowlevel.checkpoint()
-        await queue.end_stream()
-    assert groups.closed and (await queue.admit(1, timeout_s=1.0)).closed
+        await queue.close()
+    assert (await queue.admit(1, timeout_s=1.0)).closed
+    assert not groups.closed, "and what they published could not be fetched any more"
 
 
 async def test_a_resumed_trainer_counts_on_without_touching_the_manifest(tmp_path: Path) -> None:
     resume = Resume(tmp_path, tmp_path / "step_000002", NO_SAMPLES)
     trainer = make(tmp_path)
-    await trainer._resume(resume, here=False)
+    await trainer._resume(resume)
     assert trainer.progress == Progress(step=2)
     trainer.progress.step += 1
     assert resume.manifest.progress.step == 2
@@ -128,4 +168,12 @@ async def test_tokenizers_are_compared_before_a_rank_is_started(
     monkeypatch.setattr(TrainerGroups, "start", start)
     publisher: Any = None
     with pytest.raises(ConfigError, match="another tokenizer"):
-        await Trainer.start(Config(), RunDir(tmp_path), None, lineage=0, publisher=publisher, waits=WaitBoard())
+        await Trainer.start(
+            Config(),
+            RunDir(tmp_path),
+            None,
+            line=NO_REWINDS,
+            validated_step=None,
+            publisher=publisher,
+            waits=WaitBoard(),
+        )

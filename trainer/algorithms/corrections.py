@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import RolloutCorrectionConfig
-from asyncrl.ports import Metrics
+from asyncrl.records import Metrics
 from trainer.algorithms.kl import mismatch_kl, probability_ratio
 from trainer.algorithms.losses import Rows
 

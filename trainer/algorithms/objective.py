@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.failures import BugError
-from asyncrl.ports import Metrics
+from asyncrl.records import Metrics
 from trainer.algorithms.corrections import by_age, importance_weights, kept, weight_means, with_sample_size
 from trainer.algorithms.kl import kl_estimate, mismatch_kl
 from trainer.algorithms.losses import POLICY_OBJECTIVES, Rows, value_loss

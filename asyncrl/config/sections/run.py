@@ -66,8 +66,8 @@ class TimeoutsConfig(Section):
     engine_s: Seconds = 120.0
     """An engine that has requests and makes no token for so long, outside a pause, is taken for hung and replaced."""
     sample_s: Seconds = 3600.0
-    """For one sample: generation with all its retries, and scoring. Past it the sample is dropped as failed, and
-    another takes its place."""
+    """For the generation of one sample, with all its retries. Past it the sample is dropped as failed, and another
+    takes its place. Scoring has `reward.timeout_s` for each call."""
     train_s: Seconds = 1800.0
     """For one call to the training processes: a step, or a forward pass over a lease."""
     collective_s: Seconds = 300.0

@@ -1,0 +1,154 @@
+"""The run that is struck: launch after launch of it, looked at as anybody could, through `state.json`, exit codes and
+process ids.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrl.failures import AsyncRLError
+from asyncrl.run_state import RunState
+from asyncrl.telemetry.state_file import read_state
+from benchmarks.chaos import launches, task
+from benchmarks.chaos.accounts import Violation
+from benchmarks.chaos.launches import Launch
+from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.records import TurnKeeper
+
+POLL_S = 0.25
+MAX_DEATHS = 5
+"""Launches in a row that end unasked before they are at work: the run is given up."""
+
+
+class Subject:
+    """The run, and what is held against it: what it breaks goes into the outcome."""
+
+    def __init__(self, options: Options, outcome: Outcome, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._outcome = outcome
+        self._say = say
+        self.disk = options.work_dir / "disk"
+        """The file system that the run is on, and nothing else."""
+        self.run_dir = self.disk / "run"
+        self.reward_file = options.work_dir / "reward.py"
+        self.watched = options.work_dir / "watched"
+        """See `watch`."""
+        self.address: str | None = None
+        """Of the Ray cluster; None: the launch has one of its own."""
+        self.turns = TurnKeeper(self.run_dir, self.disk / "turns")
+        self.last_step = 0
+        """The highest that any launch has told."""
+        self._config_file = options.work_dir / "config.yaml"
+        self._launch: Launch | None = None
+
+    def prepare(self) -> None:
+        """Write what a launch needs."""
+        options = self._options
+        self.watched.mkdir(parents=True, exist_ok=True)
+        task.write_reward(self.reward_file, self.watched)
+        content = task.configuration(
+            self.reward_file, replicas=options.replicas, ranks=options.ranks, seed=options.seed
+        )
+        task.write_configuration(self._config_file, content)
+
+    def start(self, *overrides: str) -> None:
+        """Launch it, with resume=auto."""
+        number = self._outcome.launches = self._outcome.launches + 1
+        settings = [f"{key}={value}" for key, value in self._options.settings.items()]
+        address = [f"ray.address={self.address}"] if self.address is not None else []
+        arguments = [str(self._config_file), f"run_dir={self.run_dir}", "resume=auto", *address, *settings, *overrides]
+        self._launch = launches.start(arguments, self._options.work_dir / f"launch-{number}.txt", {})
+
+    @property
+    def launch(self) -> Launch:
+        """The present one, or the last."""
+        assert self._launch is not None
+        return self._launch
+
+    @property
+    def was_launched(self) -> bool:
+        return self._launch is not None
+
+    def state(self) -> RunState | None:
+        """What the present launch has told last."""
+        with suppress(AsyncRLError):
+            state = read_state(self.run_dir)
+            if state is not None and state.pid == self.launch.pid:
+                self.last_step = max(self.last_step, state.step)
+                return state
+        return None
+
+    def look(self) -> None:
+        """Wait for a moment, and take note of what will be gone later."""
+        self.turns.look()
+        time.sleep(POLL_S)
+
+    def at_work(self) -> RunState | None:
+        """Launch it and wait until it trains. None: it could not be brought to it."""
+        for _ in range(MAX_DEATHS):
+            self.start()
+            if (state := self._until_at_work()) is not None:
+                return state
+        self.broke("no hang", f"{MAX_DEATHS} launches in a row did not get to work")
+        return None
+
+    def calm(self, seconds: float) -> bool:
+        """Let the run be for so long. False: the launch has ended."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            if self.launch.ended() is not None:
+                self.died()
+                return False
+            self.look()
+        return True
+
+    def _until_at_work(self) -> RunState | None:
+        limit = time.monotonic() + self._options.start_limit_s
+        first_step: int | None = None
+        while time.monotonic() < limit:
+            if self.launch.ended() is not None:
+                self.died()
+                return None
+            state = self.state()
+            if state is not None and state.phase == "running":
+                first_step = state.step if first_step is None else first_step
+                if state.step > first_step:
+                    return state
+            self.look()
+        self.hung(f"the launch was not at work {self._options.start_limit_s:g} s after its start")
+        return None
+
+    # ------------------------------------------------------------------------------------------------ broken promises
+
+    def died(self) -> None:
+        """A launch has ended unasked, which a fault of one part must not bring about."""
+        told = f"launch {self._outcome.launches} ended with {self.launch.ended()}:\n{self.launch.tail()}"
+        self._outcome.deaths.append(told)
+        self.broke("the rest lives on", f"launch {self._outcome.launches} ended unasked")
+        self._say(f"   {told}")
+
+    def hung(self, told: str) -> None:
+        """Nothing moves: say why, and end it."""
+        target = self._options.work_dir / f"why-{self._outcome.launches}.txt"
+        with suppress(OSError, ValueError):
+            launches.explain(self.run_dir, target)
+        self.broke("no hang", f"{told}; see {target.name}")
+        if self.launch.ended() is None:
+            self.launch.kill()
+
+    def broke(self, promise: str, told: str) -> None:
+        self._outcome.violations.append(Violation(promise, told))
+        self._say(f"   BROKEN: {promise}: {told}")
+
+    def keep_records(self) -> Path:
+        """Off the disk that goes away, without checkpoints."""
+        target = self._options.work_dir / "run"
+        if self.run_dir.exists():
+            shutil.copytree(
+                self.run_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "ray")
+            )
+        return target

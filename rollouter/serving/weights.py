@@ -1,0 +1,288 @@
+"""Live weight updates of one replica.
+
+    fetch (decoding goes on) → shut gate → pause → load → name the version → resume → open gate → verify
+
+Whatever fails on the way, the replica ends in one of three states: it serves the new version; it serves the old one and
+says so (the failure came before the load); or it is broken (the failure came during or after the load, so what it would
+serve is unknown, or its engine did not answer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import ray
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from asyncrl.failures import BugError, InfraError
+from asyncrl.ports import ApplyReport, Edition, Publication
+from asyncrl.weights.checksums import differing_groups, merge
+from asyncrl.weights.object_store import STORE_NAME
+from rollouter.serving.health import Health
+from rollouter.serving.options import ServingOptions
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["keep", "abort", "wait"]
+VERIFY_BYTES_PER_CALL = 64 << 20
+"""A checksum call holds up decoding for as long as it reads so many bytes: some 10 ms."""
+FETCH_SLICE_S = 0.02
+"""A worker that waits for a version's bytes holds up decoding for no longer at a time."""
+ASK_STORE_S = 5.0
+"""A replica that cannot fetch a version waits so long for another one before it tries again."""
+RETRY_S = 1.0
+FRESH_S = 15.0
+"""So long after its start a replica may be unknown to whoever applies versions, and follows the store by itself."""
+
+
+class Weights:
+    """The versions that a replica serves, one after another."""
+
+    def __init__(self, llm: AsyncLLM, health: Health, store: Any, options: ServingOptions) -> None:
+        """`store`: the weight store's handle; None: there is none, and the model's files are served for good."""
+        self.gate = asyncio.Event()
+        """Requests wait while it is not set."""
+        self.gate.set()
+        self._llm = llm
+        self._health = health
+        self._store = store
+        self._namespace = options.namespace
+        self._verify = options.verify
+        self._verified = False
+        self._start_s = options.start_s
+        self._apply_s = options.apply_s
+        self._engine_s = options.engine_s
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Serve what is published already.
+
+        Raises:
+            InfraError, BugError: see `_catch_up`.
+        """
+        if self._store is None:
+            return
+        source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
+        await self._llm.collective_rpc("connect_store", args=source)
+        await self._catch_up(self._store)
+        if self._health.edition > Edition(0, 0):
+            self._health.in_background(self._follow(self._store))
+
+    async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
+        """Serve `publication`. A replica that already does, or serves a newer version, answers at once.
+
+        It answers within twice `timeouts.apply_s` and `timeouts.engine_s`.
+
+        Args:
+            publication: What to apply.
+            mode: What becomes of requests in flight: go on (`keep`), come back ABORTED, or finish first (`wait`).
+            clear_kv: With `keep`: compute their KV cache anew under the new weights.
+
+        Raises:
+            InfraError: it could not be applied; the message says what the replica serves now.
+            BugError: the engine serves other weights than were published.
+        """
+        health, edition = self._health, publication.edition
+        until = asyncio.get_running_loop().time() + self._apply_s
+        try:
+            async with asyncio.timeout_at(until):
+                await self._lock.acquire()
+        except TimeoutError as error:
+            raise InfraError.wrap(
+                f"{health.state()}: it was at another version for {self._apply_s:g} s (timeouts.apply_s)", error
+            ) from error
+        try:
+            if health.broken:
+                raise InfraError(health.broken)
+            if edition <= health.edition:
+                return self._report(0.0, 0.0, 0.0, 0)
+            try:
+                fetch_s = await self._fetch(edition, until)
+                pause_s, load_s, in_flight = await self._swap(edition, mode, clear_kv, until)
+                if self._verify == "every" or (self._verify == "first" and not self._verified):
+                    await self._check(publication)
+            finally:
+                health.rest()
+            return self._report(fetch_s, pause_s, load_s, in_flight)
+        finally:
+            self._lock.release()
+
+    async def _catch_up(self, store: Any) -> None:
+        """Serve what the store has newest; the model's files, if nothing was ever published.
+
+        What cannot be fetched any more, as the Trainer that published it is dead, is waited out: another comes.
+
+        Raises:
+            InfraError: nothing could be fetched within `timeouts.start_s`, or applying failed half-way.
+            BugError: the engine serves other weights than were published.
+        """
+        lost: Edition | None = None
+        problem = "the weight store did not answer"
+        until = time.monotonic() + self._start_s
+        while time.monotonic() < until:
+            try:
+                async with asyncio.timeout(2 * ASK_STORE_S):
+                    newest: Publication | None = await store.start_with.remote(ASK_STORE_S, lost)
+            except (TimeoutError, ray.exceptions.RayError) as error:
+                problem = f"the weight store cannot be asked: {error}"
+                await asyncio.sleep(RETRY_S)
+                continue
+            if newest is None or newest.edition <= self._health.edition:
+                return
+            try:
+                await self.apply(newest, "abort", True)
+                lost = None
+            except InfraError as error:
+                if self._health.broken:
+                    raise
+                problem = error.message
+                logger.warning("%s; it is tried again, or what is published next", error.brief)
+                lost = newest.edition
+        raise InfraError(
+            f"replica {self._health.replica} found no version that it could fetch within {self._start_s:g} s "
+            f"(timeouts.start_s): {problem}"
+        )
+
+    async def _follow(self, store: Any) -> None:
+        """What is published between a replica's last look at the store and the moment in which whoever applies versions
+        gets to know of the replica reaches it in no other way."""
+        until = time.monotonic() + FRESH_S
+        while time.monotonic() < until and not self._health.broken:
+            await asyncio.sleep(RETRY_S)
+            newest = self._health.newest
+            if newest is not None and newest > self._health.edition:
+                with suppress(InfraError):
+                    await self._catch_up(store)
+
+    async def _fetch(self, edition: Edition, until: float) -> float:
+        """Bring the version's bytes to this node and into the workers, while they decode. Returns seconds.
+
+        The store may take until `until` (the loop's clock), the engine `timeouts.engine_s` for each of its calls: they
+        take it no time, so that one that does not answer is no fault of the store.
+        """
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        self._health.enter("fetching")
+        try:
+            if self._store is None:
+                raise InfraError(f"no weight store in Ray namespace {self._namespace!r}")
+            async with asyncio.timeout_at(until):
+                refs = await self._store.tensors.remote(edition)
+                # Objects on this node first: the workers' own fetch then is a mapping, not a transfer. And what is lost
+                # is told here with its cause.
+                await asyncio.to_thread(_bring, refs, max(0.0, until - loop.time()))
+            left_s = max(FETCH_SLICE_S, until - loop.time())
+            await self._answered(self._llm.collective_rpc("fetch_version", args=(*edition, left_s)))
+            while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
+                if loop.time() >= until:
+                    raise TimeoutError(f"it is not in the workers after {self._apply_s:g} s (timeouts.apply_s)")
+                await asyncio.sleep(FETCH_SLICE_S)
+        except Exception as error:
+            state = self._health.state()
+            raise InfraError.wrap(f"{state}: fetching version {edition.version} failed", error) from error
+        return time.perf_counter() - started
+
+    async def _answered(self, call: Awaitable[Any]) -> Any:
+        """The engine's answer to a call that takes it no time; one that does not give it hangs.
+
+        Raises:
+            InfraError: it hangs.
+            Whatever the call raises.
+        """
+        limit = asyncio.timeout(self._engine_s)
+        try:
+            async with limit:
+                return await call
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._health.hangs("its engine did not answer")
+            raise InfraError(self._health.broken) from None
+
+    async def _swap(self, edition: Edition, mode: PauseMode, clear_kv: bool, until: float) -> tuple[float, float, int]:
+        """Pause, load, resume. Returns pause seconds, load seconds, requests in flight at the pause."""
+        health = self._health
+        self.gate.clear()
+        health.enter("pausing")
+        in_flight = self._llm.output_processor.get_num_unfinished_requests()
+        try:
+            async with asyncio.timeout_at(until):
+                # `AsyncLLM.pause_generation` is this and 20 ms of sleep, for callers that want outputs delivered first.
+                await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
+                # The steps that were under way (all of a drain) made tokens until here.
+                started = time.perf_counter()
+                health.paused = True
+                health.enter("loading")
+                load_s = max(await self._llm.collective_rpc("load_version", args=tuple(edition)))
+                await self._llm.update_weight_version(str(edition.version))
+                health.edition = edition
+                await self._llm.resume_generation()
+        except BaseException as error:
+            await asyncio.shield(self._recover(edition.version, error))
+            if isinstance(error, Exception):
+                raise InfraError.wrap(f"{health.state()}: applying version {edition.version} failed", error) from error
+            raise
+        finally:
+            health.paused = False
+            self.gate.set()
+        return time.perf_counter() - started, load_s, in_flight
+
+    async def _recover(self, version: int, error: BaseException) -> None:
+        """After a failed swap: serve the old version if its weights are untouched, else wait to be replaced."""
+        if self._health.broken:
+            return
+        if self._health.paused:
+            self._health.give_up(f"loading version {version} failed half-way: {error!r}")
+            return
+        try:
+            async with asyncio.timeout(self._engine_s):
+                await self._llm.resume_generation()
+        except Exception as second:  # noqa: BLE001  the first error is the one to report
+            self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
+
+    async def _check(self, publication: Publication) -> None:
+        """Compare what the engine serves with what was published, a few groups at a time so that decoding goes on."""
+        self._health.enter("verifying")
+        served: dict[str, int] = {}
+        try:
+            async with asyncio.timeout(self._apply_s):
+                for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
+                    served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
+        except Exception as error:
+            self._health.give_up(
+                f"its weights of version {publication.version} could not be verified: {error!r}", crash=True
+            )
+            raise InfraError.wrap(self._health.broken, error) from error
+        if wrong := differing_groups(publication.checksums, served):
+            self._health.give_up(
+                f"version {publication.version} is not what was published: checksums differ in {', '.join(wrong)}"
+            )
+            raise BugError(self._health.broken)
+        self._verified = True
+
+    def _report(self, fetch_s: float, pause_s: float, load_s: float, in_flight: int) -> ApplyReport:
+        lineage, version = self._health.edition
+        return ApplyReport(self._health.replica, version, fetch_s, pause_s, load_s, in_flight, self._verified, lineage)
+
+
+def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+    """Have these objects on this node. They are mapped, not copied."""
+    ray.get(list(refs), timeout=timeout_s)
+
+
+def _batches(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Groups in lists of about `VERIFY_BYTES_PER_CALL`."""
+    batches: list[list[str]] = [[]]
+    held = 0
+    for group, size in sizes.items():
+        if batches[-1] and held + size > VERIFY_BYTES_PER_CALL:
+            batches.append([])
+            held = 0
+        batches[-1].append(group)
+        held += size
+    return batches

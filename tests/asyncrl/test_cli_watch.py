@@ -1,0 +1,203 @@
+"""What becomes of queue, store and replicas, without any of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.cli import watch as watch_module
+from asyncrl.cli.picture import Picture
+from asyncrl.cli.watch import NAMES, Watch
+from asyncrl.config.schema import Config
+from asyncrl.failures import DeadlineError, InfraError
+from asyncrl.ports import StoreStatus
+from asyncrl.retry import RestartBudget
+from asyncrl.run_dir import RunDir
+from asyncrl.telemetry.live import View
+from asyncrl.telemetry.recorder import Recorder
+from tests.fakes.parts import ManualClock
+from tests.fakes.run_states import queue_status, report
+
+LATE = DeadlineError("it did not answer")
+
+
+class Rig:
+    """A `Watch` whose parts are never asked; killed processes are only noted."""
+
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, max_restarts: int = 10, **timeouts: int
+    ) -> None:
+        config = Config.model_validate({"timeouts": timeouts})
+        recorder = Recorder([], View())
+        self.picture = Picture(config, RunDir(tmp_path), recorder)
+        self.picture.phase = "running"
+        budgets = {part: RestartBudget(name, max_restarts, 1000.0) for part, name in NAMES.items()}
+        self.watch = Watch(config, self.picture, recorder, View(), budgets)
+        self.watch.queue.asked()
+        self.watch.store.asked()
+        self.clock = ManualClock()
+        self.killed: list[int] = []
+        monkeypatch.setattr(watch_module.time, "monotonic", self.clock)
+        monkeypatch.setattr(watch_module, "kill_hung", self._kill_hung)
+
+    async def _kill_hung(self, actor: object, name: str, pid: int, heard_at: float) -> None:
+        self.killed.append(pid)
+
+    @property
+    def restarts(self) -> list[tuple[str, int, str]]:
+        return [(one.part, one.incarnation, one.cause) for one in self.picture.state().restarts]
+
+    async def store_has(self, *reports: Any, informed: bool = True, pid: int = 1, at: float = 0.0) -> None:
+        await self.watch._heard_store(StoreStatus(pid, None, reports, informed, at))
+
+
+async def test_restarts_by_ray_are_told_and_count_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch, max_restarts=2)
+    for pid in (7, 7, 8):
+        await rig.watch._heard_queue(queue_status(pid=pid))
+    await rig.store_has(pid=20)
+    await rig.watch.store.missed(LATE)
+    await rig.store_has(pid=21)
+    await rig.watch._heard_queue(queue_status(pid=9))
+    assert rig.restarts == [
+        ("queue", 2, "the sample queue's process died"),
+        ("store", 2, "it did not answer"),
+        ("queue", 3, "the sample queue's process died"),
+    ]
+    with pytest.raises(InfraError, match=r"the sample queue failed 3 times .*recovery.max_restarts=2.*logs/ray"):
+        await rig.watch._heard_queue(queue_status(pid=10))
+
+
+async def test_while_the_run_stops_restarts_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path, monkeypatch, max_restarts=1)
+    rig.picture.phase = "stopping"
+    for pid in range(5):
+        await rig.watch._heard_queue(queue_status(pid=pid))
+    assert len(rig.restarts) == 4
+
+
+async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch, start_s=1000)
+    queue = rig.watch.queue
+    await queue.missed(LATE)
+    assert rig.killed == [], "it has never been heard of"
+    queue.heard(7, "")
+    for now_s in (0.0, 30.0, 900.0):
+        rig.clock.now_s = now_s
+        await queue.missed(LATE)
+    assert rig.killed == [7], "its successor is rebuilding, and was killed over it"
+    queue.heard(8, "")
+    rig.clock.now_s = 901.0
+    await queue.missed(LATE)
+    assert rig.killed == [7, 8]
+    rig.clock.now_s = 1902.0
+    with pytest.raises(InfraError, match=r"it did not answer, and the next one did not answer within 1000 s"):
+        await queue.missed(LATE)
+
+
+async def test_replicas_that_serve_replaces_count_against_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch, max_restarts=1)
+    async with anyio.create_task_group() as ends:
+        for names in ("a", "ab"):
+            await rig.store_has(*(report(name, reported_at=float(ord(name))) for name in names))
+            rig.watch.look_at_replicas(ends)
+        assert [part for part, *_ in rig.restarts] == ["replica"]
+        await rig.store_has(report("c", reported_at=200.0))
+        with pytest.raises(InfraError, match="the replicas failed 2 times"):
+            rig.watch.look_at_replicas(ends)
+        ends.cancel_scope.cancel()
+
+
+async def test_the_end_of_a_hung_replica_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path, monkeypatch, probe_s=90)
+    ended: list[str] = []
+
+    async def end(hung: Any) -> None:
+        ended.append(hung.replica)
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(watch_module, "_end_replica", end)
+    async with anyio.create_task_group() as ends:
+        await rig.store_has(report("a", reported_at=1.0), at=1.0)
+        for at in (201.0, 202.0):
+            await rig.store_has(report("a", reported_at=1.0), at=at)
+            rig.watch.look_at_replicas(ends)
+            await anyio.wait_all_tasks_blocked()
+        assert ended == ["a"]
+        ends.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("serve_fails", [False, True])
+async def test_a_replica_in_whose_place_none_comes_ends_the_run_with_what_serve_says(
+    serve_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch, start_s=100)
+
+    async def said(namespace: str) -> str:
+        if serve_fails:
+            raise InfraError("Serve is gone")
+        return "Traceback\nRuntimeError: no such kernel"
+
+    monkeypatch.setattr(watch_module, "what_serve_says", said)
+    with pytest.raises(InfraError, match=r"replica a \(pid 100\) is gone, .*timeouts.start_s=100") as caught:
+        await rig.watch._not_replaced(report("a"))
+    assert ("no such kernel" in caught.value.cause) is not serve_fails
+
+
+async def test_a_store_that_has_forgotten_is_told_until_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch)
+    answers: list[InfraError | None] = [InfraError("the trainer is gone"), None]
+
+    async def republish() -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.watch.keep_store_told, republish)
+        await rig.store_has()
+        await anyio.wait_all_tasks_blocked()
+        assert len(answers) == 2, "it has forgotten nothing"
+        for left in (1, 0):  # whatever process it is, and while the run still starts
+            rig.picture.phase = "starting"
+            await rig.store_has(informed=False)
+            await anyio.wait_all_tasks_blocked()
+            assert len(answers) == left
+        await rig.store_has()
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+
+
+async def test_a_queue_without_a_journal_that_does_not_answer_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch)
+
+    class Client:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        async def status(self) -> Any:
+            raise LATE
+
+    monkeypatch.setattr(watch_module, "QueueClient", Client)
+    for journal, heard in (("off", True), ("on", False)):
+        rig.watch._config = replace_journal(rig.watch._config, journal)
+        rig.picture.queue = queue_status() if heard else None
+        with pytest.raises(DeadlineError, match="did not answer"):
+            await rig.watch.probe_queue()
+    assert rig.killed == []
+
+
+def replace_journal(config: Config, journal: str) -> Config:
+    return config.model_copy(update={"journal": journal})

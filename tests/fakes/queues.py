@@ -1,0 +1,23 @@
+"""Queues that are rebuilt from what happened to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncrl.history import TransitionLog
+from asyncrl.recovery import QueueState
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.transitions import Transition
+
+
+def replay(state: QueueState, transitions: Iterable[Transition]) -> QueueState:
+    """The state after them; it is changed in place, and returned. Raises `BugError` if one is illegal there."""
+    for transition in transitions:
+        state.apply(transition)
+    return state
+
+
+def rebuilt(options: QueueOptions, transitions: Iterable[Transition], journal: TransitionLog) -> LocalSampleQueue:
+    """The queue that made these transitions, in another process."""
+    begin = QueueState.begin(options.prompts_per_epoch, keeps_payloads=True, total_samples=options.pacing.total_samples)
+    return LocalSampleQueue(options, journal=journal, state=replay(begin, transitions))

@@ -1,0 +1,87 @@
+"""What outlives every process: the journal's rows, checkpoints, payloads, turns, the Trainer's record."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asyncrl.manifest import Progress
+from asyncrl.payloads import FileRef
+from asyncrl.ports import QueueSnapshot
+from asyncrl.records import ValidationRecord
+from asyncrl.recovery import QueueState
+from asyncrl.types import Sample, SampleId, Turn
+from benchmarks.chaos.accounts import TurnDone
+from tests.fakes.parts import MemoryTurns
+from tests.fuzz.journal import Disk
+from tests.fuzz.setup import Setup
+
+
+class Checkpoint(NamedTuple):
+    progress: Progress
+    queue: QueueSnapshot
+    model: tuple[SampleId, ...]
+    """What has been trained on."""
+
+
+class Files:
+    """Everything on disk, and what is counted over the whole run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.journal = Disk(setup.num_prompts)
+        self.checkpoints: dict[int, Checkpoint] = {}
+        self.payloads: dict[str, Sample] = {}
+        self.not_needed: set[str] = set()
+        """Payload files that the queue has deleted."""
+        self.turns = CountedTurns()
+        self.trained: list[Mapping[str, Any]] = []
+        self.validations: list[ValidationRecord] = []
+        """As the run's metrics have them: those gone back behind are not there."""
+        self.num_segments = 0
+        self.shadow = QueueState.begin(setup.num_prompts, keeps_payloads=True)
+        """The journal's rows replayed as they are made."""
+
+
+class CountedTurns(MemoryTurns):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[TurnDone] = []
+
+    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        await super().record(sample_id, key, turn)
+        self.log.append(TurnDone(sample_id, key, len(turn.response_ids), turn.spans))
+
+
+class MemoryFiles:
+    """`PayloadStore` of files in memory."""
+
+    def __init__(self, files: Files, pause: Callable[[], Awaitable[None]]) -> None:
+        self._files = files
+        self._pause = pause
+
+    async def put(self, sample: Sample) -> FileRef:
+        self._files.num_segments += 1
+        name = f"1-{self._files.num_segments}.safetensors"
+        self._files.payloads[name] = sample
+        await self._pause()
+        return FileRef(name, 0)
+
+    async def get(self, payloads: Sequence[FileRef]) -> list[Sample | None]:
+        asked = [payload.file for payload in payloads]
+        assert not (gone := self._files.not_needed.intersection(asked)), f"{gone} were deleted and are needed"
+        return [self._files.payloads.get(file) for file in asked]
+
+
+class Record:
+    """`loop.TrainedRecord` in memory."""
+
+    def __init__(self, files: Files, lineage: int) -> None:
+        self._files = files
+        self._lineage = lineage
+
+    async def rewound(self, step: int) -> None:
+        self._files.trained.append({"lineage": self._lineage, "rewound_to_step": step})
+
+    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+        line = {"lineage": self._lineage, "step": step, "version": version, "samples": list(map(str, sample_ids))}
+        self._files.trained.append(line)

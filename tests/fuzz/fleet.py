@@ -1,0 +1,336 @@
+"""The real `ServeFleet` with its client, one for each process of the Rollouter, over engines without models.
+
+    replica   starting ─▶ serving ─▶ fetching ─▶ pausing ─▶ loading ─▶ serving ─▶ … ─▶ crashed, or hung until ended
+              with what the store has newest                                            ▼
+                                                               another one, of another name, in its place
+
+No token is made twice: they are numbered, so that what was told and is not in the response is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaPhase, ReplicaReport
+from asyncrl.types import FinishReason, Span, Turn
+from asyncrl.weights import object_store
+from asyncrl.weights.object_store import ObjectStoreFeed
+from benchmarks.chaos.watch import Call, Watch
+from rollouter.serving import fleet as serving
+from rollouter.serving.pieces import Piece, Taken
+from tests.fuzz.remote import ActorHost, Gate
+from tests.fuzz.world import World
+
+REPORT_S = 1.0
+SERVE_S = 20.0
+"""Until a replica has failed its health checks."""
+FLEETS: dict[str, Engines] = {}
+"""By Ray namespace."""
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Without Serve."""
+
+    async def replicas_up(namespace: str, limit_s: float) -> None:
+        await FLEETS[namespace].until_all_up()
+
+    serve = SimpleNamespace(get_deployment_handle=lambda *names: None)
+    with (
+        patch.object(serving, "serve", serve),
+        patch.object(serving, "replicas_up", replicas_up),
+    ):
+        yield
+    FLEETS.clear()
+
+
+class FuzzFleet(serving.ServeFleet):
+    """As one process of the Rollouter sees the engines. What is told of a response when a call fails is watched."""
+
+    def __init__(self, config: Config, engines: Engines, feed: ObjectStoreFeed, lines: list[Any]) -> None:
+        super().__init__(config, namespace=engines.namespace)
+        self._engines = engines
+        self._feed = feed
+        self._watch = Watch(lines.append)
+
+    async def generate(self, requests: Sequence[GenerateRequest], **options: Any) -> list[Turn]:
+        try:
+            turns = await super().generate(requests, **options)
+        except BaseException:
+            self._watch.given_up(requests)
+            raise
+        self._watch.ended(requests, turns)
+        return turns
+
+    def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> Call:
+        return self._watch.calling(self._engines.call(requests, session), requests)
+
+    async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
+        assert method == "apply_version"
+        publication, mode, _ = args
+        return await self._engines.apply(publication, mode, limit_s)
+
+    async def _newest(self, publication: Publication) -> Publication:
+        newest = await self._feed.latest()
+        return newest if newest is not None and newest.edition > publication.edition else publication
+
+
+class Replica:
+    """One engine with its replica, from its start to its end."""
+
+    def __init__(self, name: str, gate: Gate) -> None:
+        self.name = name
+        self.gate = gate
+        """Its messages to the store come in order."""
+        self.phase: ReplicaPhase = "starting"
+        self.phase_since = anyio.current_time()
+        self.edition = Edition(0, 0)
+        self.calls: list[OpenCall] = []
+        self.scope = anyio.CancelScope()
+        self.hung = self.ended = False
+        self.paused = False
+        """It makes no tokens."""
+        self.end = anyio.Event()
+        self.generated_tokens = 0
+
+    async def sleep(self, seconds: float) -> None:
+        """Raises `InfraError` if it ends meanwhile."""
+        with anyio.move_on_after(None if self.hung else seconds):
+            await self.end.wait()
+        if self.hung and not self.ended:
+            await self.end.wait()
+        if self.ended:
+            raise InfraError(f"{self.name} ended")
+
+    def report(self, num: int) -> ReplicaReport:
+        lineage, version = self.edition
+        now = anyio.current_time()
+        return ReplicaReport(
+            self.name, "", num, (), self.phase, self.phase_since, lineage, version, len(self.calls),
+            self.generated_tokens, now,
+        )  # fmt: skip
+
+
+class OpenCall:
+    """A generate call on a replica."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self.error: EngineCrashError | None = None
+        self.woken = anyio.Event()
+
+    async def sleep(self, seconds: float | None) -> None:
+        """Until then, or until it is woken. Raises what has ended its replica."""
+        with anyio.move_on_after(seconds):
+            await self.woken.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Engines:
+    """All replicas of one launch, and Serve, which keeps their number."""
+
+    def __init__(self, world: World, config: Config, store: ActorHost, namespace: str) -> None:
+        self.namespace = namespace
+        self.replicas: list[Replica] = []
+        self.fail_next_apply = False
+        self._world = world
+        self._config = config
+        self._store = store
+        self._names = itertools.count(1)
+        self._tokens = itertools.count(1)
+        self._lengths: dict[str, int] = {}
+        self._chunk = world.rng.randint(1, 3)
+        self._restart_s = world.rng.uniform(0.1, 3.0)
+        self._changed = anyio.Event()
+        FLEETS[namespace] = self
+
+    def start(self, group: TaskGroup) -> None:
+        for _ in range(self._world.setup.num_replicas):
+            group.start_soon(self._keep_one)
+
+    def crash(self, replica: Replica, told: str = "the engine died") -> None:
+        """It dies with what it computes."""
+        if replica.ended:
+            return
+        self._world.say(f"{replica.name} ends: {told}, with {len(replica.calls)} calls")
+        replica.ended = True
+        replica.end.set()
+        replica.gate.kill()
+        for call in replica.calls:
+            call.error = EngineCrashError(f"{replica.name}: {told}")
+            call.error.replica = replica.name
+            call.woken.set()
+        replica.scope.cancel()
+        self._tell()
+
+    def hang(self, replica: Replica) -> None:
+        """It does nothing any more, and says nothing. Serve finds out, if slowly."""
+        replica.hung = True
+        asyncio.get_running_loop().call_later(SERVE_S, self.crash, replica, "Serve has ended it")
+
+    async def until_all_up(self) -> None:
+        while len(self.up()) < self._world.setup.num_replicas:
+            await self._changed.wait()
+
+    def up(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.phase != "starting" and not replica.ended]
+
+    # ------------------------------------------------------------------------------------------------ a replica's life
+
+    async def _keep_one(self) -> None:
+        while True:
+            replica = Replica(f"replica-{next(self._names)}", Gate())
+            self.replicas.append(replica)
+            with replica.scope:
+                try:
+                    await self._live(replica)
+                except AsyncRLError as error:
+                    self.crash(replica, str(error))
+            self.replicas.remove(replica)
+            await anyio.sleep(self._restart_s)
+
+    async def _live(self, replica: Replica) -> None:
+        store = self._store.handle(replica.gate)
+        await replica.sleep(0.01)
+        newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "what to start with")
+        await replica.sleep(self._world.some(0.05))
+        if newest is not None:
+            replica.edition = newest.edition
+        self._phase(replica, "serving")
+        number = int(replica.name.partition("-")[2])
+        while True:
+            with suppress(InfraError):  # the store is being replaced
+                await object_store._ask(lambda _: store.report.remote(replica.report(number)), 5.0, "reporting")
+            await replica.sleep(REPORT_S)
+
+    def _phase(self, replica: Replica, phase: ReplicaPhase) -> None:
+        replica.phase, replica.phase_since = phase, anyio.current_time()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    async def call(self, requests: Sequence[GenerateRequest], session: str) -> AsyncGenerator[Any, None]:
+        replica, call = await self._choose(), OpenCall()
+        replica.calls.append(call)
+        try:
+            await anyio.lowlevel.checkpoint()
+            yield Taken(replica.name)
+            pending = list(range(len(requests)))
+            made = [0 if request.so_far is None else len(request.so_far.response_ids) for request in requests]
+            while pending:
+                await self._pace(session, replica, call)
+                if call.aborted:
+                    yield [Piece(number, _turn([], replica, FinishReason.ABORTED), True) for number in pending]
+                    return
+                if poisonous := [number for number in pending if self._world.is_poison(requests[number])]:
+                    self._world.poisoned(requests[poisonous[0]])
+                    self.crash(replica, "poison")
+                    continue
+                pieces = [self._piece(replica, number, requests[number], made) for number in pending]
+                pending = [piece.number for piece in pieces if not piece.done]
+                yield pieces
+        finally:
+            replica.calls.remove(call)
+            self._tell()
+
+    async def _choose(self) -> Replica:
+        while not (free := [replica for replica in self.up() if replica.phase in ("serving", "fetching")]):
+            await self._changed.wait()
+        return min(free, key=lambda replica: len(replica.calls))
+
+    async def _pace(self, session: str, replica: Replica, call: OpenCall) -> None:
+        """Until the next tokens, the end of the call, or that of the replica."""
+        if not session.startswith("val") and self._world.rng.random() < self._world.setup.stragglers:
+            self._world.say(f"{session} does not end")
+            await call.sleep(None)
+        await call.sleep(self._world.some(self._world.setup.mean_s))
+        while replica.paused and not call.aborted:
+            await self._changed.wait()
+            await call.sleep(0)
+        if replica.hung:
+            await call.sleep(None)
+
+    def _piece(self, replica: Replica, number: int, request: GenerateRequest, made: list[int]) -> Piece:
+        name = request.request_id.rpartition("-")[0]
+        length = self._lengths.setdefault(name, self._world.rng.randint(1, self._config.rollout.response_length))
+        size = min(self._chunk, max(0, length - made[number]))
+        made[number] += size
+        replica.generated_tokens += size
+        done = made[number] >= length
+        stop = FinishReason.LENGTH if length >= request.sampling["max_tokens"] else FinishReason.STOP
+        ids = list(itertools.islice(self._tokens, size))
+        return Piece(number, _turn(ids, replica, stop if done else FinishReason.ABORTED), done)
+
+    # ------------------------------------------------------------------------------------------------ versions
+
+    async def apply(self, publication: Publication, mode: str, limit_s: float) -> list[Any]:
+        """As Serve's broadcast: of every replica that is up."""
+        outcomes: list[Any] = []
+
+        async def ask(replica: Replica) -> None:
+            try:
+                outcomes.append(await self._apply(replica, publication, mode))
+            except InfraError as error:
+                outcomes.append(error)
+
+        with anyio.move_on_after(limit_s) as deadline:
+            async with anyio.create_task_group() as group:
+                for replica in self.up():
+                    group.start_soon(ask, replica)
+        if deadline.cancelled_caught:
+            return [DeadlineError(f"not every replica answered within {limit_s:g} s")]
+        return outcomes or [DeadlineError("there is no replica at the moment")]
+
+    async def _apply(self, replica: Replica, publication: Publication, mode: str) -> ApplyReport:
+        await replica.sleep(self._world.some(0.03))
+        load_s = 0.0
+        if replica.edition < publication.edition:
+            self._phase(replica, "fetching")
+            try:
+                await replica.sleep(self._world.some(0.03))
+                if self.fail_next_apply:
+                    self.fail_next_apply = False
+                    raise InfraError(f"{replica.name} could not fetch {publication.edition}")
+                self._phase(replica, "pausing")
+                await self._pause(replica, mode)
+                self._phase(replica, "loading")
+                load_s = self._world.some(0.03)
+                await replica.sleep(load_s)
+                replica.edition = max(replica.edition, publication.edition)
+            finally:
+                replica.paused = False
+                self._phase(replica, "serving")
+        lineage, version = replica.edition
+        return ApplyReport(replica.name, version, 0.0, load_s, load_s, len(replica.calls), True, lineage=lineage)
+
+    async def _pause(self, replica: Replica, mode: str) -> None:
+        if mode == "abort":
+            for call in replica.calls:
+                call.aborted = True
+                call.woken.set()
+        while mode == "wait" and replica.calls and not replica.ended:
+            await self._changed.wait()
+        replica.paused = True
+        await replica.sleep(0.001)
+
+
+def _turn(ids: list[int], replica: Replica, finish: FinishReason) -> Turn:
+    spans = (Span(0, replica.edition.version),) if ids else ()
+    return Turn(np.array(ids, dtype=np.int32), np.full(len(ids), -0.5, dtype=np.float32), spans, finish)

@@ -1,0 +1,329 @@
+"""One launch: the driver's part, as `asyncrl.cli.run` plays it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from ray.exceptions import ActorUnavailableError
+
+from asyncrl.cli.supervise import Supervisor
+from asyncrl.config.plan import total_samples, validation_due
+from asyncrl.failures import AsyncRLError, DeadlineError, InfraError, first_failure
+from asyncrl.manifest import Progress
+from asyncrl.ports import Edition, QueuedSample, QueueStatus
+from asyncrl.queue_actor import QueueActor, QueueClient
+from asyncrl.records import RunRecord, StepRecord, ValidationRecord
+from asyncrl.recovery import QueueState
+from asyncrl.retry import RestartBudget
+from asyncrl.sample_queue import Caller, QueueOptions
+from asyncrl.staleness import Pacing
+from rollouter.rollouter import RolloutStart
+from tests.fakes.queues import rebuilt
+from tests.fuzz.files import Checkpoint
+from tests.fuzz.fleet import Engines
+from tests.fuzz.journal import CrashLog
+from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
+from tests.fuzz.remote import ActorHost, Gate
+from tests.fuzz.setup import PROBE_S, Fault
+from tests.fuzz.store import FuzzStore
+from tests.fuzz.watch import Watch
+from tests.fuzz.world import World
+
+MAX_LAUNCHES = 12
+DRIVER_CALL_S = 20.0
+"""Longer than it takes to find out that the queue hangs, and to replace it."""
+
+
+async def play(world: World) -> None:
+    """Launch after launch, until one completes."""
+    while world.launches < MAX_LAUNCHES:
+        world.launches += 1
+        if await LaunchOfRun(world).run():
+            return
+    raise AssertionError(f"no launch out of {MAX_LAUNCHES} completed")
+
+
+class FuzzQueueActor(QueueActor):
+    """The real actor on a journal in memory."""
+
+    def __init__(self, launch: LaunchOfRun, options: QueueOptions, number: int) -> None:
+        """The `number`th process."""
+        self._told = ()
+        self._parked = {}
+        self._broken = None
+        self._number = number
+        self._world = launch.world
+        self._files = launch.files
+        disk = launch.files.journal
+        self._log = CrashLog(disk, launch.rng, launch.world.see, launch.committed)
+        self._ready_queue = rebuilt(options, disk.transitions(), self._log)
+        launch.world.say(f"queue rebuilt: {self._ready_queue.state.ledger.books()}")
+
+    def die(self) -> None:
+        self._log.die()
+
+    async def status(self, caller: Caller) -> QueueStatus:
+        return replace(await super().status(caller), pid=self._number)
+
+    async def offer_many(self, caller: Caller, samples: Sequence[QueuedSample]) -> list[AsyncRLError | None]:
+        # Of what is finished when the queue has just been closed, the Rollouter thinks that it was taken.
+        ledger = self._ready_queue.state.ledger
+        offered = [sample.meta.sample_id for sample in samples]
+        self._world.let_go.update(sample_id for sample_id in offered if ledger.is_late(sample_id))
+        return await super().offer_many(caller, samples)
+
+    async def _segments(self) -> list[str]:
+        return list(self._files.payloads)
+
+    async def _remove(self, files: Any) -> None:
+        for file in files:
+            self._files.payloads.pop(file, None)
+            self._files.not_needed.add(file)
+
+    async def _forget_turns(self, incarnation: int) -> None:
+        pass
+
+
+class LaunchOfRun:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.setup, self.files, self.rng = world.setup, world.files, world.rng
+        self.config = self.setup.config
+        state = self._rebuilt_state()
+        self.resumes = bool(self.files.journal.rows)
+        self.lineage = state.lineage + 1 if self.resumes else 0
+        self.total_steps = self.config.trainer.total_training_steps or 0
+        self.newest = self.newest_checkpoint()
+        self.queue_host = self._make_queue()
+        self.store_host = self._make_store()
+        self.gate = Gate()
+        self.queue = QueueClient(self.queue_host.handle(self.gate), DRIVER_CALL_S)
+        self.engines = Engines(world, self.config, self.store_host, f"{self.setup.seed}-{world.launches}")
+        self.prompts = prompts(world)
+        self.rollout, self.train = RolloutPart(self), TrainPart(self)
+        self.rollouter, self.trainer = (self._make_supervisor(part, state) for part in (self.rollout, self.train))
+        self.watch = Watch(self)
+        self.processes: TaskGroup
+        self.commits_left = 0
+        """Until the queue dies before it can answer; 0: it does not."""
+        self.died = self.stopped = False
+        self.trainer_ended = False
+        self.trainer_moved = anyio.Event()
+        self.validated: Edition | None = None
+        """Newest edition whose validation this launch has recorded."""
+
+    def _make_queue(self) -> ActorHost:
+        drift = self.config.async_training
+        pacing = Pacing(self.config.samples_per_version, drift.staleness_threshold, self.total_samples)
+        options = QueueOptions(self.setup.num_prompts, pacing, drift.max_staleness, drift.stale_action)
+        return self._host(lambda number: FuzzQueueActor(self, options, number))
+
+    def _make_store(self) -> ActorHost:
+        return self._host(FuzzStore)
+
+    def _host(self, make: Any) -> ActorHost:
+        return ActorHost(make, lambda: ActorUnavailableError("restarting", None), self.rng)
+
+    def _make_supervisor(self, part: FuzzPart, state: QueueState) -> Supervisor:
+        return Supervisor(
+            part,
+            RestartBudget(part.name, 1000, 1e9),
+            lambda restart: self.world.say(str(restart)),
+            incarnation=state.incarnations.get(part.name, 0) + 1,
+            clock=anyio.current_time,
+            wall_clock=anyio.current_time,
+        )
+
+    def _rebuilt_state(self) -> QueueState:
+        state = QueueState.begin(self.setup.num_prompts, keeps_payloads=True)
+        for transition in self.files.journal.transitions():
+            state.apply(transition)
+        return state
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        return self.files.checkpoints[max(self.files.checkpoints)] if self.files.checkpoints else None
+
+    @property
+    def progress(self) -> Progress:
+        """What training goes on from."""
+        return self.newest.progress if self.newest is not None else Progress()
+
+    @property
+    def total_samples(self) -> int:
+        at = self.progress
+        return total_samples(
+            self.config, self.total_steps, self.setup.num_prompts, step=at.step, trained_samples=at.trained_samples
+        )
+
+    @property
+    def validated_step(self) -> int | None:
+        """See `Recorder.validated_step`."""
+        return max((record.step for record in self.files.validations), default=None)
+
+    def owes_validation(self) -> bool:
+        """See `Trainer._owes_validation`."""
+        training, step = self.config.trainer, self.validated_step
+        if not self.config.has_validation:
+            return False
+        if step is None and training.val_before_train:
+            return True
+        return validation_due(training.test_freq, validated_step=step or 0, step=self.progress.step)
+
+    def rollout_start(self) -> RolloutStart:
+        first = self.config.trainer.val_before_train and self.validated is None
+        return RolloutStart(first, self.validated, self.validated_step or 0)
+
+    # ------------------------------------------------------------------------------------------------ its course
+
+    async def run(self) -> bool:
+        """True: the run is complete."""
+        self.world.say(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
+        self._forget_validations()
+        async with anyio.create_task_group() as self.processes:
+            self.engines.start(self.processes)
+            try:
+                await self._run()
+            except (AsyncRLError, ExceptionGroup) as failure:
+                self._ended_by(first_failure(failure))
+            finally:
+                for part in (self.rollout, self.train):
+                    if part.process is not None:
+                        part.process.kill()
+                self.gate.kill()
+                self.queue_host.end()
+                self.store_host.end()
+                self.processes.cancel_scope.cancel()
+        return not self.died and not self.stopped
+
+    def _ended_by(self, error: BaseException) -> None:
+        """What may end a launch leaves the run as a death of the driver does."""
+        # A queue that hangs when nobody asks any more how it is.
+        lost_queue = isinstance(error, DeadlineError) and "sample queue" in str(error)
+        if not (self.stopped and isinstance(error, InfraError)) and not lost_queue:
+            raise error
+        self.world.say(f"the launch ends: {error}")
+        self.died = True
+
+    async def _run(self) -> None:
+        async with anyio.create_task_group() as group:
+            self.scope = group.cancel_scope
+            for supervisor in (self.rollouter, self.trainer):
+                await supervisor.part.start(supervisor.incarnation)
+            await self.queue.attach("rollouter", self.rollouter.incarnation)
+            await self.queue.attach("trainer", self.trainer.incarnation)
+            if self.resumes:
+                await self.train.rewind()
+            self.watch.start(group)
+            group.start_soon(self._deal)
+            async with anyio.create_task_group() as streams:
+                streams.start_soon(self._generate)
+                streams.start_soon(self._train)
+            group.cancel_scope.cancel()
+        if not self.died:
+            await self.queue.close()
+
+    async def _train(self) -> None:
+        await self.trainer.follow(self._put)
+        self.trainer_ended = True
+        self.trainer_moved.set()
+
+    async def _generate(self) -> None:
+        await self.rollouter.follow(self._put)
+        while await self._is_needed_again():
+            await self.rollouter.follow_again(self._put)
+
+    async def _is_needed_again(self) -> bool:
+        while not self.trainer_ended and not self.stopped:
+            moved = self.trainer_moved
+            if not (await self.queue.status()).closed:
+                return True
+            await moved.wait()
+        return False
+
+    def rewound(self) -> None:
+        self._forget_validations()
+        self.trainer_moved.set()
+        self.trainer_moved = anyio.Event()
+
+    def _forget_validations(self) -> None:
+        at = self.progress
+        kept = [one for one in self.files.validations if one.step <= at.step and one.version <= at.version]
+        self.files.validations[:] = kept
+
+    async def _put(self, record: RunRecord) -> None:
+        if isinstance(record, StepRecord):
+            self.world.staleness += [(record.lineage, age) for age in record.staleness]
+            self.world.completed_step = record.step
+        elif isinstance(record, ValidationRecord):
+            edition = Edition(record.lineage, record.version)
+            self.validated = max(edition, self.validated or edition)
+            self.files.validations.append(record)
+            self.world.validations.append(record)
+
+    # ------------------------------------------------------------------------------------------------ faults
+
+    async def _deal(self) -> None:
+        while self.world.faults:
+            fault = self.world.faults[0]
+            await anyio.sleep(max(0.0, fault.at_s - anyio.current_time()))
+            self.world.faults.pop(0)
+            await self._strike(fault)
+
+    async def _strike(self, fault: Fault) -> None:
+        self.world.struck += 1
+        self.world.say(f"FAULT {fault.kind}")
+        match fault.kind:
+            case "engine" | "hang engine" as kind:
+                # One that hangs while it starts is Serve's matter.
+                if up := self.engines.up():
+                    replica = self.rng.choice(up)
+                    (self.engines.crash if kind == "engine" else self.engines.hang)(replica)
+            case "rollouter" | "trainer" as name:
+                self._part(name).kill_now()
+            case "hang rollouter" | "hang trainer":
+                await self._hang(self.rollouter if fault.kind.endswith("rollouter") else self.trainer)
+            case "queue":
+                self.queue_host.kill(self.rng.uniform(0.3, 1.0))
+            case "hang queue":
+                self.queue_host.hang()
+            case "answer":
+                self.commits_left = self.rng.randint(1, 4)
+            case "store":
+                self.store_host.kill(self.rng.uniform(0.3, 1.0))
+            case "apply":
+                self.engines.fail_next_apply = True
+            case "payload":
+                if self.files.payloads:
+                    del self.files.payloads[self.rng.choice(list(self.files.payloads))]
+            case "driver":
+                self.died = True
+                self.scope.cancel()
+            case "driver stops":
+                await self.watch.stand_still(self.rng.uniform(1.0, 40.0))
+            case "stop":
+                self.stopped = True
+                self.trainer_moved.set()
+                await self.trainer.stop()
+                await self.rollouter.stop()
+
+    async def _hang(self, supervisor: Supervisor) -> None:
+        part = self._part(supervisor.part.name)
+        if (process := part.process) is not None:
+            process.gate.freeze()
+        await anyio.sleep(PROBE_S)
+        if part.process is process and process is not None and not process.ended:
+            supervisor.hung(InfraError("it does not answer"))
+
+    def committed(self) -> None:
+        if self.commits_left > 0:
+            self.commits_left -= 1
+            if self.commits_left == 0:
+                self.world.say("the queue dies over its answer")
+                self.queue_host.kill(self.rng.uniform(0.3, 1.0))
+
+    def _part(self, name: str) -> FuzzPart:
+        return self.rollout if name == "rollouter" else self.train

@@ -1,0 +1,240 @@
+"""Rollouter and Trainer as the Supervisor replaces them: `supervise.Part` around the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+
+from asyncrl.failures import DeadlineError, UserCodeError
+from asyncrl.ports import PartName
+from asyncrl.queue_actor import QueueClient
+from asyncrl.records import RunRecord
+from asyncrl.types import Prompt
+from asyncrl.waits import Wait, WaitBoard
+from asyncrl.weights.object_store import ObjectStoreFeed
+from rollouter.rollouter import Rollouter, Task
+from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
+from tests.fuzz.files import MemoryFiles, Record
+from tests.fuzz.fleet import FuzzFleet
+from tests.fuzz.process import Process
+from tests.fuzz.remote import Gated
+from tests.fuzz.setup import START_S
+from tests.fuzz.store import Publisher
+from tests.fuzz.training import Checkpoints, PlainExperience, Ranks
+from tests.fuzz.world import POISON, VALIDATES, World
+from trainer.intake import Intake
+from trainer.loop import TrainLoop
+from trainer.loop_settings import LoopSettings
+from trainer.rows import RowRules
+
+if TYPE_CHECKING:
+    from tests.fuzz.launch import LaunchOfRun
+
+
+class FuzzPart:
+    name: PartName
+
+    def __init__(self, launch: LaunchOfRun) -> None:
+        self.launch = launch
+        self.world = launch.world
+        self.process: Process | None = None
+        self.board: WaitBoard | None = None
+        """Of the process that is up."""
+
+    async def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+        await self.world.pause()
+
+    def kill_now(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    async def start(self, incarnation: int) -> None:
+        self.process = process = Process.make()
+        self.launch.processes.start_soon(process.run, lambda of: self.main(of, incarnation), name=self.name)
+        with anyio.move_on_after(START_S) as deadline:
+            await process.ready.wait()
+        if deadline.cancelled_caught:
+            raise DeadlineError("it did not come up")
+        if process.error is not None:
+            raise process.error
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        process = self.process
+        assert process is not None
+        process.go.set()
+        async for record in process.records:
+            yield record
+        if process.error is not None:
+            await anyio.sleep(self.world.rng.random())
+            raise process.error
+
+    async def stop(self) -> None:
+        if self.process is not None:
+            await self.process.gate.passing()
+            self.process.stop()
+
+    async def main(self, process: Process, incarnation: int) -> None:
+        raise NotImplementedError
+
+    def waits(self) -> tuple[Wait, ...]:
+        return tuple(self.board.snapshot()) if self.board is not None else ()
+
+    def client(self, process: Process, incarnation: int) -> Any:
+        handle, call_s = self.launch.queue_host.handle(process.gate), self.world.setup.call_s
+        client = QueueClient(handle, call_s, part=self.name, incarnation=incarnation)
+        return Gated(client, process.gate, anyio.lowlevel.checkpoint)
+
+
+class RolloutPart(FuzzPart):
+    name: PartName = "rollouter"
+
+    async def claim(self, incarnation: int) -> str:
+        await self.launch.queue.attach("rollouter", incarnation)
+        return ""
+
+    async def main(self, process: Process, incarnation: int) -> None:
+        launch, world, files = self.launch, self.world, self.launch.files
+        await anyio.sleep(world.rng.random() * 0.5)
+        process.ready.set()
+        await process.go.wait()
+
+        def gated(port: Any) -> Any:
+            return Gated(port, process.gate, world.pause)
+
+        validation = ListPrompts([make_prompt(VALIDATES, 4, number) for number in range(2)])
+        task = Task(
+            launch.prompts, validation if launch.config.has_validation else None, ShakyScorer(world), lambda ids: ""
+        )
+        world.watched.append([])
+        feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
+        rollouter = Rollouter(
+            launch.config,
+            task,
+            queue=self.client(process, incarnation),
+            payloads=gated(MemoryFiles(files, world.pause)),
+            turns=gated(files.turns),
+            feed=feed,
+            fleet=gated(FuzzFleet(launch.config, launch.engines, feed, world.watched[-1])),
+            sink=process,
+            start=launch.rollout_start(),
+            clock=anyio.current_time,
+            wall_clock=anyio.current_time,
+        )
+        self.board = rollouter.waits
+        process.stops_by(rollouter.stop)
+        await rollouter.run()
+
+
+class TrainPart(FuzzPart):
+    name: PartName = "trainer"
+
+    def __init__(self, launch: LaunchOfRun) -> None:
+        super().__init__(launch)
+        self.lineage = launch.lineage
+        self.anew = not launch.resumes
+        self.ranks: Ranks | None = None
+        self.loop: TrainLoop | None = None
+
+    async def claim(self, incarnation: int) -> str:
+        launch = self.launch
+        self.lineage += 1
+        self.anew = False
+        launch.newest = launch.newest_checkpoint()
+        await launch.queue.attach("trainer", incarnation)
+        await self.rewind()
+        launch.rewound()
+        return f"back to step {launch.progress.step}"
+
+    async def rewind(self) -> None:
+        launch = self.launch
+        await launch.queue.rewind(
+            launch.progress.step,
+            version=launch.progress.version,
+            lineage=self.lineage,
+            total_samples=launch.total_samples,
+        )
+
+    async def republish(self) -> None:
+        # Ranks stay when the last step is done: what they have published is theirs.
+        if self.ranks is not None and self.process is not None and self.process.error is None:
+            await self.ranks.republish()
+
+    async def main(self, process: Process, incarnation: int) -> None:
+        launch, world, files = self.launch, self.world, self.launch.files
+        await anyio.sleep(world.rng.random() * 0.5)
+        newest = launch.newest
+        publisher = Publisher(launch.store_host.handle(process.gate), call_s=world.setup.call_s, lineage=self.lineage)
+        self.ranks = ranks = Ranks(world, publisher, process.gate, newest.model if newest else ())
+        progress = replace(launch.progress)
+        record = Record(files, self.lineage)
+        if not self.anew:
+            await Gated(record, process.gate, world.pause).rewound(progress.step)
+            for step in [step for step in files.checkpoints if step > progress.step]:
+                del files.checkpoints[step]
+        if self.lineage > 0 or progress.version > 0:
+            await ranks.publish(progress.version, progress.step, validate=launch.owes_validation())
+        process.ready.set()
+        await process.go.wait()
+        queue = self.client(process, incarnation)
+        self.board = waits = WaitBoard(anyio.current_time)
+        drift = launch.config.async_training
+        rules = RowRules(
+            mask_beyond=drift.max_staleness if drift.stale_action == "mask" else None,
+            filter_groups=False,
+            vocab_size=None,
+            rewound=self.lineage > 0,
+        )
+        intake = Intake(
+            queue,
+            Gated(MemoryFiles(files, world.pause), process.gate, world.pause),
+            rules,
+            max_consecutive_filtered=None,
+            max_consecutive_unusable=8,
+            call_s=world.setup.call_s,
+            waits=waits,
+            clock=anyio.current_time,
+        )
+        self.loop = loop = TrainLoop(
+            LoopSettings.of(launch.config, total_steps=launch.total_steps, lineage=self.lineage),
+            queue=queue,
+            intake=intake,
+            actor=ranks,  # type: ignore[arg-type]
+            critic=None,
+            experience=PlainExperience(),
+            checkpoints=Checkpoints(world, process.gate, ranks, queue.confirm),
+            trained=Gated(record, process.gate, world.pause),
+            progress=progress,
+            validated_step=launch.validated_step or 0,
+            waits=waits,
+            clock=anyio.current_time,
+        )
+        process.stops_by(loop.stop)
+        await loop.run(process)
+
+
+class ShakyScorer(FakeScorer):
+    def __init__(self, world: World) -> None:
+        async def gate(prompt: Prompt) -> None:
+            await anyio.sleep(world.some(0.02))
+            validates = prompt.prompt_ids[0] == VALIDATES
+            if not validates and world.rng.random() < world.setup.reward_fails:
+                raise UserCodeError("the reward function raised")
+
+        super().__init__(gate=gate)
+
+
+def prompts(world: World) -> ListPrompts:
+    """The data set; a poisonous one among them begins with a token of its own."""
+    return ListPrompts(
+        [
+            make_prompt(POISON if number == world.setup.poison else 1, 2, number + 3)
+            for number in range(world.setup.num_prompts)
+        ]
+    )

@@ -1,0 +1,41 @@
+"""The real weight store and its clients, on an actor that can be killed; weights are not copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+
+from asyncrl.ports import Publication, StoreStatus
+from asyncrl.weights import object_store
+from asyncrl.weights.object_store import ObjectStorePublisher, WeightStoreActor
+
+
+class FuzzStore(WeightStoreActor):
+    """The `number`th process of the store, from 0."""
+
+    def __init__(self, number: int) -> None:
+        context = SimpleNamespace(was_current_actor_reconstructed=number > 0)
+        with patch.object(object_store.ray, "get_runtime_context", lambda: context):
+            super().__init__(anyio.current_time)
+        self._number = number
+
+    def die(self) -> None:
+        """Nothing of it is on disk."""
+
+    async def status(self) -> StoreStatus:
+        return replace(await super().status(), pid=self._number)
+
+
+class Publisher(ObjectStorePublisher):
+    async def publish(self, version: int, step: int, tensors: Mapping[str, Any], *, validate: bool) -> Publication:
+        publication = Publication(version, step, 0, {}, validate=validate, lineage=self._lineage)
+        await object_store._ask(
+            lambda again: self._store.publish.remote(publication, [], again), self._call_s, f"publishing {version}"
+        )
+        self._last = (publication, [])
+        return publication

@@ -1,0 +1,111 @@
+"""The Trainer's side without models: ranks whose weights are the list of what they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from asyncrl.manifest import Progress
+from asyncrl.ports import Publication, QueueSnapshot
+from asyncrl.records import Metrics
+from asyncrl.types import SampleId
+from tests.fuzz.files import Checkpoint
+from tests.fuzz.remote import Gate
+from tests.fuzz.store import Publisher
+from tests.fuzz.world import World
+from trainer.experience import Experience
+from trainer.rows import TrainSample
+
+
+class Columns:
+    """What the loop needs of a batch: columns by name, rows by number."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._columns[key]
+        return Columns({name: column[key] for name, column in self._columns.items()})
+
+    def __len__(self) -> int:
+        return len(self._columns["groups"])
+
+
+class PlainExperience:
+    """`loop.ExperienceMaker`: rows of one token, with the feed index in it."""
+
+    async def make(self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None) -> Experience:
+        numbers = [number for number, sample in enumerate(samples) for _ in sample.rows]
+        ids = torch.tensor([list(samples[number].sample_id) for number in numbers])
+        batch = Columns(
+            {
+                "groups": torch.tensor(numbers),
+                "ids": ids,
+                "loss_mask": torch.ones((len(numbers), 1), dtype=torch.bool),
+                "advantages": torch.ones((len(numbers), 1)),
+            }
+        )
+        return Experience(batch, {}, kl_coef)
+
+
+class Ranks:
+    """A role whose weights are the list of what they were trained on."""
+
+    def __init__(self, world: World, publisher: Publisher, gate: Gate, model: tuple[SampleId, ...]) -> None:
+        self.model = list(model)
+        self._world = world
+        self._publisher = publisher
+        self._gate = gate
+
+    async def train_batch(self, batch: Any) -> Metrics:
+        await self._gate.passing()
+        await anyio.sleep(self._world.some(self._world.setup.step_s))
+        await self._gate.passing()
+        self.model += dict.fromkeys(SampleId(*ids) for ids in batch["ids"].tolist())
+        return {"loss": 0.0, "tokens": float(len(batch))}
+
+    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+        await self._gate.passing()
+        await self._world.pause()
+        return await self._publisher.publish(version, step, {}, validate=validate)
+
+    async def republish(self) -> None:
+        await self._gate.passing()
+        await self._publisher.republish()
+
+
+class Checkpoints:
+    """`saves.Checkpoints` in memory: begun is not written."""
+
+    def __init__(self, world: World, gate: Gate, ranks: Ranks, confirm: Callable[[int], Awaitable[None]]) -> None:
+        self._world = world
+        self._gate = gate
+        self._ranks = ranks
+        self._confirm = confirm
+        self._begun: Checkpoint
+
+    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+        await self._gate.passing()
+        await self._world.pause()
+        self._begun = Checkpoint(progress, queue, tuple(self._ranks.model))
+
+    async def finish(self) -> Path:
+        await anyio.sleep(self._world.some(0.2))
+        await self._gate.passing()
+        step = self._begun.progress.step
+        await self._confirm(step)
+        # The process may be killed, or replaced, right here.
+        await self._world.pause()
+        await self._gate.passing()
+        self._world.files.checkpoints[step] = self._begun
+        self._world.say(f"checkpoint of step {step} written")
+        await self._confirm(step)
+        # As `trainer.max_checkpoints_to_keep` would have it.
+        for old in sorted(self._world.files.checkpoints)[:-2]:
+            del self._world.files.checkpoints[old]
+        return Path(f"step_{step}")

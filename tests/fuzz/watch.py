@@ -1,0 +1,149 @@
+"""What the driver watches, as `asyncrl.cli.watch` and `asyncrl.cli.run` do: queue, store, replicas, and whether
+anything moves at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskGroup
+
+from asyncrl.cli.probes import TICK_S, probe
+from asyncrl.cli.replicas import ReplicaWatch
+from asyncrl.cli.watchdog import Watchdog
+from asyncrl.failures import DeadlineError, InfraError
+from asyncrl.ports import Books, QueueStatus, StoreStatus
+from asyncrl.queue_actor import QueueClient
+from asyncrl.run_state import RunState
+from asyncrl.weights.replica_reports import on_clock
+from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
+
+if TYPE_CHECKING:
+    from tests.fuzz.launch import LaunchOfRun
+
+
+class Watch:
+    def __init__(self, launch: LaunchOfRun) -> None:
+        self._launch = launch
+        self._world = launch.world
+        self._queue: QueueStatus | None = None
+        self._store: StoreStatus | None = None
+        self._store_forgot = anyio.Event()
+        self._awake = anyio.Event()
+        self._awake.set()
+        self._asks_store = anyio.Event()
+        self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
+        self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
+
+    def start(self, group: TaskGroup) -> None:
+        for task in (self._probe_queue, self._probe_store, self._keep_store_told, self._watch):
+            group.start_soon(task)
+
+    async def stand_still(self, seconds: float) -> None:
+        """The driver is stopped by a signal, and goes on after that. Half of the time it has asked the store something,
+        and the answer waits for it."""
+        if self._world.rng.random() < 0.5:
+            await self._asks_store.wait()
+        self._awake = anyio.Event()
+        await anyio.sleep(seconds)
+        self._awake.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._awake.wait()
+            if self._store is not None:
+                self._look_at_replicas(self._store)
+            self._watchdog.observe(anyio.current_time(), self._state())
+            await anyio.sleep(TICK_S)
+
+    def _state(self) -> RunState:
+        launch = self._launch
+        supervisors = (launch.rollouter, launch.trainer)
+        loop = launch.train.loop
+        return RunState(
+            written_at=anyio.current_time(),
+            started_at=0.0,
+            pid=1,
+            phase="stopping" if launch.stopped else "running",
+            experiment="fuzz",
+            mode=launch.setup.mode,
+            step=loop.progress.step if loop is not None else 0,
+            version=loop.progress.version if loop is not None else 0,
+            lineage=launch.train.lineage,
+            published=self._store.newest if self._store is not None else None,
+            queue=self._queue,
+            books=self._queue.books if self._queue is not None else Books(),
+            replicas=self._store.replicas if self._store is not None else (),
+            num_replicas=launch.setup.num_replicas,
+            waits={"trainer": launch.train.waits(), "rollouter": launch.rollout.waits()},
+            restarting={
+                each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
+            },
+        )
+
+    # ------------------------------------------------------------------------------------------------ who is asked
+
+    async def _probe_queue(self) -> None:
+        launch = self._launch
+        client = QueueClient(launch.queue_host.handle(launch.gate), PROBE_S)
+
+        async def heard(status: QueueStatus) -> None:
+            await self._awake.wait()
+            self._queue = status
+
+        async def missed(error: DeadlineError) -> None:
+            await self._awake.wait()
+            launch.queue_host.end_hung(0.5)
+
+        async def ask() -> QueueStatus:
+            await self._awake.wait()
+            return await client.status()
+
+        await probe(ask, heard=heard, missed=missed)
+
+    async def _probe_store(self) -> None:
+        handle = self._launch.store_host.handle(self._launch.gate)
+
+        async def ask() -> StoreStatus:
+            await self._awake.wait()
+            self._asks_store.set()
+            self._asks_store = anyio.Event()
+            with anyio.move_on_after(PROBE_S):
+                status: StoreStatus = await handle.status.options(max_task_retries=-1).remote()
+                return status
+            raise DeadlineError("the store does not tell its status")
+
+        async def heard(status: StoreStatus) -> None:
+            await self._awake.wait()
+            status = on_clock(status, anyio.current_time())
+            if self._store is None or self._store.pid != status.pid:
+                self._store_since = status.at
+            if not status.informed:
+                self._store_forgot.set()
+            self._store = status
+
+        async def missed(error: DeadlineError) -> None:
+            """It is being restarted: nothing here makes it hang."""
+
+        await probe(ask, heard=heard, missed=missed)
+
+    async def _keep_store_told(self) -> None:
+        while True:
+            await self._store_forgot.wait()
+            try:
+                await self._launch.train.republish()
+            except InfraError as error:
+                self._world.say(f"the store could not be told: {error}")
+            self._store_forgot = anyio.Event()
+
+    def _look_at_replicas(self, store: StoreStatus) -> None:
+        engines = self._launch.engines
+        seen = self._replicas.look(store.replicas, store.at, store_since=self._store_since)
+        for report in seen.hung:
+            for replica in [one for one in engines.replicas if one.name == report.replica]:
+                if not replica.hung and not replica.ended:
+                    self._world.broken.append(f"{replica.name} was well, and was ended for not having been heard of")
+                engines.crash(replica, "it hangs")
+        if seen.missing:
+            self._world.broken.append(f"{seen.missing[0].replica} is told to have no successor")
