@@ -28,7 +28,7 @@ from tests.fuzz.fleet import Engines
 from tests.fuzz.journal import CrashLog
 from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
 from tests.fuzz.remote import ActorHost, Gate
-from tests.fuzz.setup import PROBE_S, Fault
+from tests.fuzz.setup import PROBE_S, WATCHDOG_S, Fault
 from tests.fuzz.store import FuzzStore
 from tests.fuzz.watch import Watch
 from tests.fuzz.world import World
@@ -182,6 +182,8 @@ class LaunchOfRun:
     async def run(self) -> bool:
         """True: the run is complete."""
         self.world.say(f"launch {self.world.launches}, lineage {self.lineage}, from step {self.progress.step}")
+        # A driver that was killed while it was stopped has not heard of the last steps; their checkpoint has them.
+        self.world.completed_step = self.progress.step
         self._forget_validations()
         async with anyio.create_task_group() as self.processes:
             self.engines.start(self.processes)
@@ -222,6 +224,7 @@ class LaunchOfRun:
             async with anyio.create_task_group() as streams:
                 streams.start_soon(self._generate)
                 streams.start_soon(self._train)
+            await self.watch.awake()
             group.cancel_scope.cancel()
         if not self.died:
             await self.queue.close()
@@ -255,6 +258,7 @@ class LaunchOfRun:
         self.files.validations[:] = kept
 
     async def _put(self, record: RunRecord) -> None:
+        await self.watch.awake()
         if isinstance(record, StepRecord):
             self.world.staleness += [(record.lineage, age) for age in record.staleness]
             self.world.completed_step = record.step
@@ -303,7 +307,7 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                await self.watch.stand_still(self.rng.uniform(1.0, 40.0))
+                await self.watch.stand_still(self.rng.choice([2.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True
                 self.trainer_moved.set()

@@ -84,7 +84,7 @@ def draw(seed: int) -> Setup:
     max_staleness = rng.choice([None, None, 0, 1, 2])
     num_faults = rng.choice([0, 1, 1, 2, 2, 3, 4])
     call_s = rng.choice([LONG_S, LONG_S, LONG_S, SHORT_S])
-    poison = rng.randrange(6) if rng.random() < 0.15 else None
+    poison = rng.randrange(6) if rng.random() < 0.2 else None
     validates = rng.random() < 0.3
     changes: dict[str, dict[str, Any]] = {
         "rollout": {

@@ -4,6 +4,8 @@ anything moves at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,9 +15,11 @@ from asyncrl.cli.probes import TICK_S, probe
 from asyncrl.cli.replicas import ReplicaWatch
 from asyncrl.cli.watchdog import Watchdog
 from asyncrl.failures import DeadlineError, InfraError
+from asyncrl.manifest import Progress
 from asyncrl.ports import Books, QueueStatus, StoreStatus
 from asyncrl.queue_actor import QueueClient
 from asyncrl.run_state import RunState
+from asyncrl.waits import Wait
 from asyncrl.weights.replica_reports import on_clock
 from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
 
@@ -33,12 +37,17 @@ class Watch:
         self._awake = anyio.Event()
         self._awake.set()
         self._asks_store = anyio.Event()
+        self._heard: tuple[Progress, Mapping[str, tuple[Wait, ...]]] = (Progress(), {})
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
         self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
 
     def start(self, group: TaskGroup) -> None:
-        for task in (self._probe_queue, self._probe_store, self._keep_store_told, self._watch):
+        for task in (self._probe_queue, self._probe_store, self._probe_parts, self._keep_store_told, self._watch):
             group.start_soon(task)
+
+    async def awake(self) -> None:
+        """Until the driver is not stopped."""
+        await self._awake.wait()
 
     async def stand_still(self, seconds: float) -> None:
         """The driver is stopped by a signal, and goes on after that. Half of the time it has asked the store something,
@@ -60,7 +69,7 @@ class Watch:
     def _state(self) -> RunState:
         launch = self._launch
         supervisors = (launch.rollouter, launch.trainer)
-        loop = launch.train.loop
+        progress, waits = self._heard
         return RunState(
             written_at=anyio.current_time(),
             started_at=0.0,
@@ -68,21 +77,31 @@ class Watch:
             phase="stopping" if launch.stopped else "running",
             experiment="fuzz",
             mode=launch.setup.mode,
-            step=loop.progress.step if loop is not None else 0,
-            version=loop.progress.version if loop is not None else 0,
+            step=progress.step,
+            version=progress.version,
             lineage=launch.train.lineage,
             published=self._store.newest if self._store is not None else None,
             queue=self._queue,
             books=self._queue.books if self._queue is not None else Books(),
             replicas=self._store.replicas if self._store is not None else (),
             num_replicas=launch.setup.num_replicas,
-            waits={"trainer": launch.train.waits(), "rollouter": launch.rollout.waits()},
+            waits=waits,
             restarting={
                 each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
             },
         )
 
     # ------------------------------------------------------------------------------------------------ who is asked
+
+    async def _probe_parts(self) -> None:
+        """Rollouter and Trainer. That they do not answer is a fault of its own."""
+        launch = self._launch
+        while True:
+            loop = launch.train.loop
+            progress = replace(loop.progress) if loop is not None else Progress()
+            self._heard = (progress, {"trainer": launch.train.waits(), "rollouter": launch.rollout.waits()})
+            await anyio.sleep(TICK_S)
+            await self._awake.wait()
 
     async def _probe_queue(self) -> None:
         launch = self._launch
