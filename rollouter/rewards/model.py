@@ -65,6 +65,10 @@ class ServedModel:
         """`sleep` waits between failed calls: 1 s, 2 s, 4 s, …"""
         self._sleep = sleep
         self._timeout_s = config.reward.timeout_s
+        self._start_s = config.timeouts.start_s
+        self._waiting: set[anyio.CancelScope] = set()
+        self._replaced_by: float | None = None
+        """A replica has died, and another one may be loading until then; None: the last call was answered."""
         self._max_attempts = config.rollout.max_attempts
         self._handle = serve.get_deployment_handle(REWARD_DEPLOYMENT_NAME, app_name(namespace, "reward"))
         model = config.reward_model
@@ -77,7 +81,8 @@ class ServedModel:
         Raises:
             DataError: a conversation that the model cannot score.
             InfraError: replicas failed more often than `rollout.max_attempts` allows.
-            DeadlineError: it took longer than `reward.timeout_s`, failed tries included.
+            DeadlineError: it took longer than `reward.timeout_s`, failed tries included. While a replica that died is
+                replaced, up to `timeouts.start_s` longer.
         """
         from rollouter.rewards.classifier import Conversation
 
@@ -96,22 +101,39 @@ class ServedModel:
         return scores
 
     async def _score(self, conversation: Conversation) -> float:
-        try:
-            with anyio.fail_after(self._timeout_s):
-                for attempt in range(1, self._max_attempts + 1):
-                    try:
-                        return _number(await self._ask(conversation))
-                    except InfraError as error:
-                        if attempt == self._max_attempts:
-                            message = f"the reward model failed {attempt} times, the last time: {error.message}"
-                            raise InfraError(message, error.cause) from error
-                        await self._sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the reward model did not answer within reward.timeout_s = {self._timeout_s:g} s; raise it, lower "
-                "reward_model.max_batch_size, or raise reward_model.num_replicas"
-            ) from error
+        with anyio.CancelScope() as scope:
+            scope.deadline = max(anyio.current_time(), self._replaced_by or 0.0) + self._timeout_s
+            self._waiting.add(scope)
+            try:
+                return await self._try(conversation)
+            finally:
+                self._waiting.discard(scope)
+        raise DeadlineError(
+            f"the reward model did not answer within reward.timeout_s = {self._timeout_s:g} s; raise it, lower "
+            "reward_model.max_batch_size, or raise reward_model.num_replicas"
+        )
+
+    async def _try(self, conversation: Conversation) -> float:
+        for attempt in range(1, self._max_attempts + 1):
+            try:
+                score = _number(await self._ask(conversation))
+            except InfraError as error:
+                if attempt == self._max_attempts:
+                    message = f"the reward model failed {attempt} times, the last time: {error.message}"
+                    raise InfraError(message, error.cause) from error
+                self._wait_for_another()
+                await self._sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+            else:
+                self._replaced_by = None
+                return score
         raise AssertionError("max_attempts is positive")
+
+    def _wait_for_another(self) -> None:
+        """A replica has failed: Serve holds the calls back until another one is up, those of before too."""
+        if self._replaced_by is None:
+            self._replaced_by = anyio.current_time() + self._start_s
+            for scope in self._waiting:
+                scope.deadline = self._replaced_by + self._timeout_s
 
     async def _ask(self, conversation: Conversation) -> Any:
         return await answer(self._handle.score.remote(conversation), "scoring by the reward model")

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import ray
 import torch
 
 from asyncrl.config.schema import Config, RewardModelConfig
@@ -220,7 +221,8 @@ async def test_failures_of_either_come_out_alone() -> None:
 
 
 class Handle:
-    """A Serve handle whose calls answer, or fail, as scripted; a call beyond the script never answers."""
+    """A Serve handle whose calls answer, 1.0 once an event is set, or fail, as scripted; a call beyond the script never
+    answers."""
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
@@ -238,6 +240,9 @@ class Handle:
         if not self._answers:
             await anyio.sleep_forever()
         answer = self._answers.pop(0)
+        if isinstance(answer, anyio.Event):
+            await answer.wait()
+            return 1.0
         if isinstance(answer, Exception) and not isinstance(answer, DataError):
             raise answer
         return answer
@@ -246,7 +251,9 @@ class Handle:
         self.cancelled = True
 
 
-def served(monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float = 60.0) -> tuple[Any, list[float]]:
+def served(
+    monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float = 60.0, start_s: float = 90.0
+) -> tuple[Any, list[float]]:
     from rollouter.rewards.model import ServedModel
 
     slept: list[float] = []
@@ -255,7 +262,7 @@ def served(monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float 
         slept.append(seconds)
 
     monkeypatch.setattr("ray.serve.get_deployment_handle", lambda *_: handle)
-    config = Config.model_validate({"reward": {"timeout_s": timeout_s}})
+    config = Config.model_validate({"reward": {"timeout_s": timeout_s}, "timeouts": {"start_s": start_s}})
     return ServedModel(config, namespace="run", sleep=sleep), slept
 
 
@@ -284,3 +291,30 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
     with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.05 s"):
         await model.score(make_prompt(1), ["a"])
     assert handle.cancelled
+
+
+async def test_while_a_replica_is_replaced_calls_have_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve holds calls back while no replica is up: that is no slow model. A call from before the death waits too."""
+    first, third = anyio.Event(), anyio.Event()
+    handle = Handle(first, ray.exceptions.ActorDiedError(), third)
+    model, _ = served(monkeypatch, handle, timeout_s=0.5, start_s=30.0)
+
+    async def loads() -> None:
+        await anyio.sleep(0.7)
+        first.set()
+        third.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(loads)
+        assert await model.score(make_prompt(1), ["a", "b"]) == [1.0, 1.0]
+    # It is up, and slow calls are slow calls again.
+    with pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.5 s"):
+        await model.score(make_prompt(1), ["a"])
+
+
+async def test_a_replica_that_is_never_replaced_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle(ray.exceptions.ActorDiedError())
+    model, _ = served(monkeypatch, handle, timeout_s=0.05, start_s=0.05)
+    with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s"):
+        await model.score(make_prompt(1), ["a"])
+    assert handle.num_calls == 2

@@ -86,7 +86,8 @@ class RecoveryConfig(Section):
 
     max_restarts: NonNegative = 10
     """Restarts of one part (Rollouter, Trainer, queue, weight store; all replicas together) within `window_s`. One more
-    failure ends the run with its cause; 0: the first one does."""
+    failure ends the run with its cause; 0: the first one does. So does a Trainer that fails so often in a row without
+    getting past a step, however slowly."""
     window_s: Seconds = 3600.0
     """Restarts longer ago than this are forgiven."""
     max_crashes: Positive = 2
