@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ import anyio
 import anyio.to_thread
 import psutil
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.failures import ConfigError, DeadlineError
@@ -28,6 +35,7 @@ ASKED_S = 1.0
 """For processes to end by themselves when Ray tells them to, which a stopped one does not hear."""
 CLOSE_S = 10.0
 """For processes to be gone."""
+_numbers = itertools.count()
 
 
 class Place(NamedTuple):
@@ -67,6 +75,9 @@ class Processes:
     async def reserve(self, *, cpus: bool, limit_s: float, until: float) -> None:
         """A bundle for each rank, near each other. Ranks on CPU need none unless their `cpus` are reserved.
 
+        What a Trainer of this run that is gone had reserved is freed: Ray keeps it for as long as the driver lives, and
+        on a full cluster its successor would wait for it for ever.
+
         Args:
             until: when `limit_s` ends, by `anyio.current_time`.
 
@@ -77,9 +88,13 @@ class Processes:
         bundle |= {"GPU": 1.0} if self.device == "cuda" else {}
         if not bundle:
             return
-        self._bundles = placement_group([bundle] * self.plan.num_ranks, strategy="PACK")
+        context = ray.get_runtime_context()
+        run, process = f"{context.namespace}/ranks/", context.get_worker_id()
         try:
             with anyio.fail_after(until - anyio.current_time()):
+                await anyio.to_thread.run_sync(_free, run, process, abandon_on_cancel=True)
+                name = f"{run}{process}/{self.plan.name}-{next(_numbers)}"
+                self._bundles = placement_group([bundle] * self.plan.num_ranks, strategy="PACK", name=name)
                 await self._bundles.ready()
         except TimeoutError as error:
             raise DeadlineError(
@@ -159,6 +174,15 @@ def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
     """`auto`: GPUs when the cluster has any."""
     return device_of(plan, int(ray.cluster_resources().get("GPU", 0)))
+
+
+def _free(run: str, process: str) -> None:
+    """Remove the reservations whose names begin with `run` and do not go on with `process`. Blocking."""
+    for group in placement_group_table().values():
+        name = group["name"]
+        if name.startswith(run) and not name.startswith(f"{run}{process}/") and group["state"] != "REMOVED":
+            logger.info("freeing %s, which a process that is gone had reserved", name)
+            remove_placement_group(get_placement_group(name))
 
 
 def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[Place]) -> None:

@@ -30,7 +30,8 @@ from trainer import outcomes
 from trainer.group import WorkerGroup
 from trainer.groups import TrainerGroups
 from trainer.inline import InlineGroup
-from trainer.placement import RolePlan, plan_groups
+from trainer.placement import GroupPlan, RolePlan, plan_groups
+from trainer.processes import Processes
 from trainer.worker import engine_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -256,6 +257,29 @@ async def test_a_cluster_without_room_is_a_deadline(model: Path) -> None:
     config = configure(model, trainer={"cpu_threads": 2}, timeouts={"start_s": 1.0})
     with pytest.raises(DeadlineError, match=r"the actor group waited 1 s for 2 times \{'CPU': 2\.0\} on"):
         await WorkerGroup.start(plan_groups(config)[0], config.timeouts, reserve_cpus=True)
+
+
+@ray.remote(num_cpus=0)
+class Reserving:
+    """A Trainer's process that has reserved room for its ranks."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self._processes = Processes(plan)
+
+    async def reserve(self, limit_s: float) -> None:
+        await self._processes.reserve(cpus=True, limit_s=limit_s, until=anyio.current_time() + limit_s)
+
+
+async def test_room_of_a_trainer_that_was_killed_is_free_for_the_next_one(model: Path) -> None:
+    """Ray keeps it until the driver ends too: on a full cluster the next one would wait for itself."""
+    plan = plan_groups(configure(model, trainer={"cpu_threads": 1}))[0]
+    with anyio.fail_after(60):
+        for _ in range(3):
+            trainer = Reserving.remote(plan)
+            await trainer.reserve.remote(20.0)
+            ray.kill(trainer)
+        group = await WorkerGroup.start(plan, configure(model).timeouts, reserve_cpus=True)
+        await group.close()
 
 
 async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
