@@ -29,7 +29,8 @@ class _Passenger(Generic[Item, Result]):
 
 
 class Convoy(Generic[Item, Result]):
-    """`send` carries a batch and returns one result, or error, an item. One batch is under way at a time.
+    """`send` carries a batch and returns one result, or error, an item. One batch is under way at a time. No
+    cancellation reaches it, so its deadline is its own.
 
     `max_weight` bounds a batch; an item heavier than that travels alone.
 

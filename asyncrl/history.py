@@ -79,18 +79,23 @@ def trained_since(
 
     Args:
         transitions: of the run, in order; marks, rewinds, commits and drops will do.
-        from_start: they begin with the run's first, which is where step 0 ends.
+        from_start: they begin with the run's first, which is where step 0 ends. If not, they begin at a checkpoint: the
+            one to which training goes back before anything is trained.
     """
     found = from_start and step == 0
+    begun = False
     last: dict[SampleId, bool] = {}
     for transition in transitions:
         match transition:
             case Marked(step=marked) if marked == step:
                 found = True
                 last.clear()
+            case Rewound(step=back_to) if back_to == step and not begun:
+                found = True
             case Rewound(step=back_to) if back_to < step:
                 found = False
             case Committed(sample_ids=trained):
+                begun = True
                 last |= dict.fromkeys(trained, True)
             case Dropped(sample_ids=dropped):
                 last |= dict.fromkeys(dropped, False)

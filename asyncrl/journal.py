@@ -53,6 +53,7 @@ class Journal:
         """What people should know of how it was found."""
         self._path = path
         self._lock = lock
+        """Held until this process ends, as the connection is: the file is whole at any moment."""
         self._connection = open_to_write(path)
         self._seq = self._durable = whole.seq
         self._crc = whole.crc
@@ -134,15 +135,6 @@ class Journal:
                 await self._carry()
             else:
                 await self._trip.wait()
-
-    async def aclose(self) -> None:
-        """Write what is pending and let go of the file. It is whole without this, too."""
-        try:
-            await self.flushed(self._seq)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._connection.close, limiter=self._thread)
-            os.close(self._lock)
 
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
         await self.flushed(self._seq)

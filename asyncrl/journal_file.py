@@ -11,7 +11,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -19,6 +19,8 @@ from urllib.parse import quote
 from asyncrl import __version__
 from asyncrl.failures import BugError, ConfigError, InfraError
 from asyncrl.history import surviving_marks
+from asyncrl.ledger import Ledger
+from asyncrl.ports import QueueSnapshot
 from asyncrl.recovery import QueueState
 from asyncrl.transitions import Reading, Row, Transition, from_row
 from asyncrl.wal import survey
@@ -46,6 +48,20 @@ class Whole(NamedTuple):
     """Transitions at which a checkpoint may go on from here: those of checkpoints of the surviving line."""
     told: str
     """A torn tail, in words."""
+    began_with: QueueSnapshot | None = None
+    """The books of a checkpoint that was written without a journal: what this one began with, if it did."""
+
+    def holds(self, checkpoint: QueueSnapshot) -> bool:
+        """A run can go on from that checkpoint and this journal together.
+
+        Raises:
+            BugError: the checkpoint's books do not balance.
+        """
+        if checkpoint.seq:
+            return checkpoint.seq in self.marks
+        # No number tells such checkpoints apart, but what they hold does.
+        restored = Ledger.restore(checkpoint, self.state.ledger.prompts_per_epoch)
+        return self.began_with == restored.snapshot(checkpoint.version)
 
 
 class Meta(NamedTuple):
@@ -114,8 +130,17 @@ def rebuild(connection: sqlite3.Connection, meta: Meta) -> Whole:
     if number:
         seq, crc = number, connection.execute("SELECT crc FROM transitions WHERE seq = ?", (number,)).fetchone()[0]
     origin = connection.execute("SELECT min(seq) FROM snapshots").fetchone()[0]
-    marks = _read_marks(connection, read)
-    return Whole(seq, crc, state, meta.identity, frozenset({*marks, origin} - {0}), "")
+    marks = frozenset({*_read_marks(connection, read), origin})
+    return Whole(seq, crc, state, meta.identity, marks, "", _began_with(connection, read))
+
+
+def _began_with(connection: sqlite3.Connection, read: Reading) -> QueueSnapshot | None:
+    """See `Whole.began_with`. None, too, if it is damaged: few runs need it."""
+    with suppress(Damage):
+        seq, _, begin = read_snapshot(connection, "ASC", read)
+        if seq == 0 and not begin.is_new:
+            return begin.ledger.snapshot(begin.version)
+    return None
 
 
 def _read_marks(connection: sqlite3.Connection, read: Reading) -> Collection[int]:

@@ -29,6 +29,11 @@ def find_journal(
     if not path.exists():
         if continuing:
             raise InfraError(f"{path} is gone, and with it what the parts of the run hold. {GO_ON}")
+        if restore is not None and restore.seq:
+            return None, (
+                f"the journal is gone: there is no {path}, in which the checkpoint is at transition {restore.seq}. The "
+                f"run goes on from the books of the checkpoint{_FORGOTTEN}",
+            )
         return None, ()
     try:
         whole = examine(path)
@@ -45,7 +50,7 @@ def find_journal(
             f"{path} is of a run over {whole.state.ledger.prompts_per_epoch} prompts, this one has {num_prompts}: feed "
             "indices would name other prompts. Set the data back, or start anew with another run_dir and resume=none."
         )
-    if restore is not None and restore.seq not in whole.marks and not continuing:
+    if restore is not None and not continuing and not whole.holds(restore):
         aside = _set_aside(path, "behind")
         return None, (
             f"the journal ends at transition {whole.seq} and does not hold the checkpoint's, "

@@ -56,10 +56,18 @@ def read_head(run_dir: Path) -> JournalHead | None:
     try:
         whole = examine(path)
     except Damage as error:
-        return JournalHead(0, Line(), {}, 0, {"rollouter": _incarnation_of_files(run_dir)}, damage=str(error))
+        return JournalHead(0, Line(), {}, 0, {"rollouter": incarnation_of_files(run_dir)}, damage=str(error))
     state = whole.state
-    incarnations = {"rollouter": _incarnation_of_files(run_dir), **state.incarnations}
+    incarnations = {"rollouter": incarnation_of_files(run_dir), **state.incarnations}
     return JournalHead(whole.seq, state.line, whole.identity, state.ledger.prompts_per_epoch, incarnations)
+
+
+def incarnation_of_files(run_dir: Path) -> int:
+    """The last incarnation of the Rollouter that wrote into `samples/`, 0 if none did: whoever comes next needs file
+    names of its own, even if the journal knows nothing of it."""
+    directory = run_dir / SAMPLES
+    names = os.listdir(directory) if directory.is_dir() else []
+    return max((segment_incarnation(name) or log_incarnation(name) or 0 for name in names), default=0)
 
 
 def read_books(run_dir: Path) -> Books:
@@ -107,11 +115,3 @@ def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except Damage as error:
         raise ConfigError(f"{path} is damaged: {error}. Launch with resume={run_dir} to recover the run.") from None
-
-
-def _incarnation_of_files(run_dir: Path) -> int:
-    """The last incarnation of the Rollouter that wrote into `samples/`, 0 if none did: whoever comes next needs file
-    names of its own, even if the journal knows nothing of it."""
-    directory = run_dir / SAMPLES
-    names = os.listdir(directory) if directory.is_dir() else []
-    return max((segment_incarnation(name) or log_incarnation(name) or 0 for name in names), default=0)

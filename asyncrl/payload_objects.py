@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import anyio
 import anyio.to_thread
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
@@ -44,7 +45,7 @@ class RayPayloads:
     holds a reference, and the queue does. It is lost with the process that put it.
 
     Raises:
-        DeadlineError: a payload could not be fetched within `call_timeout_s`.
+        DeadlineError: the store did not take or give a payload within `call_timeout_s`.
         InfraError: the store cannot take a payload, or cannot be reached.
     """
 
@@ -64,7 +65,17 @@ class RayPayloads:
         return [unpack(shared, position) if shared is not None else None for shared, position in found]
 
     async def _put_many(self, samples: Sequence[Sample]) -> Sequence[PayloadRef]:
-        ref = await anyio.to_thread.run_sync(_put_blocking, samples)
+        try:
+            with anyio.fail_after(self._call_timeout_s):
+                # Nothing can interrupt a put: on its thread it may go on, but nobody waits for it any more.
+                ref = await anyio.to_thread.run_sync(_put_blocking, samples, abandon_on_cancel=True)
+        except TimeoutError as error:
+            size = sum(sample_meta(sample).payload_bytes for sample in samples)
+            raise DeadlineError(
+                f"the object store did not take {len(samples)} sample payloads ({size} bytes) within "
+                f"{self._call_timeout_s:g} s: look at the room it has (ray.object_store_memory_bytes) and at the disk "
+                "it spills to; raise timeouts.call_s if the machine is overloaded"
+            ) from error
         return [PayloadRef(ref, position) for position in range(len(samples))]
 
     def _get_blocking(self, refs: list[Any]) -> list[Packed | None]:

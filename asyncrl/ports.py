@@ -358,9 +358,6 @@ class EngineFleet(Protocol):
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         """Bring every replica to the publication's version."""
 
-    async def status(self) -> list[Mapping[str, Any]]:
-        """Per replica: `replica, version, running, waiting, kv_cache_usage, generated_tokens`."""
-
 
 class PromptSource(Protocol):
     """Prompts by feed order: a pure function of the data, the seed and the index, so a cursor is one integer."""

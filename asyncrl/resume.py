@@ -23,7 +23,7 @@ import yaml
 
 from asyncrl.assets import resolve
 from asyncrl.failures import ConfigError
-from asyncrl.journal_reader import JournalHead, read_head
+from asyncrl.journal_reader import JournalHead, incarnation_of_files, read_head
 from asyncrl.lineage import NO_REWINDS, Line
 from asyncrl.manifest import (
     ABANDONED,
@@ -74,7 +74,7 @@ class Resume:
     line: Line = NO_REWINDS
     """The one to run in: it ends with going back to `checkpoint`, in a lineage after any before."""
     incarnations: Mapping[str, int] = field(default_factory=dict)
-    """Of the Rollouter and the Trainer, the last ones that the journal knows of."""
+    """Of the Rollouter and the Trainer, the last ones that the journal knows of, or the files in `samples/`."""
 
     @property
     def lineage(self) -> int:
@@ -114,6 +114,15 @@ def resume_in_run(run_dir: Path, line: Line) -> Resume | None:
         return None
     manifest = load_manifest(checkpoint)
     return Resume(run_dir, checkpoint, manifest, line.rewound(manifest.progress.step))
+
+
+def completed_at(run_dir: Path) -> int | None:
+    """The step at which the run there ended well; None: it did not, or nobody knows."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return int(summary["step"]) if summary["status"] == "completed" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # ------------------------------------------------------------------------------------------------ identity
@@ -213,7 +222,7 @@ def _within(run_dir: Path, config: Config) -> _Found | _Nothing:
     line = head.line if head is not None else NO_REWINDS
     if (checkpoint := find_latest(run_dir, line)) is not None:
         return _Found(run_dir, checkpoint, head)
-    if _is_completed(run_dir):
+    if completed_at(run_dir) is not None:
         return _Nothing(_COMPLETED)
     if head is not None and not head.damage:
         return _Found(run_dir, None, head)
@@ -222,14 +231,6 @@ def _within(run_dir: Path, config: Config) -> _Found | _Nothing:
     if head is not None:
         return _Nothing(f"has no checkpoint, and its journal is damaged: {head.damage}")
     return _Nothing(f"has no checkpoint, and {'journal=off' if config.journal == 'off' else 'no journal'}")
-
-
-def _is_completed(run_dir: Path) -> bool:
-    """It ended well."""
-    try:
-        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _named(config: Config) -> _Found:
@@ -280,7 +281,8 @@ def _resume(config: Config, found: _Found) -> Resume:
         _check_identity(checkpoint, manifest.identity, run_identity(config), weights=checkpoint)
         _check_architecture(checkpoint, config.model.path)
         _check_critic(checkpoint, manifest, config)
-    line, incarnations = NO_REWINDS, {}
+    # Without its journal (the queue tells that it is gone) the run still has files that no other process may write to.
+    line, incarnations = NO_REWINDS, {"rollouter": incarnation_of_files(run_dir)}
     if head is not None:
         line, incarnations = head.line, dict(head.incarnations)
         if not head.damage:  # else only the checkpoint will do; the queue tells why when it sets the journal aside

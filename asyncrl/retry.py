@@ -8,30 +8,24 @@ from asyncrl.failures import DiskFullError, InfraError
 
 
 class RestartBudget:
-    """Restarts of one part: at most `max_restarts` within any `window_s` seconds; of one that tells how far it gets,
-    also at most so many in a row that get no further: what fails at the same place for ever is no bad luck, however
-    slowly it gets there.
+    """Restarts of one part: at most `max_restarts` within any `window_s` seconds, and at most so many in a row in which
+    the run gets no further: what fails at the same place for ever is no bad luck, however slowly it gets there.
     """
 
-    def __init__(self, part: str, max_restarts: int, window_s: float, *, tells_progress: bool = False) -> None:
-        """
-        Args:
-            part: as people are to read it, `Rollouter`.
-            tells_progress: `reached` is called.
-        """
+    def __init__(self, part: str, max_restarts: int, window_s: float) -> None:
+        """`part`: as people are to read it, `Rollouter`."""
         self._part = part
         self._max_restarts = max_restarts
         self._window_s = window_s
-        self._tells_progress = tells_progress
         self._failed_at: deque[float] = deque()
         self._excused = 0
         """Failures to come that do not count."""
         self._furthest = -1
         self._in_vain = 0
-        """Failures since the part was further than ever before."""
+        """Failures since the run was further than ever before."""
 
     def reached(self, step: int) -> None:
-        """The part has taken this step. It may have been there before, and gone back since."""
+        """The run has taken this step. It may have been there before, and gone back since."""
         if step > self._furthest:
             self._furthest, self._in_vain = step, 0
 
@@ -40,6 +34,7 @@ class RestartBudget:
         for _ in range(failures):
             if self._failed_at:
                 self._failed_at.popleft()
+                self._in_vain = max(0, self._in_vain - 1)
             else:
                 self._excused += 1
 
@@ -61,8 +56,8 @@ class RestartBudget:
         if (failures := len(self._failed_at)) > self._max_restarts:
             raise self._spent(f"failed {failures} times within {self._window_s:g} s", error)
         self._in_vain += 1
-        if self._tells_progress and self._in_vain > self._max_restarts:
-            where = f"without getting past step {self._furthest}" if self._furthest >= 0 else "before its first step"
+        if self._in_vain > self._max_restarts:
+            where = f"and the run did not get past step {self._furthest}" if self._furthest >= 0 else "before any step"
             raise self._spent(f"failed {self._in_vain} times in a row {where}", error)
         return failures
 

@@ -100,7 +100,7 @@ class RunState:
     unheard_s: Mapping[str, float] = field(default_factory=dict)
     """`queue`, `store`, `rollouter`, `trainer` → seconds since it last answered; parts that answer are not in it."""
     restarting: Mapping[str, float] = field(default_factory=dict)
-    """Parts that are being replaced, since when."""
+    """`rollouter`, `trainer`, where the driver replaces it → since when."""
     restarts: tuple[Restart, ...] = ()
     """The newest."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ Rollouter  permit      an admission          slot        a place in generation
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
            publish     a version to be fetchable         checkpoint  one to be read or written
+           served      the last version to be applied and validated: its ranks hold it
 """
 
 from __future__ import annotations

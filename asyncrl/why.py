@@ -5,6 +5,7 @@
             │                                ├─ permit ─▶ staleness gate ─▶ version not applied ─▶ replicas, store
             │                                │                           └─ newest is applied ─▶ Trainer
             │                                └─ slot ─▶ replicas
+            ├─ served ─▶ Rollouter ─ apply, validation ─▶ replicas
             └─ model, experience, critic, train, publish, checkpoint ─▶ ranks, store
 
 Each answer follows one path of this picture, so it ends. What is not known is left out; nothing here raises.
@@ -102,7 +103,7 @@ class _Look:
         if gone := self._gone("trainer", "Trainer"):
             return (gone,)
         waits = self._waits("trainer")
-        if not waits and (gone := self._gone("queue", "queue")):
+        if not waits and (gone := self._unheard("queue", "queue")):
             return (Link("Trainer", "waits on the queue"), gone)
         if not waits:
             known = "trainer" in self._state.waits
@@ -110,6 +111,8 @@ class _Look:
             more = "between two calls, or at work on its own event loop" if known else ""
             return (Link("Trainer", told, None, more, "busy" if known else "unknown"),)
         longest = waits[0]
+        if longest.edge == "served":
+            return (Link("Trainer", "has taken its last step", longest.since_s), *self._end())
         if longest.edge != "samples":
             if longest.edge == "publish" and (gone := self._store()):
                 return (Link("Trainer", "publishes a version", longest.since_s), gone)
@@ -139,7 +142,7 @@ class _Look:
 
     def _samples(self) -> tuple[Link, ...]:
         state = self._state
-        if gone := self._gone("queue", "queue"):
+        if gone := self._unheard("queue", "queue"):
             return (gone,)
         if state.queue is None:
             return (Link("queue", "has told nothing yet", None, "", "unknown"),)
@@ -195,6 +198,17 @@ class _Look:
             if held.edge == "probation":
                 more += f"{'; ' if more else ''}{held.count} held back since an engine crashed in their presence"
         return (Link("Rollouter", f"waits on {what}", wait.since_s, more), self._replicas())
+
+    def _end(self) -> tuple[Link, ...]:
+        """The Trainer is done; what is left is the Rollouter's."""
+        if gone := self._gone("rollouter", "Rollouter"):
+            return (gone,)
+        waits = {wait.edge: wait for wait in self._waits("rollouter")}
+        if (apply := waits.get("apply")) is not None:
+            return (Link("Rollouter", "applies the last version", apply.since_s), *self._behind())
+        if (validation := waits.get("validation")) is not None:
+            return (Link("Rollouter", "validates", validation.since_s, _tasks(validation)), self._replicas())
+        return (Link("Rollouter", "is about to end", None, "the last version is served", "busy"),)
 
     # ------------------------------------------------------------------------------------------------ the gate
 
@@ -278,7 +292,7 @@ class _Look:
         current = self._current()
         if lagging := self._lagging_replica(current):
             return lagging
-        if gone := self._gone("store", "store"):
+        if gone := self._unheard("store", "store"):
             return gone  # reports go through it, so what is known of the replicas is old
         serving = [report for report in current if report.phase in ("serving", "fetching")]
         requests = sum(report.in_flight for report in serving)
@@ -294,11 +308,9 @@ class _Look:
 
     def _lagging_replica(self, reports: Sequence[ReplicaReport]) -> Link | None:
         """The replica that most likely holds the others' work up; None: all are well."""
-        if "replica" in self._state.restarting:
-            return self._gone("replica", "replica")
         if not self._state.replicas:
             more = f"{self._state.num_replicas} configured; they start, or their reports do not arrive"
-            return self._gone("store", "store") or Link("replicas", "have told nothing yet", None, more, "replica")
+            return self._unheard("store", "store") or Link("replicas", "have told nothing yet", None, more, "replica")
         troubles = [(self._trouble(report), report) for report in reports]
         found = [(rank, report) for rank, report in troubles if rank > 0]
         if not found:
@@ -312,7 +324,7 @@ class _Look:
         if rank == 4:
             unheard_s = self._since(report.reported_at)
             more = f"last {report.phase}; {pids}; dead, stopped or hung"
-            return self._gone("store", "store") or Link(_name(report), "not heard of", unheard_s, more, "replica")
+            return self._unheard("store", "store") or Link(_name(report), "not heard of", unheard_s, more, "replica")
         does = {
             "starting": "starts its engine",
             "pausing": "in pause",
@@ -333,18 +345,23 @@ class _Look:
         return 1 if report.phase == "starting" else 0
 
     def _store(self) -> Link | None:
-        return self._gone("store", "weight store")
+        return self._unheard("store", "weight store")
 
     # ------------------------------------------------------------------------------------------------ shared
 
     def _gone(self, part: str, name: str) -> Link | None:
-        """It is being replaced, or does not answer."""
+        """The driver replaces it, or it does not answer."""
         state = self._state
         if part in state.restarting:
             causes = [restart.cause for restart in state.restarts if restart.part == part and not restart.recovered_at]
             doing = [f"now it waits on {wait.edge}" for wait in self._waits(part)[:1]]
             more = "; ".join(causes[-1:] + doing)
             return Link(name, "is being restarted", self._since(state.restarting[part]), more, "restarting")
+        return self._unheard(part, name)
+
+    def _unheard(self, part: str, name: str) -> Link | None:
+        """It does not answer."""
+        state = self._state
         unheard_s = state.unheard_s.get(part, 0.0)
         if unheard_s > UNHEARD_S:
             pid = next((process.pid for process in state.processes if process.part == part), 0)

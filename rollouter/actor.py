@@ -109,10 +109,6 @@ class RolloutActor:
         }
         return {**own, **self._rollouter.status()} if self._rollouter is not None else own
 
-    async def fleet_status(self) -> list[Mapping[str, Any]]:
-        """See `Rollouter.fleet_status`; empty before `run`."""
-        return await self._rollouter.fleet_status() if self._rollouter is not None else []
-
 
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
     """Start the actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.

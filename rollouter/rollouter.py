@@ -98,7 +98,6 @@ class Rollouter:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.waits = WaitBoard(clock)
-        self._fleet = fleet
         self._scope = anyio.CancelScope()
         drops = DropRule(
             on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
@@ -141,6 +140,7 @@ class Rollouter:
             validated_step=start.validated_step,
             test_freq=config.trainer.test_freq,
             poll_s=config.timeouts.call_s,
+            apply_s=config.timeouts.apply_call_s,
             start_s=config.timeouts.start_s,
             waits=self.waits,
             clock=clock,
@@ -180,7 +180,3 @@ class Rollouter:
             "lineage": self._versions.edition.lineage,
             "waits": self.waits.snapshot(),
         }
-
-    async def fleet_status(self) -> list[Mapping[str, Any]]:
-        """What the replicas say of themselves, see `EngineFleet.status`. Raises `InfraError` if one does not answer."""
-        return await self._fleet.status()

@@ -54,6 +54,7 @@ class VersionLoop:
         validated_step: int = 0,
         test_freq: int = -1,
         poll_s: float,
+        apply_s: float,
         start_s: float,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +65,7 @@ class VersionLoop:
         Args:
             test_freq: `trainer.test_freq`.
             poll_s: longest single wait for a publication.
+            apply_s: longest single call to the replicas to take a version.
             start_s: how long a replica that was just replaced may answer with another version than was applied.
         """
         self._feed = feed
@@ -76,6 +78,7 @@ class VersionLoop:
         self._validated_step = validated_step
         self._test_freq = test_freq
         self._poll_s = poll_s
+        self._apply_s = apply_s
         self._start_s = start_s
         self._waits = waits
         self._clock = clock
@@ -152,7 +155,7 @@ class VersionLoop:
         Raises:
             InfraError: one could not be brought there.
         """
-        with self._waits.waiting("apply"):
+        with self._waits.waiting("apply", limit_s=self._apply_s):
             reports = await self._fleet.apply(publication)
         # A replica that was replaced meanwhile may already serve a newer one; its tokens say so.
         if behind := [report for report in reports if report.edition < publication.edition]:

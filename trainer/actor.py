@@ -69,7 +69,7 @@ class TrainerActor:
         return {"step": trainer.progress.step, "version": trainer.progress.version}
 
     async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
-        """See `Trainer.run`; one record per optimizer step, right after it. After `start`.
+        """See `Trainer.run`; one record per optimizer step, right after it. After `start`. Ends after `served`.
 
         Raises:
             AsyncRLError: the first failure of any part.
@@ -80,9 +80,14 @@ class TrainerActor:
             self._trainer.stop()
         client = QueueClient(queue, self._config.timeouts.call_s, part="trainer", incarnation=self._incarnation)
         payloads = make_payloads(self._config, self._run_dir.path, self._incarnation)
-        run = partial(self._trainer.run, client, payloads, total_steps)
+        run = partial(self._trainer.run, client, payloads, total_steps, until_served=True)
         async for record in stream_records("trainer", run):
             yield record
+
+    async def served(self) -> None:
+        """See `Trainer.served`."""
+        if self._trainer is not None:
+            self._trainer.served()
 
     async def stop(self) -> None:
         """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""

@@ -64,6 +64,7 @@ class Trainer:
         self._waits = waits
         self._loop: TrainLoop | None = None
         self._stopped = False
+        self._served = anyio.Event()
         self.progress = Progress()
 
     @classmethod
@@ -112,11 +113,22 @@ class Trainer:
             raise
         return trainer
 
-    async def run(self, queue: SampleQueue, payloads: PayloadStore, total_steps: int, sink: RecordSink) -> None:
+    async def run(
+        self,
+        queue: SampleQueue,
+        payloads: PayloadStore,
+        total_steps: int,
+        sink: RecordSink,
+        *,
+        until_served: bool = False,
+    ) -> None:
         """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue.
 
         The ranks stay as long as this process: what they have published is theirs, and replicas may still be fetching
         it. After a failure they are gone.
+
+        Args:
+            until_served: Return, unless stopped, only after `served`, and fail until then if a rank does.
 
         Raises:
             AsyncRLError: the first failure of any part. InfraError: a rank died, or did not say for `timeouts.probe_s`
@@ -130,6 +142,9 @@ class Trainer:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._groups.watch, self._config.timeouts.probe_s)
                 await self._loop.run(sink)
+                if until_served and not self._stopped:
+                    with self._waits.waiting("served"):
+                        await self._served.wait()
                 tasks.cancel_scope.cancel()
         except BaseException as failure:
             await self._groups.close()
@@ -150,9 +165,14 @@ class Trainer:
         """See `TrainerGroups.ranks`."""
         return self._groups.ranks
 
+    def served(self) -> None:
+        """Every replica serves what was published last: nobody needs the ranks any more."""
+        self._served.set()
+
     def stop(self) -> None:
         """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
         self._stopped = True
+        self._served.set()
         if self._loop is not None:
             self._loop.stop()
 

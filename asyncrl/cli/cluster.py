@@ -19,7 +19,7 @@ from anyio import to_thread
 
 from asyncrl.cli import processes
 from asyncrl.config.schema import Config
-from asyncrl.failures import InfraError
+from asyncrl.failures import DeadlineError, InfraError
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +58,45 @@ async def cluster(config: Config, name: str, *, stale: str = "") -> AsyncIterato
 
     Raises:
         InfraError: Ray cannot start, or the cluster at `ray.address` does not answer.
+        DeadlineError: what is stale was not deleted within `timeouts.start_s`.
     """
     processes.adopt_orphans()
     namespace = f"asyncrl-{name}-{secrets.token_hex(3)}"
     try:
         await _in_lasting_thread(partial(_start, config, namespace))
         if stale and config.ray.address is not None:
-            await to_thread.run_sync(_leave_shared, stale, abandon_on_cancel=True)
+            await _delete_stale(stale, config.timeouts.start_s)
         yield namespace
     except BaseException:
         # A thread may still be inside a Ray call, and Ray ends the whole process if it is shut down under one. So Ray
         # is left as it is in this process, which is about to exit, and only what it started is ended.
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(_abandon, config.ray.address is None, namespace)
+        await _take_down(_abandon, config, namespace)
         raise
+    await _take_down(_stop, config, namespace)
+
+
+async def _delete_stale(namespace: str, limit_s: float) -> None:
+    try:
+        with anyio.fail_after(limit_s):
+            await to_thread.run_sync(_leave_shared, namespace, abandon_on_cancel=True)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"Ray Serve did not delete what is left of this run's last launch within {limit_s:g} s (timeouts.start_s): "
+            f"its apps of {namespace}. See to the cluster at ray.address, or take another"
+        ) from error
+
+
+async def _take_down(how: Callable[[bool, str], None], config: Config, namespace: str) -> None:
+    """Cancellation waits for it, but nobody waits longer than `timeouts.stop_s` for a Ray that hangs: what it has
+    started here is ended then, and what is on a cluster of others' may stay there until the run is launched again."""
+    private, limit_s = config.ray.address is None, config.timeouts.stop_s
     with anyio.CancelScope(shield=True):
-        await to_thread.run_sync(_stop, config.ray.address is None, namespace)
+        with anyio.move_on_after(limit_s) as scope:
+            await to_thread.run_sync(how, private, namespace, abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            left = "" if private else f"; Serve apps of {namespace} may be left on the cluster"
+            logger.warning("Ray was not down within timeouts.stop_s=%g: nobody waits for it any more%s", limit_s, left)
+            await to_thread.run_sync(processes.end_descendants)
 
 
 async def _in_lasting_thread(function: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import anyio
 
 from asyncrl.cli.cluster import cluster, link_logs
 from asyncrl.cli.interrupts import Interrupts
-from asyncrl.cli.nothing_left import nothing_left, planned_steps
+from asyncrl.cli.nothing_left import finished
 from asyncrl.cli.picture import Picture
 from asyncrl.cli.run_lock import RunLocks
 from asyncrl.config.schema import Config
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 def launch(config: Config) -> int:
     """Run `config` to its end and return the exit code: 0 completed, 1 failed, 2 bad configuration, found only when
-    a part made use of it, 130 interrupted.
+    a part made use of it, 130 interrupted. Of a run that is completed nothing is touched.
 
     Raises:
         ConfigError: nothing was started, because the checkpoint to resume or the run directory is not usable.
@@ -56,12 +56,18 @@ def launch(config: Config) -> int:
         resume = _find_resume(config, locks, told)
         if resume is None and config.run_dir is not None:
             locks.take(Path(config.run_dir))
+        view = make_view(config.logging.console, f"asyncrl {config.mode} · {config.experiment_name}")
+        if resume is not None:
+            _check_place(config, resume)
+            if (done := finished(config, resume)) is not None:
+                for text in (*told, done):
+                    view.message("warning", text)
+                return COMPLETED
         run_dir = _run_dir(config, resume)
         locks.take(run_dir.path)
         summary = SummaryFile(run_dir.path)
         summary.reserve()
-        title = f"asyncrl {config.mode} · {config.experiment_name}"
-        with make_view(config.logging.console, title) as view, logging_to(view, run_dir.logs, config.logging.level):
+        with view, logging_to(view, run_dir.logs, config.logging.level):
             return anyio.run(_run, config, run_dir, resume, summary, view, told)
 
 
@@ -89,11 +95,25 @@ def _state_of(path: Path) -> RunState | None:
         return None
 
 
+def _check_place(config: Config, resume: Resume) -> None:
+    """Raises `ConfigError` if `run_dir` names another place than that of the run to go on with."""
+    named = config.run_dir
+    if named is None or Path(named).resolve() == resume.run_dir.resolve():
+        return
+    anew = ""
+    if resume.checkpoint is not None:
+        anew = f", or start anew from its weights: resume=none model.path={resume.checkpoint / 'hf'}"
+    raise ConfigError(
+        f"run_dir={named}: what resume names is of the run in {resume.run_dir}, and a run goes on where it is; leave "
+        f"run_dir out{anew}"
+    )
+
+
 def _run_dir(config: Config, resume: Resume | None) -> RunDir:
     """The directory to run in. A run goes on where it is. What cannot be gone on with is set aside.
 
     Raises:
-        ConfigError: `run_dir` names another place, or one that cannot be used.
+        ConfigError: `run_dir` cannot be used.
     """
     named = Path(config.run_dir) if config.run_dir else None
     if resume is None:
@@ -103,15 +123,6 @@ def _run_dir(config: Config, resume: Resume | None) -> RunDir:
         run_dir = reopen_run_dir(named, config)
         _set_aside(run_dir, METRICS, TRAINED, SAMPLES, *JOURNAL_FILES)
         return run_dir
-    if named is not None and named.resolve() != resume.run_dir.resolve():
-        raise ConfigError(
-            f"run_dir={named}: what resume names is of the run in {resume.run_dir}, and a run goes on where it is; "
-            + (
-                f"leave run_dir out, or start anew from its weights: resume=none model.path={resume.checkpoint / 'hf'}"
-                if resume.checkpoint is not None
-                else "leave run_dir out"
-            )
-        )
     run_dir = reopen_run_dir(resume.run_dir, config)
     if config.journal == "off":
         # From here on the checkpoints have books of their own, which this journal and its samples have no part in.
@@ -174,9 +185,6 @@ async def _outcome(
     interrupts = Interrupts()
     view.phase("starting Ray")
     try:
-        if resume is not None and (done := nothing_left(resume, planned_steps(config))) is not None:
-            view.message("warning", done)
-            return Outcome("completed", None)
         with interrupts.scope:
             async with anyio.create_task_group() as group:
                 await group.start(interrupts.listen)

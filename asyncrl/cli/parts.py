@@ -203,6 +203,15 @@ class TrainPart(_ActorPart):
             limit_s = self._config.timeouts.train_s
             await ask(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
 
+    async def served(self) -> None:
+        """The last version is applied and validated: the process that is up may end.
+
+        Raises:
+            InfraError: it did not hear of it.
+        """
+        if self._actor is not None:
+            await ask(self.name, self._actor.served.remote(), self._config.timeouts.call_s, doing="ending")
+
     def _listed(self, status: Status) -> list[ProcessInfo]:
         ranks = [
             ProcessInfo("rank", f"rank {rank['group']}/{rank['rank']}", rank["pid"], rank["node_id"])

@@ -10,12 +10,15 @@ import anyio
 from asyncrl.failures import DeadlineError
 
 TICK_S = 1.0
+AGAIN_S = 2.0
+"""For the second try: a part that is well answers within milliseconds."""
 
 Answer = TypeVar("Answer")
 
 
 async def probe(
-    ask: Callable[[], Awaitable[Answer | None]],
+    ask: Callable[[float], Awaitable[Answer | None]],
+    limit_s: float,
     *,
     heard: Callable[[Answer], Awaitable[None]],
     missed: Callable[[DeadlineError], Awaitable[None]],
@@ -23,18 +26,25 @@ async def probe(
     """Ask about once a second, until cancelled.
 
     Args:
-        ask: the part's answer, bounded; None: there is nobody to ask just now.
+        ask: the part's answer within so many seconds; None: there is nobody to ask just now.
+        limit_s: for an answer.
         heard: awaited with each answer.
-        missed: awaited when there was none in time.
+        missed: awaited when there was none in time, and not when asked once more either: when this process has stood
+            still, stopped by a signal or starved, a deadline passes before the answer that was waiting is looked at.
 
     Raises:
         AsyncRLError: what `ask` raised other than `DeadlineError`, or what the other two did.
     """
     while True:
+        late: DeadlineError | None = None
         try:
-            answer = await ask()
+            try:
+                answer = await ask(limit_s)
+            except DeadlineError as error:
+                late = error
+                answer = await ask(min(limit_s, AGAIN_S))
         except DeadlineError as error:
-            await missed(error)
+            await missed(late or error)
         else:
             if answer is not None:
                 await heard(answer)

@@ -20,8 +20,8 @@ from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.run_dir import disk_error
 from asyncrl.run_state import ProcessInfo
 
-KILL_S = 15.0
-"""For Ray to take note that a process is to be killed."""
+KILL_S = 25.0
+"""For the processes of a part to be gone, and for Ray to take note of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,29 +54,26 @@ async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator
 async def kill(actor: Any, known: Collection[ProcessInfo], heard_at: float) -> None:
     """End an actor for good, and its known processes, as they told at `heard_at` (wall clock). A stopped process does
     not hear Ray, so those on this machine are killed by number. Bounded; not cancelled half-way."""
-    with anyio.CancelScope(shield=True):
-        nodes = await to_thread.run_sync(nodes_here)
-        here = [process.pid for process in known if process.node_id in nodes]
-        await to_thread.run_sync(end_known, here, heard_at)
-        await _ray_kill(actor, for_good=True)
 
-
-async def kill_hung(actor: Any, name: str, pid: int, heard_at: float) -> None:
-    """End the process of an actor that Ray starts again: class `name`, known by `pid` at `heard_at` (wall clock)."""
-    with anyio.CancelScope(shield=True):
-        if not await to_thread.run_sync(partial(end_known, [pid], heard_at, title=f"ray::{name}")):
-            await _ray_kill(actor, for_good=False)
-
-
-async def _ray_kill(actor: Any, *, for_good: bool) -> None:
-    def kill_it() -> None:
+    def kill_them() -> None:
+        nodes = nodes_here()
+        end_known([process.pid for process in known if process.node_id in nodes], heard_at)
         with suppress(RayError):
-            ray.kill(actor, no_restart=for_good)
+            ray.kill(actor)
 
-    with anyio.move_on_after(KILL_S) as scope:
-        await to_thread.run_sync(kill_it, abandon_on_cancel=True)
-    if scope.cancelled_caught:
-        logger.warning("Ray did not kill an actor within %g s; what it still does is not accepted", KILL_S)
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(KILL_S) as scope:
+            await to_thread.run_sync(kill_them, abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            logger.warning("Ray did not kill an actor within %g s; what it still does is not accepted", KILL_S)
+
+
+async def kill_hung(name: str, pid: int, heard_at: float) -> bool:
+    """End the process of an actor on this node that Ray starts again: class `name`, known by `pid` at `heard_at` (wall
+    clock). False: it has ended by itself, and its successor is not to be hurt."""
+    with anyio.CancelScope(shield=True):
+        found = await to_thread.run_sync(partial(end_known, [pid], heard_at, title=f"ray::{name}"))
+    return found > 0
 
 
 def nodes_here() -> frozenset[str]:

@@ -1,6 +1,7 @@
 """One run, from the first actor to the last record.
 
-    driver ──┬─ Trainer   ──▶ StepRecord ...                     ends after the last step and closes the queue
+    driver ──┬─ Trainer   ──▶ StepRecord ...                     closes the queue after the last step, and ends when
+             │                                                   the Rollouter has: its ranks hold the last version
              ├─ Rollouter ──▶ ApplyRecord, ValidationRecord ...  ends when the queue is closed and the last version
              │                                                   is applied and validated
              ├─ probes: how is the Rollouter, the Trainer, the queue, the store? each on its own, once a second
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -74,8 +76,7 @@ class Run:
         self._watchdog = Watchdog(config.timeouts.watchdog_s, start_s=config.timeouts.start_s)
         recovery = config.recovery
         self._budgets = {
-            part: RestartBudget(name, recovery.max_restarts, recovery.window_s, tells_progress=part == "trainer")
-            for part, name in NAMES.items()
+            part: RestartBudget(name, recovery.max_restarts, recovery.window_s) for part, name in NAMES.items()
         }
         self._others = Watch(config, picture, recorder, view, self._budgets)
         """Queue, store and replicas."""
@@ -192,13 +193,15 @@ class Run:
                 await self._rollouter.follow_again(self._put)
 
     async def _is_needed_again(self) -> bool:
-        """The Rollouter has ended because the Trainer had closed the queue. Waits until the Trainer has ended as well
-        (False), or has failed at the very end and gone back, which opens the queue again (True): what is lost or
-        filtered from now on has to be generated, and what is published applied."""
+        """The Rollouter has ended because the Trainer had closed the queue: nobody needs the Trainer's ranks any more.
+        Waits until the Trainer has ended as well (False), or has failed at the very end and gone back, which opens the
+        queue again (True): what is lost or filtered from now on has to be generated, and what is published applied."""
         while not self._trainer_ended and not self._stopping:
             moved = self._trainer_moved
             if not (await self._queue.status()).closed:
                 return True
+            with suppress(InfraError):  # it is replaced, and goes back
+                await self._training.served()
             await moved.wait()
         return False
 
@@ -218,7 +221,8 @@ class Run:
             edition = Edition(record.lineage, record.version)
             self._validated = max(edition, self._validated or edition)
         if isinstance(record, StepRecord):
-            self._budgets["trainer"].reached(record.step)
+            for budget in self._budgets.values():
+                budget.reached(record.step)
         with happened_in("driver"):
             await self._recorder.put(record)
 
@@ -246,12 +250,12 @@ class Run:
 
     async def _probe_part(self, supervisor: Supervisor, heard: Callable[[Any], None]) -> None:
         """Of Rollouter or Trainer."""
-        limit_s, part = self._config.timeouts.probe_s, supervisor.part
+        part = supervisor.part
         assert isinstance(part, RolloutPart | TrainPart)
 
-        async def ask_it() -> Any:
+        async def ask_it(within_s: float) -> Any:
             try:
-                return await part.status(limit_s)
+                return await part.status(within_s)
             except DeadlineError:
                 raise
             except InfraError:  # it is gone, as its stream will tell
@@ -267,7 +271,7 @@ class Run:
                 supervisor.hung(error)
 
         self._picture.heard_at[part.name] = time.time()
-        await probe(ask_it, heard=heard_it, missed=missed)
+        await probe(ask_it, self._config.timeouts.probe_s, heard=heard_it, missed=missed)
 
     def _heard_rollouter(self, status: Any) -> None:
         if "waits" in status:  # it runs

@@ -10,15 +10,16 @@ import fcntl
 import logging
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from asyncrl.failures import ConfigError
 from asyncrl.run_dir import disk_error
 
 LOCK = "run.lock"
-"""Holds who has the lock, for people; it stays, and means nothing by itself."""
+"""Says who has the lock, for people; it is empty when that driver has ended, unless it was killed. It stays, and means
+nothing by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,16 @@ class RunLocks:
             file.truncate(0)
             file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
+            self._stack.callback(_forget, file)
         except OSError as error:
             raise disk_error(Path(error.filename or path / LOCK), error) from error
         self._held.add(path)
         return True
+
+
+def _forget(file: TextIO) -> None:
+    with suppress(OSError):  # it is for people only
+        file.truncate(0)
 
 
 def _lock(file: int, run_dir: Path) -> None:

@@ -214,8 +214,10 @@ class Supervisor:
                 await self.part.start(self.incarnation)
             except InfraError as error:
                 return error
-            self.replacing_since = None
-            return None
+            if not self._stopping:
+                self.replacing_since = None
+                return None
+            # It was up in the very moment in which the run was asked to end, too late to be cancelled.
         raise _Stopped
 
     def _cancel(self) -> None:

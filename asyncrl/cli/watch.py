@@ -74,7 +74,8 @@ class Lasting:
         self._killed: tuple[int, float] | None = None
         """The process that was killed last, and when (monotonic)."""
         self._hung = ""
-        """Why it was killed, until the next one answers."""
+        """Why it was killed, or is gone, until the next one answers."""
+        self._died = f"the {NAMES[part]}'s process died"
 
     def asked(self) -> None:
         """From now on it is asked."""
@@ -92,7 +93,7 @@ class Lasting:
         if known == pid:
             return False
         if known is not None:
-            cause = self._hung or f"the {NAMES[self._part]}'s process died"
+            cause = self._hung or self._died
             self._hung = ""
             self._incarnation += 1
             self._recorder.restarted(Restart(self._part, self._incarnation, failed_at, cause, now, detail))
@@ -101,7 +102,8 @@ class Lasting:
         return True
 
     async def missed(self, error: DeadlineError) -> None:
-        """It does not answer: end its process, once, and Ray starts the next one.
+        """It does not answer: end its process, once, and Ray starts the next one. It may have died by itself: then the
+        next one is starting already.
 
         Raises:
             InfraError: the next one has not come up in time.
@@ -118,7 +120,8 @@ class Lasting:
                 ) from error
             return
         self._killed, self._hung = (self._pid, now_s), error.message
-        await kill_hung(self.handle, self._kind.__name__, self._pid, self._picture.heard_at[self._part])
+        if not await kill_hung(self._kind.__name__, self._pid, self._picture.heard_at[self._part]):
+            self._hung = self._died
 
 
 class Watch:
@@ -152,7 +155,9 @@ class Watch:
         Raises:
             InfraError: it is gone for good, or too often.
         """
-        client = QueueClient(self.queue.handle, self._config.timeouts.probe_s)
+
+        async def ask_it(within_s: float) -> QueueStatus:
+            return await QueueClient(self.queue.handle, within_s).status()
 
         async def missed(error: DeadlineError) -> None:
             if self._config.journal == "off" or self._picture.queue is None:  # nothing could be rebuilt
@@ -161,7 +166,7 @@ class Watch:
 
         with happened_in("queue"):
             self.queue.asked()
-            await probe(client.status, heard=self._heard_queue, missed=missed)
+            await probe(ask_it, self._config.timeouts.probe_s, heard=self._heard_queue, missed=missed)
 
     async def _heard_queue(self, status: QueueStatus) -> None:
         live = status.books.running + status.books.ready + status.books.leased
@@ -178,14 +183,13 @@ class Watch:
         # A status may be asked for twice: Ray asks again over a restart.
         call = self.store.handle.status.options(max_task_retries=FOREVER)
 
-        async def ask_it() -> StoreStatus:
-            limit_s = self._config.timeouts.probe_s
-            status: StoreStatus = await ask(NAMES["store"], call.remote(), limit_s, doing="telling its status")
+        async def ask_it(within_s: float) -> StoreStatus:
+            status: StoreStatus = await ask(NAMES["store"], call.remote(), within_s, doing="telling its status")
             return on_clock(status, time.time())
 
         with happened_in("store"):
             self.store.asked()
-            await probe(ask_it, heard=self._heard_store, missed=self.store.missed)
+            await probe(ask_it, self._config.timeouts.probe_s, heard=self._heard_store, missed=self.store.missed)
 
     async def _heard_store(self, status: StoreStatus) -> None:
         if self.store.heard(status.pid, "the newest version is published again"):

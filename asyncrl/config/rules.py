@@ -218,13 +218,13 @@ def _engine(config: Config, given: Given) -> Iterator[Problem]:
 
 def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
     limits = config.timeouts
-    # A call to the training processes counts as movement while it is under way: train_s and collective_s may be longer.
+    # Calls to the training processes, and to the replicas to load a version, count as movement while they are under
+    # way: train_s, collective_s and apply_s may be longer.
     silent = {
         "timeouts.call_s": limits.call_s,
         "timeouts.probe_s": limits.probe_s,
         "timeouts.generate_s": limits.generate_s,
         "timeouts.engine_s": limits.engine_s,
-        "timeouts.apply_s": limits.apply_s,
         "reward.timeout_s": config.reward.timeout_s,
     }
     longest = max(silent, key=silent.__getitem__)

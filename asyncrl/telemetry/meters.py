@@ -13,11 +13,17 @@ class Total:
     def __init__(self) -> None:
         self._earlier = 0.0
         self._present = 0.0
+        self._incarnation = 0
 
-    def see(self, value: float) -> float:
-        """The part's own counter stands at `value`; returns the total of all incarnations seen so far."""
-        if value < self._present:
+    def see(self, value: float, incarnation: int) -> float:
+        """The counter of the part's process of this incarnation stands at `value`; returns the total of all
+        incarnations seen so far.
+
+        A value that falls would not tell them apart: a new process may have counted further than the one before.
+        """
+        if incarnation != self._incarnation:
             self._earlier += self._present
+            self._incarnation = incarnation
         self._present = value
         return self._earlier + value
 

@@ -206,9 +206,9 @@ class Recorder:
     def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
 
-        Of the Rollouter: `generated_tokens`, `samples_done`, `idle_s` and `drops` by kind, cumulative over its process,
-        `in_flight` and `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the Trainer's wait for a
-        lease is `samples`. A part that was restarted counts from 0 again.
+        Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s` and `drops` by
+        kind, from 0 on, `in_flight` and `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the
+        Trainer's wait for a lease is `samples`.
 
         Raises:
             BugError: a key is missing.
@@ -329,15 +329,17 @@ class Recorder:
     # ------------------------------------------------------------------------------------------ statuses
 
     def _see_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
-        self._generated_tokens = self._earlier_tokens + int(self._made_tokens.see(status["generated_tokens"]))
+        incarnation: int = status["incarnation"]
+        made_tokens = self._made_tokens.see(status["generated_tokens"], incarnation)
+        self._generated_tokens = self._earlier_tokens + int(made_tokens)
         self._generated.add(now_s, self._generated_tokens)
-        idle_s = self._idle_s.see(status["idle_s"])
+        idle_s = self._idle_s.see(status["idle_s"], incarnation)
         self._rollouter_idle.observe(now_s, idle_s)
         self._idle_rollouter.add(now_s, idle_s)
         for kind, count in status["drops"].items():
-            self._num_dropped[kind] = int(self._drops.setdefault(kind, Total()).see(count))
+            self._num_dropped[kind] = int(self._drops.setdefault(kind, Total()).see(count, incarnation))
         self._known["rollouter/generated_tokens"] = float(self._generated_tokens)
-        self._known["rollouter/samples_done"] = self._samples_done.see(status["samples_done"])
+        self._known["rollouter/samples_done"] = self._samples_done.see(status["samples_done"], incarnation)
         self._known["rollouter/in_flight"] = float(status["in_flight"])
         self._set_known("throughput/generated_tokens_per_s", self._generated.per_s)
         self._set_known("idle/rollouter", self._idle_rollouter.per_s, most=1.0)

@@ -20,6 +20,7 @@ import anyio
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
 from asyncrl.ports import Edition, Publication, ReplicaReport, StoreStatus
@@ -49,9 +50,6 @@ class WeightStoreActor:
         self._informed = not ray.get_runtime_context().was_current_actor_reconstructed
         """Whether there being no version means that none was published; a restarted store must be told first."""
         self._replicas = ReplicaReports()
-
-    async def ready(self) -> None:
-        """Answers once the actor is up."""
 
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
         """Make a version the newest. One that nobody has `heard_of` leaves its wish for validation to this one,
@@ -171,7 +169,7 @@ class WeightStoreActor:
 
 
 def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
-    """Create the run's store actor.
+    """Create the run's store actor, on the caller's node, which the run cannot do without anyhow.
 
     Args:
         namespace: The run's Ray namespace.
@@ -185,6 +183,7 @@ def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHand
             num_cpus=0,
             max_concurrency=PARKED_CALLERS,
             max_restarts=max_restarts,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
         .remote()
     )

@@ -12,11 +12,17 @@ what was seen of the calls to replicas are held against each other:
   - what was trained was made by versions that there were then, none older than async_training.max_staleness
   - the launch outlived every fault that is not its own end, nothing hung, and nothing is left running
 
-The exit code is 1 if a promise was broken. A fault that ends the launch (driver, journal, payload, disk) is followed by
-the same launch with resume=auto; the launch has to live through all others.
+The exit code is 1 if a promise was broken, if no fault was dealt, and if fewer were than --faults asks for, because
+--minutes were over or the run could not go on. With --aim it is 1 as well if the median recovery of actors was not
+under 20 s, or that of engines not under 60 s; a group with fewer than five faults is not judged, and one has to be.
+These aims are for two cores that nobody else uses, so without --aim they are only told.
+
+A fault that ends the launch (driver kill, journal, payload, disk) is followed by the same launch with resume=auto; the
+launch has to live through all others. A fault that finds nothing to strike (no payload file, no engine that runs dry)
+does not count: it is tried some times, and then another comes in its place.
 
   python -m benchmarks.chaos --seed 1 --minutes 30 --json chaos.json
-  python -m benchmarks.chaos --seed 1 --minutes 75 --faults 100 --json chaos.json --keep records
+  python -m benchmarks.chaos --seed 1 --minutes 75 --faults 100 --aim --json chaos.json --keep records
   python -m benchmarks.chaos --seed 1 --faults 4 --parts queue trainer "engine stop" --one-node --replicas 1
 
 The seed decides which faults, whom and after what pause. What they meet depends on the machine, so two rounds of one
@@ -24,7 +30,8 @@ seed are alike, not equal. With --faults the pauses are the least while the roun
 nobody else uses a fault takes some 40 s: a few for an actor, up to a minute for an engine or a launch.
 
 The table has a line for each kind; below it is how long recovery took, by group. In the JSON `each` has every fault:
-kind, when, whom, recovered after how many seconds (null: never), and what had to be done again (`lost`).
+kind, when, whom, recovered after how many seconds (null: never), and what had to be done again (`lost`); `failed` says
+why the exit code is 1.
 """
 
 from __future__ import annotations
@@ -64,18 +71,19 @@ def main() -> int:
         two_nodes=not args.one_node,
         calm_s=tuple(args.calm),
         finish=not args.no_finish,
+        aim=args.aim,
         settings=dict(setting.split("=", 1) for setting in args.set),
     )
     began = time.monotonic()
     harness = Harness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
     try:
         outcome = harness.run()
-        broken = tell(outcome, options, args.json)
+        kept = tell(outcome, options, args.json)
     finally:
         if args.keep is not None:
             shutil.copytree(work_dir, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))
         shutil.rmtree(work_dir, ignore_errors=True)
-    return 1 if broken else 0
+    return 0 if kept else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="decides the faults (default 0)")
     parser.add_argument("--minutes", type=float, default=30.0, help="no new fault after so many (default 30)")
     parser.add_argument(
-        "--faults", type=int, metavar="K", help="at most so many faults (default: what there is time for)"
+        "--faults", type=int, metavar="K", help="so many faults, or exit code 1 (default: what there is time for)"
     )
     parser.add_argument(
         "--parts", nargs="+", metavar="FAULT", help="only these: a part (queue) or one fault (queue stop)"
@@ -104,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         default=(1.0, 12.0),
         metavar=("LEAST", "MOST"),
         help="seconds from one recovery to the next fault (default 1 12)",
+    )
+    parser.add_argument(
+        "--aim", action="store_true", help="exit code 1 also if the median recoveries are over the aims"
     )
     parser.add_argument("--no-finish", action="store_true", help="without the last launch to a planned end")
     parser.add_argument(

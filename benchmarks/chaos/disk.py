@@ -15,6 +15,10 @@ WAL_HEADER = 32
 FRAME_HEADER = 24
 
 
+class NothingThereError(Exception):
+    """There is nothing to damage. The message says what is missing."""
+
+
 @contextmanager
 def small_disk(where: Path, size_mib: int = SIZE_MIB) -> Iterator[bool]:
     """A file system of its own at `where`, for the time of the block. Yields False if this user may not mount one; then
@@ -57,12 +61,15 @@ def tear_journal(run_dir: Path, rng: random.Random) -> str:
 
     Either there is half a frame behind the last one, or the last one is cut in half: of what was acknowledged the
     latter takes back the last commit, as a disk does that has not quite honoured fsync.
+
+    Raises:
+        NothingThereError: the log is empty, or there is none.
     """
     log = run_dir / "journal.db-wal"
     content = log.read_bytes() if log.exists() else b""
     frames, size = _frames(content)
     if frames == 0:
-        return "nothing to tear: the journal has no log"
+        raise NothingThereError("the journal has no log")
     end = WAL_HEADER + frames * size
     if rng.random() < 0.5:
         torn = content[WAL_HEADER + (frames - 1) * size :][:FRAME_HEADER] + rng.randbytes(rng.randrange(1, size))
@@ -85,10 +92,14 @@ def _frames(log: bytes) -> tuple[int, int]:
 
 
 def flip_payload(run_dir: Path, rng: random.Random) -> str:
-    """Flip a few bits of a payload segment. Returns what was done."""
+    """Flip a few bits of a payload segment, or cut it short. Returns what was done.
+
+    Raises:
+        NothingThereError: there is no segment.
+    """
     segments = [path for path in sorted((run_dir / "samples").glob("*.safetensors")) if path.stat().st_size > 0]
     if not segments:
-        return "nothing to damage: there are no payload files"
+        raise NothingThereError("there are no payload files")
     path = rng.choice(segments)
     size = path.stat().st_size
     if rng.random() < 0.3:

@@ -23,6 +23,8 @@ class Kind(NamedTuple):
     """For people."""
     weight: int = 1
     """Of so many rounds through the deck it is in."""
+    ends_launch: bool = False
+    """Another launch has to follow."""
 
     @property
     def name(self) -> str:
@@ -47,19 +49,20 @@ KINDS = (
     Kind("store", "stop", "SIGSTOP to the weight store", 2),
     Kind("node", "kill", "SIGKILL to the raylet of the second node; another node comes in its place"),
     Kind("node", "stop", "SIGSTOP to the raylet of the second node; another node comes in its place"),
-    Kind("driver", "kill", "SIGKILL to the launch; it is launched again with resume=auto"),
-    Kind("journal", "tear", "SIGKILL to the launch, and the tail of the journal's log is torn off"),
-    Kind("payload", "flip", "SIGKILL to the launch, and bits of a payload file are flipped"),
-    Kind("disk", "fill", "the run's disk is full until the launch has ended; then launched again"),
+    Kind("driver", "kill", "SIGKILL to the launch; it is launched again with resume=auto", ends_launch=True),
+    Kind("driver", "stop", "SIGSTOP to the launch for longer than timeouts.probe_s; nothing may be replaced over it"),
+    Kind("journal", "tear", "the tail of the journal's log is torn off, SIGKILL to the launch", ends_launch=True),
+    Kind("payload", "flip", "bits of a payload file are flipped, SIGKILL to the launch", ends_launch=True),
+    Kind("disk", "fill", "the run's disk is full until the launch has ended; then launched again", ends_launch=True),
     Kind("reward", "raise", "the reward function raises until a call has met it, and for a while"),
     Kind("reward", "hang", "the reward function hangs until a call has met it, and for a while"),
     Kind("reward", "nan", "the reward function returns NaN until a call has met it, and for a while"),
 )
 
-DRIVER_DOWN: frozenset[Target] = frozenset({"driver", "journal", "payload", "disk"})
-"""Faults that end the launch, so that another one follows."""
 ACTORS: frozenset[Target] = frozenset({"rollouter", "trainer", "rank", "queue", "store"})
 ENGINES: frozenset[Target] = frozenset({"engine", "replica", "node"})
+FRESH_S = 5.0
+"""A replica whose last report is older is not counted on."""
 
 
 def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> tuple[Kind, ...]:
@@ -169,6 +172,30 @@ def recovered_at(strike: Strike, state: RunState) -> float | None:
     return max(times)
 
 
+def driver_back_at(strike: Strike, state: RunState) -> float | None:
+    """When a driver that was stopped until `strike.at` knew again how everything stands; None: not yet. Wall clock."""
+    if state.written_at <= strike.at or state.phase != "running" or state.unheard_s or state.restarting:
+        return None
+    return None if _replicas_back(strike, state) is None else state.written_at
+
+
+def at_work(state: RunState) -> list[ProcessInfo]:
+    """The processes of the run but for the driver, without those of replicas that have not been heard of lately."""
+    heard = [report for report in state.replicas if report.reported_at > state.written_at - FRESH_S]
+    pids = {pid for report in heard for pid in (report.pid, *report.engine_pids)}
+    return [
+        process
+        for process in state.processes
+        if process.part != "driver" and (process.part not in ("replica", "engine") or process.pid in pids)
+    ]
+
+
+def replaced(before: RunState, state: RunState) -> list[str]:
+    """What has been replaced, or begun to be, between the two, and why."""
+    known = {(restart.part, restart.incarnation) for restart in before.restarts}
+    return [f"{one.part}: {one.cause}" for one in state.restarts if (one.part, one.incarnation) not in known]
+
+
 def told_of_loss(strike: Strike, state: RunState) -> tuple[str, ...]:
     """What the restarts since the strike have given back or gone back to, as they tell it."""
     return tuple(
@@ -199,7 +226,7 @@ def _replicas_back(strike: Strike, state: RunState) -> float | None:
         if report.phase not in ("starting", "broken")
         and report.pid not in strike.pids
         and not strike.pids.intersection(report.engine_pids)
-        and report.reported_at > max(strike.at, state.written_at - 5.0)
+        and report.reported_at > max(strike.at, state.written_at - FRESH_S)
     ]
     if len(serving) < state.num_replicas:
         return None

@@ -18,7 +18,7 @@ from asyncrl.run_state import RunState
 from benchmarks.chaos import disk, faults, launches
 from benchmarks.chaos.accounts import violations
 from benchmarks.chaos.dealer import Dealer, NotDealtError
-from benchmarks.chaos.faults import DRIVER_DOWN, Kind, Strike
+from benchmarks.chaos.faults import Kind, Strike
 from benchmarks.chaos.nodes import Nodes, nodes
 from benchmarks.chaos.outcome import Options, Outcome
 from benchmarks.chaos.records import read_accounts, steps_given_up, steps_taken
@@ -105,6 +105,7 @@ class Harness:
         self._say(f"at work {self._now():.0f} s after the start")
         while state is not None and not self._enough():
             state = self._next(next(kinds))
+        self.outcome.gave_up = state is None
 
     def _next(self, kind: Kind) -> RunState | None:
         """One fault, from the pause before it until the run is at work again. None: it could not be brought to it."""
@@ -156,7 +157,7 @@ class Harness:
 
     def _until_over(self, strike: Strike) -> RunState | None:
         subject, limit_s = self._subject, self._options.recover_limit_s
-        if strike.kind.target in DRIVER_DOWN:
+        if strike.kind.ends_launch:
             state = subject.at_work()
             if state is not None:
                 strike.recovered_s = time.time() - strike.at

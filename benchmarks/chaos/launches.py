@@ -89,6 +89,14 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def lives(pid: int) -> bool:
+    """There is such a process, and it has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def title(process: psutil.Process) -> str:
     """Its command line, empty if it has gone."""
     try:

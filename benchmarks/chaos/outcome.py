@@ -17,6 +17,7 @@ class Options:
     limit_s: float
     """No new fault after this."""
     num_faults: int | None
+    """None: as many as there is time for."""
     targets: tuple[str, ...] | None
     """See `faults.kinds`."""
     work_dir: Path
@@ -31,6 +32,8 @@ class Options:
     start_limit_s: float = 300.0
     finish: bool = True
     """One more launch at the end, to a planned last step."""
+    aim: bool = False
+    """The medians are held against `summary.AIM_S`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Overrides of the configuration, by key."""
 
@@ -46,6 +49,8 @@ class Outcome:
     deaths: list[str] = field(default_factory=list)
     """Launches that ended unasked, with what they said last."""
     launches: int = 0
+    gave_up: bool = False
+    """The run could not be brought to work any more, so that no further fault was dealt."""
     wall_s: float = 0.0
     samples: dict[str, int] = field(default_factory=dict)
     steps: int = 0

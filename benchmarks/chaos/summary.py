@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from benchmarks.chaos.accounts import BrokenCall
-from benchmarks.chaos.faults import ACTORS, DRIVER_DOWN, ENGINES, KINDS, Strike, Target
+from benchmarks.chaos.faults import ACTORS, ENGINES, KINDS, Kind, Strike
 from benchmarks.chaos.outcome import Options, Outcome
 from benchmarks.report import report
 
+Group = Literal["actors", "engines", "launches", "drivers", "rewards"]
+Verdict = Literal["kept", "broken", "short", "slow"]
+
 AIM = "none lost, none doubled, none hung; median recovery under 20 s for an actor and 60 s for an engine, on two cores"
-AIM_S = {"actors": 20.0, "engines": 60.0}
-GROUPS: dict[str, Collection[Target]] = {
-    "actors": ACTORS,
-    "engines": ENGINES,
-    "launches": DRIVER_DOWN,
-    "rewards": frozenset[Target]({"reward"}),
-}
+AIM_S: dict[Group, float] = {"actors": 20.0, "engines": 60.0}
+ENOUGH = 5
+"""Faults of a group from which on its median says something."""
+GROUPS: tuple[Group, ...] = ("actors", "engines", "launches", "drivers", "rewards")
+"""What can be compared: a launch that follows one that has ended, or a driver that goes on after it was stopped."""
 BOUNDS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 BAR_CELLS = 40
 
 
 def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
-    """Print the tables and write the JSON. Returns whether a promise was broken, or nothing was put to the test."""
-    broken = [f"{violation.promise}: {violation.told}" for violation in outcome.violations]
-    if not outcome.strikes:
-        broken.append("nothing was put to the test: no fault was dealt")
+    """Print the tables and write the JSON. Returns whether the round has shown what was asked of it."""
+    found, why = verdict(outcome, options)
     strikes = outcome.strikes
-    unasked = [strike for strike in strikes if not strike.lived and strike.kind.target not in DRIVER_DOWN]
+    unasked = [strike for strike in strikes if not strike.lived and not strike.kind.ends_launch]
     groups = by_group(strikes)
     report(
         "chaos",
@@ -45,7 +45,7 @@ def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
         planned=options.num_faults,
         median_recovery_s={name: group["median_s"] for name, group in groups.items()},
         not_recovered={name: group["not_recovered"] for name, group in groups.items()},
-        aim_met=aim_met(strikes) and not broken,
+        aim_met=aim_met(strikes),
         not_dealt=dict(outcome.not_dealt),
         launches=outcome.launches,
         ended_unasked=len(unasked),
@@ -56,17 +56,70 @@ def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
         turns_checked=outcome.num_turns,
         broken_calls=tokens_of(outcome.broken_calls),
         wall_s=outcome.wall_s,
-        violations=broken,
-        verdict="broken" if broken else "kept",
+        violations=_told(outcome),
+        verdict=found,
     )
     console = Console(highlight=False)
     for line in histogram(strikes):
         console.print(line, markup=False)
+    for line in why:
+        console.print(f"FAILED: {line}", markup=False)
     if json_path is not None:  # with what is too long for people
         told = json.loads(json_path.read_text(encoding="utf-8"))
         told |= {"groups": groups, "each": each(strikes, outcome.broken_calls), "deaths": outcome.deaths}
+        told["failed"] = why
         json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    return bool(broken)
+    return found == "kept"
+
+
+def verdict(outcome: Outcome, options: Options) -> tuple[Verdict, list[str]]:
+    """What the round has come to, and why it is not `kept`, in sentences.
+
+    `broken`: a promise was. `short`: fewer faults than asked for were dealt, or none. `slow`: the aims were to be held
+    and were not, or no group had faults enough to judge. Of several the first; the sentences are of all.
+    """
+    broken, short, slow = _told(outcome), _short(outcome, options), _slow(outcome.strikes) if options.aim else []
+    found: Verdict = "broken" if broken else "short" if short else "slow" if slow else "kept"
+    return found, [*broken, *short, *slow]
+
+
+def _told(outcome: Outcome) -> list[str]:
+    return [f"{violation.promise}: {violation.told}" for violation in outcome.violations]
+
+
+def _short(outcome: Outcome, options: Options) -> list[str]:
+    dealt = len(outcome.strikes)
+    if dealt and (options.num_faults is None or dealt >= options.num_faults):
+        return []
+    limit = f"the limit of {options.limit_s / 60:g} minutes (--minutes) was reached"
+    why = "the run could not be brought to work any more" if outcome.gave_up else limit
+    if not dealt:
+        return [f"no fault was dealt, so that nothing was put to the test: {why}"]
+    return [f"{dealt} of {options.num_faults} faults (--faults) were dealt: {why}"]
+
+
+def _slow(strikes: Sequence[Strike]) -> list[str]:
+    met, groups = aim_met(strikes), by_group(strikes)
+    if not any(judged is not None for judged in met.values()):
+        return [f"the aims cannot be judged (--aim): neither {' nor '.join(AIM_S)} had {ENOUGH} faults"]
+    return [
+        f"median recovery of {name} was not under {AIM_S[name]:g} s (--aim): of {group['dealt']} faults "
+        f"{group['not_recovered']} were never got over, the others with a median of {group['median_s']} s"
+        for name, group in groups.items()
+        if met.get(name) is False
+    ]
+
+
+def group_of(kind: Kind) -> Group:
+    """The one of `GROUPS` that faults of this kind count to."""
+    if kind.ends_launch:
+        return "launches"
+    if kind.target == "driver":
+        return "drivers"
+    if kind.target == "reward":
+        return "rewards"
+    assert kind.target in ACTORS | ENGINES, kind
+    return "actors" if kind.target in ACTORS else "engines"
 
 
 def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
@@ -89,11 +142,11 @@ def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
     return found
 
 
-def by_group(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
+def by_group(strikes: Sequence[Strike]) -> dict[Group, dict[str, Any]]:
     """Of each group: faults dealt, those not recovered from, seconds of the others (None: there are none)."""
-    found = {}
-    for name, targets in GROUPS.items():
-        dealt = [strike for strike in strikes if strike.kind.target in targets]
+    found: dict[Group, dict[str, Any]] = {}
+    for name in GROUPS:
+        dealt = [strike for strike in strikes if group_of(strike.kind) == name]
         times = _times(dealt)
         found[name] = {
             "dealt": len(dealt),
@@ -104,18 +157,22 @@ def by_group(strikes: Sequence[Strike]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def aim_met(strikes: Sequence[Strike]) -> bool:
-    """Every fault was recovered from, the groups that have an aim within it on the median."""
-    groups = by_group(strikes)
-    within = all(groups[name]["median_s"] is None or groups[name]["median_s"] < aim_s for name, aim_s in AIM_S.items())
-    return bool(strikes) and within and not any(group["not_recovered"] for group in groups.values())
+def aim_met(strikes: Sequence[Strike]) -> dict[Group, bool | None]:
+    """Of each group with an aim, whether the median of its recoveries is within it, those that never came counted as
+    infinitely long. None: fewer than `ENOUGH` faults of it were dealt, so that its median says nothing."""
+    met: dict[Group, bool | None] = {}
+    for name, aim_s in AIM_S.items():
+        dealt = [strike for strike in strikes if group_of(strike.kind) == name]
+        times = [math.inf if strike.recovered_s is None else strike.recovered_s for strike in dealt]
+        met[name] = statistics.median(times) < aim_s if len(times) >= ENOUGH else None
+    return met
 
 
 def histogram(strikes: Sequence[Strike]) -> list[str]:
     """How long recovery took, by group, as lines of text."""
     lines = []
-    for name, targets in GROUPS.items():
-        dealt = [strike for strike in strikes if strike.kind.target in targets]
+    for name in GROUPS:
+        dealt = [strike for strike in strikes if group_of(strike.kind) == name]
         if not dealt:
             continue
         times = _times(dealt)

@@ -12,21 +12,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 
 class EngineGauges(StatLoggerBase):
-    """The engine's last word on its own load, written by vLLM after every step."""
+    """What the engine has made, told by vLLM after every step."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        self.running = 0
-        self.waiting = 0
-        self.kv_cache_usage = 0.0
         self.generated_tokens = 0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self.waiting = scheduler_stats.num_waiting_reqs
-            self.kv_cache_usage = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.generated_tokens += iteration_stats.num_generation_tokens
 

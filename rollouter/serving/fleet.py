@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import anyio
@@ -32,10 +33,6 @@ class ServeFleet:
         self._clear_kv = config.weight_sync.clear_kv_cache
         self._mode = config.async_training.partial_mode if config.async_training.partial_rollout else "wait"
         self._namespace = namespace
-        # Past twice apply_s and engine_s a replica has answered or given itself up (`serving.weights`). One that were
-        # asked again before would still be at it.
-        limits = config.timeouts
-        self._apply_s = 2 * limits.apply_s + limits.engine_s + limits.call_s
         self._handle = serve.get_deployment_handle(DEPLOYMENT_NAME, app_name(namespace))
 
     async def generate(
@@ -72,18 +69,19 @@ class ServeFleet:
         the Trainer that published this one may be dead, so that nobody can fetch it any more.
 
         Raises:
-            InfraError: some replica could not, and `timeouts.start_s` have passed without one more that could.
+            InfraError: some replica could not, and `timeouts.start_s` have passed since the first try, or since one in
+                which one more could.
             BugError: an engine serves other weights than were published.
         """
         reports: dict[str, ApplyReport] = {}
-        until = anyio.current_time() + self._timeouts.start_s
+        limit_s, until = self._timeouts.apply_call_s, math.inf
         while True:
-            outcomes = await self._everywhere(
-                "apply_version", publication, self._mode, self._clear_kv, limit_s=self._apply_s
-            )
+            outcomes = await self._everywhere("apply_version", publication, self._mode, self._clear_kv, limit_s=limit_s)
+            one_more = any(isinstance(one, ApplyReport) and one.replica not in reports for one in outcomes)
+            if one_more or until == math.inf:
+                # From the end of a try, so that one that took all its time is made once more.
+                until = anyio.current_time() + self._timeouts.start_s
             for report in outcomes:
-                if isinstance(report, ApplyReport) and report.replica not in reports:
-                    until = anyio.current_time() + self._timeouts.start_s
                 # Asked again, a replica that has applied it answers at once and tells of no pause.
                 if isinstance(report, ApplyReport) and not (
                     report.replica in reports and reports[report.replica].edition == report.edition
@@ -102,7 +100,9 @@ class ServeFleet:
 
     async def _newest(self, publication: Publication) -> Publication:
         """What has been published since, or else the same."""
-        store = await anyio.to_thread.run_sync(find_store, self._namespace)
+        store = None
+        with anyio.move_on_after(self._timeouts.call_s):
+            store = await anyio.to_thread.run_sync(find_store, self._namespace, abandon_on_cancel=True)
         if store is None:
             return publication
         try:
@@ -110,18 +110,6 @@ class ServeFleet:
         except DeadlineError:  # it has forgotten what there was
             return publication
         return newest if newest is not None and newest.edition > publication.edition else publication
-
-    async def status(self) -> list[Mapping[str, Any]]:
-        """Per replica that answers, see `ports.EngineFleet`.
-
-        Raises:
-            InfraError: none did.
-        """
-        outcomes = await self._everywhere("server_status", limit_s=self._timeouts.call_s)
-        answers = [outcome for outcome in outcomes if not isinstance(outcome, AsyncRLError)]
-        if not answers:
-            raise outcomes[0]
-        return answers
 
     def _call(
         self, requests: Sequence[GenerateRequest], *, session: str

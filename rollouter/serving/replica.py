@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.failures import AsyncRLError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
@@ -44,9 +44,6 @@ class RolloutReplica:
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         return await self._server.apply_version(publication, mode, clear_kv)
-
-    async def server_status(self) -> Mapping[str, Any]:
-        return await self._server.server_status()
 
     async def check_health(self) -> None:
         await self._server.check_health()

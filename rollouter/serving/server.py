@@ -8,9 +8,8 @@ weight store ◀───── health ◀────────┴───�
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import ray
 from ray import serve
@@ -82,18 +81,6 @@ class RolloutServer(LLMServer):
         if self._health.broken:
             raise InfraError(self._health.broken)
         await super().check_health()
-
-    async def server_status(self) -> Mapping[str, Any]:
-        """See `ports.EngineFleet.status`."""
-        gauges = self.engine.gauges
-        return {
-            "replica": self._health.replica,
-            "version": self._health.edition.version,
-            "running": gauges.running,
-            "waiting": gauges.waiting,
-            "kv_cache_usage": gauges.kv_cache_usage,
-            "generated_tokens": gauges.generated_tokens,
-        }
 
 
 async def start_server(options: ServingOptions) -> RolloutServer:

@@ -33,6 +33,7 @@ from asyncrl.telemetry.status_page import page
 from asyncrl.telemetry.summary import SummaryBuilder, Totals
 from asyncrl.types import SampleMeta
 from asyncrl.waits import Wait
+from tests.fakes.queues import end
 from tests.fakes.run_states import NOW, report, rollouter_waits, running
 
 STUCK = replace(
@@ -257,7 +258,7 @@ def journal(run_dir: Path) -> Path:
         queue = LocalSampleQueue(QueueOptions(10, Pacing(5, 0.0)), journal=journal, state=journal.state)
         first, *_ = (await queue.admit(5, timeout_s=1)).sample_ids
         await queue.offer(SampleMeta(first, 0, 0, 1, 1, 100), FileRef("1-1.safetensors", 0))
-        await journal.aclose()
+        await end(journal)
 
     anyio.run(write_it)
     (run_dir / "samples").mkdir()

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from asyncrl.cli import launch as launch_module
 from asyncrl.cli.nothing_left import nothing_left, planned_steps
+from asyncrl.cli.run_lock import LOCK
 from asyncrl.config.schema import Config
-from asyncrl.manifest import Manifest, Progress
+from asyncrl.failures import ConfigError
+from asyncrl.journal import Journal
+from asyncrl.manifest import Manifest, Progress, checkpoint_name, dump_manifest
 from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.resume import Resume
+from asyncrl.resume import Resume, journal_identity, run_identity
+from asyncrl.run_dir import create_run_dir
+from asyncrl.transitions import Marked
+from tests.fakes.queues import end
 
 
 def config_of(**trainer: Any) -> Config:
-    return Config.model_validate({"trainer": {"ppo_mini_batch_size": 2, **trainer}, "logging": {"console": "off"}})
+    """Nobody knows how many prompts there are before the data is read."""
+    given = {"trainer": {"ppo_mini_batch_size": 2, **trainer}, "data": {"train_files": ["data.parquet"]}}
+    return Config.model_validate(given | {"logging": {"console": "off"}})
 
 
 def resume_at(step: int, run_dir: Path = Path("run")) -> Resume:
@@ -43,21 +53,116 @@ def test_steps_are_known_from_the_configuration_or_from_lines_of_the_data(tmp_pa
     epochs = config_of(total_training_steps=None, total_epochs=2).model_dump()
     epochs["data"]["train_files"] = [str(data)]
     assert planned_steps(Config.model_validate(epochs)) == 9  # 18 prompts, in leases of 2
-    epochs["data"]["train_files"] = ["data.parquet"]
-    assert planned_steps(Config.model_validate(epochs)) is None
+    assert planned_steps(config_of(total_training_steps=None, total_epochs=2)) is None
 
 
-def test_a_launch_of_it_is_completed_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_cluster(*args: Any) -> None:
-        raise AssertionError("Ray was started")
+def a_run(run_dir: Path, *, status: str = "completed", step: int = 4, kept: int = 4, **trainer: Any) -> Config:
+    """What a run leaves behind that ended so, at `step` with a checkpoint of step `kept`. Returns how to launch it
+    again."""
+    config = config_of(**{"total_training_steps": 4} | trainer).model_copy(update={"run_dir": str(run_dir)})
+    files = create_run_dir(config, datetime(2026, 1, 1))
+    checkpoint = files.checkpoints / checkpoint_name(kept)
+    (checkpoint / "hf").mkdir(parents=True)
+    (checkpoint / "hf" / "config.json").write_text("{}")
+    manifest = Manifest(Progress(step=kept), QueueSnapshot(1, (), Books(), 0, seq=3), run_identity(config))
+    (checkpoint / "manifest.json").write_text(dump_manifest(manifest))
+    (run_dir / "summary.json").write_text(json.dumps({"status": status, "step": step, "samples": {"fed": 64}}))
+    (run_dir / "state.json").write_text("{}")
+    for path in (files.metrics, run_dir / "trained.jsonl", files.logs / "driver.log", run_dir / LOCK):
+        path.touch()
 
-    config = config_of(total_training_steps=4).model_copy(update={"run_dir": str(tmp_path / "run")})
-    run_dir = launch_module._run_dir(config, None)
-    resume = resume_at(4, run_dir.path)
-    monkeypatch.setattr(launch_module, "cluster", no_cluster)
-    monkeypatch.setattr(launch_module, "find_resume", lambda config, tell: resume)
+    async def write_journal() -> None:
+        identity = journal_identity(config)
+        restore = QueueSnapshot(1, (), Books(), 0, seq=3)
+        journal = Journal.open(files.journal, num_prompts=8, identity=identity, restore=restore)
+        await journal.flushed(journal.append(Marked(kept)))
+        await end(journal)
+
+    anyio.run(write_journal)
+    return config.model_copy(update={"resume": "auto"})
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """Of all its files but SQLite's scratch memory, and the empty log that comes with it: any reader leaves these."""
+    files = {str(path.relative_to(run_dir)): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    return {
+        name: data
+        for name, data in files.items()
+        if not (name.endswith("-shm") or (name.endswith("-wal") and not data))
+    }
+
+
+def told_by(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a launch says that must not start anything."""
     told: list[str] = []
     monkeypatch.setattr(launch_module.View, "message", lambda view, level, text: told.append(text))
     assert launch_module.launch(config) == 0
-    assert json.loads((run_dir.path / "summary.json").read_text())["status"] == "completed"
-    assert any("nothing is left to train" in text for text in told)
+    return told
+
+
+class Started(Exception):
+    """The launch goes on to bring the run up."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(config: Config, resume: Resume | None) -> None:
+        raise Started
+
+    monkeypatch.setattr(launch_module, "_run_dir", start)
+
+
+@pytest.mark.parametrize("named", ["auto", "", "checkpoints/step_000004"])
+def test_a_completed_run_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    run_dir = tmp_path / "run"
+    config = a_run(run_dir)
+    before = contents(run_dir)
+    again = config if named == "auto" else config.model_copy(update={"resume": str(run_dir / named)})
+    [told] = told_by(again, monkeypatch)
+    assert f"nothing is left to train: the run in {run_dir} is completed, at step 4" in told
+    assert "total_training_steps" in told and "resume=none model.path=" in told
+    assert contents(run_dir) == before
+
+
+def test_a_completed_run_goes_on_if_it_is_to_be_longer_or_from_an_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_run(tmp_path / "run", step=5, kept=4, total_training_steps=5)  # with trainer.save_last=false
+    [told] = told_by(config, monkeypatch)
+    assert "at step 5" in told
+    longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": 6})})
+    shorter = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": 4})})
+    back = config.model_copy(update={"resume": str(tmp_path / "run" / "checkpoints" / "step_000004")})
+    for onward in (longer, back):
+        with pytest.raises(Started):
+            launch_module.launch(onward)
+    assert told_by(shorter, monkeypatch) == [told]
+
+
+def test_whose_length_nobody_knows_before_the_data_is_read_is_as_long_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_run(tmp_path / "run", total_training_steps=None, total_epochs=2)
+    assert planned_steps(config) is None
+    [told] = told_by(config, monkeypatch)
+    assert "nothing is left to train" in told
+    longer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_epochs": 3})})
+    with pytest.raises(Started):
+        launch_module.launch(longer)
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed", None])
+def test_one_that_ended_between_its_last_step_and_its_end_goes_on(tmp_path: Path, status: str | None) -> None:
+    """Its last version may not be validated, and its records are not whole: they would never be."""
+    config = a_run(tmp_path / "run", status=status or "")
+    if status is None:
+        (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(Started):
+        launch_module.launch(config)
+
+
+def test_a_completed_run_is_not_looked_for_in_another_place(tmp_path: Path) -> None:
+    config = a_run(tmp_path / "run")
+    elsewhere = {"run_dir": str(tmp_path / "new"), "resume": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match="a run goes on where it is"):
+        launch_module.launch(config.model_copy(update=elsewhere))

@@ -34,10 +34,13 @@ class Ended(Exception):
 
 async def test_a_part_is_asked_again_and_again_whatever_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "TICK_S", 0.0)
-    answers: list[Any] = ["one", None, DeadlineError("slow"), "two", InfraError("gone for good")]
+    slow, slower = DeadlineError("slow"), DeadlineError("slower")
+    answers: list[Any] = ["one", None, slow, slower, slow, "two", slow, None, "three", InfraError("gone for good")]
     seen: list[str] = []
+    limits: list[float] = []
 
-    async def ask() -> Any:
+    async def ask(limit_s: float) -> Any:
+        limits.append(limit_s)
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -50,8 +53,10 @@ async def test_a_part_is_asked_again_and_again_whatever_it_answers(monkeypatch: 
         seen.append(f"missed: {error}")
 
     with pytest.raises(InfraError, match="gone for good"):
-        await probe(ask, heard=heard, missed=missed)
-    assert seen == ["one", "missed: slow", "two"]
+        await probe(ask, 30.0, heard=heard, missed=missed)
+    # One that answers when it is asked once more was well: it was this process that stood still.
+    assert seen == ["one", "missed: slow", "two", "three"]
+    assert limits == [30.0, 30.0, 30.0, probes.AGAIN_S, 30.0, probes.AGAIN_S, 30.0, probes.AGAIN_S, 30.0, 30.0]
 
 
 def recorder() -> Recorder:
@@ -117,6 +122,14 @@ class Queue:
 async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_back(tmp_path: Path) -> None:
     driver, queue, answers = Driver(tmp_path), Queue(), list[bool]()
     driver.run._queue = queue  # type: ignore[assignment]
+    told: list[bool] = []
+
+    async def served() -> None:
+        told.append(True)
+        if len(told) == 1:
+            raise InfraError("it died over that")
+
+    driver.run._training.served = served  # type: ignore[method-assign]
 
     async def ask() -> None:
         answers.append(await driver.run._is_needed_again())
@@ -135,6 +148,7 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
             driver.run._trainer_ended = True
             driver.run._trainer_moved.set()
     assert answers == [True, False]
+    assert len(told) == 2, "the Trainer is to end as well, as often as there is a new one"
 
 
 class Asked:
@@ -189,17 +203,16 @@ async def test_a_part_that_dies_of_ctrl_c_does_not_keep_the_run_from_ending(
     assert driver.picture.state().restarts == ()
 
 
-async def test_a_trainer_that_gets_no_further_is_out_of_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["trainer", "rollouter", "queue", "store", "replica"])
+async def test_a_part_in_whose_way_the_run_gets_no_further_is_out_of_budget(tmp_path: Path, part: PartName) -> None:
     driver = Driver(tmp_path, recovery={"max_restarts": 1, "window_s": 1.0})
-    budget = driver.run._budgets["trainer"]
+    budget = driver.run._budgets[part]
     for now_s, step in ((0.0, 1), (10.0, 2)):
         await driver.run._put(step_record(step))
         budget.spend(now_s, InfraError("step 3 fails"))
     await driver.run._put(step_record(2))
-    with pytest.raises(InfraError, match="the Trainer failed 2 times in a row without getting past step 2"):
+    with pytest.raises(InfraError, match="failed 2 times in a row and the run did not get past step 2"):
         budget.spend(20.0, InfraError("step 3 fails"))
-    for now_s in (0.0, 10.0, 20.0):
-        driver.run._budgets["rollouter"].spend(now_s, InfraError("it tells of no steps"))
 
 
 def step_record(step: int) -> StepRecord:

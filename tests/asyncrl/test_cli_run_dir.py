@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from asyncrl.cli import launch as launch_module
-from asyncrl.cli.launch import _run_dir
+from asyncrl.cli.launch import _check_place, _run_dir
 from asyncrl.cli.parts import TrainPart
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, InfraError
@@ -61,8 +61,9 @@ def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
     old = _run_dir(Config(run_dir=str(tmp_path / "old")), None)
     assert _run_dir(Config(), resume_of(old.path)).path == old.path
+    _check_place(Config(run_dir=str(tmp_path / "new" / ".." / "old")), resume_of(old.path))
     with pytest.raises(ConfigError, match="a run goes on where it is"):
-        _run_dir(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
+        _check_place(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
     assert not (tmp_path / "new").exists()
 
 

@@ -62,6 +62,8 @@ def test_a_lock_is_this_processes_until_the_block_ends(tmp_path: Path) -> None:
         assert not locks.take(tmp_path / "new" / ".." / "new" / "run")
         with pytest.raises(ConfigError, match="still running"), RunLocks() as others:
             others.take(tmp_path / "new" / "run")
+        assert "pid" in (tmp_path / "new" / "run" / LOCK).read_text(), "the other one has not had it"
+    assert (tmp_path / "new" / "run" / LOCK).read_bytes() == b""
     with RunLocks() as locks:
         assert locks.take(tmp_path / "new" / "run")
 

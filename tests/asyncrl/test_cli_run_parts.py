@@ -14,13 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 
+from asyncrl.cli import cluster as cluster_module
 from asyncrl.cli.cluster import _in_lasting_thread
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.processes import end_known
-from asyncrl.failures import BugError, DiskFullError, InfraError, UserCodeError
+from asyncrl.config.schema import Config
+from asyncrl.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
 
 
 async def listening(interrupts: Interrupts, during: object) -> None:
@@ -124,6 +127,47 @@ async def test_ray_is_started_in_a_thread_that_outlives_the_pools() -> None:
         await _in_lasting_thread(fails)
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("address", [None, "auto"])
+async def test_nobody_waits_for_a_ray_that_does_not_go_down(
+    address: str | None, interrupted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hung, ended = threading.Event(), threading.Event()
+    config = Config.model_validate({"ray": {"address": address}, "timeouts": {"stop_s": 0.05}})
+    monkeypatch.setattr(cluster_module, "_start", lambda *_: None)
+    for name in ("_stop", "_abandon"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: hung.wait())
+    monkeypatch.setattr(cluster_module.processes, "end_descendants", ended.set)
+    try:
+        with anyio.move_on_after(5) as limit, anyio.CancelScope() as scope:
+            async with cluster_module.cluster(config, "run"):
+                if interrupted:
+                    scope.cancel()
+                await anyio.lowlevel.checkpoint()
+    finally:
+        hung.set()
+    assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
+    assert ended.is_set(), "what it has started is left running"
+    assert "not down within timeouts.stop_s=0.05" in caplog.text
+    assert ("may be left on the cluster" in caplog.text) is (address is not None)
+
+
+async def test_what_a_dead_driver_has_left_on_a_cluster_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung = threading.Event()
+    config = Config.model_validate({"ray": {"address": "auto"}, "timeouts": {"start_s": 0.05}})
+    for name in ("_start", "_abandon"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: None)
+    monkeypatch.setattr(cluster_module, "_leave_shared", lambda namespace: hung.wait())
+    try:
+        with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"asyncrl-old-1.*ray\.address"):
+            async with cluster_module.cluster(config, "run", stale="asyncrl-old-1"):
+                raise AssertionError("it is still there")
+    finally:
+        hung.set()
+
+
 def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError
 
@@ -150,7 +194,6 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
 
 async def test_serving_fails_with_the_error_itself_and_not_with_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.cli import serve as serve_module
-    from asyncrl.config.schema import Config
     from asyncrl.failures import ConfigError
 
     async def fails(config: Config) -> int:

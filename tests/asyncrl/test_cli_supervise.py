@@ -32,8 +32,8 @@ class ScriptedPart:
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts = list(scripts)
         self.did: list[str] = []
-        self.starts: list[InfraError | str | None] = []
-        """How each start fails, in order; `HANG`: it does not end."""
+        self.starts: list[InfraError | anyio.Event | str | None] = []
+        """How each start fails, in order; `HANG`: it does not end; an event: it succeeds with that."""
         self.claims: list[InfraError] = []
         self.asked_to_stop = anyio.Event()
         self.starting = anyio.Event()
@@ -54,6 +54,8 @@ class ScriptedPart:
         failure = self.starts.pop(0) if self.starts else None
         if failure == HANG:
             await anyio.sleep_forever()
+        if isinstance(failure, anyio.Event):
+            await failure.wait()
         if isinstance(failure, InfraError):
             raise failure
 
@@ -180,6 +182,23 @@ async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytes
     seen.supervisor.at_work()
     assert [restart.recovered_at for restart in seen.restarts] == [None]
     assert "was being replaced when the run was stopped, and its last checkpoint with it" in caplog.text
+
+
+async def test_a_stop_in_the_moment_in_which_the_next_one_is_up_is_heard() -> None:
+    """Its start has succeeded and cannot be cancelled any more, and nobody has gone on from there yet."""
+    part = ScriptedPart([InfraError("it died")], [HANG])
+    up = anyio.Event()
+    part.starts = [up]
+    seen = Seen(part)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(seen.supervisor.follow, seen.put)
+            await part.starting.wait()
+            await anyio.wait_all_tasks_blocked()
+            up.set()
+            await seen.supervisor.stop()
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "nobody would ever ask it to stop"
+    assert seen.supervisor.is_up
 
 
 class FailsWhenStopped(ScriptedPart):

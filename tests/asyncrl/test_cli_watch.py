@@ -40,11 +40,14 @@ class Rig:
         self.watch.store.asked()
         self.clock = ManualClock()
         self.killed: list[int] = []
+        self.gone: set[int] = set()
+        """Processes that have died by themselves."""
         monkeypatch.setattr(watch_module.time, "monotonic", self.clock)
         monkeypatch.setattr(watch_module, "kill_hung", self._kill_hung)
 
-    async def _kill_hung(self, actor: object, name: str, pid: int, heard_at: float) -> None:
+    async def _kill_hung(self, name: str, pid: int, heard_at: float) -> bool:
         self.killed.append(pid)
+        return pid not in self.gone
 
     @property
     def restarts(self) -> list[tuple[str, int, str]]:
@@ -93,13 +96,34 @@ async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
         rig.clock.now_s = now_s
         await queue.missed(LATE)
     assert rig.killed == [7], "its successor is rebuilding, and was killed over it"
+    assert rig.restarts == []
     queue.heard(8, "")
+    assert rig.restarts == [("queue", 2, "it did not answer")]
     rig.clock.now_s = 901.0
     await queue.missed(LATE)
     assert rig.killed == [7, 8]
     rig.clock.now_s = 1902.0
     with pytest.raises(InfraError, match=r"it did not answer, and the next one did not answer within 1000 s"):
         await queue.missed(LATE)
+
+
+async def test_a_queue_that_died_and_is_slow_to_come_back_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path, monkeypatch, start_s=1000)
+    rig.watch.queue.heard(7, "")
+    rig.gone.add(7)
+    for now_s in (0.0, 900.0):
+        rig.clock.now_s = now_s
+        await rig.watch.queue.missed(LATE)
+    rig.watch.queue.heard(8, "")
+    assert rig.restarts == [("queue", 2, "the sample queue's process died")]
+    rig.gone.add(8)
+    rig.clock.now_s = 1000.0
+    await rig.watch.queue.missed(LATE)
+    rig.clock.now_s = 2001.0
+    with pytest.raises(InfraError, match=r"because the sample queue's process died, and the next one did not answer"):
+        await rig.watch.queue.missed(LATE)
 
 
 async def test_replicas_that_serve_replaces_count_against_the_budget(

@@ -187,7 +187,6 @@ SURPRISING: list[tuple[str, dict[str, Any]]] = [
     ("critic.warmup_steps", GAE | {"critic.warmup_steps": 41, "trainer.total_training_steps": 80}),
     ("timeouts.watchdog_s", {"timeouts.watchdog_s": 5}),
     ("timeouts.watchdog_s", {"timeouts.generate_s": 900}),
-    ("timeouts.watchdog_s", {"timeouts.apply_s": 900}),
     ("timeouts.watchdog_s", {"reward.timeout_s": 900}),
     ("timeouts.watchdog_s", {"timeouts.engine_s": 900}),
     ("timeouts.sample_s", {"timeouts.sample_s": 599}),
@@ -225,7 +224,8 @@ def test_the_quickstart_and_its_four_modes_obey_every_rule() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"timeouts.train_s": 7200, "timeouts.collective_s": 3600},  # their calls are watched as long as they may take
+        # Their calls are watched as long as they may take.
+        {"timeouts.train_s": 7200, "timeouts.collective_s": 3600, "timeouts.apply_s": 900},
         REINFORCE | ON_POLICY,
         REINFORCE | {f"{CORRECTION}.rollout_is": "token"},
         ADAPTIVE | {"algorithm.kl_ctrl.horizon": 128},

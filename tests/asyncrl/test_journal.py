@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -30,7 +31,7 @@ from asyncrl.staleness import Pacing
 from asyncrl.transitions import Admitted, Committed, Dropped, Finished, Leased, Marked, Transition
 from asyncrl.types import DropReason, SampleId, SampleMeta
 from asyncrl.wal import survey
-from tests.fakes.queues import replay
+from tests.fakes.queues import end, replay
 
 PROMPTS = 7
 OPTIONS = QueueOptions(PROMPTS, Pacing(samples_per_version=1000, staleness_threshold=0))
@@ -65,7 +66,7 @@ async def write(path: Path, transitions: list[Transition], *, per_commit: int = 
         if number % per_commit == 0 or number == len(transitions):
             await journal.flushed(seq)
     if close:
-        await journal.aclose()
+        await end(journal)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy.mkdir()
         for name in ("journal.db", "journal.db-wal"):
             shutil.copy(root / name, copy / name)
-        await journal.aclose()
+        await end(journal)
 
     asyncio.run(die())
     return root / "crashed"
@@ -116,7 +117,7 @@ def prefixes() -> dict[str, int]:
 def reopen(path: Path, restore: QueueSnapshot | None = None) -> tuple[QueueState, int, tuple[str, ...]]:
     journal = open_journal(path, restore)
     found = journal.state, journal.durable, journal.told
-    asyncio.run(journal.aclose())
+    asyncio.run(end(journal))
     return found
 
 
@@ -152,7 +153,7 @@ async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
     first = records[0]
     assert 0 < first.fed_at <= first.ready_at <= first.leased_at <= first.ended_at
     assert (first.num_feeds, first.num_commits) == (1, 1)
-    await journal.aclose()
+    await end(journal)
 
 
 async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> N
     assert sorted(done) == list(range(1, 201))
     frames = survey((tmp_path / "journal.db-wal").read_bytes())
     assert frames.committed < 40, "a handful of transactions, not two hundred"
-    await journal.aclose()
+    await end(journal)
 
 
 async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +192,11 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
     # What lies before the snapshot is not needed to go on.
     journal._connection.execute("UPDATE transitions SET body = '?' WHERE seq = 3")
     before = journal.state.dump()
-    await journal.aclose()
+    await end(journal)
     again = open_journal(path)
     assert again.state.dump() == before
     assert again.durable == 200
-    await again.aclose()
+    await end(again)
     with pytest.raises(ConfigError, match="the checksum of transition 3 is wrong"):
         await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
 
@@ -283,7 +284,7 @@ def test_whatever_breaks_is_named_or_harmless(
             cut_clean = how == "cut" and name == "journal.db-wal"
             assert seq == 200 or "torn tail" in told or (cut_clean and is_clean_cut(offset))
             outcomes.add("whole" if seq == 200 else "torn")
-        asyncio.run(journal.aclose())
+        asyncio.run(end(journal))
     assert outcomes & {"damaged", "torn"}
 
 
@@ -357,6 +358,76 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     assert "written without a journal" in reopen(path, without)[2][0]
 
 
+def test_a_journal_that_is_gone_is_missed(tmp_path: Path) -> None:
+    at_mark = QueueSnapshot(41, (), Books(40, trained=40), 3, seq=200)
+    state, seq, [told] = reopen(tmp_path / "journal.db", at_mark)
+    assert (seq, state.ledger.books().trained) == (200, 40)
+    assert (
+        f"the journal is gone: there is no {tmp_path / 'journal.db'}, in which the checkpoint is at transition 200"
+        in told
+    )
+    assert (
+        "goes on from the books of the checkpoint: what was generated since is generated again, and so is what was"
+        in told
+    )
+    assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "it has one again"
+    for restore in (None, QueueSnapshot(41, (), Books(40, trained=40), 3)):
+        assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "it has never had one"
+
+
+async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_gone_on_with(tmp_path: Path) -> None:
+    """No transition's number is in such a checkpoint."""
+    path = tmp_path / "journal.db"
+    books = Books(4, running=1, trained=2, dropped={"failed": 1})
+    ten = QueueSnapshot(5, (SampleId(0, 2),), books, 3)
+    journal = open_journal(path, ten)
+    assert journal.told == ()
+    queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
+    await queue.rewind(10, version=3, lineage=1, total_samples=None)
+    poison, fine = (await queue.admit(2, timeout_s=0)).sample_ids
+    await queue.drop(poison, DropReason.FAILED)
+    await queue.offer(SampleMeta(fine, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", 0))
+    await end(journal)
+
+    journal = open_journal(path, ten)
+    assert journal.told == () and journal.state.ledger.books().dropped["failed"] == 2
+    assert journal.state.ledger.is_ready(fine)
+    await end(journal)
+
+    five = QueueSnapshot(4, (SampleId(0, 3),), Books(3, ready=1, trained=1, dropped={"failed": 1}), 1)
+    for other in (five, replace(ten, version=2)):
+        journal = open_journal(path, other)
+        assert "does not hold the checkpoint's, which was written without a journal" in journal.told[0]
+        await end(journal)
+    aside = [name for name in os.listdir(tmp_path) if name.startswith("journal-behind-") and name.endswith(".db")]
+    assert len(aside) == 2
+
+
+@pytest.mark.parametrize("seq", [0, 300])
+async def test_training_may_go_back_to_the_checkpoint_that_a_journal_begins_with(tmp_path: Path, seq: int) -> None:
+    """When later ones cover what has been trained since, so that no mark of it is left."""
+    ten = QueueSnapshot(3, (), Books(2, trained=2), 3, seq)
+    journal = open_journal(tmp_path / "journal.db", ten)
+    queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
+    await queue.rewind(10, version=3, lineage=1, total_samples=None)
+    ids = (await queue.admit(2, timeout_s=0)).sample_ids
+    for sample_id in ids:
+        await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", sample_id.index))
+    lease = await queue.lease(2, trainer_version=3, timeout_s=0)
+    await queue.commit(lease.lease_id, ids)
+    await queue.mark(11)
+    await queue.covered(11)
+    await end(journal)
+
+    journal = open_journal(tmp_path / "journal.db", ten)
+    assert journal.told == ()
+    queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
+    await queue.rewind(10, version=3, lineage=2, total_samples=None)
+    assert (await queue.status()).books.trained == 2
+    assert (await queue.admit(2, timeout_s=0)).sample_ids == ids
+    await end(journal)
+
+
 def test_other_data_is_refused(broken: Path) -> None:
     with pytest.raises(ConfigError, match="of a run over 7 prompts, this one has 8"):
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
@@ -405,7 +476,7 @@ async def test_two_processes_cannot_have_it(tmp_path: Path, monkeypatch: pytest.
     journal = open_journal(tmp_path / "journal.db")
     with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):
         open_journal(tmp_path / "journal.db")
-    await journal.aclose()
+    await end(journal)
 
 
 # ------------------------------------------------------------------------------------------------ errors of the disk
@@ -441,11 +512,11 @@ async def test_a_full_disk_fails_every_call_and_keeps_what_was_acknowledged(tmp_
         await journal.flushed(0)
     assert 0 < journal.durable == acknowledged < 200
     with pytest.raises(DiskFullError):
-        await journal.aclose()
+        await end(journal)
     again = open_journal(path)
     assert again.durable == acknowledged
     assert again.state.dump() == replay(fresh(), HISTORY[:acknowledged]).dump()
-    await again.aclose()
+    await end(again)
 
 
 WRITER = """
@@ -487,7 +558,7 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
         rest = -journal.durable % 5
         for step in history[journal.durable : journal.durable + rest]:
             journal.append(step)
-        asyncio.run(journal.aclose())
+        asyncio.run(end(journal))
 
 
 def test_dropped_samples_are_told_with_their_reason(tmp_path: Path) -> None:

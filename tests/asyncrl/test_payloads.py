@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl import payload_objects
 from asyncrl.blobs import DamageError, decode, encode
+from asyncrl.failures import DeadlineError
 from asyncrl.payloads import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
 from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory
 from tests.fakes.samples import assert_same_sample, make_sample, samples
@@ -84,3 +88,16 @@ def test_an_array_of_another_kind_is_refused() -> None:
     row = Trajectory(ones, ones, ones, np.zeros(2, np.float32), (Span(0, 0),), FinishReason.STOP, 0.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bool"):
         pack([Sample(SampleId(0, 1), (row,))])
+
+
+async def test_an_object_store_that_does_not_take_a_payload_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does a cancellation reach the call: it belongs to all whose samples are in it."""
+    full = threading.Event()
+    monkeypatch.setattr(payload_objects.ray, "put", lambda packed: full.wait())
+    try:
+        with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"did not take 1 sample payloads \(\d+ bytes\)"):
+            await payload_objects.RayPayloads(0.05).put(make_sample(1))
+    finally:
+        full.set()

@@ -294,6 +294,10 @@ def test_what_was_trained_since_a_step_is_read_from_its_newest_mark() -> None:
     assert trained_since(1, [*history, Marked(1)]) == ()
     assert trained_since(2, history) is None
     assert trained_since(0, history, from_start=False) is None
+    from_ten = [Rewound(10, 0, 1, None), *history, Marked(11), Rewound(10, 0, 2, None), Rewound(10, 0, 3, None)]
+    assert trained_since(10, from_ten, from_start=False) == (one, two), "of the checkpoint that they begin at"
+    assert trained_since(10, [*history, *from_ten], from_start=False) is None
+    assert trained_since(9, from_ten, from_start=False) is None
 
 
 def test_marks_that_training_went_back_behind_do_not_count() -> None:

@@ -31,6 +31,7 @@ from asyncrl.run_dir import create_run_dir
 from asyncrl.run_state import FILE_NAME
 from asyncrl.telemetry.state_file import StateFile
 from asyncrl.transitions import Attached, Marked, Rewound, Transition
+from tests.fakes.queues import end
 from tests.fakes.run_states import running
 
 
@@ -62,7 +63,7 @@ def journal(run_dir: Path, *transitions: Transition, seq: int = 0, identity: Map
         opened = Journal.open(path, num_prompts=8, identity=identity_, restore=restore)
         for transition in transitions:
             await opened.flushed(opened.append(transition))
-        await opened.aclose()
+        await end(opened)
 
     anyio.run(write)
 
@@ -89,7 +90,7 @@ def test_among_the_runs_of_an_experiment_one_with_only_a_journal_counts(tmp_path
     checkpoint(runs[0], 5, seq=0)
     journal(runs[1])
     journal(runs[2])
-    (runs[2] / "summary.json").write_text(json.dumps({"status": "completed"}))  # and wanted no checkpoint
+    (runs[2] / "summary.json").write_text(json.dumps({"status": "completed", "step": 9}))  # and wanted no checkpoint
     (runs[3] / "config.yaml").touch()
     told: list[str] = []
     found = find_resume(Config(resume="auto"), root=tmp_path, tell=told.append)
@@ -115,7 +116,16 @@ def test_a_checkpoint_and_the_journal_beside_it_go_together(tmp_path: Path) -> N
     found = find_resume(config)
     assert found is not None and (found.checkpoint, found.incarnations) == (path, {"rollouter": 3})
     off = find_resume(config.model_copy(update={"journal": "off"}))
-    assert off is not None and (off.checkpoint, off.incarnations) == (path, {})
+    assert off is not None and (off.checkpoint, off.incarnations) == (path, {"rollouter": 0})
+
+
+def test_a_journal_that_is_gone_leaves_files_whose_names_are_taken(tmp_path: Path) -> None:
+    config = run_of(tmp_path / "run")
+    path = checkpoint(tmp_path / "run", 5, seq=40)
+    (tmp_path / "run" / "samples").mkdir()
+    (tmp_path / "run" / "samples" / "turns-3-1.log").touch()
+    found = find_resume(config)
+    assert found is not None and (found.checkpoint, found.incarnations) == (path, {"rollouter": 3})
 
 
 def test_a_damaged_journal_costs_only_what_the_checkpoint_lacks(tmp_path: Path) -> None:
@@ -208,7 +218,7 @@ def test_the_journal_does_not_go_on_from_a_mark_of_another_future(tmp_path: Path
     async def reopen(seq: int) -> Journal:
         restore = QueueSnapshot(1, (), Books(), 0, seq)
         opened = Journal.open(tmp_path / "run" / "journal.db", num_prompts=8, identity={}, restore=restore)
-        await opened.aclose()
+        await end(opened)
         return opened
 
     assert anyio.run(reopen, 1).told == ()
@@ -270,7 +280,7 @@ def test_how_samples_are_asked_for_may_change_under_a_journal(tmp_path: Path) ->
 def test_a_completed_run_is_not_trained_again_in_its_own_directory(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
     journal(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "completed"}))
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "completed", "step": 9}))
     for resume in ("auto", str(tmp_path / "run")):
         with pytest.raises(ConfigError, match="is completed and left no checkpoint"):
             find_resume(config.model_copy(update={"resume": resume}))

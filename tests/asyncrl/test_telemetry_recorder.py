@@ -86,9 +86,10 @@ def queue(trained: int, dropped: int = 0) -> QueueStatus:
     return QueueStatus(Books(fed=trained + dropped, trained=trained, dropped={"stale": dropped}), 1, False, {})
 
 
-def rollouter(tokens: int, idle_s: float) -> dict[str, Any]:
+def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any]:
     waits = [Wait("engine", 8, 3.0), Wait("permit", 2, 1.0)]
     return {
+        "incarnation": incarnation,
         "generated_tokens": tokens,
         "samples_done": 4,
         "in_flight": 8,
@@ -147,7 +148,7 @@ def test_a_name_nobody_registered_stops_the_recording(run_dir: RunDir) -> None:
         with pytest.raises(BugError, match="tokens/trained"):
             await recorder.put(StepRecord(1, 1, {"reward/mean": 0.5}, (), ()))
         with pytest.raises(BugError, match="idle_s"):
-            recorder.tick(queue(0), {"generated_tokens": 1}, {})
+            recorder.tick(queue(0), {"incarnation": 1, "generated_tokens": 1}, {})
         await recorder.aclose()
 
     anyio.run(main)
@@ -367,8 +368,12 @@ def test_rows_that_come_during_a_rewind_are_judged_by_it(run_dir: RunDir) -> Non
 def test_a_restarted_part_counts_on() -> None:
     clock, view = Clock(), Watching()
     recorder = Recorder([], view, clock=clock)
-    for tokens in (100, 200, 20, 80):  # The Rollouter is replaced between the second and the third.
-        status = {**rollouter(tokens, tokens / 1000), "samples_done": tokens // 10, "drops": {"took too long": tokens}}
+    for tokens, incarnation in ((100, 1), (200, 1), (20, 2), (80, 2)):
+        status = {
+            **rollouter(tokens, tokens / 1000, incarnation),
+            "samples_done": tokens // 10,
+            "drops": {"took too long": tokens},
+        }
         recorder.tick(queue(0), status, {})
         clock.now_s += 1.0
     state = recorder.tell(running())
@@ -376,6 +381,17 @@ def test_a_restarted_part_counts_on() -> None:
     assert state.generated_per_s == pytest.approx(180 / 3)
     assert state.drops == {"took too long": 280}
     assert view.board.idle_rollouter == pytest.approx(0.18 / 3)
+
+
+@pytest.mark.parametrize("second", [1, 3])
+def test_drops_go_on_where_the_next_rollouter_drops_as_many_or_more_of_a_kind(second: int) -> None:
+    recorder = Recorder([], View())
+    seen: list[tuple[int, dict[str, int]]] = [
+        (1, {"crashed engines": 1}), (2, {}), (2, {"crashed engines": second}), (2, {"crashed engines": second}),
+    ]  # fmt: skip
+    for incarnation, drops in seen:
+        recorder.tick(queue(0), {**rollouter(0, 0.0, incarnation), "drops": drops}, {})
+    assert recorder.tell(running()).drops == {"crashed engines": 1 + second}
 
 
 def test_restarts_are_told_twice_and_kept_once() -> None:

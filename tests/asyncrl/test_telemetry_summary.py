@@ -355,7 +355,8 @@ def test_an_error_is_of_the_part_nearest_to_it() -> None:
 
 def test_a_counter_goes_on_over_restarts() -> None:
     total = Total()
-    assert [total.see(value) for value in (5, 9, 9, 0, 3, 1, 2)] == [5, 9, 9, 9, 12, 13, 14]
+    seen = [(5, 1), (9, 1), (9, 1), (0, 2), (3, 2), (3, 3), (4, 3)]
+    assert [total.see(value, incarnation) for value, incarnation in seen] == [5, 9, 9, 9, 12, 15, 16]
 
 
 def test_a_trainer_on_another_machine_has_another_clock() -> None:

@@ -41,7 +41,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def store() -> Iterator[Any]:
     handle = start_store(NAMESPACE)
-    ray.get(handle.ready.remote())
+    ray.get(handle.status.remote())
     yield handle
     ray.kill(handle)
 

@@ -61,6 +61,19 @@ def test_the_chain_of_the_issue() -> None:
         (trainer_waits("publish"), "ranks", "ranks to publish a version"),
         (replace(trainer_waits("publish"), unheard_s={"store": 20.0}), "unheard", "◀ weight store has not answered"),
         (trainer_waits("tea"), "unknown", "Trainer waits on tea"),
+        # The end.
+        (
+            rollouter_waits(trainer_waits("served"), Wait("apply", 1, 40.0)),
+            "busy",
+            "Trainer has taken its last step for 50 s ◀ Rollouter applies the last version for 40 s ◀ replicas serve",
+        ),
+        (
+            rollouter_waits(trainer_waits("served"), Wait("validation", 9, 40.0)),
+            "engine",
+            "◀ Rollouter validates for 40 s (9 samples) ◀ engines",
+        ),
+        (trainer_waits("served"), "busy", "◀ Rollouter is about to end"),
+        (replace(trainer_waits("served"), unheard_s={"rollouter": 30.0}), "unheard", "◀ Rollouter has not answered"),
         (running(waits={"trainer": (), "rollouter": ()}), "busy", "Trainer waits on nothing"),
         (running(waits={"trainer": ()}, unheard_s={"queue": 9.0}), "unheard", "waits on the queue ◀ queue has not"),
         (running(waits={}), "unknown", "Trainer has told nothing yet"),
@@ -73,7 +86,6 @@ def test_the_chain_of_the_issue() -> None:
             "Trainer is being restarted for 12 s (rank actor/0 died; now it waits on model)",
         ),
         # The queue and the Rollouter.
-        (running(restarting={"queue": NOW - 3}), "restarting", "◀ queue is being restarted for 3.0 s"),
         (running(unheard_s={"queue": 30.0}), "unheard", "◀ queue has not answered for 30 s"),
         (running(queue=None), "unknown", "queue has told nothing yet"),
         (running(queue=queue_status(ended=True)), "ended", "no sample will come"),
@@ -95,7 +107,6 @@ def test_the_chain_of_the_issue() -> None:
         (replace(ENGINE, replicas=(report("0"),)), "engine", "1 not heard of"),
         (replace(ENGINE, replicas=()), "replica", "replicas have told nothing yet (2 configured"),
         (replace(ENGINE, replicas=(), unheard_s={"store": 9.0}), "unheard", "store has not answered"),
-        (replace(ENGINE, restarting={"replica": NOW - 40}), "restarting", "replica is being restarted for 40 s"),
         (replace(ENGINE, replicas=(report("a", "starting"),)), "replica", "replica a starts its engine for 94 s"),
         (
             replace(ENGINE, replicas=(report("0"), report("1", "broken", told="OOM"))),
@@ -156,9 +167,9 @@ def test_the_chain_of_the_issue() -> None:
         (rollouter_waits(running(version=12), Wait("permit", 1, 9)), "store", "version 12 not in the store"),
         (rollouter_waits(running(published=None), Wait("permit", 1, 9)), "store", "has lost its memory"),
         (
-            rollouter_waits(running(restarting={"store": NOW}), Wait("permit", 1, 9)),
-            "restarting",
-            "gate for 9.5 s (414 of 414 samples that version 11 permits are fed) ◀ weight store is being restarted",
+            rollouter_waits(running(unheard_s={"store": 9.0}), Wait("permit", 1, 9)),
+            "unheard",
+            "gate for 9.5 s (414 of 414 samples that version 11 permits are fed) ◀ weight store has not answered",
         ),
         (
             rollouter_waits(running(queue=queue_status(paced_to=450)), Wait("permit", 1, 9)),

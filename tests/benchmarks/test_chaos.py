@@ -20,10 +20,9 @@ from asyncrl.failures import EngineCrashError, InfraError
 from asyncrl.ports import Books, Edition, GenerateRequest, ReplicaReport
 from asyncrl.run_state import ProcessInfo, Restart, RunState
 from asyncrl.types import SampleId, SampleMeta, Span, Turn
-from benchmarks.chaos import disk, faults, summary, task
+from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
 from benchmarks.chaos.faults import KINDS, Kind, Strike
-from benchmarks.chaos.outcome import Options, Outcome
 from benchmarks.chaos.watch import Watch, broken_calls, read_broken_calls
 from rollouter.serving.pieces import Piece, Taken
 from tests.fakes.samples import make_turn
@@ -250,14 +249,14 @@ def test_faults_of_actors_and_engines_are_in_the_majority() -> None:
     drawn = list(islice(faults.deck(KINDS, random.Random(3)), 100))
     counts = Counter(kind.target for kind in drawn)
     assert sum(counts[target] for target in faults.ACTORS | faults.ENGINES) >= 75
-    assert sum(counts[target] for target in faults.DRIVER_DOWN) <= 15
+    assert sum(kind.ends_launch for kind in drawn) <= 15
 
 
 def test_a_hundred_faults_fit_into_a_planned_round() -> None:
     """With the recoveries that two quiet cores take, in seconds."""
     takes: dict[str, float] = {
         **dict.fromkeys(faults.ACTORS, 15.0), **dict.fromkeys(faults.ENGINES, 55.0),
-        **dict.fromkeys(faults.DRIVER_DOWN, 70.0), "reward": 12.0,
+        **dict.fromkeys({kind.target for kind in KINDS if kind.ends_launch}, 70.0), "reward": 12.0,
     }  # fmt: skip
     rng = random.Random(1)
     now, limit_s = 80.0, 75 * 60.0
@@ -331,58 +330,31 @@ def test_an_engine_is_over_it_once_as_many_replicas_serve_as_are_wanted() -> Non
     assert faults.recovered_at(strike, running(30.5, replicas=(up,), num_replicas=2)) is None
 
 
-# ------------------------------------------------------------------------------------------------ what it came to
+def test_a_driver_that_was_stopped_is_over_it_once_it_knows_how_all_stands() -> None:
+    strike = struck("driver stop", "driver")
+    stale = (replica("a", 6, 7, at=10.2),)
+    assert faults.driver_back_at(strike, running(10.2)) is None, "told before it went on"
+    assert faults.driver_back_at(strike, running(12.0, replicas=stale)) is None
+    assert faults.driver_back_at(strike, running(12.0, unheard_s={"queue": 9.0})) is None
+    assert faults.driver_back_at(strike, running(12.0, restarting={"trainer": 11.0})) is None
+    assert faults.driver_back_at(strike, running(12.0)) == 12.0
 
 
-def dealt(number: int, name: str, recovered_s: float | None, **fields: Any) -> Strike:
-    return Strike(number, kind(name), 100.0 * number, recovered_s=recovered_s, **fields)
+def test_what_has_been_replaced_meanwhile_is_told_and_what_was_before_is_not() -> None:
+    earlier, later = Restart("queue", 2, 1.0, "killed"), Restart("trainer", 2, 11.0, "it did not answer")
+    before = running(10.0, restarts=(earlier,))
+    assert faults.replaced(before, running(12.0, restarts=(replace(earlier, recovered_at=10.5),))) == []
+    assert faults.replaced(before, running(12.0, restarts=(earlier, later))) == ["trainer: it did not answer"]
 
 
-def round_of_five() -> list[Strike]:
-    return [
-        dealt(1, "queue kill", 1.0),
-        dealt(2, "trainer kill", 9.0, steps_lost=3, lost=("trainer: back to step 10",)),
-        dealt(3, "queue stop", None, lived=False),
-        dealt(4, "engine kill", 50.0),
-        dealt(5, "driver kill", 70.0, lived=False),
-    ]
-
-
-def test_what_was_not_recovered_from_is_beside_the_medians() -> None:
-    groups = summary.by_group(round_of_five())
-    assert groups["actors"] == {"dealt": 3, "not_recovered": 1, "median_s": 5.0, "max_s": 9.0}
-    assert groups["engines"]["not_recovered"] == 0 and groups["rewards"]["median_s"] is None
-    (stop,) = [row for row in summary.rows(round_of_five()) if row["fault"] == "queue stop"]
-    assert (stop["not recovered"], stop["launch lived"], stop["median s"]) == (1, 0, "-")
-    assert not summary.aim_met(round_of_five())
-    assert summary.aim_met([strike for strike in round_of_five() if strike.recovered_s is not None])
-    assert not summary.aim_met([dealt(1, "engine kill", 61.0)])
-    assert [line.split() for line in summary.histogram(round_of_five())[:4]] == [
-        ["recovery,", "actors"], ["<", "5", "s", "█", "1"], ["<", "10", "s", "█", "1"], ["never", "█", "1"],
-    ]  # fmt: skip
-
-
-def test_every_fault_is_told_with_what_it_cost() -> None:
-    calls = [
-        BrokenCall("a/0", (7, 8), (7, 8), (7, 8, 9), at=401.0),
-        BrokenCall("b/0", (7,), None, None, at=402.0),
-        BrokenCall("c/0", (7,), None, None, at=99.0),
-    ]
-    told = {one["fault"]: one for one in summary.each(round_of_five(), calls)}
-    assert told["trainer kill"]["lost"]["steps"] == 3 and told["trainer kill"]["lost"]["told"]
-    assert told["trainer kill"]["recovered_s"] == 9.0 and told["trainer kill"]["at_s"] == 100.0
-    engine = told["engine kill"]["lost"]
-    assert (engine["responses"], engine["tokens_told"], engine["tokens_kept"]) == (2, 3, 2)
-    assert told["queue stop"]["recovered_s"] is None
-
-
-@pytest.mark.parametrize("strikes", [[], round_of_five()])
-def test_a_round_without_a_fault_shows_nothing(tmp_path: Path, strikes: list[Strike]) -> None:
-    options = Options(1, 60.0, None, None, tmp_path)
-    assert summary.tell(Outcome(strikes=strikes), options, tmp_path / "told.json") is not bool(strikes)
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told["verdict"] == ("kept" if strikes else "broken")
-    assert len(told["each"]) == len(strikes)
+def test_a_replica_that_has_gone_is_not_at_work() -> None:
+    gone = replica("a", 6, 7, at=1.0)
+    assert {process.part for process in faults.at_work(running(2.0, replicas=(gone,)))} == {
+        "queue", "rollouter", "trainer", "rank", "replica", "engine",
+    }  # fmt: skip
+    assert {process.part for process in faults.at_work(running(20.0, replicas=(gone,)))} == {
+        "queue", "rollouter", "trainer", "rank",
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -414,9 +386,10 @@ def test_a_torn_log_costs_at_most_its_last_commit(tmp_path: Path, seed: int) -> 
     assert rows == list(range(20 if "behind" in told else 19)), told
 
 
-def test_a_payload_is_damaged_and_an_empty_directory_is_told(tmp_path: Path) -> None:
-    assert "nothing" in disk.flip_payload(tmp_path, random.Random(0))
-    assert "nothing" in disk.tear_journal(tmp_path, random.Random(0))
+def test_a_payload_is_damaged_and_nothing_is_where_there_is_none(tmp_path: Path) -> None:
+    for damage in (disk.flip_payload, disk.tear_journal):
+        with pytest.raises(disk.NothingThereError):
+            damage(tmp_path, random.Random(0))
     (tmp_path / "samples").mkdir()
     path = tmp_path / "samples" / "1-1.safetensors"
     for seed in range(8):

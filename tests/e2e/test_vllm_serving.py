@@ -49,20 +49,26 @@ async def publish(engine: Engine, scale: float = 0.02) -> Publication:
     return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
 
 
+async def until_generating(engine: Engine, placed: anyio.Event) -> None:
+    """Requests that a replica has are under way and far from done: each has made about as many tokens as one that the
+    engine got behind them and has completed."""
+    await placed.wait()
+    (request,) = requests(1, 20)
+    await fleet_of(engine).generate([replace(request, request_id="behind")], session="behind")
+
+
 async def apply_in_flight(engine: Engine, fleet: Any, count: int) -> tuple[list[Turn], ApplyReport, np.ndarray]:
     """Publish and apply while `count` requests run; also log-probs of their tokens under the old weights."""
     turns: list[Turn] = []
+    placed = anyio.Event()
 
     async def generate() -> None:
-        turns.extend(await fleet.generate(requests(count, LONG), session="s"))
+        turns.extend(await fleet.generate(requests(count, LONG), session="s", on_place=lambda replica: placed.set()))
 
     old = replace(engine, model=copy.deepcopy(engine.model))
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        # Under way, and far from done: the engine says so itself.
-        started = (await fleet.status())[0]["generated_tokens"]
-        while (await fleet.status())[0]["generated_tokens"] < started + 20 * count:  # noqa: ASYNC110  no event for it
-            await anyio.sleep(0.005)
+        await until_generating(engine, placed)
         publication = await publish(engine)
         (report,) = await fleet.apply(publication)
     return turns, report, np.stack([old.log_probs(PROMPT, turn) for turn in turns])
@@ -216,14 +222,6 @@ async def replicas(engine: Engine) -> tuple[ReplicaReport, ...]:
     return (await engine.store.status.remote()).replicas
 
 
-async def until_generating(engine: Engine, fleet: Any) -> ReplicaReport:
-    """The replica, once it has made some tokens of what is in flight."""
-    started = (await fleet.status())[0]["generated_tokens"]
-    while (await fleet.status())[0]["generated_tokens"] < started + 40:  # noqa: ASYNC110  no event for it
-        await anyio.sleep(0.005)
-    return (await replicas(engine))[-1]
-
-
 class Trainer:
     """Stands for the Trainer: what it has published dies with it."""
 
@@ -245,18 +243,18 @@ async def test_a_dead_engine_gives_its_tokens_to_the_next_which_waits_for_weight
     before = engine.version + 3
     (report,) = await fleet.apply(await trainer.publish.remote(before, engine.perturb()))
     assert report.edition == Edition(engine.lineage + 1, before)
-    calls = Calls(fleet, 4)
+    calls, placed = Calls(fleet, 4), anyio.Event()
     turns: list[Turn] = []
 
     async def generate() -> None:
-        turns.extend(
-            await fleet.generate(requests(4, LONG), session="s", on_turn=calls.on_turn, on_crash=calls.on_crash)
-        )
+        options = {"on_turn": calls.on_turn, "on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
+        turns.extend(await fleet.generate(requests(4, LONG), session="s", **options))
 
     old = copy.deepcopy(engine)
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        replica = await until_generating(engine, fleet)
+        await until_generating(engine, placed)
+        replica = (await replicas(engine))[-1]
         assert replica.phase == "serving"
         ray.kill(trainer)
         os.kill(replica.engine_pids[0], signal.SIGKILL)
@@ -283,15 +281,17 @@ async def test_a_dead_engine_gives_its_tokens_to_the_next_which_waits_for_weight
 @pytest.mark.slow
 async def test_an_engine_that_hangs_is_replaced(engine: Engine) -> None:
     fleet = fleet_of(engine)
-    calls = Calls(fleet, 2)
+    calls, placed = Calls(fleet, 2), anyio.Event()
     turns: list[Turn] = []
 
     async def generate() -> None:
-        turns.extend(await fleet.generate(requests(2, LONG), session="s", on_crash=calls.on_crash))
+        options = {"on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
+        turns.extend(await fleet.generate(requests(2, LONG), session="s", **options))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        replica = await until_generating(engine, fleet)
+        await until_generating(engine, placed)
+        replica = (await replicas(engine))[-1]
         os.kill(replica.engine_pids[0], signal.SIGSTOP)
     (crash,) = calls.crashes
     assert "has 2 requests and made no token for 30 s" in crash.message
@@ -330,15 +330,17 @@ async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: Engine,
 @pytest.mark.slow
 async def test_a_replica_that_hangs_is_replaced_and_applying_goes_on(engine: Engine) -> None:
     fleet = fleet_of(engine)
-    calls = Calls(fleet, 2)
+    calls, placed = Calls(fleet, 2), anyio.Event()
     turns: list[Turn] = []
 
     async def generate() -> None:
-        turns.extend(await fleet.generate(requests(2, LONG), session="s", on_crash=calls.on_crash))
+        options = {"on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
+        turns.extend(await fleet.generate(requests(2, LONG), session="s", **options))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        replica = await until_generating(engine, fleet)
+        await until_generating(engine, placed)
+        replica = (await replicas(engine))[-1]
         os.kill(replica.pid, signal.SIGSTOP)
         with anyio.fail_after(120):
             (report,) = await fleet.apply(await publish(engine))

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import numpy as np
@@ -170,19 +169,6 @@ class FakeFleet:
         self.applied.append(self.version)
         await self._notify()
         return reports
-
-    async def status(self) -> list[Mapping[str, Any]]:
-        return [
-            {
-                "replica": name,
-                "version": edition.version,
-                "running": sum(call.replica == name for call in self.calls.values()),
-                "waiting": 0,
-                "kv_cache_usage": 0.0,
-                "generated_tokens": self.generated_tokens,
-            }
-            for name, edition in self.editions.items()
-        ]
 
     # -------------------------------------------------------------------------------------------- the test's side
 

@@ -146,6 +146,8 @@ class Engines:
         self.namespace = namespace
         self.replicas: list[Replica] = []
         self.fail_next_apply = False
+        self.owners: dict[Edition, Gate] = {}
+        """Whose process holds the weights that were published."""
         self._world = world
         self._config = config
         self._store = store
@@ -208,6 +210,7 @@ class Engines:
         newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "what to start with")
         await replica.sleep(self._world.some(0.05))
         if newest is not None:
+            self._fetch(replica, newest)
             replica.edition = newest.edition
         self._phase(replica, "serving")
         number = int(replica.name.partition("-")[2])
@@ -308,6 +311,7 @@ class Engines:
                 if self.fail_next_apply:
                     self.fail_next_apply = False
                     raise InfraError(f"{replica.name} could not fetch {publication.edition}")
+                self._fetch(replica, publication)
                 self._phase(replica, "pausing")
                 await self._pause(replica, mode)
                 self._phase(replica, "loading")
@@ -319,6 +323,10 @@ class Engines:
                 self._phase(replica, "serving")
         lineage, version = replica.edition
         return ApplyReport(replica.name, version, 0.0, load_s, load_s, len(replica.calls), True, lineage=lineage)
+
+    def _fetch(self, replica: Replica, publication: Publication) -> None:
+        if self.owners[publication.edition].dead:
+            raise InfraError(f"{replica.name} could not fetch {publication.edition}: its owner is dead")
 
     async def _pause(self, replica: Replica, mode: str) -> None:
         if mode == "abort":

@@ -28,7 +28,7 @@ from tests.fuzz.fleet import Engines
 from tests.fuzz.journal import CrashLog
 from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
 from tests.fuzz.remote import ActorHost, Gate
-from tests.fuzz.setup import PROBE_S, WATCHDOG_S, Fault
+from tests.fuzz.setup import WATCHDOG_S, Fault
 from tests.fuzz.store import FuzzStore
 from tests.fuzz.watch import Watch
 from tests.fuzz.world import World
@@ -244,6 +244,7 @@ class LaunchOfRun:
             moved = self.trainer_moved
             if not (await self.queue.status()).closed:
                 return True
+            self.train.is_served.set()
             await moved.wait()
         return False
 
@@ -289,7 +290,8 @@ class LaunchOfRun:
             case "rollouter" | "trainer" as name:
                 self._part(name).kill_now()
             case "hang rollouter" | "hang trainer":
-                await self._hang(self.rollouter if fault.kind.endswith("rollouter") else self.trainer)
+                if (process := self._part(fault.kind.removeprefix("hang ")).process) is not None:
+                    process.gate.freeze()
             case "queue":
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
             case "hang queue":
@@ -313,14 +315,6 @@ class LaunchOfRun:
                 self.trainer_moved.set()
                 await self.trainer.stop()
                 await self.rollouter.stop()
-
-    async def _hang(self, supervisor: Supervisor) -> None:
-        part = self._part(supervisor.part.name)
-        if (process := part.process) is not None:
-            process.gate.freeze()
-        await anyio.sleep(PROBE_S)
-        if part.process is process and process is not None and not process.ended:
-            supervisor.hung(InfraError("it does not answer"))
 
     def committed(self) -> None:
         if self.commits_left > 0:

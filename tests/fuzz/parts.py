@@ -141,6 +141,7 @@ class TrainPart(FuzzPart):
         self.anew = not launch.resumes
         self.ranks: Ranks | None = None
         self.loop: TrainLoop | None = None
+        self.is_served = anyio.Event()
 
     async def claim(self, incarnation: int) -> str:
         launch = self.launch
@@ -170,7 +171,8 @@ class TrainPart(FuzzPart):
         launch, world, files = self.launch, self.world, self.launch.files
         await anyio.sleep(world.rng.random() * 0.5)
         newest = launch.newest
-        publisher = Publisher(launch.store_host.handle(process.gate), call_s=world.setup.call_s, lineage=self.lineage)
+        store, owners = launch.store_host.handle(process.gate), launch.engines.owners
+        publisher = Publisher(store, process.gate, owners, call_s=world.setup.call_s, lineage=self.lineage)
         self.ranks = ranks = Ranks(world, publisher, process.gate, newest.model if newest else ())
         progress = replace(launch.progress)
         record = Record(files, self.lineage)
@@ -215,8 +217,20 @@ class TrainPart(FuzzPart):
             waits=waits,
             clock=anyio.current_time,
         )
-        process.stops_by(loop.stop)
+        served = self.is_served = anyio.Event()
+
+        def stop() -> None:
+            loop.stop()
+            served.set()
+
+        process.stops_by(stop)
         await loop.run(process)
+        if not process.stopped:
+            await self.until_served(served, waits)
+
+    async def until_served(self, served: anyio.Event, waits: WaitBoard) -> None:
+        with waits.waiting("served"):
+            await served.wait()
 
 
 class ShakyScorer(FakeScorer):

@@ -57,8 +57,9 @@ class Process:
             self.send.close()
 
     def kill(self) -> None:
+        """Once its `run` has ended it still holds what it has published."""
+        self.gate.kill()
         if not self.ended:
-            self.gate.kill()
             self.error = InfraError("the process was killed")
             self.scope.cancel()
 

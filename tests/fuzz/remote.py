@@ -54,6 +54,18 @@ class Gate:
         if not answer.done():
             answer.set_exception(InfraError("this process was killed"))
 
+    @property
+    def dead(self) -> bool:
+        return self._dead
+
+    @property
+    def frozen(self) -> bool:
+        return not self._thawed.is_set()
+
+    async def answering(self) -> None:
+        """Somebody asks the process how it is. A frozen one does not answer, and of a dead one there is no answer."""
+        await self._thawed.wait()
+
     async def passing(self) -> None:
         await self._thawed.wait()
         self.check()
@@ -139,10 +151,13 @@ class ActorHost:
         """The process is stopped: what arrives and what it would answer waits until it is killed."""
         self._hung = self._actor is not None
 
-    def end_hung(self, down_s: float) -> None:
-        """Kill it if it hangs: as who asks about it finds out."""
-        if self._hung:
-            self.kill(down_s)
+    def end_known(self, number: int, down_s: float) -> bool | None:
+        """Kill process `number`, if it is still there. Returns whether it hung; None: it was gone."""
+        if self._actor is None or number != self._num_started - 1:
+            return None
+        hung = self._hung
+        self.kill(down_s)
+        return hung
 
     def _fail(self, call: _Call, after_s: float) -> None:
         def fail() -> None:

@@ -4,15 +4,16 @@ anything moves at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from asyncrl.cli.probes import TICK_S, probe
 from asyncrl.cli.replicas import ReplicaWatch
+from asyncrl.cli.supervise import Supervisor
 from asyncrl.cli.watchdog import Watchdog
 from asyncrl.failures import DeadlineError, InfraError
 from asyncrl.manifest import Progress
@@ -21,10 +22,14 @@ from asyncrl.queue_actor import QueueClient
 from asyncrl.run_state import RunState
 from asyncrl.waits import Wait
 from asyncrl.weights.replica_reports import on_clock
+from tests.fuzz.parts import FuzzPart
+from tests.fuzz.process import Process
 from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
 
 if TYPE_CHECKING:
     from tests.fuzz.launch import LaunchOfRun
+
+Answer = TypeVar("Answer")
 
 
 class Watch:
@@ -37,13 +42,15 @@ class Watch:
         self._awake = anyio.Event()
         self._awake.set()
         self._asks_store = anyio.Event()
-        self._heard: tuple[Progress, Mapping[str, tuple[Wait, ...]]] = (Progress(), {})
+        self._heard: dict[str, tuple[Progress, tuple[Wait, ...]]] = {}
         self._watchdog = Watchdog(WATCHDOG_S, start_s=START_S)
         self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
 
     def start(self, group: TaskGroup) -> None:
-        for task in (self._probe_queue, self._probe_store, self._probe_parts, self._keep_store_told, self._watch):
+        for task in (self._probe_queue, self._probe_store, self._keep_store_told, self._watch):
             group.start_soon(task)
+        for supervisor in (self._launch.rollouter, self._launch.trainer):
+            group.start_soon(self._probe_part, supervisor)
 
     async def awake(self) -> None:
         """Until the driver is not stopped."""
@@ -69,7 +76,7 @@ class Watch:
     def _state(self) -> RunState:
         launch = self._launch
         supervisors = (launch.rollouter, launch.trainer)
-        progress, waits = self._heard
+        progress = self._heard["trainer"][0] if "trainer" in self._heard else Progress()
         return RunState(
             written_at=anyio.current_time(),
             started_at=0.0,
@@ -85,7 +92,7 @@ class Watch:
             books=self._queue.books if self._queue is not None else Books(),
             replicas=self._store.replicas if self._store is not None else (),
             num_replicas=launch.setup.num_replicas,
-            waits=waits,
+            waits={part: waits for part, (_, waits) in self._heard.items()},
             restarting={
                 each.part.name: each.replacing_since for each in supervisors if each.replacing_since is not None
             },
@@ -93,48 +100,72 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------ who is asked
 
-    async def _probe_parts(self) -> None:
-        """Rollouter and Trainer. That they do not answer is a fault of its own."""
-        launch = self._launch
-        while True:
-            loop = launch.train.loop
-            progress = replace(loop.progress) if loop is not None else Progress()
-            self._heard = (progress, {"trainer": launch.train.waits(), "rollouter": launch.rollout.waits()})
-            await anyio.sleep(TICK_S)
+    async def _asked(self, ask: Callable[[], Awaitable[Answer]], limit_s: float) -> Answer:
+        """As a driver asks that may be stopped: the answer waits for it, and its deadline passes all the same. When it
+        goes on, either may be first."""
+        await self._awake.wait()
+        answers: list[Answer] = []
+        with anyio.move_on_after(limit_s) as deadline:
+            answers.append(await ask())
             await self._awake.wait()
+        await self._awake.wait()
+        if not answers or (deadline.cancelled_caught and self._world.rng.random() < 0.5):
+            raise DeadlineError("it does not answer")
+        return answers[0]
+
+    async def _probe_part(self, supervisor: Supervisor) -> None:
+        """Of Rollouter or Trainer."""
+        launch, part = self._launch, supervisor.part
+        assert isinstance(part, FuzzPart)
+        asked: Process | None = None
+
+        async def status() -> tuple[Progress, tuple[Wait, ...]] | None:
+            nonlocal asked
+            if (asked := part.process) is None or asked.ended:
+                return None
+            await asked.gate.answering()
+            loop = launch.train.loop
+            return replace(loop.progress) if loop is not None else Progress(), part.waits()
+
+        async def heard(answer: tuple[Progress, tuple[Wait, ...]]) -> None:
+            self._heard[part.name] = answer
+
+        async def missed(error: DeadlineError) -> None:
+            if asked is part.process and asked is not None and not asked.ended:
+                if not asked.gate.frozen:
+                    self._world.broken.append(f"the {part.name} was well, and was killed")
+                supervisor.hung(error)
+
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, heard=heard, missed=missed)
 
     async def _probe_queue(self) -> None:
         launch = self._launch
-        client = QueueClient(launch.queue_host.handle(launch.gate), PROBE_S)
+        handle = launch.queue_host.handle(launch.gate)
 
         async def heard(status: QueueStatus) -> None:
-            await self._awake.wait()
             self._queue = status
 
         async def missed(error: DeadlineError) -> None:
-            await self._awake.wait()
-            launch.queue_host.end_hung(0.5)
+            if self._queue is None:
+                raise DeadlineError("the sample queue has never answered")
+            if launch.queue_host.end_known(self._queue.pid, 0.5) is False:
+                self._world.broken.append("the queue was well, and was killed")
 
-        async def ask() -> QueueStatus:
-            await self._awake.wait()
-            return await client.status()
+        async def ask(limit_s: float) -> QueueStatus:
+            return await self._asked(QueueClient(handle, limit_s).status, limit_s)
 
-        await probe(ask, heard=heard, missed=missed)
+        await probe(ask, PROBE_S, heard=heard, missed=missed)
 
     async def _probe_store(self) -> None:
         handle = self._launch.store_host.handle(self._launch.gate)
 
-        async def ask() -> StoreStatus:
-            await self._awake.wait()
+        async def status() -> StoreStatus:
             self._asks_store.set()
             self._asks_store = anyio.Event()
-            with anyio.move_on_after(PROBE_S):
-                status: StoreStatus = await handle.status.options(max_task_retries=-1).remote()
-                return status
-            raise DeadlineError("the store does not tell its status")
+            told: StoreStatus = await handle.status.options(max_task_retries=-1).remote()
+            return told
 
         async def heard(status: StoreStatus) -> None:
-            await self._awake.wait()
             status = on_clock(status, anyio.current_time())
             if self._store is None or self._store.pid != status.pid:
                 self._store_since = status.at
@@ -144,8 +175,10 @@ class Watch:
 
         async def missed(error: DeadlineError) -> None:
             """It is being restarted: nothing here makes it hang."""
+            if self._store is not None and self._launch.store_host.end_known(self._store.pid, 0.5) is not None:
+                self._world.broken.append("the store was well, and was killed")
 
-        await probe(ask, heard=heard, missed=missed)
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, heard=heard, missed=missed)
 
     async def _keep_store_told(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,6 +144,26 @@ async def test_apply_goes_on_with_what_is_newer_where_a_version_cannot_be_fetche
     assert handle.applied == [published(3), published(1, lineage=1)]
 
 
+async def test_apply_goes_on_with_what_it_has_where_nobody_can_say_whether_there_is_something_newer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hung = threading.Event()
+    handle = Handle([[report("a", 3, 0.5), DEAD], [report("a", 3), report("b", 3, 0.2)]])
+    fleet = make(monkeypatch, handle, call_s=0.05)
+    monkeypatch.setattr(module, "find_store", lambda namespace: hung.wait())
+    try:
+        with anyio.fail_after(5):
+            assert await fleet.apply(published(3)) == [report("a", 3, 0.5), report("b", 3, 0.2)]
+    finally:
+        hung.set()
+
+
+async def test_a_try_that_takes_all_its_time_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle([None, [report("a", 3, 0.5)]])
+    fleet = make(monkeypatch, handle, newest=published(3), start_s=0.03, apply_s=0.02, engine_s=0.01, call_s=0.01)
+    assert await fleet.apply(published(3)) == [report("a", 3, 0.5)]
+
+
 async def test_apply_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([[InfraError("no")]] * 10_000)
     with pytest.raises(InfraError, match="no"):
@@ -156,13 +177,6 @@ async def test_a_bug_in_one_replica_ends_apply_whatever_the_others_say(monkeypat
     handle = Handle([[InfraError("no"), BugError("checksums differ")]])
     with pytest.raises(BugError, match="checksums differ"):
         await make(monkeypatch, handle).apply(published(3))
-
-
-async def test_status_is_that_of_those_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = make(monkeypatch, Handle([[{"replica": "a"}, DEAD], [DEAD]]))
-    assert await fleet.status() == [{"replica": "a"}]
-    with pytest.raises(InfraError):
-        await fleet.status()
 
 
 def piece(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Piece:

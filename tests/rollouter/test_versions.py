@@ -86,6 +86,7 @@ class Rig:
             validated_step=validated_step,
             test_freq=test_freq,
             poll_s=poll_s,
+            apply_s=config.timeouts.apply_call_s,
             start_s=start_s,
             waits=self.waits,
             clock=self.clock,
@@ -310,6 +311,19 @@ async def test_what_the_loop_waits_on_is_on_the_board() -> None:
         await rig.sink.until(1)
         await anyio.wait_all_tasks_blocked()
         assert [wait.edge for wait in rig.waits.snapshot()] == ["weights"]
+
+
+async def test_an_apply_is_not_taken_for_a_standstill_before_its_own_deadline() -> None:
+    """The default of which is longer than the watchdog's."""
+    rig = Rig()
+    rig.fleet.apply_gate = anyio.Event()
+    async with rig.running():
+        await rig.feed.publish(1)
+        await anyio.wait_all_tasks_blocked()
+        for now_s, bounded in ((0.0, True), (2 * 300.0 + 120.0 + 60.0 - 1.0, True), (780.0, False)):
+            rig.clock.now_s = now_s
+            assert [(wait.edge, wait.bounded) for wait in rig.waits.snapshot()] == [("apply", bounded)]
+        rig.fleet.apply_gate.set()
 
 
 # ------------------------------------------------------------------------------------------------ the record

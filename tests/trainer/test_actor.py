@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import anyio
 import anyio.lowlevel
@@ -17,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, RolloutCorrectionConfig
-from asyncrl.failures import ConfigError, DataError
+from asyncrl.failures import ConfigError, DataError, InfraError
 from asyncrl.lineage import NO_REWINDS
 from asyncrl.payload_files import make_payloads
 from asyncrl.ports import Edition
@@ -96,8 +97,11 @@ class Run:
             await self.queue.offer(sample_meta(sample), await self.payloads.put(sample))
         return list(admission.sample_ids)
 
-    async def stream(self) -> AsyncIterator[StepRecord]:
+    async def stream(self, *, served: bool = True) -> AsyncIterator[StepRecord]:
+        """`served`: nobody will fetch the last version."""
         with anyio.fail_after(200):
+            if served:
+                await self.trainer.served.remote()
             async for ref in self.trainer.run.options(num_returns="streaming").remote(self.queue_actor, TOTAL_STEPS):
                 record = await ref
                 self.records.append(record)
@@ -194,6 +198,20 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
     assert lines[2]["samples"] == lines[4]["samples"], "in its old place in the order"
     kept = [sample for line in [*lines[:2], *lines[4:]] for sample in line["samples"]]
     assert sorted(kept) == [f"sample_0_{index}" for index in range(1, 9)]
+
+
+async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(config: Config, tmp_path: Path) -> None:
+    """What it has published goes with it, and the Rollouter would apply it for ever."""
+    async with Run(config, tmp_path) as run:
+        await run.feed(2 * TOTAL_STEPS)
+        with pytest.raises(RayTaskError) as caught:
+            async for record in run.stream(served=False):
+                if record.step == TOTAL_STEPS:
+                    while (status := await run.trainer.status.remote())["waits"][:1] != [("served", 1, ANY, False)]:
+                        await anyio.lowlevel.checkpoint()
+                    os.kill(status["ranks"][0]["pid"], signal.SIGKILL)
+        assert isinstance(caught.value.cause, InfraError)
+        assert "rank 0 of the actor group died" in str(caught.value.cause)
 
 
 async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:

@@ -76,9 +76,17 @@ class TimeoutsConfig(Section):
     """For a replica to load a version."""
     watchdog_s: Seconds = 600.0
     """A run in which nothing moves for so long stops and says what it waits on. A call to the training processes counts
-    as movement while it is under way: `train_s` bounds it."""
+    as movement while it is under way: `train_s` bounds it. So does one to the replicas to load a version, bounded by
+    `apply_s` and `engine_s`."""
     stop_s: Seconds = 15.0
     """For a clean stop: checkpoint, summary, Ray and Serve down."""
+
+    @property
+    def apply_call_s(self) -> float:
+        """For one call to all replicas to load a version. A replica may take `apply_s` to load and once more to verify,
+        and its engine `engine_s` for an answer; then it has answered or given itself up (`rollouter.serving.weights`),
+        and one that were asked again before would still be at it."""
+        return 2 * self.apply_s + self.engine_s + self.call_s
 
 
 class RecoveryConfig(Section):
@@ -86,8 +94,8 @@ class RecoveryConfig(Section):
 
     max_restarts: NonNegative = 10
     """Restarts of one part (Rollouter, Trainer, queue, weight store; all replicas together) within `window_s`. One more
-    failure ends the run with its cause; 0: the first one does. So does a Trainer that fails so often in a row without
-    getting past a step, however slowly."""
+    failure ends the run with its cause; 0: the first one does. So does one more than this in a row, however slowly they
+    come, in which the run gets past no step that it had not taken before."""
     window_s: Seconds = 3600.0
     """Restarts longer ago than this are forgiven."""
     max_crashes: Positive = 2

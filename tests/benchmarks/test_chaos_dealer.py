@@ -1,0 +1,174 @@
+"""How the chaos harness deals what takes more than a signal, with plain processes in the place of a run's."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.run_state import ProcessInfo, Restart, RunState
+from benchmarks.chaos.dealer import Dealer, NotDealtError
+from benchmarks.chaos.faults import KINDS, Kind, Strike
+from benchmarks.chaos.launches import Launch, lives
+from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.subject import Subject
+
+PROBE_S = 0.2
+LIMIT_S = 20.0
+PARTS = ("driver", "queue", "rollouter", "trainer")
+
+
+class Standing(Subject):
+    """A run that is at work, and stays so."""
+
+    def __init__(self, path: Path, outcome: Outcome, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        super().__init__(Options(0, 60.0, None, None, path), outcome, lambda line: None)
+        self.outcome = outcome
+        self._processes = processes
+        self._standing = Launch(processes["driver"], path / "launch.txt")
+        self.was_stopped: set[str] = set()
+        """Parts that were seen to be."""
+
+    @property
+    def launch(self) -> Launch:
+        return self._standing
+
+    def state(self) -> RunState:
+        now = time.time()
+        found = tuple(ProcessInfo(part, part, self._processes[part].pid, "") for part in PARTS)  # type: ignore[arg-type]
+        return RunState(
+            now, now - 9.0, self.launch.pid, "running", "chaos", "fully_async", processes=found, num_replicas=0
+        )
+
+    def look(self) -> None:
+        """Until somebody is seen to be stopped: on a busy machine that takes a while."""
+        limit = time.monotonic() + LIMIT_S
+        while not self.was_stopped and time.monotonic() < limit:
+            time.sleep(0.01)
+            self.was_stopped |= {part for part, process in self._processes.items() if is_stopped(process)}
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
+@pytest.fixture
+def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    found = {part: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for part in PARTS}
+    yield found
+    for process in found.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def subject(tmp_path: Path, processes: dict[str, subprocess.Popen[bytes]]) -> Standing:
+    standing = Standing(tmp_path, Outcome(), processes)
+    standing.run_dir.mkdir(parents=True)
+    return standing
+
+
+def dealer(subject: Standing) -> Dealer:
+    options = Options(0, 60.0, None, None, subject.run_dir, settings={"timeouts.probe_s": str(PROBE_S)})
+    return Dealer(subject, options, random.Random(0), None)
+
+
+def kind(name: str) -> Kind:
+    (found,) = [kind for kind in KINDS if kind.name == name]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ a crash
+
+
+@pytest.mark.parametrize("name", ["journal tear", "payload flip"])
+def test_where_there_is_nothing_to_damage_nothing_is_dealt_and_the_launch_goes_on(
+    subject: Standing, processes: dict[str, subprocess.Popen[bytes]], name: str
+) -> None:
+    with pytest.raises(NotDealtError, match=r"no log|no payload files"):
+        dealer(subject).deal(kind(name), 1)
+    assert all(lives(process.pid) for process in processes.values())
+    limit = time.monotonic() + LIMIT_S
+    while any(is_stopped(process) for process in processes.values()):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_who_writes_the_journal_ends_with_the_launch_when_it_is_torn(
+    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    connection = sqlite3.connect(subject.run_dir / "journal.db", isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("CREATE TABLE rows (number INTEGER)")
+    strike = dealer(subject).deal(kind("journal tear"), 1)
+    connection.close()
+    assert "journal.db-wal" in strike.note and not strike.lived
+    assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
+    assert lives(processes["trainer"].pid), "the launch's end is its end, not the fault"
+
+
+def test_where_a_writer_has_gone_nobody_stays_stopped(
+    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    processes["rollouter"].kill()
+    processes["rollouter"].wait()
+    with pytest.raises(NotDealtError, match="rollouter"):
+        dealer(subject).deal(kind("journal tear"), 1)
+    assert lives(processes["driver"].pid) and lives(processes["queue"].pid)
+
+
+# ------------------------------------------------------------------------------------------------ a stopped driver
+
+
+def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
+    """A driver was stopped, and goes on. The last is a state that it tells after everything is settled."""
+    by = dealer(subject)
+    began = time.time()
+    strike = by.deal(kind("driver stop"), 1)
+    assert subject.was_stopped == {"driver"}
+    assert strike.at - began > PROBE_S
+    assert strike.before is not None
+    return by, strike, replace(strike.before, written_at=strike.at + 2 * PROBE_S, step=1)
+
+
+def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float | None:
+    """What is made of a state that comes soon, and then of the settled one."""
+    assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, "it may yet come"
+    return by.over(strike, replace(settled, **changes))
+
+
+def test_a_driver_that_was_stopped_has_to_leave_everything_as_it_is(subject: Standing) -> None:
+    by, strike, settled = stopped(subject)
+    assert by.over(strike, replace(settled, step=0)) is None, "nothing has moved since"
+    assert over(by, strike, settled) == strike.at + PROBE_S / 2, "then it was back"
+    assert strike.lived and subject.outcome.violations == []
+
+
+def test_what_is_replaced_for_a_driver_that_was_stopped_is_a_broken_promise(subject: Standing) -> None:
+    by, strike, settled = stopped(subject)
+    restart = Restart("trainer", 2, strike.at, "it did not answer", strike.at)
+    assert over(by, strike, settled, restarts=(restart,)) is not None
+    (found,) = subject.outcome.violations
+    assert found.promise == "nothing is replaced for a driver that was stopped"
+    assert "trainer: it did not answer" in found.told
+
+
+def test_what_is_killed_for_a_driver_that_was_stopped_is_found_even_if_nobody_tells_of_it(
+    subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    by, strike, settled = stopped(subject)
+    processes["queue"].kill()
+    processes["queue"].wait()
+    assert over(by, strike, settled) is not None
+    (found,) = subject.outcome.violations
+    assert f"queue (pid {processes['queue'].pid}) is gone" in found.told

@@ -1,0 +1,144 @@
+"""What a round of chaos comes to: its figures, its verdict, its exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import __main__ as program
+from benchmarks.chaos import summary
+from benchmarks.chaos.accounts import BrokenCall, Violation
+from benchmarks.chaos.faults import KINDS, Kind, Strike
+from benchmarks.chaos.outcome import Options, Outcome
+
+
+def kind(name: str) -> Kind:
+    (found,) = [kind for kind in KINDS if kind.name == name]
+    return found
+
+
+def dealt(number: int, name: str, recovered_s: float | None, **fields: Any) -> Strike:
+    return Strike(number, kind(name), 100.0 * number, recovered_s=recovered_s, **fields)
+
+
+def round_of_five() -> list[Strike]:
+    return [
+        dealt(1, "queue kill", 1.0),
+        dealt(2, "trainer kill", 9.0, steps_lost=3, lost=("trainer: back to step 10",)),
+        dealt(3, "queue stop", None, lived=False),
+        dealt(4, "engine kill", 50.0),
+        dealt(5, "driver kill", 70.0, lived=False),
+    ]
+
+
+def test_what_was_not_recovered_from_is_beside_the_medians() -> None:
+    groups = summary.by_group(round_of_five())
+    assert groups["actors"] == {"dealt": 3, "not_recovered": 1, "median_s": 5.0, "max_s": 9.0}
+    assert groups["engines"]["not_recovered"] == 0 and groups["rewards"]["median_s"] is None
+    (stop,) = [row for row in summary.rows(round_of_five()) if row["fault"] == "queue stop"]
+    assert (stop["not recovered"], stop["launch lived"], stop["median s"]) == (1, 0, "-")
+    assert [line.split() for line in summary.histogram(round_of_five())[:4]] == [
+        ["recovery,", "actors"], ["<", "5", "s", "█", "1"], ["<", "10", "s", "█", "1"], ["never", "█", "1"],
+    ]  # fmt: skip
+
+
+def test_every_fault_is_told_with_what_it_cost() -> None:
+    calls = [
+        BrokenCall("a/0", (7, 8), (7, 8), (7, 8, 9), at=401.0),
+        BrokenCall("b/0", (7,), None, None, at=402.0),
+        BrokenCall("c/0", (7,), None, None, at=99.0),
+    ]
+    told = {one["fault"]: one for one in summary.each(round_of_five(), calls)}
+    assert told["trainer kill"]["lost"]["steps"] == 3 and told["trainer kill"]["lost"]["told"]
+    assert told["trainer kill"]["recovered_s"] == 9.0 and told["trainer kill"]["at_s"] == 100.0
+    engine = told["engine kill"]["lost"]
+    assert (engine["responses"], engine["tokens_told"], engine["tokens_kept"]) == (2, 3, 2)
+    assert told["queue stop"]["recovered_s"] is None
+
+
+def told(strikes: list[Strike], path: Path, **asked: Any) -> dict[str, Any]:
+    """What the JSON of a round says of which this was asked."""
+    options = Options(1, 1800.0, asked.pop("num_faults", None), None, path, aim=asked.pop("aim", False))
+    kept = summary.tell(Outcome(strikes=strikes, **asked), options, path / "told.json")
+    found: dict[str, Any] = json.loads((path / "told.json").read_text())
+    assert kept == (found["verdict"] == "kept") == (not found["failed"])
+    return found
+
+
+def test_every_kind_is_in_a_group() -> None:
+    assert {summary.group_of(kind) for kind in KINDS} == set(summary.GROUPS)
+    assert [kind.name for kind in KINDS if summary.group_of(kind) == "drivers"] == ["driver stop"]
+
+
+def test_a_round_is_kept_in_which_all_that_was_asked_for_was_dealt(tmp_path: Path) -> None:
+    for num_faults in (None, 5):
+        found = told(round_of_five(), tmp_path, num_faults=num_faults)
+        assert found["verdict"] == "kept" and len(found["each"]) == 5
+
+
+def test_a_broken_promise_comes_before_all_else(tmp_path: Path) -> None:
+    found = told(round_of_five(), tmp_path, num_faults=6, violations=[Violation("trained once", "sample_0_2")])
+    assert found["verdict"] == "broken" and found["violations"] == found["failed"][:1] == ["trained once: sample_0_2"]
+    assert len(found["failed"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_dealt", "num_faults", "gave_up", "why"),
+    [
+        (5, 6, False, "5 of 6 faults (--faults) were dealt: the limit of 30 minutes (--minutes) was reached"),
+        (5, 6, True, "5 of 6 faults (--faults) were dealt: the run could not be brought to work any more"),
+        (0, None, False, "no fault was dealt, so that nothing was put to the test: the limit of 30 minutes"),
+    ],
+)
+def test_a_round_with_fewer_faults_than_asked_for_fails_and_says_why(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_dealt: int,
+    num_faults: int | None,
+    gave_up: bool,
+    why: str,
+) -> None:
+    found = told(round_of_five()[:num_dealt], tmp_path, num_faults=num_faults, gave_up=gave_up)
+    assert found["verdict"] == "short" and found["failed"][0].startswith(why)
+    assert f"FAILED: {why}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_median_is_judged_from_five_faults_on(tmp_path: Path) -> None:
+    slow = [dealt(number, "engine kill", 61.0) for number in range(1, 6)]
+    fast = [dealt(number, "queue kill", 1.0) for number in range(6, 11)]
+    assert summary.aim_met([*slow, *fast]) == {"engines": False, "actors": True}
+    assert summary.aim_met([*slow[:4], *fast]) == {"engines": None, "actors": True}
+    assert told([*slow, *fast], tmp_path)["verdict"] == "kept", "nobody asked for it"
+    found = told([*slow, *fast], tmp_path, aim=True)
+    assert found["verdict"] == "slow" and found["aim_met"] == {"engines": False, "actors": True}
+    assert found["failed"][0].startswith("median recovery of engines was not under 60 s (--aim)")
+    assert told([*slow[:4], *fast], tmp_path, aim=True)["verdict"] == "kept"
+    assert "cannot be judged" in told(slow[:4], tmp_path, aim=True)["failed"][0]
+
+
+def test_what_was_never_got_over_is_slower_than_any_aim() -> None:
+    strikes = [dealt(number, "queue kill", 1.0 if number < 3 else None) for number in range(1, 6)]
+    assert summary.aim_met(strikes)["actors"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 0), (["--faults", "5"], 0), (["--faults", "6"], 1), (["--aim"], 1)]
+)
+def test_the_exit_code_says_whether_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
+) -> None:
+    class Dealt:
+        def __init__(self, *_: Any) -> None: ...
+
+        def run(self) -> Outcome:
+            return Outcome(strikes=round_of_five())
+
+    monkeypatch.setattr(program, "Harness", Dealt)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["chaos", *arguments])
+    assert program.main() == code
