@@ -295,7 +295,9 @@ class LaunchOfRun:
             case "queue":
                 self.queue_host.kill(self.rng.uniform(0.3, 1.0))
             case "hang queue":
-                self.queue_host.hang()
+                # One that hangs before the driver has heard of it ends the launch.
+                if self.watch.queue_number == self.queue_host.number:
+                    self.queue_host.hang()
             case "answer":
                 self.commits_left = self.rng.randint(1, 4)
             case "store":

@@ -127,6 +127,11 @@ class ActorHost:
         """The object in the process of now; None: it is being restarted."""
         return self._actor
 
+    @property
+    def number(self) -> int:
+        """Of the process that was started last."""
+        return self._num_started - 1
+
     def kill(self, down_s: float) -> None:
         """The process dies with whatever it is doing; another one is up after `down_s`."""
         if self._actor is None:
@@ -153,7 +158,7 @@ class ActorHost:
 
     def end_known(self, number: int, down_s: float) -> bool | None:
         """Kill process `number`, if it is still there. Returns whether it hung; None: it was gone."""
-        if self._actor is None or number != self._num_started - 1:
+        if self._actor is None or number != self.number:
             return None
         hung = self._hung
         self.kill(down_s)

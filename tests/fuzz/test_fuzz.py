@@ -201,7 +201,8 @@ def test_a_conviction_of_whoever_was_there_is_found(monkeypatch: pytest.MonkeyPa
                 self._convict(name, crash)
 
     monkeypatch.setattr(Quarantine, "judge", hasty)
-    assert "nothing was wrong with it" in found()
+    told = found()
+    assert "nothing was wrong with it" in told or "no prompt gets through" in told
 
 
 def test_a_validation_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

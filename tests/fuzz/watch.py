@@ -52,6 +52,11 @@ class Watch:
         for supervisor in (self._launch.rollouter, self._launch.trainer):
             group.start_soon(self._probe_part, supervisor)
 
+    @property
+    def queue_number(self) -> int | None:
+        """Of the queue's process that was heard of last."""
+        return self._queue.pid if self._queue is not None else None
+
     async def awake(self) -> None:
         """Until the driver is not stopped."""
         await self._awake.wait()
@@ -146,9 +151,7 @@ class Watch:
             self._queue = status
 
         async def missed(error: DeadlineError) -> None:
-            if self._queue is None:
-                raise DeadlineError("the sample queue has never answered")
-            if launch.queue_host.end_known(self._queue.pid, 0.5) is False:
+            if self._queue is not None and launch.queue_host.end_known(self._queue.pid, 0.5) is False:
                 self._world.broken.append("the queue was well, and was killed")
 
         async def ask(limit_s: float) -> QueueStatus:
