@@ -12,6 +12,8 @@ from asyncrl.failures import DeadlineError
 TICK_S = 1.0
 AGAIN_S = 2.0
 """For the second try: a part that is well answers within milliseconds."""
+SLACK_S = 1.0
+"""A deadline that passes so much later than it should was held up by this process."""
 
 Answer = TypeVar("Answer")
 
@@ -29,23 +31,28 @@ async def probe(
         ask: the part's answer within so many seconds; None: there is nobody to ask just now.
         limit_s: for an answer.
         heard: awaited with each answer.
-        missed: awaited when there was none in time, and not when asked once more either: when this process has stood
-            still, stopped by a signal or starved, a deadline passes before the answer that was waiting is looked at.
+        missed: awaited when there was none in time, and not when asked once more either. When this process stands
+            still, stopped by a signal or starved, a deadline may pass before the answer that was waiting is looked at:
+            of a second try in which it did so nothing follows, and there is a third.
 
     Raises:
         AsyncRLError: what `ask` raised other than `DeadlineError`, or what the other two did.
     """
     while True:
         late: DeadlineError | None = None
-        try:
+        within_s = limit_s
+        while True:
+            began_s = anyio.current_time()
             try:
-                answer = await ask(limit_s)
+                answer = await ask(within_s)
             except DeadlineError as error:
-                late = error
-                answer = await ask(min(limit_s, AGAIN_S))
-        except DeadlineError as error:
-            await missed(late or error)
-        else:
-            if answer is not None:
-                await heard(answer)
+                stood_still = anyio.current_time() - began_s > within_s + SLACK_S
+                if late is not None and not stood_still:
+                    await missed(late)
+                    break
+                late, within_s = late or error, min(limit_s, AGAIN_S)
+            else:
+                if answer is not None:
+                    await heard(answer)
+                break
         await anyio.sleep(TICK_S)

@@ -25,6 +25,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.state_file import read_state
 from asyncrl.telemetry.summary import Resumed
 from rollouter.rollouter import RolloutStart
+from tests.fakes.parts import ManualClock
 from tests.fakes.run_states import queue_status, report
 
 
@@ -57,6 +58,26 @@ async def test_a_part_is_asked_again_and_again_whatever_it_answers(monkeypatch: 
     # One that answers when it is asked once more was well: it was this process that stood still.
     assert seen == ["one", "missed: slow", "two", "three"]
     assert limits == [30.0, 30.0, 30.0, probes.AGAIN_S, 30.0, probes.AGAIN_S, 30.0, probes.AGAIN_S, 30.0, 30.0]
+
+
+async def test_a_try_in_which_the_driver_stood_still_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(probes.anyio, "current_time", clock)
+    seen: list[str] = []
+    took = [30.0, 40.0, 3.5, 2.5]
+
+    async def ask(limit_s: float) -> Any:
+        if not took:
+            raise InfraError("gone for good")
+        clock.now_s += took.pop(0)
+        raise DeadlineError(f"{len(took)} to come")
+
+    async def missed(error: DeadlineError) -> None:
+        seen.append(error.message)
+
+    with pytest.raises(InfraError, match="gone for good"):
+        await probe(ask, 30.0, heard=lambda answer: missed(answer), missed=missed)
+    assert seen == ["3 to come"] and not took, "at the fourth, the first that took no longer than it may"
 
 
 def recorder() -> Recorder:

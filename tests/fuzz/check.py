@@ -88,8 +88,7 @@ def _check_poison(world: World, accounts: Accounts) -> None:
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
     # A Rollouter that is replaced forgets who was there.
     assert not over or setup.faults, f"poison that has crashed more than {limit} engines: {over}"
-    crashes_else = any(fault.kind in ("engine", "hang engine") for fault in setup.faults)
-    if not crashes_else and setup.stragglers == 0 and setup.reward_fails == 0:
+    if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
         failed = [fate.sample_id for fate in accounts.fates if fate.reason == DropReason.FAILED]
         innocent = [sample_id for sample_id in failed if not world.is_poisonous(sample_id)]
         assert not innocent, f"dropped as failed, and nothing was wrong with it: {innocent}"

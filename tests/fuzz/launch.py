@@ -311,7 +311,8 @@ class LaunchOfRun:
                 self.died = True
                 self.scope.cancel()
             case "driver stops":
-                await self.watch.stand_still(self.rng.choice([2.0, 20.0, 2 * WATCHDOG_S]))
+                # None that is as long as the second try of a probe: that would be the part's to answer in.
+                await self.watch.stand_still(self.rng.choice([1.0, 20.0, 2 * WATCHDOG_S]))
             case "stop":
                 self.stopped = True
                 self.trainer_moved.set()

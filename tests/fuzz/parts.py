@@ -22,7 +22,7 @@ from tests.fuzz.files import MemoryFiles, Record
 from tests.fuzz.fleet import FuzzFleet
 from tests.fuzz.process import Process
 from tests.fuzz.remote import Gated
-from tests.fuzz.setup import START_S
+from tests.fuzz.setup import PROBE_S, START_S
 from tests.fuzz.store import Publisher
 from tests.fuzz.training import Checkpoints, PlainExperience, Ranks
 from tests.fuzz.world import POISON, VALIDATES, World
@@ -76,9 +76,12 @@ class FuzzPart:
             raise process.error
 
     async def stop(self) -> None:
-        if self.process is not None:
-            await self.process.gate.passing()
-            self.process.stop()
+        if (process := self.process) is not None:
+            with anyio.move_on_after(PROBE_S) as deadline:
+                await process.gate.passing()
+            if deadline.cancelled_caught:
+                raise DeadlineError(f"the {self.name} did not finish stopping")
+            process.stop()
 
     async def main(self, process: Process, incarnation: int) -> None:
         raise NotImplementedError
