@@ -43,10 +43,12 @@ class RestartBudget:
         spent now.
 
         Raises:
-            InfraError: it may not be restarted. `error` itself if it never may, or if a restart would meet it again.
+            InfraError: it may not be restarted. `error` itself if a restart would meet it again.
         """
-        if self._max_restarts == 0 or isinstance(error, DiskFullError):
+        if isinstance(error, DiskFullError):
             raise error
+        if self._max_restarts == 0:
+            raise self._spent("failed", error)
         if self._excused:
             self._excused -= 1
             return len(self._failed_at)
@@ -63,6 +65,7 @@ class RestartBudget:
 
     def _spent(self, how: str, error: InfraError) -> InfraError:
         return InfraError(
-            f"the {self._part} {how} (recovery.max_restarts={self._max_restarts}); the last time: {error.message}",
+            f"the {self._part} {how} (recovery.max_restarts={self._max_restarts})"
+            f"{'; the last time' if self._max_restarts else ''}: {error.message}",
             error.cause,
         )

@@ -119,7 +119,7 @@ def find_run(name: str | None, root: Path = RUNS) -> Path:
         ConfigError: there is none; the message says what there is.
     """
     if name is None:
-        runs = [run for experiment in _directories(root) for run in _runs(experiment)]
+        runs = [run for each in _directories(root) for run in ([each] if _is_run(each) else _runs(each))]
         if not runs:
             raise ConfigError(f"there are no runs in {root.absolute()}: give a run directory, e.g. asyncrl status PATH")
         return max(runs, key=_last_active).absolute()
@@ -132,7 +132,7 @@ def find_run(name: str | None, root: Path = RUNS) -> Path:
 
 
 def _what_there_is(root: Path) -> str:
-    found = {path.name: len(_runs(path)) for path in _directories(root)}
+    found = {path.name: 1 if _is_run(path) else len(_runs(path)) for path in _directories(root)}
     listed = [f"{name} ({count} run{'s' if count > 1 else ''})" for name, count in found.items() if count]
     if not listed:
         return f"There are no runs in {root.absolute()}."
@@ -252,11 +252,14 @@ def _books(
 ) -> tuple[Books, str]:
     """The newest that there are, and where they are from; empty: there are none.
 
-    The journal goes on while the driver is stopped or dead; of a driver that is well, the state is as good and cheaper.
+    The journal goes on while the driver is stopped or dead; of a driver that is well, the state is as good and cheaper,
+    once it has heard of the queue.
     """
+    files = _journal_files(run_dir)
     written_at = state.written_at if state is not None else 0.0
     is_old = now - written_at > STALE_S or (state is not None and state.phase in ENDED)
-    if is_old and max((file.stat().st_mtime for file in _journal_files(run_dir)), default=0.0) > written_at:
+    is_behind = is_old and max((file.stat().st_mtime for file in files), default=0.0) > written_at
+    if files and (is_behind or (state is not None and state.queue is None)):
         try:
             return read_books(run_dir), JOURNAL
         except (AsyncRLError, sqlite3.Error, OSError) as error:

@@ -35,7 +35,7 @@ from asyncrl.cli.watchdog import StallError, Watchdog
 from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.ports import Edition
+from asyncrl.ports import Books, Edition
 from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.resume import Resume, journal_identity
@@ -176,7 +176,9 @@ class Run:
         await self._queue.attach("rollouter", self._rollouter.incarnation)
         await self._queue.attach("trainer", self._trainer.incarnation)
         if resume is not None:
+            before = (await self._queue.status()).books
             await self._training.rewind()
+            self._view.message("", _going_on(resume, before, (await self._queue.status()).books))
 
     # ------------------------------------------------------------------------------------------------ while it runs
 
@@ -321,3 +323,14 @@ class Run:
             except InfraError:  # it has ended, well or not: what it said last stands
                 continue
         self._tick()
+
+
+def _going_on(resume: Resume, before: Books, now: Books) -> str:
+    """What a resumed run begins with, in words. `before`: with what was trained after the checkpoint still trained."""
+    at = resume.manifest.progress
+    where = f"step {at.step} (version {at.version})" if resume.checkpoint is not None else "its beginning"
+    again = max(0, before.trained - now.trained)
+    return (
+        f"going on from {where} in {resume.run_dir}: {now.trained} samples are trained, {again} are trained again, "
+        f"{now.ready - min(again, now.ready)} more are finished already"
+    )

@@ -181,5 +181,6 @@ def _run_dir(config: Config) -> Iterator[Problem]:
             "run_dir",
             config.run_dir,
             "a run has been here already, and this one would overwrite its records",
-            "choose another directory, remove this one, or go on with it: resume=auto",
+            "choose another directory, or go on with it: resume=auto. Remove it only if `asyncrl status` says that no "
+            "run is at work there, and you need nothing of it",
         )

@@ -11,6 +11,8 @@ from asyncrl.run_dir import disk_error
 from asyncrl.telemetry.live import View
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OWN = ("asyncrl.", "rollouter.", "trainer.", "skip.")
+"""How the names of this project's loggers begin."""
 
 
 class ViewHandler(logging.Handler):
@@ -38,7 +40,8 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def logging_to(view: View, logs: Path, level: str) -> Iterator[None]:
-    """Inside, everything this process logs at `level` or above goes to `logs/driver.log` and to the view.
+    """Inside, everything this process logs at `level` or above goes to `logs/driver.log` and to the view. Into the file
+    goes also what this project tells of its parts below that, from `info` on: who was replaced, and why.
 
     Python's own warnings count as log messages. What was set up before is back afterwards.
 
@@ -52,10 +55,12 @@ def logging_to(view: View, logs: Path, level: str) -> Iterator[None]:
         raise disk_error(path, error) from error
     file.setFormatter(logging.Formatter(_FORMAT))
     shown = ViewHandler(view)
+    shown.setLevel(level.upper())
+    file.addFilter(lambda record: record.levelno >= shown.level or record.name.startswith(_OWN))
     root = logging.getLogger()
     before_level, before_handlers = root.level, root.handlers[:]
     root.handlers[:] = [file, shown]
-    root.setLevel(level.upper())
+    root.setLevel(min(shown.level, logging.INFO))
     logging.captureWarnings(True)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from asyncrl.telemetry.rows import Row, apply_row, queue_metrics, step_row, vali
 from asyncrl.telemetry.sinks import JsonlSink, Sink, TensorBoardSink, rewind_jsonl
 from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
 from asyncrl.waits import Wait
+
+logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 200
 """Restarts that are told one by one; older ones only count."""
@@ -188,6 +191,11 @@ class Recorder:
             self._board, restarts=tuple(self._restarts), earlier_restarts=dict(self._earlier_restarts)
         )
         self._view.restart(restart, self._board)
+        if restart.recovered_at is None:
+            logger.info("the %s is replaced: %s", restart.part, restart.cause)
+        else:
+            took_s = restart.recovered_at - restart.failed_at
+            logger.info("the %s is back after %.1f s. %s", restart.part, took_s, restart.detail or restart.cause)
 
     def tell(self, state: RunState) -> RunState:
         """`state` with what only the recorder knows: total steps, staleness, tokens and rates, drops, restarts."""

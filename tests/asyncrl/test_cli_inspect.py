@@ -276,6 +276,11 @@ def test_the_journal_knows_more_than_a_dead_driver(run_dir: Path, journal: Path)
     # While the driver is well, its own word is as good.
     write(run_dir, now_is(STUCK))
     assert inspect.report(inspect.look(run_dir))["books_from"] == "state.json"
+    # One that starts has not heard of the queue, and would say that there is nothing; so would one that died over that.
+    for state in (now_is(STUCK, phase="starting"), replace(STUCK, phase="failed", error="it did not come up")):
+        write(run_dir, replace(state, queue=None, books=Books()))
+        told = inspect.report(inspect.look(run_dir))
+        assert (told["books_from"], told["samples"]["fed"]) == ("journal.db", 5)
     # Even without a state it is something.
     (run_dir / FILE_NAME).unlink()
     assert inspect.report(inspect.look(run_dir))["why"]["text"].startswith("run has left no state")
@@ -305,6 +310,14 @@ def test_a_run_by_path_by_experiment_and_the_newest_of_all(run_dir: Path, tmp_pa
     assert inspect.find_run("quickstart").name == "20260103-000000"
     assert inspect.find_run("runs/quickstart").name == "20260103-000000"
     assert inspect.find_run(None).parts[-2:] == ("other", "20250101-000000")
+    # One that was given run_dir=runs/mine.
+    mine = tmp_path / "runs" / "mine"
+    mine.mkdir()
+    (mine / "config.yaml").write_text("")
+    os.utime(mine / "config.yaml", (2.5e9, 2.5e9))
+    assert inspect.find_run(None) == mine
+    with pytest.raises(ConfigError, match=r"there are mine \(1 run\), other \(1 run\), quickstart \(2 runs\)"):
+        inspect.find_run("nosuch")
     # A run elsewhere is the newest once it writes its state.
     write(run_dir, STUCK)
     os.utime(run_dir / FILE_NAME, (3e9, 3e9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -13,11 +14,12 @@ import pytest
 from asyncrl.cli import probes
 from asyncrl.cli.picture import Picture
 from asyncrl.cli.probes import probe
-from asyncrl.cli.run import Run
+from asyncrl.cli.run import Run, _going_on
 from asyncrl.cli.supervise import Supervisor
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.ports import Edition, PartName, QueueStatus, StoreStatus
+from asyncrl.manifest import Progress
+from asyncrl.ports import Books, Edition, PartName, QueueStatus, StoreStatus
 from asyncrl.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.telemetry.live import View
@@ -78,6 +80,20 @@ async def test_a_try_in_which_the_driver_stood_still_counts_for_nothing(monkeypa
     with pytest.raises(InfraError, match="gone for good"):
         await probe(ask, 30.0, heard=lambda answer: missed(answer), missed=missed)
     assert seen == ["3 to come"] and not took, "at the fourth, the first that took no longer than it may"
+
+
+def test_what_a_resumed_run_begins_with() -> None:
+    manifest = SimpleNamespace(progress=Progress(step=8, version=7))
+    before, now = Books(fed=60, ready=10, leased=2, trained=48), Books(fed=60, ready=24, trained=36)
+    resume: Any = SimpleNamespace(manifest=manifest, checkpoint=Path("c"), run_dir=Path("runs/q"))
+    assert _going_on(resume, before, now) == (
+        "going on from step 8 (version 7) in runs/q: 36 samples are trained, 12 are trained again, 12 more are "
+        "finished already"
+    )
+    resume.checkpoint = None
+    assert _going_on(resume, Books(), Books()).startswith(
+        "going on from its beginning in runs/q: 0 samples are trained"
+    )
 
 
 def recorder() -> Recorder:

@@ -21,8 +21,16 @@ def test_past_the_budget_the_last_cause_is_told() -> None:
     assert caught.value.cause == "Traceback: there"
 
 
-def test_without_a_budget_or_on_a_full_disk_the_failure_itself_ends_the_run() -> None:
-    for max_restarts, error in ((0, InfraError("gone")), (5, DiskFullError("the disk is full"))):
+def test_without_a_budget_the_first_failure_ends_the_run() -> None:
+    with pytest.raises(InfraError) as caught:
+        RestartBudget("Trainer", 0, 100.0).spend(0.0, InfraError("gone", "Traceback: there"))
+    assert caught.value.message == "the Trainer failed (recovery.max_restarts=0): gone"
+    assert caught.value.cause == "Traceback: there"
+
+
+def test_on_a_full_disk_the_failure_itself_ends_the_run() -> None:
+    error = DiskFullError("the disk is full")
+    for max_restarts in (0, 5):
         with pytest.raises(InfraError) as caught:
             RestartBudget("Trainer", max_restarts, 100.0).spend(0.0, error)
         assert caught.value is error

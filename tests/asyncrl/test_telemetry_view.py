@@ -306,6 +306,8 @@ def test_the_log_goes_to_its_file_and_the_view_from_its_level_on(tmp_path: Path)
     before = root.level, root.handlers[:]
     with logging_to(view, tmp_path, "warning"):
         logging.getLogger("a.b").info("too quiet")
+        logging.getLogger("asyncrl.cli.supervise").info("the trainer is replaced")
+        logging.getLogger("asyncrl.cli.supervise").debug("and more")
         logging.getLogger("a.b").warning("a replica restarted")
         warnings.warn("odd", UserWarning, stacklevel=1)
     assert (root.level, root.handlers) == before
@@ -314,6 +316,8 @@ def test_the_log_goes_to_its_file_and_the_view_from_its_level_on(tmp_path: Path)
     text = (tmp_path / "driver.log").read_text()
     assert "WARNING a.b: a replica restarted" in text
     assert "too quiet" not in text
+    assert "INFO asyncrl.cli.supervise: the trainer is replaced" in text, "for who looks why, later"
+    assert "and more" not in text
 
 
 def test_a_log_that_cannot_be_written_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
