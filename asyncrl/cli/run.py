@@ -208,9 +208,10 @@ class Run:
         return False
 
     def _begin(self) -> RolloutStart:
-        """What the next Rollouter is to validate first."""
-        first = self._config.trainer.val_before_train and self._validated is None
-        return RolloutStart(first, self._validated, self._recorder.validated_step or 0)
+        """What the next Rollouter is to validate first: version 0 is validated once in a run, whoever resumes it."""
+        step = self._recorder.validated_step
+        first = self._config.trainer.val_before_train and self._validated is None and step is None
+        return RolloutStart(first, self._validated, step or 0)
 
     async def _rewound(self, resumed: Resumed) -> None:
         self._picture.lineage = resumed.lineage

@@ -146,6 +146,13 @@ async def test_what_is_validated_already_is_told_to_the_next_rollouter(tmp_path:
     assert driver.recorder.validated_step == 70
 
 
+async def test_a_resumed_run_does_not_validate_its_start_again(tmp_path: Path) -> None:
+    first, second = Driver(tmp_path), Driver(tmp_path)
+    await first.run._put(ValidationRecord(0, 0, {"reward/mean": 0.5}, ()))
+    second.run._recorder = first.recorder  # what it has read of the run's records
+    assert second.run._begin() == RolloutStart(validate_first=False, validated=None, validated_step=0)
+
+
 class Queue:
     """Says whether it is closed. Nothing is READY or runs: what is left, the Trainer has leased."""
 

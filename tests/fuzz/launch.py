@@ -174,8 +174,9 @@ class LaunchOfRun:
         return validation_due(training.test_freq, validated_step=step or 0, step=self.progress.step)
 
     def rollout_start(self) -> RolloutStart:
-        first = self.config.trainer.val_before_train and self.validated is None
-        return RolloutStart(first, self.validated, self.validated_step or 0)
+        step = self.validated_step
+        first = self.config.trainer.val_before_train and self.validated is None and step is None
+        return RolloutStart(first, self.validated, step or 0)
 
     # ------------------------------------------------------------------------------------------------ its course
 
