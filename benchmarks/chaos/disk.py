@@ -57,10 +57,11 @@ def unfill(disk: Path) -> None:
 
 
 def tear_journal(run_dir: Path, rng: random.Random) -> str:
-    """Tear the end of SQLite's write-ahead log, as a write that was never finished leaves it. Returns what was done.
+    """Tear the end of SQLite's write-ahead log, as a write that was never finished leaves it: a part of a frame is
+    behind the last whole one. Returns what was done.
 
-    Either there is half a frame behind the last one, or the last one is cut in half: of what was acknowledged the
-    latter takes back the last commit, as a disk does that has not quite honoured fsync.
+    Whole frames stay. They may have been acknowledged, and a disk that takes them back has not honoured fsync: nothing
+    is promised then but that it is noticed, and turns of samples that were READY are generated again.
 
     Raises:
         NothingThereError: the log is empty, or there is none.
@@ -71,13 +72,9 @@ def tear_journal(run_dir: Path, rng: random.Random) -> str:
     if frames == 0:
         raise NothingThereError("the journal has no log")
     end = WAL_HEADER + frames * size
-    if rng.random() < 0.5:
-        torn = content[WAL_HEADER + (frames - 1) * size :][:FRAME_HEADER] + rng.randbytes(rng.randrange(1, size))
-        log.write_bytes(content[:end] + torn[: size - 1])
-        return f"{log.name}: half a frame behind {frames} whole ones"
-    cut = end - rng.randrange(1, size)
-    log.write_bytes(content[:cut])
-    return f"{log.name}: the last of {frames} frames cut in half"
+    torn = content[WAL_HEADER + (frames - 1) * size :][:FRAME_HEADER] + rng.randbytes(rng.randrange(1, size))
+    log.write_bytes(content[:end] + torn[: size - 1])
+    return f"{log.name}: half a frame behind {frames} whole ones"
 
 
 def _frames(log: bytes) -> tuple[int, int]:
