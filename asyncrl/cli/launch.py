@@ -160,9 +160,11 @@ async def _run(
         summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
         raise
     earlier = _state_of(run_dir.path)
+    if resumed is not None and earlier is not None:
+        recorder.made_earlier(earlier.generated_tokens)
     for text in told_before:
         view.message("warning", text)
-    picture = Picture(config, run_dir, recorder, lineage=resume.lineage if resume is not None else 0)
+    picture = Picture(config, run_dir, recorder, back_to=resumed)
     outcome = await _outcome(config, run_dir, resume, recorder, view, picture, earlier)
     told = recorder.summary(outcome.status, outcome.error)
     picture.end(outcome.status, outcome.error["message"] if outcome.error is not None else "")

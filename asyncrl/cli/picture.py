@@ -19,6 +19,7 @@ from asyncrl.run_dir import RunDir
 from asyncrl.run_state import FILE_NAME, Phase, ProcessInfo, RunState
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.state_file import StateFile
+from asyncrl.telemetry.summary import Resumed
 
 ANSWERS_S = 3.0
 """A part that answered within so many seconds answers."""
@@ -27,7 +28,7 @@ ANSWERS_S = 3.0
 class Picture:
     """The driver's view of its run. Whoever learns something sets it; `state` is all of it."""
 
-    def __init__(self, config: Config, run_dir: RunDir, recorder: Recorder, *, lineage: int = 0) -> None:
+    def __init__(self, config: Config, run_dir: RunDir, recorder: Recorder, *, back_to: Resumed | None = None) -> None:
         self.phase: Phase = "starting"
         self.error = ""
         self.namespace = ""
@@ -35,7 +36,8 @@ class Picture:
         self.store: StoreStatus | None = None
         self.rollouter: Mapping[str, Any] = {}
         self.trainer: Mapping[str, Any] = {}
-        self.lineage = lineage
+        self.back_to = back_to or Resumed(0, 0, "")
+        """Where training went on from last: until its Trainer has loaded that, it is where the run stands."""
         self.heard_at: dict[str, float] = {}
         """Part → when it last answered, or was first asked. Wall clock."""
         self.restarting: Mapping[str, float] = {}
@@ -78,9 +80,9 @@ class Picture:
             ray_address=config.ray.address,
             error=self.error,
             samples_per_lease=config.samples_per_lease,
-            step=self.trainer.get("step", 0),
-            version=self.trainer.get("version", 0),
-            lineage=self.lineage,
+            step=max(self.trainer.get("step", 0), self.back_to.step),
+            version=max(self.trainer.get("version", 0), self.back_to.version),
+            lineage=self.back_to.lineage,
             published=store.newest if store is not None else None,
             queue=queue,
             replicas=store.replicas if store is not None else (),

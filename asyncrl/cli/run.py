@@ -214,7 +214,7 @@ class Run:
         return RolloutStart(first, self._validated, step or 0)
 
     async def _rewound(self, resumed: Resumed) -> None:
-        self._picture.lineage = resumed.lineage
+        self._picture.back_to = resumed
         await self._recorder.rewind(resumed)
         self._trainer_moved.set()
         self._trainer_moved = anyio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +57,28 @@ class TurnKeeper:
         return [TurnDone(turn.sample_id, turn.key, turn.num_tokens, turn.spans) for turn in read_turns(self._root)]
 
 
+class Told(NamedTuple):
+    """What a journal's transitions say besides the samples' fates; see `Accounts`."""
+
+    metas: dict[SampleId, SampleMeta]
+    anew: set[SampleId]
+    rewinds: list[Edition]
+
+
+def told_by(transitions: Iterable[Transition]) -> Told:
+    """In the journal's order."""
+    told = Told({}, set(), [])
+    for transition in transitions:
+        if isinstance(transition, Finished):
+            told.metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
+        elif isinstance(transition, Redone):
+            told.anew.add(transition.sample_id)
+        elif isinstance(transition, Rewound):
+            told.anew.update(transition.again)
+            told.rewinds.append(Edition(transition.lineage, transition.version))
+    return told
+
+
 def read_accounts(
     run_dir: Path, turns: Sequence[TurnDone], broken_calls: Sequence[BrokenCall]
 ) -> tuple[Accounts, Figures]:
@@ -77,17 +99,7 @@ def read_accounts(
         steps=sum("step" in line for line in trained),
         lineages=max((line["lineage"] for line in trained), default=0) + 1,
     )
-    metas: dict[SampleId, SampleMeta] = {}
-    anew: set[SampleId] = set()
-    rewinds: list[Edition] = []
-    for transition in _transitions(run_dir):
-        if isinstance(transition, Finished):
-            metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
-        elif isinstance(transition, Redone):
-            anew.add(transition.sample_id)
-        elif isinstance(transition, Rewound):
-            anew.update(transition.again)
-            rewinds.append(Edition(transition.lineage, transition.version))
+    told = told_by(_transitions(run_dir))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
     drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
     accounts = Accounts(
@@ -95,9 +107,9 @@ def read_accounts(
         books=books,
         trained=trained,
         turns=turns,
-        metas=metas,
-        generated_anew=anew,
-        rewinds=rewinds,
+        metas=told.metas,
+        generated_anew=told.anew,
+        rewinds=told.rewinds,
         broken_calls=broken_calls,
         max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
         completed=completed,

@@ -103,9 +103,12 @@ def recorder() -> Recorder:
 def test_the_picture_is_all_that_is_known_and_can_be_read_back(tmp_path: Path) -> None:
     kept = recorder()
     kept.plan(20)
-    picture = Picture(Config(), RunDir(tmp_path), kept, lineage=2)
-    first = picture.state()
-    assert (first.phase, first.lineage, first.total_steps, first.queue) == ("starting", 2, 20, None)
+    picture = Picture(Config(), RunDir(tmp_path), kept, back_to=Resumed(4, 3, "", 2))
+    for trainer in ({}, {"step": 0, "version": 0, "waits": []}):  # it has told nothing, or has not loaded it yet
+        picture.trainer = trainer
+        first = picture.state()
+        assert (first.phase, first.lineage, first.total_steps, first.queue) == ("starting", 2, 20, None)
+        assert (first.step, first.version) == (4, 3)
     picture.phase = "running"
     picture.queue = queue_status(pid=7)
     picture.store = StoreStatus(8, Edition(2, 5), (report("a"),))
@@ -184,7 +187,7 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
             await anyio.wait_all_tasks_blocked()
             queue.closed = False  # what the Trainer has leased may be lost, and what it publishes is to be applied
             await driver.run._rewound(Resumed(4, 4, "", 1))
-        assert answers == [True] and driver.picture.lineage == 1
+        assert answers == [True] and driver.picture.back_to.lineage == 1
         queue.closed = True
         async with anyio.create_task_group() as group:
             group.start_soon(ask)

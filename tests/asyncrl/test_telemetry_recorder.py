@@ -220,6 +220,10 @@ def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: 
         assert summary["reward"]["first"] == pytest.approx(0.1)
         assert summary["reward"]["last"] == 1.0
         assert summary["tokens"] == {"generated": 270, "trained": 300}
+        # Its driver had known of more: step 3 is made of what was generated before the end.
+        recorder.made_earlier(420)
+        recorder.tick(queue(6), rollouter(75, 0.0), trainer(0.0))
+        assert recorder.summary("completed", None)["tokens"]["generated"] == 495
         assert summary["weight_sync"]["count"] == 3
         assert summary["validation"]["before"]["reward"] == 0.0
         before, after = recorder.examples()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl.lives import Lives
-from asyncrl.ports import Edition
 from asyncrl.recovery import QueueState
-from asyncrl.transitions import Finished, Redone, Rewound
-from asyncrl.types import DropReason, SampleId, SampleMeta
+from asyncrl.types import DropReason
 from benchmarks.chaos.accounts import Accounts, Fate, surviving, violations
+from benchmarks.chaos.records import told_by
 from benchmarks.chaos.watch import broken_calls
 from tests.fuzz.world import World
 
@@ -20,28 +19,19 @@ def check(world: World) -> None:
     transitions = files.journal.transitions()
     lives = Lives(QueueState.begin(setup.num_prompts, keeps_payloads=True))
     state = QueueState.begin(setup.num_prompts, keeps_payloads=True)
-    metas: dict[SampleId, SampleMeta] = {}
-    anew = set(world.let_go)
-    rewinds: list[Edition] = []
+    told = told_by(transitions)
     drift = setup.config.async_training
     for transition in transitions:
         lives.see(0.0, transition)
         state.apply(transition)
-        if isinstance(transition, Finished):
-            metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
-        elif isinstance(transition, Redone):
-            anew.add(transition.sample_id)
-        elif isinstance(transition, Rewound):
-            anew.update(transition.again)
-            rewinds.append(Edition(transition.lineage, transition.version))
     accounts = Accounts(
         fates=[Fate(record.sample_id, record.state, record.reason) for record in lives.records()],
         books=state.ledger.books(),
         trained=files.trained,
         turns=files.turns.log,
-        metas=metas,
-        generated_anew=anew,
-        rewinds=rewinds,
+        metas=told.metas,
+        generated_anew=told.anew | world.let_go,
+        rewinds=told.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
