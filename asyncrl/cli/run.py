@@ -15,9 +15,9 @@ reaches it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -202,9 +202,13 @@ class Run:
             moved = self._trainer_moved
             if not (await self._queue.status()).closed:
                 return True
-            with suppress(InfraError):  # it is replaced, and goes back
+            limit_s = math.inf
+            try:
                 await self._training.served()
-            await moved.wait()
+            except InfraError:  # it is replaced and goes back; or it was only not reached, and is told again
+                limit_s = TICK_S
+            with anyio.move_on_after(limit_s):
+                await moved.wait()
         return False
 
     def _begin(self) -> RolloutStart:

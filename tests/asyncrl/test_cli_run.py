@@ -198,6 +198,26 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
     assert len(told) == 2, "the Trainer is to end as well, as often as there is a new one"
 
 
+async def test_a_trainer_that_did_not_hear_that_it_may_end_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.cli.run.TICK_S", 0.01)
+    driver, told = Driver(tmp_path), list[bool]()
+    driver.run._queue = Queue()  # type: ignore[assignment]
+
+    async def served() -> None:
+        told.append(True)
+        if len(told) < 3:
+            raise InfraError("it was not reached")
+        driver.run._trainer_ended = True
+        driver.run._trainer_moved.set()
+
+    driver.run._training.served = served  # type: ignore[method-assign]
+    with anyio.fail_after(5):
+        assert not await driver.run._is_needed_again()
+    assert len(told) == 3
+
+
 class Asked:
     """`supervise.Part` that runs until it is asked to stop, and then ends, or dies of it."""
 
