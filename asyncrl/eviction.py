@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from asyncrl.recovery import QueueState
 from asyncrl.staleness import StaleAction, judge
-from asyncrl.types import SampleId
+from asyncrl.types import Provenance, SampleId
 
 
 class Eviction:
@@ -44,6 +44,6 @@ class Eviction:
             entry.meta.oldest_version,
             max_staleness=self._max_staleness,
             stale_action=self._stale_action,
-            rewound=self._state.lineage > 0,
+            allows_newer=self._state.lineage > 0 or entry.meta.provenance is not Provenance.GENERATED,
         )
         return verdict == "drop"

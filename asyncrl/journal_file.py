@@ -25,7 +25,7 @@ from asyncrl.recovery import QueueState
 from asyncrl.transitions import Reading, Row, Transition, from_row
 from asyncrl.wal import survey
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_WAIT_S = 10.0
 
 _NOT_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)

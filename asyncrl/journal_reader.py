@@ -77,7 +77,7 @@ def read_books(run_dir: Path) -> Books:
         ConfigError: there is no journal, it is damaged, or another asyncrl wrote it.
     """
     with _reading(run_dir) as connection:
-        return rebuild(connection, read_meta(connection)).state.ledger.books()
+        return rebuild(connection, read_meta(connection)).state.books()
 
 
 def read_samples(run_dir: Path) -> Iterator[SampleRecord]:

@@ -18,7 +18,7 @@ Two laws hold after every transition, each checked in O(1) between counters and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any, NamedTuple
 
@@ -217,9 +217,17 @@ class Ledger:
         fresh = range(self._next_index, self._next_index + number - len(again))
         return (*again, *map(self.id_of, fresh))
 
-    def ready(self) -> Iterable[SampleId]:
+    def ready(self) -> Collection[SampleId]:
         """READY samples in the order in which they completed."""
         return self._ready.keys()
+
+    def ready_in_feed_order(self, *, to_the_end: bool = False) -> Collection[SampleId]:
+        """READY samples by index, up to the first one that was fed and may still become READY; or all of them."""
+        ready = sorted(self._ready, key=lambda sample_id: sample_id.index)
+        missing = min((sample_id.index for sample_id in (*self._running, *self._returned[:1])), default=None)
+        if to_the_end or missing is None:
+            return ready
+        return [sample_id for sample_id in ready if sample_id.index < missing]
 
     def books(self) -> Books:
         return Books(

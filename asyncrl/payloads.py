@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.blobs import Blob
-from asyncrl.types import FinishReason, LogProbs, Mask, Sample, SampleId, Span, TokenIds, Trajectory
+from asyncrl.types import FinishReason, LogProbs, Mask, Replay, Sample, SampleId, Span, TokenIds, Trajectory
 
 
 class FileRef(NamedTuple):
@@ -34,6 +34,10 @@ _Row = tuple[int, int, int, int, int, tuple[tuple[int, int], ...], str, float, M
 reason, reward, reward_extra. A plain tuple: a named one takes three times as long to pickle."""
 
 
+_Replay = tuple[int, bool, tuple[tuple[tuple[int, int], ...], ...]]
+"""`types.Replay` as a plain tuple."""
+
+
 class PackedSample(NamedTuple):
     sample_id: tuple[int, int]
     rows: tuple[_Row, ...]
@@ -41,6 +45,7 @@ class PackedSample(NamedTuple):
     generate_s: float
     reward_s: float
     baseline_reward: float | None
+    replay: _Replay | None
 
 
 class Chunk(NamedTuple):
@@ -72,6 +77,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
             sample.generate_s,
             sample.reward_s,
             sample.baseline_reward,
+            _pack_replay(sample.replay),
         )
         for sample in samples
     )
@@ -92,6 +98,7 @@ def _unpack(sample: PackedSample, chunks: Sequence[Chunk] | Mapping[int, Chunk])
         sample.generate_s,
         sample.reward_s,
         sample.baseline_reward,
+        _unpack_replay(sample.replay),
     )
 
 
@@ -109,6 +116,7 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             "generate_s": float(sample.generate_s),
             "reward_s": float(sample.reward_s),
             "baseline_reward": None if sample.baseline_reward is None else float(sample.baseline_reward),
+            "replay": sample.replay,
             "trajectories": [
                 (*row[:-2], float(row[-2]), {key: float(value) for key, value in row[-1].items()})
                 for row in sample.rows
@@ -191,10 +199,12 @@ def _parse(description: Any) -> PackedSample:
             "generate_s": float(generate_s),
             "reward_s": float(reward_s),
             "baseline_reward": float() | None as baseline_reward,
+            "replay": [*_] | None as replay,
             "trajectories": [*rows],
         } if epoch >= 0 and index >= 1:
             parsed = tuple([_parse_row(row) for row in rows])
-            return PackedSample((epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward)
+            told = None if replay is None else _parse_replay(replay)
+            return PackedSample((epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward, told)
     raise ValueError("the description of a sample is none")
 
 
@@ -209,11 +219,32 @@ def _parse_row(description: Any) -> _Row:
     return (*places, spans_from_json(spans), finish_reason, reward, extra)
 
 
+def _parse_replay(description: Any) -> _Replay:
+    match description:
+        case [int(step), bool(substituted), [*rows]]:
+            return step, substituted, tuple([spans_from_json(spans) for spans in rows])
+    raise ValueError("the description of a replay is none")
+
+
 def _check_row(row: _Row, chunk: Chunk) -> None:
     _, prompt_start, prompt_tokens, response_start, response_tokens = row[:5]
     longest = min(len(chunk.response_ids), len(chunk.response_mask), len(chunk.rollout_log_probs))
     if prompt_start + prompt_tokens > len(chunk.prompt_ids) or response_start + response_tokens > longest:
         raise ValueError("a trajectory lies outside of its arrays")
+
+
+def _pack_replay(replay: Replay | None) -> _Replay | None:
+    if replay is None:
+        return None
+    spans = tuple([tuple([(span.first_token, span.version) for span in row]) for row in replay.spans])
+    return replay.step, replay.substituted, spans
+
+
+def _unpack_replay(packed: _Replay | None) -> Replay | None:
+    if packed is None:
+        return None
+    step, substituted, rows = packed
+    return Replay(step, substituted, tuple([tuple([Span(*span) for span in row]) for row in rows]))
 
 
 class _Packer:

@@ -34,6 +34,11 @@ class Books:
     trained: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     """By `DropReason` value."""
+    replayed: int = 0
+    """Samples that became READY out of a record (docs/skip.md) and not from an engine; one that was fed again counts
+    again. Beside the sum, as is `substituted`."""
+    substituted: int = 0
+    """Of these, those whose record is of another sample or of something else than was asked."""
 
     @property
     def num_dropped(self) -> int:

@@ -9,12 +9,13 @@ What is rebuilt cannot differ from what was there, because nothing else changes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncrl.failures import BugError
 from asyncrl.ledger import Ledger
 from asyncrl.lineage import Line
-from asyncrl.ports import QueuedSample, QueueSnapshot
+from asyncrl.ports import Books, QueuedSample, QueueSnapshot
 from asyncrl.transitions import (
     Admitted,
     Applied,
@@ -38,7 +39,7 @@ from asyncrl.transitions import (
     indices,
     to_row,
 )
-from asyncrl.types import SampleId
+from asyncrl.types import Provenance, SampleId
 
 REMEMBERED_ASKS = 256
 """Grants whose answer may still be on its way when the queue's process dies; more than callers are ever parked."""
@@ -77,6 +78,8 @@ class QueueState:
         self._files: dict[str, int] = {}
         self._idle_files: set[str] = set()
         self.payload_bytes = 0
+        self._replayed = 0
+        self._substituted = 0
 
     @classmethod
     def begin(
@@ -93,6 +96,8 @@ class QueueState:
         state = cls(ledger, keeps_payloads=keeps_payloads, version=version, total_samples=total_samples)
         if restore is None:
             state._marks[0] = 0
+        else:
+            state._replayed, state._substituted = restore.books.replayed, restore.books.substituted
         return state
 
     # -------------------------------------------------------------------------------------------- questions
@@ -100,6 +105,14 @@ class QueueState:
     @property
     def lineage(self) -> int:
         return self.line.lineage
+
+    def books(self) -> Books:
+        """The ledger's, and how many samples came out of records."""
+        return replace(self.ledger.books(), replayed=self._replayed, substituted=self._substituted)
+
+    def snapshot(self) -> QueueSnapshot:
+        """Enough for `begin`."""
+        return replace(self.ledger.snapshot(self.version), books=self.books())
 
     def entry(self, sample_id: SampleId) -> QueuedSample | None:
         return self._entries.get(sample_id)
@@ -180,6 +193,8 @@ class QueueState:
         for sample in t.samples:
             self.ledger.finish(sample.meta.sample_id)
             self._hold(sample)
+            self._replayed += sample.meta.provenance is not Provenance.GENERATED
+            self._substituted += sample.meta.provenance is Provenance.SUBSTITUTED
 
     def _dropped(self, t: Dropped) -> None:
         for sample_id in t.sample_ids:
@@ -294,6 +309,8 @@ class QueueState:
         return {
             "ledger": self.ledger.dump(),
             "entries": [entry_of(self._entries[sample_id]) for sample_id in sorted(self._entries)],
+            "replayed": self._replayed,
+            "substituted": self._substituted,
             "version": self.version,
             "line": self.line.dump(),
             "total_samples": self.total_samples,
@@ -318,6 +335,7 @@ class QueueState:
         state = cls(ledger, keeps_payloads=keeps_payloads, version=raw["version"], total_samples=raw["total_samples"])
         for entry in raw["entries"]:
             state._hold(read.sample_of(entry))
+        state._replayed, state._substituted = raw["replayed"], raw["substituted"]
         state.line = Line.load(raw["line"])
         state.incarnations = dict(raw["incarnations"])
         state._cut_off = raw["cut_off"]

@@ -58,6 +58,8 @@ class QueueOptions:
     """Bound on `trainer version at lease - oldest version of any token`; None: none."""
     stale_action: StaleAction = "drop"
     """`drop` evicts at lease; `mask` and `keep` hand the sample out and leave the rest to the Trainer."""
+    in_feed_order: bool = False
+    """Samples are leased in the order in which they were fed, whatever the order in which they completed."""
 
 
 class Caller(NamedTuple):
@@ -105,6 +107,7 @@ class LocalSampleQueue:
         self._ledger = self._state.ledger
         self._pacing = replace(options.pacing, total_samples=self._state.total_samples)
         self._eviction = Eviction(self._state, options.max_staleness, options.stale_action)
+        self._in_feed_order = options.in_feed_order
         lock = anyio.Lock()
         self._permits = anyio.Condition(lock)
         self._samples = anyio.Condition(lock)
@@ -193,7 +196,8 @@ class LocalSampleQueue:
     async def lease(
         self, num_samples: int, *, trainer_version: int, timeout_s: float, caller: Caller = ANYBODY
     ) -> Lease:
-        """See `ports.SampleQueue`. READY samples go out in the order in which they completed.
+        """See `ports.SampleQueue`. READY samples go out in the order in which they completed, or were fed
+        (`QueueOptions.in_feed_order`).
 
         `ended` comes with fewer samples than asked for, down to none, never with a full lease. It does not count what
         the caller still holds: a sample it releases or drops afterwards may bring more.
@@ -248,7 +252,7 @@ class LocalSampleQueue:
         async with self._permits:
             self._check(caller)
             self._do(Marked(step))
-            snapshot = replace(self._ledger.snapshot(self._state.version), seq=self._seq)
+            snapshot = replace(self._state.snapshot(), seq=self._seq)
         await self._flushed()
         return snapshot
 
@@ -293,7 +297,7 @@ class LocalSampleQueue:
         if journal is not None:
             await journal.flushed(0)
         return QueueStatus(
-            books=self._ledger.books(),
+            books=state.books(),
             version=state.version,
             ended=self._ledger.num_ready == 0 and self._no_more_to_come(),
             waiting={wait.edge: wait.count for wait in self._waits.snapshot()},
@@ -401,10 +405,12 @@ class LocalSampleQueue:
         if self._ledger.closed:
             return Lease(0, (), ended=True)
         self._evict(trainer_version)
-        ended = self._ledger.num_ready < num_samples
-        if ended and not self._no_more_to_come():
+        over = self._no_more_to_come()
+        ready = self._ledger.ready_in_feed_order(to_the_end=over) if self._in_feed_order else self._ledger.ready()
+        ended = len(ready) < num_samples
+        if ended and not over:
             return None
-        sample_ids = tuple(islice(self._ledger.ready(), num_samples))
+        sample_ids = tuple(islice(ready, num_samples))
         if not sample_ids:
             return Lease(0, (), ended)
         lease_id = self._ledger.last_lease + 1

@@ -80,15 +80,17 @@ def write_segment(path: Path, buffers: Sequence[memoryview]) -> None:
         raise
 
 
-def read_segment(path: Path) -> NDArray[np.uint8]:
+def read_segment(path: Path, *, directory: int | None = None) -> NDArray[np.uint8]:
     """The bytes of the file, read once into memory of its own: a map of it would end the process where the disk fails.
+
+    `directory` is the descriptor of the one that a relative path begins in.
 
     Raises:
         DamageError: it is no plain file, or changed while it was read.
         OSError: it cannot be read.
     """
     # Not to wait for ever on what is no file.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -50,16 +50,16 @@ class Pacing:
         return self.total_samples is not None and fed - dropped >= self.total_samples
 
 
-def staleness(trainer_version: int, oldest_version: int, *, rewound: bool = False) -> int:
+def staleness(trainer_version: int, oldest_version: int, *, allows_newer: bool = False) -> int:
     """Versions between the trainer's weights and the oldest ones that produced a token.
 
-    `rewound`: training went back to a checkpoint in this run, so that a sample may be of a version above the trainer's.
-    It is trained at its old place in the order, which makes it fresh: 0.
+    `allows_newer`: a sample may be of a version above the trainer's, which makes it fresh: 0. Training went back to a
+    checkpoint in this run, and it is trained at its old place in the order; or another run has recorded it.
 
     Raises:
-        BugError: a token of a version that the trainer has not reached, without a rewind.
+        BugError: a token of a version that the trainer has not reached, where that cannot be.
     """
-    if rewound:
+    if allows_newer:
         return max(0, trainer_version - oldest_version)
     if oldest_version > trainer_version:
         raise BugError(
@@ -75,14 +75,14 @@ def judge(
     *,
     max_staleness: int | None,
     stale_action: StaleAction,
-    rewound: bool = False,
+    allows_newer: bool = False,
 ) -> StaleAction:
     """What becomes of a sample: `keep` it within the bound, `stale_action` beyond it.
 
     Raises:
-        BugError: a token of a version that the trainer has not reached, without a rewind.
+        BugError: as `staleness`.
     """
-    age = staleness(trainer_version, oldest_version, rewound=rewound)
+    age = staleness(trainer_version, oldest_version, allows_newer=allows_newer)
     return "keep" if max_staleness is None or age <= max_staleness else stale_action
 
 

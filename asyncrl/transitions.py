@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.payloads import FileRef
 from asyncrl.ports import QueuedSample
-from asyncrl.types import DropReason, SampleId, SampleMeta
+from asyncrl.types import DropReason, Provenance, SampleId, SampleMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,9 @@ class Reading(NamedTuple):
         return tuple([SampleId((index - 1) // epoch, index) for index in indices])
 
     def sample_of(self, entry: list[Any]) -> QueuedSample:
-        index, *rest, payload = entry
-        return QueuedSample(SampleMeta(self.id_of(index), *rest), FileRef(*payload) if payload else None)
+        index, oldest, newest, rows, tokens, size, provenance, payload = entry
+        meta = SampleMeta(self.id_of(index), oldest, newest, rows, tokens, size, Provenance(provenance))
+        return QueuedSample(meta, FileRef(*payload) if payload else None)
 
 
 _FROM_BODY: dict[str, Callable[[Reading, list[Any]], Transition]] = {

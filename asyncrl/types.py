@@ -119,6 +119,26 @@ class Trajectory:
         return max(span.version for span in self.spans)
 
 
+class Provenance(StrEnum):
+    """Where the responses of a sample come from."""
+
+    GENERATED = "generated"
+    REPLAYED = "replayed"  # of the record of this very sample, see docs/skip.md
+    SUBSTITUTED = "substituted"  # of a record of another one: `action: repeat`
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Which record a sample was made of."""
+
+    step: int
+    substituted: bool
+    """The record is of another step, or of something else than was asked."""
+    spans: tuple[tuple[Span, ...], ...]
+    """Of each trajectory, as recorded: the versions that truly sampled it. With `replay_versions: current`, the
+    trajectories' own say something else."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One prompt with its `n` scored trajectories (a GRPO group): the unit of queue, ledger and skip."""
@@ -132,6 +152,14 @@ class Sample:
     """Seconds in which the group was scored, waiting for a place included."""
     baseline_reward: float | None = None
     """Of one more response to the prompt, drawn greedily and not trained on (ReMax); None with other estimators."""
+    replay: Replay | None = None
+    """None: it was generated."""
+
+    @property
+    def provenance(self) -> Provenance:
+        if self.replay is None:
+            return Provenance.GENERATED
+        return Provenance.SUBSTITUTED if self.replay.substituted else Provenance.REPLAYED
 
 
 class SampleMeta(NamedTuple):
@@ -143,6 +171,7 @@ class SampleMeta(NamedTuple):
     num_trajectories: int
     response_tokens: int
     payload_bytes: int
+    provenance: Provenance = Provenance.GENERATED
 
 
 def sample_meta(sample: Sample) -> SampleMeta:
@@ -158,6 +187,7 @@ def sample_meta(sample: Sample) -> SampleMeta:
             row.prompt_ids.nbytes + row.response_ids.nbytes + row.response_mask.nbytes + row.rollout_log_probs.nbytes
             for row in rows
         ),
+        provenance=sample.provenance,
     )
 
 

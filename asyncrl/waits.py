@@ -5,6 +5,7 @@ queue      permit      free permits: the staleness gate, or the run's total
 Rollouter  permit      an admission          slot        a place in generation
            engine      turns from replicas   probation   inside `engine`: which sample it is that crashes engines
            reward      scores                weights     the next publication; holds nothing up
+           records     files of recorded stages (`skip`); the Trainer's too
            apply       replicas to take a version        validation  the validation set's answers
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks

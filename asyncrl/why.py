@@ -166,6 +166,9 @@ class _Look:
         if at_work:
             longest = max(at_work, key=lambda wait: wait.since_s)
             return self._reward(longest) if longest.edge == "reward" else self._engine(longest, "engines")
+        if "records" in waits:
+            more = f"{_tasks(waits['records'])}; skip.<role>.dump_dir says where they are"
+            return (Link("Rollouter", "reads or writes records", waits["records"].since_s, more, "busy"),)
         if "slot" in waits:
             return self._engine(waits["slot"], "a free slot")
         if "apply" in waits:
@@ -308,6 +311,8 @@ class _Look:
 
     def _lagging_replica(self, reports: Sequence[ReplicaReport]) -> Link | None:
         """The replica that most likely holds the others' work up; None: all are well."""
+        if not self._state.num_replicas:
+            return Link("records", "are read", None, "there are no engines: every sample is recorded", "busy")
         if not self._state.replicas:
             more = f"{self._state.num_replicas} configured; they start, or their reports do not arrive"
             return self._unheard("store", "store") or Link("replicas", "have told nothing yet", None, more, "replica")

@@ -20,10 +20,12 @@ from asyncrl.record_stream import stream_records
 from asyncrl.records import RecordSink, RunRecord
 from asyncrl.turn_files import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
+from rollouter.coverage import NoFleet, ToCome, first_uncovered
 from rollouter.rewards.combination import CombinedScorer
 from rollouter.rewards.model import ServedModel
 from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
 from rollouter.serving.fleet import ServeFleet
+from skip import SkipManager
 
 MAX_CONCURRENCY = 16
 
@@ -48,6 +50,7 @@ class RolloutActor:
         Raises:
             ConfigError, DataError, UserCodeError: what is wrong with them.
         """
+        await to_thread.run_sync(SkipManager.init, self._config)
         task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
         self._task, self._run_dir = task, Path(run_dir)
         return {
@@ -56,6 +59,13 @@ class RolloutActor:
             "num_filtered": task.num_filtered,
             "num_val_filtered": task.num_val_filtered,
         }
+
+    async def first_uncovered(self, to_come: ToCome) -> str:
+        """See `rollouter.coverage`. After `prepare`."""
+        if self._task is None:
+            raise BugError("RolloutActor.first_uncovered before prepare")
+        look = partial(first_uncovered, self._config, self._task.prompts, to_come)
+        return await to_thread.run_sync(look, abandon_on_cancel=True)
 
     async def run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> AsyncIterator[RunRecord]:
         """Generate until the queue ends; yields what happened as it happens. After `prepare` and `start_app`.
@@ -85,10 +95,11 @@ class RolloutActor:
             payloads=make_payloads(config, run_dir, self._incarnation),
             turns=turns,
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=ServeFleet(config, namespace=namespace),
+            fleet=ServeFleet(config, namespace=namespace) if start.has_engines else NoFleet(),
             sink=sink,
             start=start,
         )
+        SkipManager.watch(self._rollouter.waits.waiting)
         if self._stopped:
             self._rollouter.stop()
         await self._rollouter.run()

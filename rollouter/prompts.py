@@ -136,8 +136,10 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: 
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
         key = f"data.{split}_files"
-        if data.reasoning_gym is not None:
-            rows: Rows = GymRows(data.reasoning_gym, split=split, seed=config.seed)
+        if gym := data.reasoning_gym:
+            if split == "val" and not gym.val_size:
+                return None
+            rows: Rows = GymRows(gym, split=split, seed=config.seed)
         elif files := data.train_files if split == "train" else data.val_files:
             rows = FileRows(files, key=key, cache_dir=cache_dir)
         else:

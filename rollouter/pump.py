@@ -13,35 +13,45 @@ the slot for `timeouts.sample_s` at most. Scoring is not on that time: a sample 
 is nobody's fault, and every call ahead of it has a deadline of its own. After an engine crash `rollouter.probation`
 says who goes on. A sample that is fed again, to a Rollouter that was restarted, has what the turn log holds of it and
 asks for the rest only. The loop is unblocked by a free slot, by a permit, and by the queue's end.
+
+Generation and scoring may be recorded and replayed (`skip`): what is replayed asks no engine, and its sample says so.
+With `skip.rollout`, what `launch sync` permits at once is generated, or replayed, as one batch.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import anyio
-import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError, EngineCrashError, UserCodeError
-from asyncrl.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, SampleQueue, Score, TurnLog
-from asyncrl.types import Prompt, Sample, SampleId, Trajectory, Turn, sample_meta
+from asyncrl.failures import DataError, UserCodeError, first_failure
+from asyncrl.ports import PayloadStore, SampleQueue, TurnLog
+from asyncrl.types import SampleId, sample_meta
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
-from rollouter.group import generate_group
-from rollouter.meters import BusyMeter, PumpCounts
-from rollouter.probation import Probation, TimeLimit, time_limit
-from rollouter.sampling import greedy, sampling_params
+from rollouter.probation import Probation
+from rollouter.stages import Slot, Stages
+from skip import SkipManager
+from skip.generation import Asked, Generated
 
 logger = logging.getLogger(__name__)
 
 NUM_OLDEST = 5
 """Samples in flight that the status names."""
+
+
+class PartialBatchError(Exception):
+    """Some of a batch could not be generated, so it is none that is recorded."""
+
+    def __init__(self, outcomes: Sequence[Generated | DataError | UserCodeError]) -> None:
+        super().__init__()
+        self.outcomes = outcomes
 
 
 class Pump:
@@ -54,9 +64,7 @@ class Pump:
         queue: SampleQueue,
         payloads: PayloadStore,
         turns: TurnLog,
-        prompts: PromptSource,
-        fleet: EngineFleet,
-        scorer: RewardScorer,
+        stages: Stages,
         drops: DropRule,
         probation: Probation,
         waits: WaitBoard,
@@ -66,18 +74,15 @@ class Pump:
         self._queue = queue
         self._payloads = payloads
         self._turns = turns
-        self._prompts = prompts
-        self._fleet = fleet
-        self._scorer = scorer
+        self._stages = stages
         self._drops = drops
         self._probation = probation
         self._waits = waits
         self._clock = clock
-        self._wants_baseline = config.algorithm.adv_estimator == "remax"
+        self._batched_step = -1
+        """The newest step whose batch was begun as one."""
         self._slots = anyio.Semaphore(config.rollout.max_concurrent_samples)
         self._in_flight: dict[SampleId, float] = {}
-        self.generation = BusyMeter(clock)
-        self.counts = PumpCounts()
 
     @property
     def in_flight(self) -> int:
@@ -90,14 +95,18 @@ class Pump:
         Raises (inside an exception group):
             InfraError, UserCodeError, DataError, BugError: the run cannot go on.
         """
-        self.generation.start()
+        self._stages.generation.start()
         try:
             async with anyio.create_task_group() as group:
-                await self._admit(group)
+                if SkipManager.get("rollout") is None:
+                    await self._admit(group)
+                else:
+                    await self._admit_batches(group)
                 # The ledger has booked what is in flight as DROPPED(shutdown).
                 group.cancel_scope.cancel()
         finally:
-            self.generation.stop()
+            self._stages.generation.stop()
+            self._in_flight.clear()
 
     async def _admit(self, group: TaskGroup) -> None:
         while True:
@@ -112,6 +121,74 @@ class Pump:
             if admission.closed:
                 return
 
+    async def _admit_batches(self, group: TaskGroup) -> None:
+        """Whatever is permitted at once is one batch: in a synchronous run, a version's samples."""
+        while True:
+            with self._waits.waiting("permit"):
+                admission = await self._queue.admit(
+                    self._config.samples_per_version, timeout_s=self._config.timeouts.call_s
+                )
+            self._in_flight |= dict.fromkeys(admission.sample_ids, self._clock())
+            if admission.sample_ids:
+                group.start_soon(self._run_batch, admission.sample_ids, group)
+            if admission.closed:
+                return
+
+    async def _run_batch(self, sample_ids: Sequence[SampleId], group: TaskGroup) -> None:
+        step = self._stages.serving().step + 1
+        whole = len(sample_ids) == self._config.samples_per_version
+        if step == self._batched_step or not whole:
+            # In the place of samples of that batch that were dropped; or what a Rollouter before this one has left of
+            # it, or what is left at the end of the run.
+            for sample_id in sample_ids:
+                await self._slots.acquire()
+                group.start_soon(self._run_sample, sample_id, name=str(sample_id))
+            return
+        self._batched_step = step
+        SkipManager.set_step(step)
+        asked: list[Asked] = []
+        outcomes: dict[SampleId, Generated | DataError | UserCodeError] = {}
+        for sample_id in sample_ids:
+            try:
+                asked.append(self._stages.asked(sample_id))
+            except (DataError, UserCodeError) as error:
+                outcomes[sample_id] = error
+        generated: Sequence[Generated | DataError | UserCodeError] = []
+        if asked:
+            try:
+                generated = await self._generate_batch(asked)
+            except PartialBatchError as partial:
+                generated = partial.outcomes
+        outcomes |= zip((one.sample_id for one in asked), generated, strict=True)
+        for sample_id, outcome in outcomes.items():
+            group.start_soon(self._finish_sample, sample_id, outcome, name=str(sample_id))
+
+    @SkipManager.annotate(role="rollout")
+    async def _generate_batch(self, batch: Sequence[Asked]) -> list[Generated]:
+        """
+        Raises:
+            PartialBatchError: not all of them could be generated.
+        """
+        outcomes: list[Generated | DataError | UserCodeError | None] = [None] * len(batch)
+
+        async def one(number: int, asked: Asked) -> None:
+            await self._slots.acquire()
+            try:
+                outcomes[number] = await self._generate(asked)
+            except (DataError, UserCodeError) as error:
+                outcomes[number] = error
+
+        try:
+            async with anyio.create_task_group() as group:
+                for number, asked in enumerate(batch):
+                    group.start_soon(one, number, asked, name=str(asked.sample_id))
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        generated = [outcome for outcome in outcomes if isinstance(outcome, Generated)]
+        if len(generated) < len(batch):
+            raise PartialBatchError([outcome for outcome in outcomes if outcome is not None])
+        return generated
+
     async def _take_slots(self) -> int:
         """Wait for a free slot and take all that are free."""
         with self._waits.waiting("slot"):
@@ -125,8 +202,25 @@ class Pump:
             slots += 1
 
     async def _run_sample(self, sample_id: SampleId) -> None:
+        """One that has a slot."""
+        outcome: Generated | DataError | UserCodeError
         try:
-            sample = await self._make_sample(sample_id)
+            try:
+                asked = self._stages.asked(sample_id)
+            except BaseException:
+                self._slots.release()
+                raise
+            outcome = await self._generate(asked)
+        except (DataError, UserCodeError) as error:
+            outcome = error
+        await self._finish_sample(sample_id, outcome)
+
+    async def _finish_sample(self, sample_id: SampleId, outcome: Generated | DataError | UserCodeError) -> None:
+        """Score what was generated and offer it, or drop what could not be."""
+        try:
+            if isinstance(outcome, DataError | UserCodeError):
+                raise outcome
+            sample = await self._stages.sample(sample_id, outcome)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(sample_id, error)
             log = logger.warning if drop.first else logger.debug
@@ -137,115 +231,37 @@ class Pump:
             self._drops.passed()
             payload = await self._payloads.put(sample)
             await self._queue.offer(sample_meta(sample), payload)
-            self.counts.samples_done += 1
+            self._stages.counts.samples_done += 1
             await self._turns.forget(sample_id)
         finally:
             del self._in_flight[sample_id]
 
-    async def _make_sample(self, sample_id: SampleId) -> Sample:
-        with time_limit(str(sample_id), self._config.timeouts.sample_s) as limit:
-            prompt, turns, generate_s = await self._generate(sample_id, limit)
-        started = self._clock()
-        with self._waits.waiting("reward"):
-            scores = await self._scorer.score(prompt, turns)
-        reward_s = self._clock() - started
-        self.counts.reward_s += reward_s
-        baseline = None
-        if self._wants_baseline:
-            *turns, _ = turns
-            *scores, baseline = scores
-        return Sample(
-            sample_id=sample_id,
-            trajectories=tuple(trajectory(prompt, turn, score) for turn, score in zip(turns, scores, strict=True)),
-            data_source=prompt.data_source,
-            generate_s=generate_s,
-            reward_s=reward_s,
-            baseline_reward=None if baseline is None else baseline.reward,
-        )
-
-    async def _generate(self, sample_id: SampleId, limit: TimeLimit) -> tuple[Prompt, list[Turn], float]:
-        """Turns of the group, the greedy one last if there is one, and the seconds they took.
-
-        The slot is held for generation only: slow rewards don't keep the engines waiting.
-        """
-        rollout = self._config.rollout
-        name = str(sample_id)
-
-        async def on_turn(key: str, turn: Turn) -> None:
-            self.counts.generated_tokens += len(turn.response_ids)
-            await self._turns.record(sample_id, key, turn)
-
-        def on_place(replica: str) -> None:
-            self._probation.placed(name, replica)
-
-        async def on_crash(error: EngineCrashError) -> None:
-            await self._probation.crashed(name, error, limit)
-
-        try:
-            prompt = self._prompts.at(sample_id)
-            sampling = sampling_params(
-                rollout.sampling,
-                prompt,
-                response_length=rollout.response_length,
-                max_model_len=self._config.max_model_len,
-                training=True,
-            )
-            baseline = greedy(sampling) if self._wants_baseline else None
-            started = self._clock()
-            completed = await self._turns.completed(sample_id)
-            with self._waits.waiting("engine"), self.generation.busy():
-                turns = await generate_group(
-                    self._fleet,
-                    name,
-                    prompt,
-                    sampling,
-                    n=rollout.n,
-                    baseline=baseline,
-                    completed=completed,
-                    on_turn=on_turn,
-                    on_place=on_place,
-                    on_crash=on_crash,
-                )
-            generate_s = self._clock() - started
-        finally:
-            self._probation.left(name)
-            self._slots.release()
-        self.counts.generate_s += generate_s
-        self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
-        return prompt, turns, generate_s
+    async def _generate(self, asked: Asked) -> Generated:
+        """One that has a slot, which is held for generation only: slow files or rewards don't keep the engines
+        waiting."""
+        slot = Slot(self._slots)
+        with slot:
+            return await self._stages.generate(asked, slot)
 
     def status(self) -> Mapping[str, Any]:
         """Cumulative counts of this process and what is going on now; seconds by the pump's clock."""
         return {
             "in_flight": self.in_flight,
-            "generating": self.generation.inside,
-            "samples_done": self.counts.samples_done,
-            "generated_tokens": self.counts.generated_tokens,
-            "busy_s": self.generation.busy_s,
-            "idle_s": self.generation.idle_s,
-            "generate_s": self.counts.generate_s,
-            "max_generate_s": self.counts.max_generate_s,
-            "reward_s": self.counts.reward_s,
+            "generating": self._stages.generation.inside,
+            "samples_done": self._stages.counts.samples_done,
+            "generated_tokens": self._stages.counts.generated_tokens,
+            "busy_s": self._stages.generation.busy_s,
+            "idle_s": self._stages.generation.idle_s,
+            "generate_s": self._stages.counts.generate_s,
+            "max_generate_s": self._stages.counts.max_generate_s,
+            "reward_s": self._stages.counts.reward_s,
             "drops": self._drops.counts,
             "oldest_in_flight": self._oldest(),
             "quarantine": self._probation.figures(),
+            "skip": SkipManager.status(),
         }
 
     def _oldest(self) -> list[tuple[str, float]]:
         """The samples that are in flight longest, and their ages in seconds."""
         now = self._clock()
         return [(str(sample_id), now - since) for sample_id, since in islice(self._in_flight.items(), NUM_OLDEST)]
-
-
-def trajectory(prompt: Prompt, turn: Turn, score: Score) -> Trajectory:
-    """A single-turn trajectory: every response token was sampled by the policy."""
-    return Trajectory(
-        prompt_ids=prompt.prompt_ids,
-        response_ids=turn.response_ids,
-        response_mask=np.ones(len(turn.response_ids), dtype=np.bool_),
-        rollout_log_probs=turn.rollout_log_probs,
-        spans=turn.spans,
-        finish_reason=turn.finish_reason,
-        reward=score.reward,
-        reward_extra=score.extra,
-    )

@@ -35,6 +35,7 @@ from rollouter.prompts import load_prompts
 from rollouter.pump import Pump
 from rollouter.rewards.loading import load_reward_function
 from rollouter.rewards.scorer import Scorer
+from rollouter.stages import Serving, Stages
 from rollouter.template import Decode, decoder, load_tokenizer
 from rollouter.validation import ValidationPrompts, Validator
 from rollouter.versions import VersionLoop
@@ -62,6 +63,8 @@ class RolloutStart(NamedTuple):
     validated_step: int = 0
     """The newest step whose validation is recorded, of those that are in the surviving model; 0: none. What
     `trainer.test_freq` asks for beyond it is owed."""
+    has_engines: bool = True
+    """False: every sample is replayed, and there is nobody to generate one."""
 
 
 def load_task(config: Config, cache_dir: Path) -> Task:
@@ -103,14 +106,23 @@ class Rollouter:
             on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
         )
         probation = Probation(config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock)
+        stages = Stages(
+            config,
+            prompts=task.prompts,
+            turns=turns,
+            fleet=fleet,
+            scorer=task.scorer,
+            probation=probation,
+            waits=self.waits,
+            serving=lambda: Serving(self._versions.edition.version, self._versions.step),
+            clock=clock,
+        )
         self._pump = Pump(
             config,
             queue=queue,
             payloads=payloads,
             turns=turns,
-            prompts=task.prompts,
-            fleet=fleet,
-            scorer=task.scorer,
+            stages=stages,
             drops=drops,
             probation=probation,
             waits=self.waits,

@@ -22,6 +22,7 @@ from rollouter.group import generate_group
 from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import sampling_params
 from rollouter.template import Decode
+from skip import SkipManager
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Validator:
                 superseded.append(error)
                 group.cancel_scope.cancel()
 
-        with self._waits.waiting("validation"):
+        with self._waits.waiting("validation"), SkipManager.suspended():
             async with anyio.create_task_group() as group:
                 for number in range(len(self._prompts)):
                     group.start_soon(answer, number, group)

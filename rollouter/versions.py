@@ -88,6 +88,8 @@ class VersionLoop:
         self._applied: Publication | None = None
         self.edition = Edition(0, 0)
         """What every replica serves; (0, 0): the model's files."""
+        self.step = 0
+        """Optimizer steps behind that."""
 
     def finish(self) -> None:
         """The stream has ended: apply the newest publication, if there is a newer one, and return."""
@@ -141,7 +143,7 @@ class VersionLoop:
             publish_to_applied_s = max(0.0, self._wall_clock() - published)
         else:
             publish_to_applied_s = self._clock() - learned
-        self.edition, self._applied = publication.edition, publication
+        self.edition, self.step, self._applied = publication.edition, publication.step, publication
         # Only now: the gate counts versions that every replica serves.
         await self._queue.set_applied_version(publication.version, lineage=publication.lineage)
         if again and not any(report.load_s for report in reports):

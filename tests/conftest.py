@@ -16,3 +16,21 @@ os.environ.update(
         "VLLM_NO_USAGE_STATS": "1",
     }
 )
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from skip import SkipManager
+
+# How long an example takes says something of the machine, and nothing of the code.
+settings.register_profile("asyncrl", deadline=None)
+settings.load_profile("asyncrl")
+
+
+@pytest.fixture(autouse=True)
+def nothing_skipped() -> Iterator[None]:
+    """The step that a loop sets, and roles that a test enables, end with the test."""
+    yield
+    SkipManager.reset()

@@ -27,6 +27,7 @@ from asyncrl.resume import Resume
 from asyncrl.run_dir import RunDir
 from asyncrl.waits import WaitBoard
 from asyncrl.weights.object_store import ObjectStorePublisher
+from skip import SkipManager
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -52,7 +53,12 @@ class TrainerActor:
 
         Returns:
             `step` and `version`.
+
+        Raises:
+            ConfigError, UserCodeError: `skip` cannot work (`SkipManager.init`).
         """
+        await to_thread.run_sync(SkipManager.init, self._config)  # imports the user's modules
+        SkipManager.watch(self._waits.waiting)
         publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=line.lineage)
         # torch takes seconds to import: not on the event loop, and not where the driver imports this file.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")
@@ -102,7 +108,7 @@ class TrainerActor:
 
     async def status(self) -> Mapping[str, Any]:
         """`step`, `version`, `trained_samples`, `trained_tokens`; `waits`: what is waited on, the longest first; `pid`,
-        `node_id` (Ray's), and `ranks`: `group`, `rank`, `pid` and `node_id` of each."""
+        `node_id` (Ray's), `ranks`: `group`, `rank`, `pid` and `node_id` of each, and `skip` (`SkipManager.status`)."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
@@ -113,6 +119,7 @@ class TrainerActor:
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),
             "ranks": self._trainer.ranks if self._trainer is not None else [],
+            "skip": SkipManager.status(),
         }
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError
 from asyncrl.records import Metrics
+from skip import SkipManager
 from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.objective import explained_variance
@@ -91,14 +92,19 @@ class ExperienceBuilder:
         batch["old_log_probs"] = batch["rollout_log_probs"]
         if not self._config.algorithm.rollout_correction.bypass_mode:
             batch["old_log_probs"] = (await self._actor.infer_batch(asked))["log_probs"]
-        if self._ref is not None:
-            batch["ref_log_probs"] = (await self._ref.infer_batch(asked))["log_probs"]
-        elif reference_is_actor(self._config):
-            batch["ref_log_probs"] = (await self._actor.infer_batch(asked, adapters=False))["log_probs"]
+        if self._ref is not None or reference_is_actor(self._config):
+            batch["ref_log_probs"] = await self._ref_log_probs(asked)
         if self._critic is not None:
             batch["values"] = (await self._critic.infer_batch(asked))["values"]
         if self._reward_model is not None:
             batch["model_scores"] = (await self._reward_model.infer_batch(asked))["scores"]
+
+    @SkipManager.annotate(role="ref_log_prob")
+    async def _ref_log_probs(self, asked: TensorDict) -> Tensor:
+        """Of the reference's ranks, or of the actor's without their adapters. Its step is the loop's."""
+        if self._ref is not None:
+            return (await self._ref.infer_batch(asked))["log_probs"]
+        return (await self._actor.infer_batch(asked, adapters=False))["log_probs"]
 
 
 def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef: float | None) -> Experience:

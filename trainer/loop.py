@@ -53,6 +53,7 @@ from asyncrl.ports import SampleQueue
 from asyncrl.records import Metrics, RecordSink, StepRecord
 from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
+from skip import SkipManager
 from trainer.algorithms.objective import finish
 from trainer.batching import mini_batches
 from trainer.experience import Experience
@@ -242,6 +243,7 @@ class TrainLoop:
 
     async def _make_experience(self, turn: Turn) -> Experience:
         started = self._clock()
+        SkipManager.set_step(self.progress.step + 1)  # the first that this turn will take
         with self._asking("experience", EXPERIENCE_CALLS):
             batch, metrics, kl_coef = await self._experience.make(
                 turn.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef

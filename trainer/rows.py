@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.failures import DataError
 from asyncrl.records import Metrics
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Sample, SampleId, TokenIds, versions_per_token
+from asyncrl.types import DropReason, Provenance, Sample, SampleId, TokenIds, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
 
@@ -54,6 +54,7 @@ class TrainSample:
     """As the Rollouter scored them: without what the Trainer adds (`trainer.experience`)."""
     staleness: int
     """Trainer version at lease minus the version of its oldest token, masked tokens included."""
+    provenance: Provenance
     untrainable: DropReason | None
     """Why it is not trained on: `stale` if the bound masked all its tokens, `filtered` if it has none or if its group
     teaches nothing."""
@@ -72,14 +73,14 @@ class RowRules:
     """Of the model; None: not known here, so token ids are only checked for being no less than 0."""
     rewound: bool = False
     """Training went back to a checkpoint in this run, so that a sample in its old place in the order may be of versions
-    that the Trainer has yet to reach again. Its staleness is 0."""
+    that the Trainer has yet to reach again. Its staleness is 0, and so is that of one that another run has recorded."""
 
 
 def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRules) -> TrainSample:
     """Turn a sample into rows.
 
     Raises:
-        BugError: tokens of a version the trainer has not reached, in a run that was never rewound.
+        BugError: tokens of a version the trainer has not reached, neither after a rewind nor of a replayed sample.
         UnusableRowError: see `check_row`.
     """
     rows, was_stale = [], False
@@ -112,7 +113,8 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
         lease_id=lease_id,
         rows=tuple(rows),
         rewards=rewards,
-        staleness=staleness(trainer_version, min(oldest, trainer_version) if rules.rewound else oldest),
+        staleness=staleness(trainer_version, oldest, allows_newer=rules.rewound or sample.replay is not None),
+        provenance=sample.provenance,
         untrainable=untrainable,
     )
 
@@ -166,4 +168,14 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "response_tokens/max": float(lengths.max()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
+        **_replayed(samples),
     }
+
+
+def _replayed(samples: Sequence[TrainSample]) -> Metrics:
+    """Only where there are any: most runs replay nothing."""
+    made = [sample.provenance for sample in samples]
+    generated, substituted = made.count(Provenance.GENERATED), made.count(Provenance.SUBSTITUTED)
+    if generated == len(made):
+        return {}
+    return {"skip/replayed_share": 1 - generated / len(made), "skip/substituted_share": substituted / len(made)}

@@ -329,6 +329,8 @@ def report(seen: Seen) -> dict[str, Any]:
             "leased": books.leased,
             "trained": books.trained,
             "dropped": {reason: count for reason, count in books.dropped.items() if count},
+            "replayed": books.replayed,
+            "substituted": books.substituted,
         },
         "books_from": seen.books_from,
         "balanced": balanced,

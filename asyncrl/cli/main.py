@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import asyncrl
+from asyncrl.cli.skip import skip
 from asyncrl.failures import AsyncRLError, ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ def cli() -> None:
     asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
     asyncrl status                                  how the newest run stands, live or dead
     asyncrl why                                     what it waits on, down to the cause
+    asyncrl skip ls ~/.asyncrl/skip                 what is recorded of skipped stages
     """
+
+
+cli.add_command(skip)
 
 
 @cli.command(short_help="Train a model.")

@@ -22,6 +22,7 @@ from asyncrl.run_dir import RunDir
 from asyncrl.run_state import ProcessInfo
 from asyncrl.telemetry.summary import Resumed, happened_in
 from rollouter.actor import start_rollouter
+from rollouter.coverage import ToCome
 from rollouter.rollouter import RolloutStart
 from trainer.actor import start_trainer
 
@@ -107,6 +108,16 @@ class RolloutPart(_ActorPart):
         self._actor = start_rollouter(self._config, incarnation=incarnation)
         answer = self._actor.prepare.remote(str(self._run_dir.path))
         self.prepared = await ask(self.name, answer, self._config.timeouts.start_s, doing="reading the data")
+
+    async def first_uncovered(self, to_come: ToCome) -> str:
+        """Which of the samples is not recorded, and why; empty: none. Raises also what `rollouter.coverage` raises."""
+        limit_s = self._config.timeouts.start_s
+        answer = self._actor.first_uncovered.remote(to_come)
+        try:
+            told: str = await ask(self.name, answer, limit_s, doing="looking through the records")
+        except DeadlineError:
+            return f"the records could not be looked through in timeouts.start_s={limit_s:g}"
+        return told
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         answers = self._actor.run.options(num_returns="streaming")

@@ -43,6 +43,8 @@ class Picture:
         self.restarting: Mapping[str, float] = {}
         self.processes: tuple[ProcessInfo, ...] = ()
         """Of Rollouter and Trainer."""
+        self.has_engines = True
+        """False: every sample is recorded, and `skip.async_rollout.serve_when_covered` is false."""
         self._config = config
         self._recorder = recorder
         self._file = StateFile(run_dir.path / FILE_NAME)
@@ -86,7 +88,7 @@ class Picture:
             published=store.newest if store is not None else None,
             queue=queue,
             replicas=store.replicas if store is not None else (),
-            num_replicas=config.rollout.num_replicas,
+            num_replicas=config.rollout.num_replicas if self.has_engines else 0,
             waits={
                 part: tuple(status["waits"])
                 for part, status in (("trainer", self.trainer), ("rollouter", self.rollouter))

@@ -48,6 +48,7 @@ from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.state_file import write_stall
 from asyncrl.telemetry.summary import Resumed, happened_in
 from asyncrl.weights.object_store import start_store
+from rollouter.coverage import ToCome
 from rollouter.rollouter import RolloutStart
 from rollouter.serving.app import start_app
 
@@ -132,21 +133,50 @@ class Run:
         group.start_soon(self._probe_part, self._rollouter, self._heard_rollouter)
         group.start_soon(self._probe_part, self._trainer, self._heard_trainer)
         async with anyio.create_task_group() as starting:
-            starting.start_soon(self._first, self._rollouter)
             starting.start_soon(self._first, self._trainer)
-            with happened_in("replica"):
-                await start_app(config, namespace=namespace)
+            if config.skip.async_rollout.enable and not config.skip.async_rollout.serve_when_covered:
+                await self._first(self._rollouter)
+                self._picture.has_engines = not await self._is_covered()
+            else:
+                starting.start_soon(self._first, self._rollouter)
+            if self._picture.has_engines or config.reward_model.placement == "serve":
+                with happened_in("replica"):
+                    await start_app(config, namespace=namespace, engines=self._picture.has_engines)
         prepared = self._generating.prepared
-        total_steps = training_steps(config, prepared["num_prompts"])
-        self._training.total_steps, self._training.num_prompts = total_steps, prepared["num_prompts"]
-        self._recorder.plan(total_steps)
-        if (done := nothing_left(self._resume, total_steps)) is not None:
+        self._plan()
+        self._recorder.plan(self._training.total_steps)
+        if (done := nothing_left(self._resume, self._training.total_steps)) is not None:
             self._view.message("warning", done)
         if filtered := prepared["num_filtered"] + prepared["num_val_filtered"]:
             self._view.message("warning", f"{filtered} prompts over data.max_prompt_length were left out")
         with happened_in("queue"):
             await self._start_queue(prepared["num_prompts"])
         group.start_soon(self._others.probe_queue)
+
+    def _plan(self) -> None:
+        """How long the run is, now that the data is read."""
+        num_prompts = self._generating.prepared["num_prompts"]
+        self._training.num_prompts = num_prompts
+        self._training.total_steps = training_steps(self._config, num_prompts)
+
+    async def _is_covered(self) -> bool:
+        """Every sample of the run is recorded and nothing is validated, so that no engine is needed."""
+        if self._config.has_validation:
+            self._view.message("warning", "engines are started all the same: there is a validation set")
+            return False
+        self._plan()
+        to_come = ToCome(self._training.total_samples)
+        if (resume := self._resume) is not None:
+            before = resume.manifest.queue
+            left = to_come.num_samples - resume.manifest.progress.trained_samples
+            to_come = ToCome(max(0, left), before.outstanding, before.next_index)
+        with happened_in("rollouter"):
+            uncovered = await self._generating.first_uncovered(to_come)
+        if uncovered:
+            self._view.message("warning", f"engines are started all the same: {uncovered}")
+        else:
+            self._view.message("", f"no engines: all {to_come.num_samples} samples are recorded")
+        return not uncovered
 
     async def _first(self, supervisor: Supervisor) -> None:
         """What cannot start at all is not tried again: most likely it never will."""
@@ -163,7 +193,13 @@ class Run:
         )
         journal = config.journal == "on"
         actor = start_queue(
-            QueueOptions(num_prompts, pacing, mode.max_staleness, mode.stale_action),
+            QueueOptions(
+                num_prompts,
+                pacing,
+                mode.max_staleness,
+                mode.stale_action,
+                in_feed_order=mode.deterministic,
+            ),
             resume.manifest.queue if resume is not None and resume.checkpoint is not None else None,
             run_dir=self._run_dir.path if journal else None,
             identity=journal_identity(config),
@@ -215,7 +251,7 @@ class Run:
         """What the next Rollouter is to validate first: version 0 is validated once in a run, whoever resumes it."""
         step = self._recorder.validated_step
         first = self._config.trainer.val_before_train and self._validated is None and step is None
-        return RolloutStart(first, self._validated, step or 0)
+        return RolloutStart(first, self._validated, step or 0, self._picture.has_engines)
 
     async def _rewound(self, resumed: Resumed) -> None:
         self._picture.back_to = resumed

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from asyncrl.config import algorithm_rules, trainer_rules
+from asyncrl.config import algorithm_rules, skip_rules, trainer_rules
 from asyncrl.config.idle import no_effect
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Given, Problem, Rule, warning
@@ -78,13 +78,17 @@ def _finite(config: Config, given: Given) -> Iterator[Problem]:
 
 
 def _names(config: Config, given: Given) -> Iterator[Problem]:
-    if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", config.experiment_name):
-        yield Problem(
-            "experiment_name",
-            config.experiment_name,
-            "it names a directory below runs/ and would not be one there",
-            "use letters, digits, '_', '-', '+' and '.'",
-        )
+    where = {"experiment_name": "runs/"}
+    if any(role.enable for role in config.skip.by_role().values()):
+        where["project_name"] = "skip.<role>.dump_dir"
+    for key, parent in where.items():
+        if not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", name := getattr(config, key)):
+            yield Problem(
+                key,
+                name,
+                f"it names a directory below {parent} and would not be one there",
+                "use letters, digits, '_', '-', '+' and '.'",
+            )
 
 
 def _prompts(config: Config, given: Given) -> Iterator[Problem]:
@@ -307,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     _staleness,
     *trainer_rules.RULES,
     *algorithm_rules.RULES,
+    *skip_rules.RULES,
     no_effect,
     _deadlines,
     _recovery,

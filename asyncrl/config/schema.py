@@ -32,6 +32,7 @@ from asyncrl.config.sections.run import (
     TimeoutsConfig,
     WeightSyncConfig,
 )
+from asyncrl.config.sections.skip import AsyncRolloutSkipConfig, RolloutSkipConfig, SkipConfig, SkipRoleConfig
 from asyncrl.config.sections.trainer import (
     CriticConfig,
     EngineConfig,
@@ -44,6 +45,7 @@ from asyncrl.config.sections.trainer import (
 
 __all__ = [
     "AlgorithmConfig",
+    "AsyncRolloutSkipConfig",
     "AsyncTrainingConfig",
     "Config",
     "CriticConfig",
@@ -65,9 +67,12 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RolloutSkipConfig",
     "SamplingConfig",
     "Section",
     "ServeConfig",
+    "SkipConfig",
+    "SkipRoleConfig",
     "TimeoutsConfig",
     "TrainerConfig",
     "ValSamplingConfig",
@@ -110,6 +115,7 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    skip: SkipConfig = SkipConfig()
     ray: RayConfig = RayConfig()
     serve: ServeConfig = ServeConfig()
 
@@ -128,6 +134,12 @@ class Config(Section):
         return self.async_training.require_batches * self.trainer.ppo_epochs
 
     @property
+    def generation_skip(self) -> RolloutSkipConfig | None:
+        """The role that records and replays generation, if one is enabled (`rules` allow for one)."""
+        roles = (self.skip.async_rollout, self.skip.rollout)
+        return next((role for role in roles if role.enable), None)
+
+    @property
     def needs_reference(self) -> bool:
         return self.algorithm.use_kl_loss or self.algorithm.use_kl_in_reward
 
@@ -138,7 +150,8 @@ class Config(Section):
     @property
     def has_validation(self) -> bool:
         """There are prompts to validate on."""
-        return bool(self.data.val_files) or self.data.reasoning_gym is not None
+        gym = self.data.reasoning_gym
+        return bool(self.data.val_files) or (gym is not None and gym.val_size > 0)
 
     @property
     def max_model_len(self) -> int:

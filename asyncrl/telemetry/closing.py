@@ -64,6 +64,9 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
         note = f"version {before['version']} and {after['version']}"
         table.add_row("validation", _change(before["reward"], after["reward"], note))
     table.add_row("samples", _samples(summary["samples"]))
+    if replayed := summary["samples"]["replayed"]:
+        of_others = summary["samples"]["substituted"]
+        table.add_row("replayed", f"{replayed:,} samples" + (f", {of_others:,} of other samples" if of_others else ""))
     tokens = summary["tokens"]
     table.add_row("tokens", f"{tokens['generated']:,} generated, {tokens['trained']:,} trained")
     staleness = summary["staleness"]

@@ -219,8 +219,8 @@ class Recorder:
         """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
 
         Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s` and `drops` by
-        kind, from 0 on, `in_flight` and `waits`. Of the Trainer: `waits`. Waits are `WaitBoard.snapshot()`; the
-        Trainer's wait for a lease is `samples`.
+        kind, from 0 on, `in_flight`, `waits` and `skip` (`SkipManager.status`). Of the Trainer: `waits` and `skip`.
+        Waits are `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
 
         Raises:
             BugError: a key is missing.
@@ -356,14 +356,22 @@ class Recorder:
         self._set_known("throughput/generated_tokens_per_s", self._generated.per_s)
         self._set_known("idle/rollouter", self._idle_rollouter.per_s, most=1.0)
         self._see_waits("rollouter", status)
+        self._see_skips(status)
 
     def _see_trainer(self, now_s: float, status: Mapping[str, Any]) -> None:
         waits = self._see_waits("trainer", status)
+        self._see_skips(status)
         open_s = max((wait.since_s for wait in waits if wait.edge == "samples"), default=0.0)
         # A wait that has ended is in no step's record yet: the counter stands until the record comes, it never falls.
         self._trainer_waited_s = max(self._trainer_waited_s, self._waited_s + open_s)
         self._idle_trainer.add(now_s, self._trainer_waited_s)
         self._set_known("idle/trainer", self._idle_trainer.per_s, most=1.0)
+
+    def _see_skips(self, status: Mapping[str, Any]) -> None:
+        """What was replayed and recorded, by that process."""
+        for role, counts in status["skip"].items():
+            for what, count in counts.items():
+                self._known[f"skip/{role}/{what}"] = float(count)
 
     def _see_waits(self, part: str, status: Mapping[str, Any]) -> tuple[Wait, ...]:
         waits: tuple[Wait, ...] = tuple(status["waits"])

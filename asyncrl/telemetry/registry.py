@@ -32,6 +32,15 @@ DRIVER = "On every `step` line: the other parts, as last seen (at most about a s
 APPLY = "On every `apply` line: one version reached all replicas"
 VALIDATION = "On every `validation` line: the validation set, answered by one version"
 
+SKIP_COUNTS = {
+    "replayed": "calls of that stage that its record answered, since its process began",
+    "substituted": "calls that the record of another step, or of something else, answered",
+    "recorded": "calls whose result was recorded",
+    "mismatched": "calls at a step whose record something else had made",
+    "damaged": "records that could not be used, and count as absent",
+    "unrecorded": "results that could not be recorded",
+}
+
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     STEP: (
         Metric("reward/mean", "1", "mean reward of the step's trajectories, as the Rollouter scored them"),
@@ -52,6 +61,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("response_tokens/max", "tokens", "longest response"),
         Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),
         Metric("staleness/max", "versions", "the most stale of them"),
+        Metric("skip/replayed_share", "1", "share of the step's samples that came out of a record"),
+        Metric("skip/substituted_share", "1", "share that came out of the record of another sample"),
         Metric("advantages/zero_share", "1", "share of samples with all advantages 0: nothing to learn from"),
         Metric("tokens/trained", "tokens", "response tokens with gradient in this step"),
         Metric("timing/wait_samples_s", "s", "wait for the lease this step opens; 0 for the later steps of a lease"),
@@ -100,9 +111,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("queue/trained", "samples", "whose gradient is in a step"),
         Metric("queue/dropped", "samples", "dropped, for any reason"),
         *(Metric(f"queue/dropped/{reason}", "samples", f"dropped: {reason}") for reason in DropReason),
+        Metric("queue/replayed", "samples", "finished out of a record, not by an engine (docs/skip.md)"),
+        Metric("queue/substituted", "samples", "of these, out of the record of another sample"),
         Metric("queue/applied_version", "versions", "newest version every replica serves: what pacing counts from"),
         Metric("queue/payload_bytes", "bytes", "finished samples on disk that no checkpoint covers yet"),
         Metric("recovery/restarts", "1", "parts that were replaced since the launch"),
+        *(Metric(f"skip/<role>/{what}", "1", meaning) for what, meaning in SKIP_COUNTS.items()),
         Metric("rollouter/generated_tokens", "tokens", "response tokens made for training since the start of the run"),
         Metric("rollouter/samples_done", "samples", "generated and scored since the launch"),
         Metric("rollouter/in_flight", "samples", "in generation or scoring now"),

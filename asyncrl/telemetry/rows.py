@@ -119,6 +119,8 @@ def books_metrics(books: Books) -> Metrics:
         "queue/leased": float(books.leased),
         "queue/trained": float(books.trained),
         "queue/dropped": float(books.num_dropped),
+        "queue/replayed": float(books.replayed),
+        "queue/substituted": float(books.substituted),
         **{f"queue/dropped/{reason}": float(books.dropped.get(reason, 0)) for reason in DropReason},
     }
 

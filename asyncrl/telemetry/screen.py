@@ -182,6 +182,8 @@ def _samples(board: Dashboard) -> Text:
     reasons = [f"{reason} {count:,}" for reason, count in books.dropped.items() if count]
     if reasons:
         text.append(f" ({', '.join(reasons)})", style=DIM)
+    if books.replayed:
+        text.append(f"   {books.replayed:,} replayed, {books.substituted:,} of them of other samples", style=DIM)
     return text
 
 

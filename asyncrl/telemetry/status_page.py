@@ -81,6 +81,8 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
     table.add_row("samples", items(**ended, dropped=f"{sum(dropped.values()):,}"))
     table.add_row("", items(**{name: f"{samples[name]:,}" for name in ("running", "ready", "leased")}))
     table.add_row("", _books(report))
+    if samples["replayed"]:
+        table.add_row("replayed", items(**{name: f"{samples[name]:,}" for name in ("replayed", "substituted")}))
     if dropped:
         table.add_row("dropped", items(**{reason: f"{count:,}" for reason, count in dropped.items()}))
     for index, (kind, count) in enumerate(report["drops"].items()):

@@ -182,6 +182,8 @@ class SummaryBuilder:
                     "leased": books.leased,
                     "trained": books.trained,
                     "dropped": {str(reason): books.dropped.get(reason, 0) for reason in DropReason},
+                    "replayed": books.replayed,
+                    "substituted": books.substituted,
                 },
                 "tokens": {"generated": totals.generated_tokens, "trained": self._trained_tokens},
                 "reward": self.reward(),

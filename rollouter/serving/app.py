@@ -50,13 +50,14 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
     return deployment.bind(options)
 
 
-async def start_app(config: Config, *, namespace: str, http: bool = False) -> None:
+async def start_app(config: Config, *, namespace: str, http: bool = False, engines: bool = True) -> None:
     """Deploy and wait until every replica is up.
 
     Args:
         config: The run.
         namespace: Its Ray namespace.
         http: `asyncrl serve`: engines with an HTTP side, and nothing that scores.
+        engines: False: only the reward model.
 
     Raises:
         InfraError: a replica could not start; the message carries its error.
@@ -64,12 +65,12 @@ async def start_app(config: Config, *, namespace: str, http: bool = False) -> No
         ConfigError: see `build_rollout_app` and `rewards.classifier.Classifier.load`.
     """
     limit_s = config.timeouts.start_s
-    names = {app_name(namespace): "the rollout engines"}
+    names = {app_name(namespace): "the rollout engines"} if engines else {}
     if config.reward_model.placement == "serve" and not http:
         names[app_name(namespace, "reward")] = "the reward model's replicas"
     try:
         with anyio.fail_after(limit_s):
-            await anyio.to_thread.run_sync(_deploy, config, namespace, http, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(_deploy, config, namespace, http, engines, abandon_on_cancel=True)
             await _started(names)
     except TimeoutError as error:
         raise DeadlineError(
@@ -93,15 +94,17 @@ def delete_app(namespace: str) -> None:
             serve.delete(name)
 
 
-def _deploy(config: Config, namespace: str, http: bool) -> None:
+def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
     # Serve tells about each start at INFO, on a terminal that belongs to the live view.
     logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
     if http:
         serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
     else:
         serve.start(proxy_location="Disabled")
-    app = build_rollout_app(config, namespace=namespace, http=http)
-    targets = [serve.RunTarget(target=app, name=app_name(namespace), route_prefix="/" if http else None)]
+    targets = []
+    if engines:
+        app = build_rollout_app(config, namespace=namespace, http=http)
+        targets.append(serve.RunTarget(target=app, name=app_name(namespace), route_prefix="/" if http else None))
     if config.reward_model.placement == "serve" and not http:
         reward = build_reward_app(config, gpus=_gpus())
         targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))

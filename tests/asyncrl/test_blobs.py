@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
+from xxhash import xxh3_64_hexdigest
 
 from asyncrl import blobs
 from asyncrl.blobs import Blob, DamageError, decode, encode
@@ -100,7 +101,7 @@ def test_an_array_of_another_name_or_dtype_is_refused() -> None:
 def forge(entries: Any, checksums: Any = None, metadata: Any = None, data: bytes = b"") -> bytes:
     """A file with a right checksum of a wrong header."""
     names = entries if isinstance(entries, dict) else {}
-    told = json.dumps({name: "00000000" for name in names} if checksums is None else checksums)
+    told = json.dumps({name: xxh3_64_hexdigest(b"") for name in names} if checksums is None else checksums)
     told_metadata = {"crc32": "", "checksums": told} if metadata is None else metadata
     header = json.dumps({"__metadata__": told_metadata, **entries}, separators=(",", ":")).encode()
     begin, rest = header[:26], header[26:]
@@ -118,7 +119,7 @@ def entry(dtype: Any = "I32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 
 def test_the_forger_can_forge_something_right() -> None:
     data = np.arange(2, dtype=np.int32).tobytes()
-    blob = read(forge({"a": entry()}, {"a": f"{zlib.crc32(data):08x}"}, data=data))
+    blob = read(forge({"a": entry()}, {"a": xxh3_64_hexdigest(data)}, data=data))
     assert blob.array("a", np.int32).tolist() == [0, 1]
 
 
@@ -154,7 +155,7 @@ def test_a_forged_header_is_refused(forged: bytes) -> None:
 
 def test_bytes_that_are_no_truth_values_are_refused() -> None:
     data = b"\1\2"
-    forged = forge({"a": entry("BOOL", (2,), (0, 2))}, {"a": f"{zlib.crc32(data):08x}"}, data=data)
+    forged = forge({"a": entry("BOOL", (2,), (0, 2))}, {"a": xxh3_64_hexdigest(data)}, data=data)
     with pytest.raises(DamageError, match="neither true nor false"):
         read(forged).array("a", np.bool_)
 

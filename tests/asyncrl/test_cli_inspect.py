@@ -163,6 +163,8 @@ def test_the_whole_answer_as_json(run_dir: Path, capsys: pytest.CaptureFixture[s
         "leased": 0,
         "trained": 384,
         "dropped": {"stale": 2},
+        "replayed": 0,
+        "substituted": 0,
     }
     assert answer["balanced"] is True
     assert answer["staleness"]["histogram"] == {"0": 288, "1": 90, "3": 6}

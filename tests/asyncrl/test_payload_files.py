@@ -182,7 +182,7 @@ async def test_a_file_that_is_there_and_may_not_be_opened_is_no_lost_one(
     store = FilePayloads(tmp_path, 1)
     ref = await store.put(make_sample(1))
 
-    def too_many(*args: object) -> int:
+    def too_many(*args: object, **options: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("asyncrl.segments.os.open", too_many)

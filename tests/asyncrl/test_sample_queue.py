@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.failures import BugError, FencedError
+from asyncrl.history import MemoryLog
 from asyncrl.ports import Admission, Lease, SampleQueue
 from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing, StaleAction
-from asyncrl.types import DropReason, SampleId, SampleMeta
+from asyncrl.types import DropReason, Provenance, SampleId, SampleMeta
 
 pytestmark = pytest.mark.asyncio
 
@@ -66,6 +67,93 @@ async def unblocked_by(wait: Awaitable[Any], act: Callable[[], Awaitable[None]])
             assert not answers
             await act()
     return answers[0]
+
+
+# ------------------------------------------------------------------------------------------------ in feed order
+
+
+def ordered(size: int = 4, total: int | None = None, **options: Any) -> LocalSampleQueue:
+    return LocalSampleQueue(QueueOptions(100, Pacing(size, 1, total), in_feed_order=True, **options))
+
+
+async def test_in_feed_order_a_straggler_holds_up_those_behind_it() -> None:
+    queue = ordered()
+    one, two, three, four = await admit(queue, 4)
+    for sample_id in (four, two, three):
+        await queue.offer(meta(sample_id), None)
+    assert (await queue.lease(2, trainer_version=0, timeout_s=0)).samples == ()
+    lease = await unblocked_by(queue.lease(2, trainer_version=0, timeout_s=5), lambda: queue.offer(meta(one), None))
+    assert indices(lease) == [1, 2]
+    assert indices(await queue.lease(2, trainer_version=0, timeout_s=0)) == [3, 4]
+
+
+async def test_in_feed_order_a_dropped_straggler_holds_up_nothing() -> None:
+    queue = ordered()
+    one, two, three, _ = await admit(queue, 4)
+    for sample_id in (two, three):
+        await queue.offer(meta(sample_id), None)
+    lease = await unblocked_by(
+        queue.lease(2, trainer_version=0, timeout_s=5), lambda: queue.drop(one, DropReason.FAILED)
+    )
+    assert indices(lease) == [2, 3]
+
+
+async def test_in_feed_order_what_is_made_again_comes_back_to_its_place() -> None:
+    queue = ordered()
+    one, *_ = await fill(queue, 4)
+    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
+    await queue.redo(one)
+    await queue.release(lease.lease_id)
+    assert (await queue.lease(1, trainer_version=0, timeout_s=0)).samples == ()
+    assert await admit(queue, 1) == (one,)
+    await queue.offer(meta(one), None)
+    assert indices(await queue.lease(4, trainer_version=0, timeout_s=0)) == [1, 2, 3, 4]
+
+
+async def test_in_feed_order_the_last_lease_is_smaller_too() -> None:
+    queue = ordered(total=3)
+    await fill(queue, 3)
+    lease = await queue.lease(4, trainer_version=0, timeout_s=0)
+    assert (indices(lease), lease.ended) == ([1, 2, 3], True)
+
+
+async def test_in_feed_order_what_will_never_be_fed_again_holds_up_nothing() -> None:
+    """A run that is resumed with fewer steps, of whose samples in flight none is needed any more."""
+    options = QueueOptions(100, Pacing(8, 1, 8), in_feed_order=True)
+    queue = LocalSampleQueue(options, journal=MemoryLog())
+    ids = await admit(queue, 8)
+    for sample_id in (*ids[:2], *ids[4:]):
+        await queue.offer(meta(sample_id), None)
+    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
+    await queue.commit(lease.lease_id, ids[:2])
+    await queue.mark(1)
+    await queue.attach("rollouter", 2)
+    assert (await queue.lease(4, trainer_version=0, timeout_s=0)).samples == ()
+    await queue.rewind(1, version=0, lineage=1, total_samples=6)
+    assert (await queue.admit(8, timeout_s=0)).sample_ids == ()
+    lease = await queue.lease(4, trainer_version=0, timeout_s=0)
+    assert indices(lease) == [5, 6, 7, 8]
+
+
+async def test_what_another_run_has_recorded_may_be_newer_than_the_trainer() -> None:
+    queue = make_queue(max_staleness=0)
+    one, two = await admit(queue, 2)
+    await queue.offer(meta(one, 9)._replace(provenance=Provenance.REPLAYED), None)
+    assert indices(await queue.lease(1, trainer_version=0, timeout_s=0)) == [1]
+    await queue.offer(meta(two, 9), None)
+    with pytest.raises(BugError, match="version 9, but the trainer is at version 0"):
+        await queue.lease(1, trainer_version=0, timeout_s=0)
+
+
+async def test_books_count_what_came_out_of_records() -> None:
+    queue = make_queue()
+    ids = await admit(queue, 3)
+    for sample_id, provenance in zip(ids, Provenance, strict=True):
+        await queue.offer(meta(sample_id)._replace(provenance=provenance), None)
+    books = (await queue.status()).books
+    assert (books.ready, books.replayed, books.substituted) == (3, 2, 1)
+    again = LocalSampleQueue(QueueOptions(100, Pacing(4, 0)), await queue.mark(1))
+    assert (await again.status()).books.replayed == 2
 
 
 async def test_it_is_a_sample_queue() -> None:
@@ -364,10 +452,11 @@ class QueueMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0.0, 0.5, 1.0]),
         bound=st.sampled_from([None, 0, 1]),
         total=st.sampled_from([None, 7]),
+        in_feed_order=st.booleans(),
     )
-    def begin(self, size: int, threshold: float, bound: int | None, total: int | None) -> None:
+    def begin(self, size: int, threshold: float, bound: int | None, total: int | None, in_feed_order: bool) -> None:
         self.runner = asyncio.Runner()
-        self.options = QueueOptions(100, Pacing(size, threshold, total), bound)
+        self.options = QueueOptions(100, Pacing(size, threshold, total), bound, in_feed_order=in_feed_order)
         self.queue = LocalSampleQueue(self.options)
         self.trainer = self.applied = 0
         self.running: dict[SampleId, int] = {}
@@ -397,7 +486,10 @@ class QueueMachine(RuleBasedStateMachine):
         elif answer.samples:
             bound = self.options.max_staleness
             assert bound is None or all(self.trainer - queued.meta.oldest_version <= bound for queued in answer.samples)
-            self.leased[answer.lease_id] = [queued.meta.sample_id for queued in answer.samples]
+            held = self.leased[answer.lease_id] = [queued.meta.sample_id for queued in answer.samples]
+            if self.options.in_feed_order:
+                assert held == sorted(held)
+                assert all(sample_id > held[-1] for sample_id in self.running), "nothing before it is still to come"
 
     def park(self, call: Awaitable[Admission | Lease]) -> None:
         async def wait(scope: anyio.CancelScope) -> None:

@@ -96,11 +96,12 @@ def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any
         "idle_s": idle_s,
         "drops": {},
         "waits": waits,
+        "skip": {},
     }
 
 
 def trainer(waited_s: float) -> dict[str, Any]:
-    return {"step": 1, "version": 1, "waits": [Wait("samples", 1, waited_s)]}
+    return {"step": 1, "version": 1, "waits": [Wait("samples", 1, waited_s)], "skip": {}}
 
 
 @pytest.fixture

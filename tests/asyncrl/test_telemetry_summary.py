@@ -75,6 +75,8 @@ def test_a_whole_run() -> None:
             "leased": 0,
             "trained": 20,
             "dropped": {"stale": 2, "failed": 0, "filtered": 0, "overlong": 0, "shutdown": 0},
+            "replayed": 0,
+            "substituted": 0,
         },
         "tokens": {"generated": 400, "trained": 20},
         "reward": {"first": 0.0, "last": 0.5, "best": 0.5},

@@ -138,3 +138,34 @@ def start(
             text=True,
         )
     return Launch(process, run_dir, output_file, mark)
+
+
+def interrupted_in_order(run: Launch) -> dict[str, Any]:
+    """Ctrl-C after the first step: it ends in order, with one checkpoint and exact books. Its summary."""
+    run.wait_for("step 1/")
+    run.interrupt()
+    assert run.wait(20.0) == 130, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["error"]) == ("interrupted", None)
+    assert [summary["samples"][state] for state in ("running", "ready", "leased")] == [0, 0, 0]
+    assert balanced(summary["samples"])
+    (checkpoint,) = (run.run_dir / "checkpoints").iterdir()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["progress"]["step"] == summary["step"] >= 1
+    assert manifest["queue"]["books"]["trained"] == summary["samples"]["trained"]
+    assert run.survivors() == []
+    return summary
+
+
+def completed_in_order(run: Launch, total: int) -> dict[str, Any]:
+    """A resumed run has completed: nothing was fed or trained twice. Its summary."""
+    assert run.wait() == 0, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["step"]) == ("completed", total)
+    trained = summary["samples"]["trained"]
+    assert trained == 16 * total
+    assert summary["samples"]["fed"] == trained + sum(summary["samples"]["dropped"].values()), "nothing is fed twice"
+    assert balanced(summary["samples"]) and trained_once(run)
+    assert [step["step"] for step in run.steps()] == list(range(1, total + 1))
+    assert run.survivors() == []
+    return summary

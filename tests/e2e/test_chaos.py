@@ -13,7 +13,8 @@ import pytest
 from benchmarks.chaos.launches import MARK
 
 SEED = 7
-FAULTS = ("queue kill", "rollouter kill", "trainer kill", "engine kill")
+FAULTS = ("queue kill", "rollouter kill", "trainer kill")
+"""Of an engine: tests/e2e/test_vllm_serving.py."""
 
 
 @pytest.mark.timeout(400)

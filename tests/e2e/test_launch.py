@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,49 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, Launch, balanced, start, trained_once
+from tests.e2e.launches import SHORT, Launch, balanced, completed_in_order, interrupted_in_order, start, trained_once
 
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_a_run_completes_and_a_resumed_one_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    first = start(tmp_path, *SHORT)
-    assert first.wait() == 0, first.output()
-    summary = first.summary()
-    assert (summary["status"], summary["step"], summary["version"]) == ("completed", 4, 4)
-    assert summary["error"] is None
-    assert summary["samples"]["trained"] == 64
-    assert balanced(summary["samples"])
-    assert summary["weight_sync"]["count"] == 4
-    assert [point["version"] for point in summary["validation"]["points"]] == [0, 4]
-    assert first.survivors() == []
-
-    second = start(tmp_path, *SHORT, "trainer.total_training_steps=6", "resume=auto", run_dir=first.run_dir)
-    assert second.wait() == 0, second.output()
-    summary = second.summary()
-    assert (summary["status"], summary["step"], summary["version"]) == ("completed", 6, 6)
-    assert summary["samples"]["trained"] == 96
-    assert summary["samples"]["fed"] == 96, "feed indices go on: nothing is fed twice"
-    assert balanced(summary["samples"])
-    assert [step["step"] for step in second.steps()] == [1, 2, 3, 4, 5, 6]
-    assert second.survivors() == []
-
-
-def test_ctrl_c_stops_in_order_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ctrl_c_stops_engines_too_and_a_resumed_run_completes(tmp_path: Path) -> None:
+    """Without engines, in every round of tests: tests/e2e/test_skip_launch.py."""
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=500")
-    run.wait_for("step 1/")
-    run.interrupt()
-    assert run.wait(20.0) == 130, run.output()
-    summary = run.summary()
-    assert summary["status"] == "interrupted"
-    assert summary["error"] is None
-    assert [summary["samples"][state] for state in ("running", "ready", "leased")] == [0, 0, 0]
-    assert balanced(summary["samples"])
-    (checkpoint,) = (run.run_dir / "checkpoints").iterdir()
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert manifest["progress"]["step"] == summary["step"] >= 1
-    assert manifest["queue"]["books"]["trained"] == summary["samples"]["trained"]
-    assert run.survivors() == []
+    total = interrupted_in_order(run)["step"] + 3
+    again = start(tmp_path, *SHORT, f"trainer.total_training_steps={total}", "resume=auto", run_dir=run.run_dir)
+    summary = completed_in_order(again, total)
+    assert [point["version"] for point in summary["validation"]["points"]] == [0, summary["version"]]
 
 
 @pytest.mark.slow

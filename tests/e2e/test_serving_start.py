@@ -25,6 +25,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_missing_model_is_named(tmp_path: Path) -> None:
     from rollouter.serving.app import start_app, stop_app
 

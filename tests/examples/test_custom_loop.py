@@ -95,6 +95,7 @@ def test_a_wrong_strategy_is_one_line(loop: ModuleType, capsys: pytest.CaptureFi
     assert "trainer.strategy=fdsp2: no such engine; did you mean fsdp2" in line
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_under_torchrun_two_ranks_take_the_same_steps(tmp_path: Path, expected: list[dict[str, float]]) -> None:
     command = [

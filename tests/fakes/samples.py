@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, Turn
+from asyncrl.types import FinishReason, Replay, Sample, SampleId, Span, Trajectory, Turn
 
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
@@ -28,6 +28,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
+_spans = st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
+_replays = st.builds(Replay, st.integers(0, 99), st.booleans(), st.lists(_spans, max_size=3).map(tuple))
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     return Sample(
@@ -37,6 +41,7 @@ def samples(draw: st.DrawFn) -> Sample:
         generate_s=draw(_rewards),
         reward_s=draw(_rewards),
         baseline_reward=draw(st.none() | _rewards),
+        replay=draw(st.none() | _replays),
     )
 
 
@@ -62,7 +67,7 @@ def make_turn(seed: int, tokens: int = 4) -> Turn:
 
 def assert_same_sample(sample: Sample | None, expected: Sample) -> None:
     assert sample is not None
-    for field in ("sample_id", "data_source", "generate_s", "reward_s", "baseline_reward"):
+    for field in ("sample_id", "data_source", "generate_s", "reward_s", "baseline_reward", "replay", "provenance"):
         assert getattr(sample, field) == getattr(expected, field), field
     for row, expected_row in zip(sample.trajectories, expected.trajectories, strict=True):
         for field in ("spans", "finish_reason", "reward", "reward_extra"):

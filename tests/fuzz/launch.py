@@ -119,7 +119,13 @@ class LaunchOfRun:
     def _make_queue(self) -> ActorHost:
         drift = self.config.async_training
         pacing = Pacing(self.config.samples_per_version, drift.staleness_threshold, self.total_samples)
-        options = QueueOptions(self.setup.num_prompts, pacing, drift.max_staleness, drift.stale_action)
+        options = QueueOptions(
+            self.setup.num_prompts,
+            pacing,
+            drift.max_staleness,
+            drift.stale_action,
+            in_feed_order=drift.deterministic,
+        )
         return self._host(lambda number: FuzzQueueActor(self, options, number))
 
     def _make_store(self) -> ActorHost:

@@ -68,7 +68,8 @@ class Setup:
             f"seed {self.seed}: mode {self.mode}, {training.total_training_steps} steps of "
             f"{training.ppo_mini_batch_size}, lease of {drift.require_batches}, sync every "
             f"{drift.trigger_parameter_sync_step}, threshold {drift.staleness_threshold:g}, bound "
-            f"{drift.max_staleness}, {training.ppo_epochs} epochs, n {self.config.rollout.n}, "
+            f"{drift.max_staleness}{', in feed order' if drift.deterministic else ''}, {training.ppo_epochs} epochs, "
+            f"n {self.config.rollout.n}, "
             f"{self.config.rollout.max_concurrent_samples} at once, checkpoint every {training.save_freq}, "
             f"{self.num_replicas} replicas, calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
@@ -99,6 +100,8 @@ def draw(seed: int) -> Setup:
             "partial_rollout": mode == "d",
             "partial_mode": rng.choice(["keep", "abort"]),
             "max_staleness": max_staleness,
+            # Drawn apart, so that seeds of before mean what they meant.
+            "deterministic": random.Random(f"order {seed}").random() < 0.2,
         },
         "trainer": {
             "total_training_steps": rng.randint(2, 6),

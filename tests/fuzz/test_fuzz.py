@@ -129,6 +129,7 @@ def test_a_release_that_forgets_a_sample_is_found(monkeypatch: pytest.MonkeyPatc
     assert "the books don't balance" in found()
 
 
+@pytest.mark.slow
 def test_a_gate_that_opens_and_tells_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(self: LocalSampleQueue, version: int, *, lineage: int = 0, **_: Any) -> None:
         async with self._permits:
@@ -147,6 +148,7 @@ def test_a_step_that_is_not_committed_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert "is in the surviving model, but not TRAINED in the journal" in found()
 
 
+@pytest.mark.slow
 def test_a_queue_that_does_not_rewind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def rewind(self: LocalSampleQueue, step: int, **_: Any) -> None:
         """Nothing goes back."""
@@ -155,11 +157,13 @@ def test_a_queue_that_does_not_rewind_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert "of lineage 1 applied in lineage 0" in found()
 
 
+@pytest.mark.slow
 def test_a_queue_that_forgets_what_it_has_answered_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QueueState, "admission", lambda self, ask: None)
     assert "nothing moved" in found("queue", "answer")
 
 
+@pytest.mark.slow
 def test_a_queue_that_answers_before_the_disk_has_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(self: CrashLog, seq: int) -> None:
         """What it returns for is in memory only."""
@@ -168,29 +172,34 @@ def test_a_queue_that_answers_before_the_disk_has_it_is_found(monkeypatch: pytes
     assert "is in the surviving model, but not TRAINED in the journal" in found()
 
 
+@pytest.mark.slow
 def test_a_payload_that_goes_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleted once it is trained, when no checkpoint covers it yet."""
     monkeypatch.setattr(QueueState, "_let_go_unless_kept", QueueState._let_go)
     assert "turns once" in found()
 
 
+@pytest.mark.slow
 def test_tokens_that_are_asked_for_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     resubmission = client._resubmission
     monkeypatch.setattr(client, "_resubmission", lambda request, so_far, calls: resubmission(request, None, calls))
     assert "tokens outlive their engine" in found()
 
 
+@pytest.mark.slow
 def test_tokens_that_are_thrown_away_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a dead engine had told is asked for with the rest of the response, and then not kept."""
     monkeypatch.setattr(client, "join_turns", lambda head, tail: tail)
     assert "tokens outlive their engine" in found()
 
 
+@pytest.mark.slow
 def test_poison_that_nobody_is_convicted_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quarantine, "_convict", lambda self, name, last: None)
     assert "poison that has crashed more than" in found()
 
 
+@pytest.mark.slow
 def test_a_conviction_of_whoever_was_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Quarantine.judge
 
@@ -205,6 +214,7 @@ def test_a_conviction_of_whoever_was_there_is_found(monkeypatch: pytest.MonkeyPa
     assert "nothing was wrong with it" in told or "no prompt gets through" in told
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def later(self: VersionLoop, step: int) -> None:
         """Never."""
@@ -213,6 +223,7 @@ def test_a_validation_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "the last validation is of step" in found()
 
 
+@pytest.mark.slow
 def test_a_store_that_forgets_that_it_has_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarted, it takes it that nothing was ever published. A replica that starts then serves the first version until
     the next one is published, which never is if it has to be trained on samples of a newer one."""
@@ -227,18 +238,21 @@ def test_a_store_that_forgets_that_it_has_forgotten_is_found(monkeypatch: pytest
     assert "virtual seconds and no end" in told or "nothing moved" in told
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_taken_for_younger_than_it_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has waited for a driver that was stopped."""
     monkeypatch.setattr(watch, "on_clock", lambda status, now: replace(status, at=now))
     assert "was well, and was ended" in found("driver stops")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_killed_over_one_missed_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was the driver that had been stopped."""
     monkeypatch.setattr(probes, "AGAIN_S", 0.0)
     assert "was well, and was killed" in found("driver stops")
 
 
+@pytest.mark.slow
 def test_a_trainer_that_ends_before_its_last_version_is_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(self: TrainPart, served: Any, waits: Any) -> None:
         """Nobody follows it any more."""
@@ -248,11 +262,13 @@ def test_a_trainer_that_ends_before_its_last_version_is_served_is_found(monkeypa
     assert "virtual seconds and no end" in told or "nothing moved" in told
 
 
+@pytest.mark.slow
 def test_a_standstill_of_the_driver_that_is_taken_for_one_of_the_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "Watchdog", partial(Watchdog, gap_s=1e9))
     assert "nothing moved" in found("driver stops")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["hang queue", "hang rollouter", "hang trainer"])
 def test_a_call_without_a_deadline_is_found(monkeypatch: pytest.MonkeyPatch, hangs: FaultKind) -> None:
     """Who hangs is waited for, also by the driver that asks how it is."""

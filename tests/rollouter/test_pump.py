@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -18,7 +18,9 @@ from asyncrl.config.schema import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    SkipConfig,
     TimeoutsConfig,
+    TrainerConfig,
     ValSamplingConfig,
 )
 from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
@@ -32,6 +34,7 @@ from rollouter.meters import BusyMeter
 from rollouter.probation import Probation, time_limit
 from rollouter.pump import Pump
 from rollouter.sampling import sampling_params
+from rollouter.stages import Serving, Stages
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
 
@@ -56,8 +59,14 @@ class Rig:
         sample_s: float = 60.0,
         max_crashes: int = 2,
         turns: MemoryTurns | None = None,
+        skip: SkipConfig | None = None,
+        mode: Literal["fully_async", "sync"] = "fully_async",
+        trainer: TrainerConfig | None = None,
     ) -> None:
         self.config = Config(
+            mode=mode,
+            skip=skip or SkipConfig(),
+            trainer=trainer or TrainerConfig(),
             timeouts=TimeoutsConfig(sample_s=sample_s),
             recovery=RecoveryConfig(max_crashes=max_crashes),
             algorithm=algorithm or AlgorithmConfig(),
@@ -78,16 +87,27 @@ class Rig:
             num_prompts=len(prompts),
         )
         self.waits = WaitBoard(self.clock)
+        self.serving = Serving(0, 0)
+        probation = Probation(max_crashes, waits=self.waits, settle_s=0.01)
+        self.stages = Stages(
+            self.config,
+            prompts=ListPrompts(prompts),
+            turns=self.turns,
+            fleet=self.fleet,
+            scorer=scorer or FakeScorer(),
+            probation=probation,
+            waits=self.waits,
+            serving=lambda: self.serving,
+            clock=self.clock,
+        )
         self.pump = Pump(
             self.config,
             queue=self.queue,
             payloads=MemoryPayloads(),
             turns=self.turns,
-            prompts=ListPrompts(prompts),
-            fleet=self.fleet,
-            scorer=scorer or FakeScorer(),
+            stages=self.stages,
             drops=self.drops,
-            probation=Probation(max_crashes, waits=self.waits, settle_s=0.01),
+            probation=probation,
             waits=self.waits,
             clock=self.clock,
         )
@@ -101,9 +121,9 @@ class Rig:
                 yield self
                 await self.queue.close()
 
-    async def lease(self, num_samples: int) -> Lease:
+    async def lease(self, num_samples: int, *, trainer_version: int = 0) -> Lease:
         with anyio.fail_after(10):
-            return await self.queue.lease(num_samples, trainer_version=0, timeout_s=10)
+            return await self.queue.lease(num_samples, trainer_version=trainer_version, timeout_s=10)
 
     async def fails(self) -> BaseException:
         """Run until it fails by itself."""
@@ -183,7 +203,7 @@ async def test_slow_scoring_holds_no_slot() -> None:
     rig = Rig(permits=10, max_concurrent_samples=1, fleet=FakeFleet(), scorer=FakeScorer(gate=lambda _: gate.wait()))
     async with rig.running():
         await rig.fleet.until(lambda fleet: len(fleet.sessions) == 10)
-        assert rig.pump.counts.samples_done == 0
+        assert rig.stages.counts.samples_done == 0
         gate.set()
         assert len((await rig.lease(10)).samples) == 10
 
@@ -424,7 +444,7 @@ async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
         gate.set()
         lease = await rig.lease(4)
         assert rig.pump.status()["quarantine"]["crashes"] == 1
-    assert fleet.generated_tokens == rig.pump.counts.generated_tokens == 4 * 2 * 5
+    assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 4 * 2 * 5
     assert {entry.payload.trajectories[0].spans for entry in lease.samples} == {((0, 0), (2, 3))}
     assert rig.drops.counts == {}
 
@@ -507,7 +527,7 @@ async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() 
         lease = await rig.lease(2)
     asked = {request.request_id: request.so_far is None for request in fleet.requests}
     assert asked == {f"{name(k)}/{key}": key == "1" for k in (1, 2) for key in ("0", "1", "baseline")}
-    assert fleet.generated_tokens == rig.pump.counts.generated_tokens == 2 * 6
+    assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 2 * 6
     for sample in samples(lease):
         assert [len(row.response_ids) for row in sample.trajectories] == [2, 6]
         assert sample.baseline_reward == 2.0

@@ -113,6 +113,7 @@ def fetch(store: Any, edition: Edition) -> list[Any]:
     return ray.get(ray.get(store.tensors.remote(edition), timeout=20), timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Config, tmp_path: Path) -> None:
     async with Run(ppo, tmp_path) as first:
@@ -123,6 +124,7 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
                 await first.trainer.stop.remote()
         status = await first.trainer.status.remote()
         assert (status["step"], status["version"], status["trained_samples"]) == (2, 2, 4)
+        assert status["skip"] == {}
         assert (await first.queue.admit(1, timeout_s=1.0)).closed
 
     resume = find_resume(ppo)
@@ -157,6 +159,7 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
     assert len(set(coefficients)) == 4  # it went on from where it was
 
 
+@pytest.mark.slow
 async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_from_its_checkpoint(
     config: Config, tmp_path: Path
 ) -> None:
@@ -200,6 +203,7 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
     assert sorted(kept) == [f"sample_0_{index}" for index in range(1, 9)]
 
 
+@pytest.mark.slow
 async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(config: Config, tmp_path: Path) -> None:
     """What it has published goes with it, and the Rollouter would apply it for ever."""
     async with Run(config, tmp_path) as run:
@@ -214,6 +218,7 @@ async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(c
         assert "rank 0 of the actor group died" in str(caught.value.cause)
 
 
+@pytest.mark.slow
 async def test_a_failure_arrives_typed(config: Config, tmp_path: Path) -> None:
     async with Run(config, tmp_path) as run:
         await run.feed(8, length=30)  # tokens beyond the model's vocabulary

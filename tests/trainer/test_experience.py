@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.failures import DataError
 from asyncrl.telemetry.registry import describe
 from asyncrl.types import Sample, SampleId, Span
+from skip import SkipManager
 from tests.fakes.trainer_parts import FakeGroup, make_sample
 from trainer.experience import Experience, ExperienceBuilder
 from trainer.rows import RowRules, TrainSample, prepare
@@ -96,6 +98,39 @@ async def test_the_reference_is_a_model_of_its_own_or_the_actor_without_its_adap
     assert (actor.asked, ref.asked) == (([("infer", False)], []) if adapters else ([], [("infer", True)]))
     asked = actor if adapters else ref
     torch.testing.assert_close(batch["ref_log_probs"], asked.scores(batch)["log_probs"])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+async def test_the_reference_is_asked_once_and_its_record_from_then_on(tmp_path: Path, adapters: bool) -> None:
+    sections = {
+        "algorithm": {"use_kl_loss": True, "rollout_correction": {"bypass_mode": False}},
+        "model": {"lora_rank": 4 if adapters else 0},
+    }
+    section = {"enable": True, "dump_dir": str(tmp_path), "steps": "1-2"}
+    config = config_of(**sections, skip={"ref_log_prob": section})
+    plain = await make(
+        config_of(**sections), actor=answers("log_probs", 1), **({} if adapters else {"ref": answers("log_probs", 2)})
+    )
+    for asks, step in ((True, 1), (False, 1), (True, 3), (True, 3)):
+        actor, ref = answers("log_probs", 1), answers("log_probs", 2)
+        with SkipManager.session(config):
+            SkipManager.set_step(step)
+            found = await make(config, actor=actor, **({} if adapters else {"ref": ref}))
+        assert actor.asked == [("infer", True), *([("infer", False)] if adapters and asks else [])]
+        assert ref.asked == ([("infer", True)] if asks and not adapters else [])
+        assert found.batch.keys() == plain.batch.keys()
+        for name in sorted(plain.batch.keys()):
+            one, other = found.batch[name], plain.batch[name]
+            assert (one.dtype, one.numpy().tobytes()) == (other.dtype, other.numpy().tobytes()), name
+
+
+async def test_log_probs_of_the_policy_are_not_those_that_are_kept(tmp_path: Path) -> None:
+    """Nobody has said which step it is, which only the reference would have to know."""
+    section = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
+    config = config_of(algorithm={"rollout_correction": {"bypass_mode": False}}, skip={"ref_log_prob": section})
+    with SkipManager.session(config):
+        await make(config, actor=answers("log_probs", 1))
+        assert SkipManager.status() == {"ref_log_prob": {}}
 
 
 async def test_decoupled_proximal_policy_is_asked_and_weighs_what_is_off_policy() -> None:

@@ -270,6 +270,7 @@ class Reserving:
         await self._processes.reserve(cpus=True, limit_s=limit_s, until=anyio.current_time() + limit_s)
 
 
+@pytest.mark.slow
 async def test_room_of_a_trainer_that_was_killed_is_free_for_the_next_one(model: Path) -> None:
     """Ray keeps it until the driver ends too: on a full cluster the next one would wait for itself."""
     plan = plan_groups(configure(model, trainer={"cpu_threads": 1}))[0]
@@ -309,6 +310,7 @@ async def killed(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_ends_a_step_long_before_the_steps_own_deadline(model: Path) -> None:
     async with running(configure(model, trainer=ALONE)) as group:
         actor = group.role_group("actor")
@@ -347,6 +349,7 @@ async def test_ranks_that_compute_are_not_taken_for_hung(groups: TrainerGroups, 
     assert {rank["pid"] for rank in groups.ranks} == {place.pid for place in groups.groups[0].places}
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_is_late_and_then_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
 

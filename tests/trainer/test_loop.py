@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from asyncrl.failures import DataError, DiskFullError, DivergenceError, InfraErr
 from asyncrl.manifest import Progress
 from asyncrl.telemetry.registry import describe
 from asyncrl.types import SampleId
+from skip import SkipManager
 from tests.fakes.trainer_parts import feed, make_sample
 from tests.fakes.trainer_rig import Rig
 from trainer.loop_settings import LoopSettings
@@ -67,6 +69,21 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
         "actor/loss": 0.5,
     }
     assert {name: record.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+async def test_experience_is_made_at_the_first_step_of_its_turn(tmp_path: Path) -> None:
+    """For the roles of `skip` that follow the loop."""
+    section = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
+    rig = Rig(total_steps=5, samples_per_lease=4, samples_per_version=4)
+    steps: list[int | None] = []
+    with SkipManager.session(Config.model_validate({"skip": {"ref_log_prob": section}})):
+        role = SkipManager.get("ref_log_prob")
+        assert role is not None
+        rig.experience.change = lambda batch: steps.append(role.slot())
+        await feed(rig.queue, 10)
+        records = await rig.run()
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    assert steps == [1, 3, 5]
 
 
 async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases() -> None:

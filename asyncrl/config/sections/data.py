@@ -35,7 +35,7 @@ class ReasoningGymConfig(Section):
     """Data set name, e.g. `chain_sum`."""
     train_size: Positive = 4096
     """Prompts in the training set."""
-    val_size: Positive = 128
+    val_size: NonNegative = 128
     """Prompts in the validation set, generated from another seed."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the task, e.g. `{min_terms: 2, max_terms: 6}`."""

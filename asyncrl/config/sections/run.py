@@ -26,6 +26,9 @@ class AsyncTrainingConfig(Section):
     """Bound on `trainer version - oldest version of any token`; null: none."""
     stale_action: Literal["drop", "mask", "keep"] = "drop"
     """Beyond the bound: drop the sample, mask its too old tokens, or train on it and only count it."""
+    deterministic: bool = False
+    """Samples are trained on in the order in which they were fed, whatever the order in which they were finished: a
+    straggler holds up those behind it. With it a replayed run repeats the recorded one, see docs/skip.md."""
 
 
 class WeightSyncConfig(Section):

@@ -58,6 +58,7 @@ def test_an_unknown_backend_ends_with_2_and_names_the_nearest() -> None:
     assert "did you mean fsdp2 or fsdp?" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_backend_without_its_library_ends_with_2_and_one_line() -> None:
     program = (
         "import sys; sys.modules['megatron'] = None\n"
@@ -70,6 +71,7 @@ def test_a_backend_without_its_library_ends_with_2_and_one_line() -> None:
     assert "trainer.strategy=megatron: it needs megatron-core" in line
 
 
+@pytest.mark.slow
 def test_what_cannot_run_on_two_ranks_is_said_once() -> None:
     """torchrun has an exit code and a report of its own."""
     run = selfcheck(2, "--backend", "local")

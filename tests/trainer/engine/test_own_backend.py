@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 DEADLINE_S = 240
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 30)
 def test_the_example_of_the_docs_passes_the_contract_on_two_ranks(tmp_path: Path) -> None:
     blocks = dict(re.findall(r"```(python|toml)\n(.*?)```", (ROOT / "docs/training.md").read_text("utf-8"), re.DOTALL))

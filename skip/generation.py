@@ -1,0 +1,278 @@
+"""Generation as a stage: what one sample's turns are as a record, and the roles `async_rollout` and `rollout`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.failures import BugError
+from asyncrl.payloads import spans_from_json
+from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from skip.base import BaseSkip, Call, Served
+from skip.fingerprint import Fingerprint, field
+from skip.identity import model_identity, tokenizer_identity
+from skip.record import Content
+from skip.registry import register_skip
+
+CODE = "1"
+"""Raised when records of before would not be what this version would have generated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """One sample to be generated."""
+
+    sample_id: SampleId
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    """Of vLLM's SamplingParams."""
+    n: int
+    baseline: Mapping[str, Any] | None = None
+    """Sampling of one more turn (ReMax)."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools that the model may call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generated:
+    """The turns of one sample."""
+
+    prompt: Prompt
+    """What they answer: the prompt that was asked for, or with `repeat` that of the record."""
+    turns: tuple[Turn, ...]
+    """`n`, and behind them the baseline's."""
+    generate_s: float = 0.0
+    has_baseline: bool = False
+    """The last of them is ReMax's."""
+    replayed_from: int | None = None
+    """The step of the record; None: they were generated now."""
+    substituted: bool = False
+    """The record is of another step, or of something else that was asked."""
+    knows_columns: bool = True
+    """False: it comes out of a record that could not keep the prompt's columns, as they are no JSON."""
+
+
+class _Generation(BaseSkip):
+    """What the two roles share."""
+
+    @functools.cached_property
+    def _model(self) -> dict[str, str]:
+        config = self.run.model
+        return {"model": model_identity(config), "tokenizer": tokenizer_identity(config), "code": CODE}
+
+    @property
+    def _tokenizer(self) -> str:
+        return self.run.model.tokenizer_path or self.run.model.path
+
+    def _fingerprint(self, asked: Asked) -> dict[str, str]:
+        return {
+            "prompt_ids": field(asked.prompt.prompt_ids),
+            **{f"sampling.{name}": field(value) for name, value in sorted(asked.sampling.items())},
+            "n": field(asked.n),
+            "baseline": field(asked.baseline) if asked.baseline is not None else "null",
+            "tools": field(list(asked.tools)) if asked.tools else "[]",
+            "dtype": field(self.run.rollout.dtype),
+            **self._model,
+        }
+
+    def _replayed(self, one: Generated, served: Served, asked: Asked) -> Generated:
+        """
+        Raises:
+            ValueError: it is no answer to what is asked.
+        """
+        has_baseline = asked.baseline is not None
+        if one.has_baseline != has_baseline or len(one.turns) != asked.n + has_baseline:
+            raise ValueError(f"it has {len(one.turns)} turns, and {asked.n + has_baseline} are asked for")
+        longest = asked.sampling.get("max_tokens")
+        if longest is not None and any(len(turn.response_ids) > longest for turn in one.turns):
+            raise ValueError(f"it has responses of more than max_tokens={longest}")
+        # Of the same prompt, the answer of now counts.
+        if np.array_equal(one.prompt.prompt_ids, asked.prompt.prompt_ids):
+            one = replace(one, prompt=asked.prompt)
+        elif not one.knows_columns:
+            raise ValueError("its prompt's columns could not be kept, so it is of use for the same prompt only")
+        return replace(one, replayed_from=served.record.step, substituted=served.substituted)
+
+
+@register_skip("async_rollout")
+class AsyncRolloutSkip(_Generation):
+    """Around a function of `asked: Asked` that gives `Generated`. The step is the last part of the sample's id."""
+
+    support_online_step = True
+
+    def extract_step(self, call: Call) -> int:
+        """
+        Raises:
+            BugError: the id is none.
+        """
+        return step_of_sample(call["asked"].sample_id, self.role)
+
+    def fingerprint(self, call: Call) -> Fingerprint:
+        return self._fingerprint(call["asked"])
+
+    def to_content(self, call: Call, result: Generated) -> Content:
+        return to_content([result], tokenizer=self._tokenizer)
+
+    def prepare_data(self, call: Call, served: Served) -> Generated:
+        (one,) = from_content(served.record.content)
+        return self._replayed(one, served, call["asked"])
+
+    def versions(self, result: Generated) -> tuple[int, int] | None:
+        return versions([result])
+
+
+@register_skip("rollout")
+class RolloutSkip(_Generation):
+    """Around a function of `batch: Sequence[Asked]` that gives `Generated` for each; the step is `set_step`'s."""
+
+    def fingerprint(self, call: Call) -> Fingerprint:
+        batch: Sequence[Asked] = call["batch"]
+        each = [self._fingerprint(asked) for asked in batch]
+        own = sorted({name for one in each for name in one if name not in self._model})
+        told = {name: [one.get(name) for one in each] for name in own}
+        same = {name: values[0] if len(set(values)) == 1 else field(values) for name, values in told.items()}
+        return {**self._model, "samples": str(len(batch)), **{name: str(value) for name, value in same.items()}}
+
+    def to_content(self, call: Call, result: Sequence[Generated]) -> Content:
+        return to_content(result, tokenizer=self._tokenizer)
+
+    def prepare_data(self, call: Call, served: Served) -> list[Generated]:
+        batch: Sequence[Asked] = call["batch"]
+        found = from_content(served.record.content)
+        if len(found) != len(batch):
+            raise ValueError(f"it has {len(found)} samples, and {len(batch)} are asked for")
+        return [self._replayed(one, served, asked) for one, asked in zip(found, batch, strict=True)]
+
+    def versions(self, result: Sequence[Generated]) -> tuple[int, int] | None:
+        return versions(result)
+
+
+def step_of_sample(sample_id: SampleId | str, role: str) -> int:
+    """The feed index, as the step of `role`.
+
+    Raises:
+        BugError: it is no sample's id; the message shows one.
+    """
+    try:
+        return (sample_id if isinstance(sample_id, SampleId) else SampleId.parse(sample_id)).index
+    except (ValueError, TypeError) as error:
+        raise BugError(f"skip.{role} takes its step from the sample's id: {error}") from error
+
+
+def versions(results: Sequence[Generated]) -> tuple[int, int] | None:
+    """Oldest and newest version over all tokens; None: there are none."""
+    found = [span.version for one in results for turn in one.turns for span in turn.spans]
+    return (min(found), max(found)) if found else None
+
+
+# ------------------------------------------------------------------------------------------------ as a record
+
+
+def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
+    """Tokens and log-probs of all end to end; prompts, and where whose tokens are, as JSON.
+
+    `tokenizer`: where it is, for people who look at the record.
+    """
+    turns = [turn for one in results for turn in one.turns]
+    return Content(
+        {
+            "prompt_ids": _joined([one.prompt.prompt_ids for one in results], np.int32),
+            "response_ids": _joined([turn.response_ids for turn in turns], np.int32),
+            "rollout_log_probs": _joined([turn.rollout_log_probs for turn in turns], np.float32),
+        },
+        {
+            "tokenizer": tokenizer,
+            "samples": [
+                {
+                    "prompt_tokens": len(one.prompt.prompt_ids),
+                    "columns": _columns(one.prompt),
+                    "has_baseline": one.has_baseline,
+                    "generate_s": float(one.generate_s),
+                    "turns": [
+                        {
+                            "response_tokens": len(turn.response_ids),
+                            "spans": [list(span) for span in turn.spans],
+                            "finish_reason": str(turn.finish_reason),
+                        }
+                        for turn in one.turns
+                    ],
+                }
+                for one in results
+            ],
+        },
+    )
+
+
+def from_content(content: Content) -> list[Generated]:
+    """What `to_content` was given; arrays are views.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such content.
+    """
+    prompts = _Reader(content.arrays["prompt_ids"])
+    responses, log_probs = _Reader(content.arrays["response_ids"]), _Reader(content.arrays["rollout_log_probs"])
+    results = []
+    for sample in content.data["samples"]:
+        prompt_ids, columns = prompts.take(sample["prompt_tokens"]), sample["columns"]
+        prompt = Prompt(prompt_ids)
+        if columns is not None:
+            messages, data_source, ground_truth, extra_info = (columns[name] for name in _COLUMNS)
+            prompt = Prompt(prompt_ids, tuple(messages), data_source, ground_truth, extra_info)
+        turns = tuple(
+            Turn(
+                responses.take(turn["response_tokens"]),
+                log_probs.take(turn["response_tokens"]),
+                tuple(Span(*span) for span in spans_from_json(turn["spans"])),
+                FinishReason(turn["finish_reason"]),
+            )
+            for turn in sample["turns"]
+        )
+        results.append(
+            Generated(prompt, turns, sample["generate_s"], sample["has_baseline"], knows_columns=columns is not None)
+        )
+    for reader in (prompts, responses, log_probs):
+        reader.end()
+    return results
+
+
+_COLUMNS = ("messages", "data_source", "ground_truth", "extra_info")
+
+
+def _columns(prompt: Prompt) -> dict[str, Any] | None:
+    """What the prompt has besides tokens, if it comes back from JSON as it is: a data set's columns hold what they
+    like. They are needed only where the record answers another prompt."""
+    messages = [dict(message) for message in prompt.messages]
+    columns = dict(
+        zip(_COLUMNS, (messages, prompt.data_source, prompt.ground_truth, dict(prompt.extra_info)), strict=True)
+    )
+    try:
+        same = json.loads(json.dumps(columns, allow_nan=False)) == columns
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return columns if same is True else None
+
+
+class _Reader:
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+        self._at = 0
+
+    def take(self, length: int) -> NDArray[Any]:
+        start, self._at = self._at, self._at + length
+        if length < 0 or self._at > len(self._array):
+            raise ValueError(f"{length} tokens from {start} on of {len(self._array)}")
+        return self._array[start : self._at]
+
+    def end(self) -> None:
+        if self._at != len(self._array):
+            raise ValueError(f"{len(self._array) - self._at} tokens belong to nobody")
+
+
+def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)

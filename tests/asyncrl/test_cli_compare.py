@@ -1,0 +1,75 @@
+"""`asyncrl skip diff`: the first step in which two runs part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli import compare
+from asyncrl.failures import ConfigError
+
+
+def write(run_dir: Path, *steps: dict[str, Any], tail: str = "") -> Path:
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("")
+    lines = [json.dumps({"kind": "apply", "version": 1})]
+    lines += [json.dumps({"kind": "step", "step": number, **step}) for number, step in enumerate(steps, 1)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n" + tail)
+    return run_dir
+
+
+def step(loss: float = 0.5, **more: Any) -> dict[str, Any]:
+    return {"actor/loss": loss, "actor/grad_norm": 1.0, "rewards": [0.0, 1.0], "timing/step_s": loss * 7, **more}
+
+
+def asked(capsys: pytest.CaptureFixture[str], one: Path, other: Path, tolerance: float = 0.0) -> tuple[int, Any]:
+    code = compare.diff(one, other, tolerance, as_json=True)
+    return code, json.loads(capsys.readouterr().out)["difference"]
+
+
+def test_equal_runs_are_equal_whatever_the_time_they_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "one", step(), step(0.25))
+    other = write(tmp_path / "other", step(**{"timing/step_s": 9}), step(0.25), step(0.1), tail='{"kind": "st')
+    assert asked(capsys, one, other) == (0, None)
+    assert compare.diff(one, other, 0.0, as_json=False) == 0
+    assert capsys.readouterr().out.startswith("2 steps are equal, 1 to 2: rewards, actor/loss")
+
+
+def test_the_first_step_that_differs_is_told_with_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write(tmp_path / "one", step(), step(0.25), step())
+    other = write(tmp_path / "other", step(), step(0.26, rewards=[0.0, 0.5]), step(0.1))
+    code, difference = asked(capsys, one, other)
+    assert (code, difference["step"], difference["names"]) == (1, 2, ["rewards", "actor/loss"])
+    assert (difference["one"]["actor/loss"], difference["other"]["actor/loss"]) == (0.25, 0.26)
+    assert compare.diff(one, other, 0.0, as_json=False) == 1
+    assert "step 2" in capsys.readouterr().out
+    assert asked(capsys, one, other, tolerance=1.0)[0] == 0
+
+
+def test_what_one_run_does_not_have_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write(tmp_path / "one", step(**{"critic/loss": 1.0})), write(tmp_path / "other", step())
+    assert asked(capsys, one, other)[1]["names"] == ["critic/loss"]
+    assert compare.diff(one, other, 0.0, as_json=False) == 1
+    assert "none" in capsys.readouterr().out
+
+
+def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    one = write(tmp_path / "one", step())
+    empty = write(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"empty/metrics\.jsonl has no step yet"):
+        compare.diff(one, empty, 0.0, as_json=False)
+    (empty / "metrics.jsonl").write_text("nonsense\n")
+    with pytest.raises(ConfigError, match="is damaged"):
+        compare.diff(one, empty, 0.0, as_json=False)
+    (empty / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="jsonl=false"):
+        compare.diff(empty, one, 0.0, as_json=False)
+    later = write(tmp_path / "later")
+    (later / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 5}) + "\n")
+    with pytest.raises(ConfigError, match="no step in common: 1 to 1 and 5 to 5"):
+        compare.diff(one, later, 0.0, as_json=False)

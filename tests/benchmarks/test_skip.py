@@ -1,0 +1,133 @@
+"""The skip benchmark at tiny sizes: its tables are complete, its samples come back, bad options are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.ports import GenerateRequest
+from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from benchmarks import skip as benchmark
+from benchmarks.skip import AIMS, Case, Size, Stage, make_generated, replay_case, same
+from skip import SkipManager
+from skip.generation import Asked, from_content, to_content
+
+TINY = (Size("short", n=2, tokens=(1, 4), records=4, loop_s=0.05), Size("long", 2, (50, 50), records=3, loop_s=0.05))
+AT_ZERO = {("nothing", "records/s"), ("nothing", "p99 added ms")}
+"""By definition; what recording adds may come out below zero in so short a time."""
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not isinstance(value, str)}
+
+
+def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(benchmark, "SIZES", TINY)
+    monkeypatch.setattr(benchmark, "FILE_ROUNDS", 1)
+    monkeypatch.setattr(benchmark, "CALLS", 10)
+    target = tmp_path / "deeper" / "skip.json"
+    benchmark.main(["--no-engine", "--rounds", "1", "--json", str(target), "--dir", str(tmp_path)])
+    told = json.loads(target.read_text())
+    assert (told["name"], told["rounds"], told["aims"], told["directory"]) == ("skip", 1, AIMS, str(tmp_path))
+    assert told["file_system"] and told["empty_file_us"] > 0 and told["machine"]["cores"] > 0
+    assert [(row["sample"], row["by"], row["what"], row["way"]) for row in told["files"]] == [
+        (size.name, by, what, way)
+        for size in TINY
+        for by in ("caller", "lane")
+        for what in ("write", "read")
+        for way in ("skip", "torch arrays", "torch samples")
+    ]
+    assert [(row["sample"], row["beside"]) for row in told["loop"]] == [
+        (size.name, beside) for size in TINY for beside in ("nothing", "recording")
+    ]
+    assert [row["function"] for row in told["disabled"]] == ["def", "async def"]
+    for row in [*told["files"], *told["loop"], *told["disabled"]]:
+        for name, value in figures(row).items():
+            if (row.get("beside"), name) in AT_ZERO:
+                assert value == 0
+            elif "added" in name:
+                assert math.isfinite(value)
+            else:
+                assert value > 0, (row, name)
+    assert list(tmp_path.iterdir()) == [target.parent], "everything else is deleted"
+    out, err = capsys.readouterr()
+    assert all(f"skip, {name}" in out for name in ("files", "loop", "disabled")) and "files, short" in err
+
+
+class Fleet:
+    """Answers at once, with one token more for each further response, and `max_tokens` at most."""
+
+    async def generate(self, requests: Sequence[GenerateRequest], **_: Any) -> list[Turn]:
+        return [make_turn(number + 1, request) for number, request in enumerate(requests)]
+
+
+def make_turn(length: int, request: GenerateRequest) -> Turn:
+    ids = np.arange(min(length, request.sampling["max_tokens"]), dtype=np.int32)
+    return Turn(ids, -ids.astype(np.float32), (Span(0, 0),), FinishReason.STOP)
+
+
+def make_case(directory: Path) -> Case:
+    def asked(index: int) -> Asked:
+        prompt = Prompt(np.array([index], dtype=np.int32))
+        return Asked(SampleId(0, index), prompt, {"max_tokens": benchmark.LONG_TOKENS}, 2)
+
+    return Case("tiny", benchmark.recording(directory), asked, 2, generated=3, copies=1, passes=2, rounds=2)
+
+
+async def test_what_is_replayed_was_generated_in_the_same_round(tmp_path: Path) -> None:
+    case, fleet = make_case(tmp_path), Fleet()
+    with SkipManager.session(case.config):
+        rows = await replay_case(case, Stage(fleet))  # type: ignore[arg-type]  # it has what is asked of it
+        assert SkipManager.status()["async_rollout"] == {"recorded": 6, "replayed": 12}
+    assert [(row["from"], row["samples"], row["n"], row["tokens"]) for row in rows] == [
+        ("engines", 6, 2, 1.5),
+        ("records", 12, 2, 1.5),
+    ]
+    assert all(value > 0 for row in rows for value in figures(row).values())
+
+
+async def test_what_takes_too_long_is_generated_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(tmp_path)._replace(generated=1, copies=3, lengths=(1, 2))
+    for limit_s, tokens in ((60.0, 1.5), (0.0, 1.0)):
+        monkeypatch.setattr(benchmark, "LIMIT_S", limit_s)
+        with SkipManager.session(benchmark.recording(tmp_path / str(tokens))):
+            engines, records = await replay_case(case, Stage(Fleet()))  # type: ignore[arg-type]
+        assert (engines["tokens"], records["tokens"]) == (tokens, benchmark.LONG_TOKENS)
+        assert (engines["samples"], records["samples"]) == (2, 12)
+
+
+async def test_what_is_generated_again_is_no_replay(tmp_path: Path) -> None:
+    case = make_case(tmp_path)
+    with SkipManager.session(case.config), pytest.raises(SystemExit, match="generated again"):
+        SkipManager.reset()
+        await replay_case(case, Stage(Fleet()))  # type: ignore[arg-type]
+
+
+def test_the_samples_differ_and_come_back() -> None:
+    one, other = (make_generated(TINY[0], seed) for seed in (1, 2))
+    (back,) = from_content(to_content([one]))
+    assert same(one, back) and not same(one, other) and not same(one, replace(one, turns=one.turns[:1]))
+    assert benchmark.array_bytes(one) == sum(array.nbytes for array in to_content([one]).arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rounds", "0"], "--rounds: '0' is no number of 1 or more"),
+        (["--rounds", "few"], "--rounds: 'few' is no number of 1 or more"),
+        (["--json", "{}"], "--json: "),
+        (["--dir", "{}/nowhere"], "--dir: "),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, capsys: Any, options: list[str], told: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--no-engine", *(option.format(tmp_path) for option in options)])
+    assert told in capsys.readouterr().err

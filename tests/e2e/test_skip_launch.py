@@ -1,0 +1,239 @@
+"""A run recorded and replayed: the same samples, the same losses to the last bit, and no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncrl.blobs import decode
+from asyncrl.payloads import PackedBlob
+from asyncrl.segments import read_segment
+from asyncrl.types import Provenance, Sample
+from skip.catalog import find
+from tests.e2e.launches import (
+    MARK,
+    Launch,
+    balanced,
+    completed_in_order,
+    interrupted_in_order,
+    start,
+    trained_once,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 20
+
+
+def launch(
+    where: Path,
+    dump_dir: Path,
+    *more: str,
+    role: str = "async_rollout",
+    mode: str = "fully_async",
+    run_dir: Path | None = None,
+) -> Launch:
+    where.mkdir(exist_ok=True)
+    settings = {"enable": "true", "steps": "all", "dump_dir": dump_dir}
+    return start(
+        where,
+        *(f"skip.{role}.{key}={value}" for key, value in settings.items()),
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_last=false",  # a checkpoint would cover the samples, whose files are compared here
+        "async_training.deterministic=true",
+        "logging.console=plain",
+        *more,
+        mode=mode,
+        run_dir=run_dir,
+    )
+
+
+def trained_on(run: Launch) -> dict[str, Sample]:
+    """Every sample that the run had in its hands, by id."""
+    blobs = [PackedBlob(decode(read_segment(path))) for path in sorted((run.run_dir / "samples").iterdir())]
+    samples = [blob.unpack(position) for blob in blobs for position in range(len(blob))]
+    return {str(sample.sample_id): sample for sample in samples}
+
+
+def assert_identical(one: dict[str, Sample], other: dict[str, Sample]) -> None:
+    assert one.keys() == other.keys()
+    for name, first in one.items():
+        for mine, yours in zip(first.trajectories, other[name].trajectories, strict=True):
+            np.testing.assert_array_equal(mine.prompt_ids, yours.prompt_ids)
+            np.testing.assert_array_equal(mine.response_ids, yours.response_ids)
+            np.testing.assert_array_equal(mine.rollout_log_probs, yours.rollout_log_probs)
+            assert (mine.spans, mine.reward) == (yours.spans, yours.reward)
+
+
+def names_of_engines(run: Launch) -> Iterator[str]:
+    """Processes of vLLM that belong to the launch, as long as it runs."""
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.environ().get(MARK) == run.mark
+                and "vllm" in " ".join([process.name(), *process.cmdline()]).lower()
+            ):
+                yield process.name()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+
+
+def diff(one: Launch, other: Launch) -> tuple[int, dict[str, Any]]:
+    """`asyncrl skip diff`."""
+    command = [sys.executable, "-m", "asyncrl", "skip", "diff", "--json", str(one.run_dir), str(other.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, dump_dir: Path) -> Launch:
+    run = launch(tmp_path_factory.mktemp("recorded"), dump_dir, "data.max_val_samples=16")
+    assert run.wait() == 0, run.output()
+    return run
+
+
+def test_a_recorded_run_completes(recorded: Launch, dump_dir: Path) -> None:
+    summary = recorded.summary()
+    assert (summary["status"], summary["step"], summary["version"]) == ("completed", STEPS, STEPS)
+    assert summary["error"] is None
+    assert (summary["samples"]["trained"], summary["samples"]["replayed"]) == (16 * STEPS, 0)
+    assert balanced(summary["samples"]) and trained_once(recorded)
+    assert summary["weight_sync"]["count"] == STEPS
+    assert [point["version"] for point in summary["validation"]["points"]] == [0, STEPS]
+    assert recorded.survivors() == []
+    assert {one.entry.step for one in find(dump_dir)} >= set(range(1, 16 * STEPS + 1))
+
+
+def test_ctrl_c_stops_in_order_with_a_checkpoint_that_a_resumed_run_completes(
+    recorded: Launch, dump_dir: Path, tmp_path: Path
+) -> None:
+    keys = ("skip.async_rollout.action=repeat", "skip.async_rollout.serve_when_covered=false", "data.val_files=[]")
+    keys = (*keys, "trainer.save_last=true")
+    run = launch(tmp_path, dump_dir, *keys, "trainer.total_training_steps=500")
+    total = interrupted_in_order(run)["step"] + 3
+    more = (f"trainer.total_training_steps={total}", "resume=auto")
+    completed_in_order(launch(tmp_path, dump_dir, *keys, *more, run_dir=run.run_dir), total)
+
+
+def test_a_recorded_run_is_replayed_to_the_last_bit_without_an_engine(
+    recorded: Launch, dump_dir: Path, tmp_path: Path
+) -> None:
+    replayed = launch(
+        tmp_path / "replayed", dump_dir, "skip.async_rollout.serve_when_covered=false", "data.val_files=[]"
+    )
+    replayed.wait_for(f"no engines: all {16 * STEPS} samples are recorded")
+    replayed.wait_for("step 10/")
+    assert list(names_of_engines(replayed)) == []
+    assert replayed.wait() == 0, replayed.output()
+    summary = replayed.summary()
+    assert (summary["status"], summary["step"]) == ("completed", STEPS)
+    assert (summary["samples"]["trained"], summary["tokens"]["generated"]) == (16 * STEPS, 0)
+    assert (summary["samples"]["replayed"], summary["samples"]["substituted"]) == (16 * STEPS, 0)
+    assert balanced(summary["samples"]) and trained_once(replayed)
+    first, second = trained_on(recorded), trained_on(replayed)
+    assert_identical({name: first[name] for name in second}, second)
+    assert {sample.provenance for sample in second.values()} == {Provenance.REPLAYED}
+    code, told = diff(recorded, replayed)
+    assert (code, told) == (0, {"steps": STEPS, "difference": None})
+    assert [step["actor/loss"] for step in recorded.steps()] == [step["actor/loss"] for step in replayed.steps()]
+    assert replayed.survivors() == []
+
+
+@pytest.mark.slow
+def test_another_learning_rate_on_the_same_samples_differs_where_it_begins_to_matter(tmp_path: Path) -> None:
+    dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=4", "data.val_files=[]")
+    runs = []
+    for name, more in (("one", ()), ("other", ("trainer.optim.lr=1e-6",))):
+        runs.append(launch(tmp_path / name, dump_dir, *short, *more))
+        assert runs[-1].wait() == 0, runs[-1].output()
+    code, told = diff(runs[0], runs[1])
+    # The first step's loss is of the model as it was; the second one's of what the first has made of it.
+    assert (code, told["difference"]["step"]) == (1, 2)
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Path) -> None:
+    dump_dir = tmp_path / "dump"
+    short = ("trainer.total_training_steps=4", "data.val_files=[]")
+    recorded = launch(tmp_path / "recorded", dump_dir, *short, role="rollout", mode="sync")
+    assert recorded.wait() == 0, recorded.output()
+    assert [one.entry.step for one in find(dump_dir)] == [1, 2, 3, 4]
+    replayed = launch(tmp_path / "replayed", dump_dir, *short, role="rollout", mode="sync")
+    assert replayed.wait() == 0, replayed.output()
+    assert (replayed.summary()["samples"]["replayed"], replayed.summary()["tokens"]["generated"]) == (64, 0)
+    assert_identical(trained_on(recorded), trained_on(replayed))
+    assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
+
+
+@pytest.mark.slow
+def test_a_record_that_has_gone_brings_the_engines_back(tmp_path: Path) -> None:
+    dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=2", "data.val_files=[]")
+    recorded = launch(tmp_path / "recorded", dump_dir, *short)
+    assert recorded.wait() == 0, recorded.output()
+    (lost,) = [one for one in find(dump_dir) if one.entry.step == 7]
+    (lost.path / "tensors.safetensors").unlink()
+    again = launch(tmp_path / "again", dump_dir, *short, "skip.async_rollout.serve_when_covered=false")
+    assert again.wait() == 0, again.output()
+    assert "engines are started all the same: sample_0_7 has no record that can be used" in again.output()
+    assert (again.summary()["samples"]["replayed"], again.summary()["samples"]["trained"]) == (31, 32)
+    assert lost.read().step == 7
+
+
+@pytest.mark.slow
+def test_reference_log_probs_and_rewards_are_replayed_too(tmp_path: Path) -> None:
+    dump_dir = tmp_path / "dump"
+    more = ["trainer.total_training_steps=4", "data.val_files=[]", "algorithm=grpo_kl"]
+    for role in ("ref_log_prob", "reward"):
+        more += [f"skip.{role}.enable=true", f"skip.{role}.steps=all", f"skip.{role}.dump_dir={dump_dir}"]
+    recorded = launch(tmp_path / "recorded", dump_dir, *more)
+    assert recorded.wait() == 0, recorded.output()
+    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.serve_when_covered=false")
+    assert replayed.wait() == 0, replayed.output()
+    assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
+    last = replayed.steps()[-1]
+    # As of the last status before that step, which may be a second old.
+    assert last["skip/ref_log_prob/replayed"] > 0
+    assert last["skip/reward/replayed"] > 0
+
+
+@pytest.mark.slow
+def test_a_few_records_train_for_long_without_engines_and_every_part_may_die(tmp_path: Path) -> None:
+    dump_dir = tmp_path / "dump"
+    recorded = launch(tmp_path / "recorded", dump_dir, "trainer.total_training_steps=1", "data.val_files=[]")
+    assert recorded.wait() == 0, recorded.output()
+    run = launch(
+        tmp_path / "repeated",
+        dump_dir,
+        "skip.async_rollout.action=repeat",
+        "skip.async_rollout.serve_when_covered=false",
+        "data.val_files=[]",
+        "trainer.total_training_steps=150",
+        "trainer.save_freq=5",
+    )
+    run.wait_for("step 8/")
+    for part in ("rollouter", "trainer", "queue"):
+        run.kill(part)
+        run.wait_until(lambda part=part: run.recovered(part) == 1, f"recovery of the {part}")
+    assert run.wait() == 0, run.output()
+    summary = run.summary()
+    assert (summary["status"], summary["step"], summary["tokens"]["generated"]) == ("completed", 150, 0)
+    assert balanced(summary["samples"]) and trained_once(run)
+    assert summary["samples"]["substituted"] >= 16 * 149
+    assert {part: count for part, count in summary["restarts"].items() if count} == dict.fromkeys(
+        ("rollouter", "trainer", "queue"), 1
+    )
+    assert run.survivors() == []

@@ -1,0 +1,319 @@
+"""The pump with recorded stages: what is replayed asks no engine, says so, and is otherwise a sample like any other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config, SkipConfig, TrainerConfig
+from asyncrl.failures import DataError
+from asyncrl.ports import Edition, Lease
+from asyncrl.types import DropReason, Prompt, Provenance, Sample, Span, Turn
+from rollouter.probation import Probation
+from rollouter.stages import Serving
+from rollouter.validation import Validator
+from skip import SkipManager
+from skip.catalog import find
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
+from tests.rollouter.test_pump import Rig, samples
+
+
+def recording(tmp_path: Path, role: str = "async_rollout", **settings: Any) -> SkipConfig:
+    section = {"enable": True, "steps": "all", "dump_dir": str(tmp_path), **settings}
+    return SkipConfig.model_validate({role: section})
+
+
+async def run(rig: Rig, number: int, *, trainer_version: int = 0) -> list[Sample]:
+    """The first `number` samples of the rig, by index."""
+    with SkipManager.session(rig.config):
+        async with rig.running():
+            lease: Lease = await rig.lease(number, trainer_version=trainer_version)
+    return sorted(samples(lease), key=lambda sample: sample.sample_id.index)
+
+
+def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
+    assert [sample.sample_id for sample in one] == [sample.sample_id for sample in other]
+    for first, second in zip(one, other, strict=True):
+        for mine, yours in zip(first.trajectories, second.trajectories, strict=True):
+            np.testing.assert_array_equal(mine.prompt_ids, yours.prompt_ids)
+            np.testing.assert_array_equal(mine.response_ids, yours.response_ids)
+            np.testing.assert_array_equal(mine.rollout_log_probs, yours.rollout_log_probs)
+            assert mine.finish_reason == yours.finish_reason
+
+
+async def test_what_is_recorded_is_replayed_without_an_engine(tmp_path: Path) -> None:
+    skip = recording(tmp_path)
+    first = Rig(skip=skip, fleet=FakeFleet(), total=6)
+    recorded = await run(first, 6)
+    assert {sample.provenance for sample in recorded} == {Provenance.GENERATED}
+    second = Rig(skip=skip, fleet=FakeFleet(hold=True), total=6)
+    replayed = await run(second, 6)
+    assert second.fleet.sessions == []
+    assert second.stages.counts.generated_tokens == 0
+    assert_same_tokens(recorded, replayed)
+    assert {sample.provenance for sample in replayed} == {Provenance.REPLAYED}
+    for before, after in zip(recorded, replayed, strict=True):
+        assert after.replay is not None
+        assert (after.replay.step, after.replay.substituted) == (before.sample_id.index, False)
+        assert after.replay.spans == tuple(row.spans for row in before.trajectories)
+        assert [row.spans for row in after.trajectories] == [row.spans for row in before.trajectories]
+    books = (await second.queue.status()).books
+    assert (books.replayed, books.substituted) == (6, 0)
+    assert second.pump.status()["skip"] == {}
+
+
+async def test_versions_are_the_recorded_ones_or_those_of_now(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    first = Rig(skip=recording(tmp_path), fleet=fleet, total=2)
+    await run(first, 2)
+    second = Rig(skip=recording(tmp_path, replay_versions="current"), fleet=FakeFleet(hold=True), total=2)
+    second.serving = Serving(7, 21)
+    for sample in await run(second, 2, trainer_version=7):
+        assert {row.spans for row in sample.trajectories} == {(Span(0, 7),)}
+        assert sample.replay is not None
+        assert {row[0].version for row in sample.replay.spans} == {0}
+
+
+async def test_rewards_are_made_again_by_the_prompt_that_is_asked_for(tmp_path: Path) -> None:
+    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("4")]), 1)
+    scorer = Remembering()
+    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("5")], scorer=scorer), 1)
+    assert scorer.answers == ["5"]
+
+
+async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) -> None:
+    first = Rig(skip=recording(tmp_path, steps="1-2"), fleet=FakeFleet(), total=4)
+    recorded = await run(first, 4)
+    scorer = Remembering()
+    second = Rig(
+        skip=recording(tmp_path, action="repeat"),
+        fleet=FakeFleet(hold=True),
+        total=4,
+        scorer=scorer,
+    )
+    served = await run(second, 4)
+    assert [sample.provenance for sample in served] == [Provenance.REPLAYED] * 2 + [Provenance.SUBSTITUTED] * 2
+    assert [sample.replay.step for sample in served if sample.replay] == [1, 2, 2, 2]
+    for sample in served[2:]:
+        np.testing.assert_array_equal(sample.trajectories[0].prompt_ids, recorded[1].trajectories[0].prompt_ids)
+    assert len(scorer.answers) == 4
+    books = (await second.queue.status()).books
+    assert (books.replayed, books.substituted) == (4, 2)
+
+
+async def test_steps_that_are_not_named_are_generated_and_not_recorded(tmp_path: Path) -> None:
+    await run(Rig(skip=recording(tmp_path, steps=[2]), fleet=FakeFleet(), total=3), 3)
+    assert [one.entry.name for one in find(tmp_path)] == ["2"]
+    fleet = FakeFleet()
+    await run(Rig(skip=recording(tmp_path, steps=[2]), fleet=fleet, total=3), 3)
+    assert sorted(fleet.sessions) == ["sample_0_1", "sample_0_3"]
+
+
+async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_record(tmp_path: Path) -> None:
+    skip = recording(tmp_path)
+    await run(Rig(skip=skip, fleet=FakeFleet(), total=2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
+    fleet = FakeFleet()
+    await run(Rig(skip=skip, fleet=fleet, total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]), 2)
+    assert fleet.sessions == ["sample_0_2"]
+    again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)])
+    assert (await run(again, 2))[1].trajectories[0].prompt_ids.tolist() == [5, 6]
+
+
+async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
+    prompts = [make_prompt(1, 2), make_prompt(3, 4)]
+    recorded = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=4, prompts=prompts), 4)
+    assert [str(sample.sample_id) for sample in recorded] == ["sample_0_1", "sample_0_2", "sample_1_3", "sample_1_4"]
+    assert [one.entry.step for one in find(tmp_path)] == [1, 2, 3, 4]
+    again = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(hold=True), total=4, prompts=prompts), 4)
+    assert_same_tokens(recorded, again)
+
+
+async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
+    recorded = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1), 1)
+    [one] = find(tmp_path)
+    assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].trajectories]}
+    assert one.read().step == 1
+
+
+async def test_no_reward_is_noted_beside_a_record_that_somebody_else_made(tmp_path: Path) -> None:
+    prompts = [make_prompt(1, 2)]
+    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=prompts), 1)
+    (one,) = find(tmp_path)
+    before = one.files.read_note("1")
+    full = recording(tmp_path, max_bytes=1)
+    await run(
+        Rig(
+            skip=full,
+            fleet=FakeFleet(),
+            total=1,
+            prompts=[make_prompt(8, 9)],
+            scorer=FakeScorer(lambda prompt, turn: 0.25),
+        ),
+        1,
+    )
+    assert one.files.read_note("1") == before
+    assert one.read().content.arrays["prompt_ids"].tolist() == [1, 2]
+
+
+async def test_a_turn_that_is_in_the_turn_log_is_not_needed_where_there_is_a_record(tmp_path: Path) -> None:
+    skip = recording(tmp_path)
+    recorded = await run(Rig(skip=skip, fleet=FakeFleet(), total=1), 1)
+    again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=1)
+    turn = Turn(
+        np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].trajectories[0].finish_reason
+    )
+    await again.turns.record(recorded[0].sample_id, "0", turn)
+    assert_same_tokens(recorded, await run(again, 1))
+
+
+# ------------------------------------------------------------------------------------------------ sync: whole batches
+
+
+def batched(tmp_path: Path, fleet: FakeFleet, **rest: Any) -> Rig:
+    return Rig(
+        skip=recording(tmp_path, "rollout"),
+        fleet=fleet,
+        mode="sync",
+        permits=4,
+        trainer=TrainerConfig(ppo_mini_batch_size=4),
+        **rest,
+    )
+
+
+async def two_steps(rig: Rig) -> list[Sample]:
+    """Four samples for step 1, four for step 2."""
+    with SkipManager.session(rig.config):
+        async with rig.running():
+            first = await rig.lease(4)
+            await rig.queue.commit(first.lease_id, [entry.meta.sample_id for entry in first.samples])
+            rig.serving = Serving(1, 1)
+            await rig.queue.set_applied_version(1)
+            second = await rig.queue.lease(4, trainer_version=1, timeout_s=10)
+    return sorted([*samples(first), *samples(second)], key=lambda sample: sample.sample_id.index)
+
+
+async def test_a_batch_is_recorded_and_replayed_as_one_by_the_step_that_it_is_for(tmp_path: Path) -> None:
+    recorded = await two_steps(batched(tmp_path, FakeFleet(), max_concurrent_samples=2))
+    assert [(one.entry.step, one.read().role) for one in find(tmp_path)] == [(1, "rollout"), (2, "rollout")]
+    fleet = FakeFleet(hold=True)
+    again = await two_steps(batched(tmp_path, fleet))
+    assert fleet.sessions == []
+    assert_same_tokens(recorded, again)
+    assert [sample.replay.step for sample in again if sample.replay] == [1] * 4 + [2] * 4
+    noted = find(tmp_path)[0].files.read_note("1")["rewards"]
+    assert noted == {str(one.sample_id): [row.reward for row in one.trajectories] for one in recorded[:4]}
+
+
+async def test_a_batch_of_which_a_sample_fails_is_no_record_and_the_rest_is_used(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.fail("sample_0_2", DataError("refused"))
+    rig = batched(tmp_path, fleet)
+    with SkipManager.session(rig.config):
+        async with rig.running():
+            lease = await rig.lease(4)
+    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4, 5]
+    assert find(tmp_path) == []
+
+
+async def test_a_batch_without_a_prompt_that_is_too_long_is_one_all_the_same(tmp_path: Path) -> None:
+    prompts = [make_prompt(1, 2), make_prompt(*range(1, 40)), make_prompt(3, 4), make_prompt(5, 6), make_prompt(7, 8)]
+    for fleet in (FakeFleet(), FakeFleet()):
+        rig = batched(tmp_path, fleet, prompts=prompts)
+        with SkipManager.session(rig.config):
+            async with rig.running():
+                lease = await rig.lease(4)
+        assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4, 5]
+    assert fleet.sessions == ["sample_0_5"]
+
+
+async def test_what_a_dead_rollouter_left_of_a_batch_is_generated_and_spoils_no_record(tmp_path: Path) -> None:
+    await two_steps(batched(tmp_path, FakeFleet()))
+    before = [(one.entry.step, one.read().origin) for one in find(tmp_path)]
+    fleet = FakeFleet()
+    rig = batched(tmp_path, fleet)
+    ids = (await rig.queue.admit(4, timeout_s=0)).sample_ids
+    for sample_id in ids[:2]:
+        await rig.queue.drop(sample_id, DropReason.FAILED)
+    with SkipManager.session(rig.config):
+        async with rig.running():
+            await rig.fleet.until(lambda fleet: len(fleet.sessions) == 2)
+    assert sorted(fleet.sessions) == ["sample_0_5", "sample_0_6"]
+    assert [(one.entry.step, one.read().origin) for one in find(tmp_path)] == before
+
+
+# ------------------------------------------------------------------------------------------------ slow files
+
+
+async def test_a_disk_that_is_slow_costs_neither_the_sample_nor_its_place_in_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is written when the next one is generated already, whatever `timeouts.sample_s` says."""
+    fleet, go = FakeFleet(), threading.Event()
+    rig = Rig(skip=recording(tmp_path), fleet=fleet, total=2, max_concurrent_samples=1, sample_s=0.2)
+    with SkipManager.session(rig.config):
+        made = SkipManager.get("async_rollout")
+        assert made is not None
+        write = made.files.write
+        monkeypatch.setattr(made.files, "write", lambda *arguments: (go.wait(20), write(*arguments))[1])
+        async with rig.running():
+            await fleet.until(lambda fleet: len(fleet.sessions) == 2)
+            await anyio.sleep(0.3)  # longer than a sample may take
+            go.set()
+            lease = await rig.lease(2)
+    assert len(lease.samples) == 2
+    assert (await rig.queue.status()).books.dropped["failed"] == 0
+
+
+async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> None:
+    """Not even a stage of the user's own, which a reward function calls."""
+    called = []
+
+    class Calling(FakeScorer):
+        @SkipManager.annotate(role="reward")
+        async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Any]:
+            called.append(prompt)
+            return await super().score(prompt, turns)
+
+    skip = recording(tmp_path, "reward")
+    rig = Rig(skip=skip, fleet=FakeFleet(), total=1)
+    validator = Validator(
+        rig.config,
+        prompts=ListPrompts([make_prompt(1, 2)]),
+        fleet=FakeFleet(),
+        scorer=Calling(),
+        decode=lambda ids: "",
+        drops=rig.drops,
+        probation=Probation(2, waits=rig.waits, settle_s=0.01),
+        waits=rig.waits,
+    )
+    with SkipManager.session(rig.config):
+        assert await validator.run(Edition(0, 0), 0) is not None
+        assert SkipManager.status() == {"reward": {}}
+    assert len(called) == 1
+
+
+class Remembering(FakeScorer):
+    """Knows what it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Any] = []
+
+    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Any]:
+        self.answers.append(prompt.ground_truth)
+        return await super().score(prompt, turns)
+
+
+def answered(answer: str) -> Prompt:
+    return Prompt(np.array([1, 2, 3], np.int32), ground_truth=answer)
+
+
+def test_a_run_without_skip_replays_nothing() -> None:
+    assert Config().generation_skip is None

@@ -1,0 +1,576 @@
+"""The flow around annotated stages: what runs, what is served, what is recorded, and what is said of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import BugError, ConfigError, UserCodeError
+from asyncrl.waits import WaitBoard
+from skip import BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
+from skip import flow as flow_module
+from skip.base import Action, Look
+from skip.lane import lane
+from skip.record import MANIFEST, TENSORS
+
+
+@register_skip("double")
+class Double(BaseSkip):
+    """Of a function of `step` and `number`."""
+
+    support_online_step = True
+
+    def extract_step(self, call: Call) -> int:
+        return int(call["step"])
+
+    def fingerprint(self, call: Call) -> Fingerprint:
+        return {"number": field(call["number"])}
+
+    def to_content(self, call: Call, result: Any) -> Content:
+        if result == 13:
+            raise ValueError("unlucky")
+        return Content({"result": np.array([result], dtype=np.int32)}, {"number": call["number"]})
+
+    def prepare_data(self, call: Call, served: Served) -> int:
+        return int(served.record.content.arrays["result"][0])
+
+    def versions(self, result: Any) -> tuple[int, int]:
+        return (result, result + 1)
+
+
+@register_skip("looped")
+class Looped(Double):
+    """Its step is the loop's."""
+
+    support_online_step = False
+    support_actions = frozenset({Action.CACHE})
+
+
+@pytest.fixture
+def dump_dir(tmp_path: Path) -> Path:
+    return tmp_path / "asyncrl" / "quickstart"
+
+
+def configure(tmp_path: Path, role: str = "double", **section: Any) -> Config:
+    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all", **section}
+    return Config.model_validate({"skip": {"roles": {role: settings}}})
+
+
+class Stage:
+    """A stage that counts how often it ran, sync and async."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+
+    @SkipManager.annotate(role="double")
+    def run(self, step: int, number: int = 1) -> int:
+        self.ran.append(step)
+        return 2 * number
+
+    @SkipManager.annotate(role="double")
+    async def arun(self, step: int, number: int = 1) -> int:
+        await anyio.lowlevel.checkpoint()
+        self.ran.append(step)
+        return 2 * number
+
+    @SkipManager.annotate(role="looped")
+    def loop(self, number: int, step: int = 0) -> int:
+        self.ran.append(number)
+        return 2 * number
+
+
+async def call(stage: Stage, is_async: bool, *args: int) -> int:
+    return await stage.arun(*args) if is_async else stage.run(*args)
+
+
+both = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+
+
+# ------------------------------------------------------------------------------------------------ off
+
+
+@both
+async def test_before_init_and_for_disabled_roles_nothing_is_different(tmp_path: Path, is_async: bool) -> None:
+    stage = Stage()
+    assert await call(stage, is_async, 1, 4) == 8
+    SkipManager.init(configure(tmp_path, enable=False, steps=[]))
+    assert SkipManager.get("double") is None
+    assert await call(stage, is_async, 1, 4) == 8
+    assert stage.ran == [1, 1] and os.listdir(tmp_path) == []
+
+
+def test_a_decorated_function_is_what_it_was() -> None:
+    assert inspect.iscoroutinefunction(Stage.arun) and not inspect.iscoroutinefunction(Stage.run)
+    assert Stage.run.__name__ == "run" and list(inspect.signature(Stage.run).parameters) == ["self", "step", "number"]
+    with pytest.raises(TypeError, match="yields its results one by one"):
+
+        @SkipManager.annotate(role="double")
+        def generator() -> Iterator[int]:
+            yield 1
+
+
+def test_nothing_leaks_from_one_session_to_the_next(tmp_path: Path) -> None:
+    with SkipManager.session(configure(tmp_path, "looped")):
+        SkipManager.set_step(3)
+        assert Stage().loop(4) == 8
+    assert SkipManager.get("looped") is None
+    with (
+        SkipManager.session(configure(tmp_path, "looped")),
+        pytest.raises(BugError, match=r"skip\.looped: which step is it\? Call SkipManager\.set_step"),
+    ):
+        Stage().loop(4)
+
+
+# ------------------------------------------------------------------------------------------------ cache
+
+
+@both
+async def test_a_step_runs_once_and_is_served_from_then_on(tmp_path: Path, dump_dir: Path, is_async: bool) -> None:
+    SkipManager.init(configure(tmp_path, steps="1-2"))
+    stage = Stage()
+    assert [await call(stage, is_async, step, 4) for step in (1, 2, 3, 1, 2, 3)] == [8] * 6
+    assert stage.ran == [1, 2, 3, 3]
+    assert SkipManager.status() == {"double": {"recorded": 2, "replayed": 2}}
+    assert {path.name for path in (dump_dir / "double").iterdir()} == {"1", "2"}
+    manifest = json.loads((dump_dir / "double" / "1" / MANIFEST).read_text())
+    assert manifest["fingerprint"] == {"number": "4"} and manifest["content"] == {"number": 4}
+    assert (manifest["origin"]["oldest_version"], manifest["origin"]["newest_version"]) == (8, 9)
+    # Another process, a later day.
+    SkipManager.init(configure(tmp_path))
+    assert await call(Stage(), is_async, 2, 4) == 8
+
+
+def test_the_step_of_a_loop_is_its_slot(tmp_path: Path, dump_dir: Path) -> None:
+    SkipManager.init(configure(tmp_path, "looped"))
+    stage = Stage()
+    for step in (1, 2, 1):
+        SkipManager.set_step(step)
+        assert stage.loop(4) == 8
+    assert stage.ran == [4, 4] and {path.name for path in (dump_dir / "looped").iterdir()} == {"1", "2"}
+
+
+@both
+async def test_another_fingerprint_is_made_again_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool
+) -> None:
+    SkipManager.init(configure(tmp_path))
+    stage = Stage()
+    for step in (1, 2):
+        await call(stage, is_async, step, 4)
+    assert [await call(stage, is_async, step, 5) for step in (1, 2)] == [10, 10]
+    assert [await call(stage, is_async, step, 5) for step in (1, 2)] == [10, 10]
+    assert stage.ran == [1, 2, 1, 2]
+    assert SkipManager.status()["double"] == {"recorded": 4, "mismatched": 2, "replayed": 2}
+    (told,) = [message for message in caplog.messages if "was made by something else" in message]
+    assert "it differs in number (recorded 4, now 5)" in told
+
+
+@both
+async def test_another_fingerprint_stops_where_that_is_asked_for(
+    tmp_path: Path, dump_dir: Path, is_async: bool
+) -> None:
+    SkipManager.init(configure(tmp_path, on_mismatch="error"))
+    stage = Stage()
+    await call(stage, is_async, 1, 4)
+    with pytest.raises(ConfigError) as caught:
+        await call(stage, is_async, 1, 5)
+    assert f"the record {dump_dir}/double/1 was made by something else: it differs in number" in caught.value.message
+    assert "set skip.double.on_mismatch=regenerate" in caught.value.message
+    assert stage.ran == [1]
+
+
+@both
+async def test_what_is_damaged_counts_as_absent(
+    tmp_path: Path, dump_dir: Path, caplog: pytest.LogCaptureFixture, is_async: bool
+) -> None:
+    SkipManager.init(configure(tmp_path))
+    stage = Stage()
+    await call(stage, is_async, 1, 4)
+    tensors = dump_dir / "double" / "1" / TENSORS
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    assert await call(stage, is_async, 1, 4) == 8
+    assert await call(stage, is_async, 1, 4) == 8
+    assert stage.ran == [1, 1]
+    assert SkipManager.status()["double"] == {"recorded": 2, "damaged": 1, "replayed": 1}
+    assert sum("counts as absent" in message for message in caplog.messages) == 1
+
+
+@both
+async def test_a_record_of_a_role_that_reads_it_otherwise_counts_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    SkipManager.init(configure(tmp_path))
+    stage = Stage()
+    await call(stage, is_async, 1, 4)
+    monkeypatch.setattr(Double, "prepare_data", lambda self, call, served: served.record.content.data["missing"])
+    assert await call(stage, is_async, 1, 4) == 8
+    assert stage.ran == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------ repeat
+
+
+async def test_repeat_takes_the_nearest_below_then_the_nearest_above(tmp_path: Path) -> None:
+    SkipManager.init(configure(tmp_path))
+    for step in (3, 5, 9):
+        Stage().run(step, 10 * step)
+    SkipManager.init(configure(tmp_path, action="repeat"))
+    stage = Stage()
+    asked = (3, 4, 8, 9, 100, 2, 0)
+    assert [await stage.arun(step, 10 * step) for step in asked] == [2 * 10 * step for step in (3, 3, 5, 9, 9, 3, 3)]
+    assert stage.ran == []
+    assert SkipManager.status()["double"] == {"replayed": 2, "substituted": 5}
+    # The same step, asked something else, is a substitute as well.
+    assert stage.run(3, 1) == 60
+    assert SkipManager.status()["double"]["substituted"] == 6
+
+
+def test_repeat_passes_over_damage_and_records_where_there_is_nothing(tmp_path: Path, dump_dir: Path) -> None:
+    SkipManager.init(configure(tmp_path, action="repeat"))
+    stage = Stage()
+    assert stage.run(4, 4) == 8
+    assert stage.ran == [4] and stage.run(5, 5) == 8
+    (dump_dir / "double" / "4" / MANIFEST).unlink()
+    assert stage.run(5, 5) == 10
+    assert stage.run(6, 6) == 10, "5 is nearer than 4, which is torn"
+    assert stage.ran == [4, 5]
+
+
+# ------------------------------------------------------------------------------------------------ trouble
+
+
+@both
+async def test_a_failed_record_never_fails_the_stage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    SkipManager.init(configure(tmp_path))
+    stage = Stage()
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    made = SkipManager.get("double")
+    assert made is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(made.files, "write", full)
+        assert [await call(stage, is_async, step, 4) for step in (1, 2, 3)] == [8, 8, 8]
+    assert made.counts == {"unrecorded": 3}
+    assert sum("No space left on device" in message for message in caplog.messages) == 1
+    assert await call(stage, is_async, 1, 4) == 8
+    assert made.counts == {"unrecorded": 3, "recorded": 1}
+
+
+def test_a_result_that_cannot_be_kept_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SkipManager.init(configure(tmp_path))
+    monkeypatch.setattr(Double, "to_content", lambda self, call, result: Content({}, {"x": object()}))
+    assert Stage().run(1, 4) == 8
+    assert SkipManager.status()["double"] == {"unrecorded": 1}
+
+
+@both
+async def test_a_stage_that_raises_records_nothing(tmp_path: Path, is_async: bool) -> None:
+    SkipManager.init(configure(tmp_path))
+
+    @SkipManager.annotate(role="double")
+    async def fails(step: int, number: int) -> int:
+        raise UserCodeError("no")
+
+    with pytest.raises(UserCodeError):
+        await fails(1, 4)
+    assert os.listdir(tmp_path) == []
+
+
+def test_beyond_max_bytes_nothing_is_recorded(tmp_path: Path, dump_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    SkipManager.init(configure(tmp_path))
+    Stage().run(1, 4)
+    size = sum(file.stat().st_size for file in (dump_dir / "double" / "1").iterdir())
+    SkipManager.init(configure(tmp_path, max_bytes=2 * size + size // 2))
+    for step in range(1, 6):
+        assert Stage().run(step, 4) == 8
+    status = SkipManager.status()["double"]
+    assert status["replayed"] == 1 and status["recorded"] + status["unrecorded"] == 4 and status["unrecorded"] >= 2
+    total = sum(file.stat().st_size for file in (dump_dir / "double").glob("*/*"))
+    assert total <= 2 * size + size // 2
+    assert sum("is full, and nothing more is recorded" in message for message in caplog.messages) == 1
+
+
+# ------------------------------------------------------------------------------------------------ many at once
+
+
+async def test_64_calls_at_once_do_not_share_a_step(tmp_path: Path) -> None:
+    """Random completion; each with a step of its own, half of them twice at the same time."""
+    SkipManager.init(configure(tmp_path))
+    rng = np.random.default_rng(0)
+
+    @SkipManager.annotate(role="double")
+    async def generate(step: int, number: int) -> int:
+        await anyio.sleep(rng.random() * 0.05)
+        return 3 * number
+
+    async def check(step: int) -> None:
+        assert await generate(step, step) == 3 * step
+
+    for _ in range(2):
+        async with anyio.create_task_group() as group:
+            for step in [*range(1, 49), *range(1, 17)]:
+                group.start_soon(check, step)
+    made = SkipManager.get("double")
+    assert made is not None and made.counts["replayed"] >= 64 and made.counts["damaged"] == 0
+    assert len(made.files.names()) == 48
+
+
+async def test_the_event_loop_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SkipManager.init(configure(tmp_path))
+    made = SkipManager.get("double")
+    assert made is not None
+    threads: set[str] = set()
+    for name in ("read", "write"):
+        real = getattr(made.files, name)
+
+        def noted(*args: Any, real: Any = real) -> Any:
+            threads.add(threading.current_thread().name)
+            return real(*args)
+
+        monkeypatch.setattr(made.files, name, noted)
+    for _ in range(2):
+        assert await Stage().arun(1, 4) == 8
+    assert threads and threading.main_thread().name not in threads
+
+
+async def test_a_cancelled_call_is_cancelled_whatever_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SkipManager.init(configure(tmp_path))
+    made = SkipManager.get("double")
+    assert made is not None
+    hangs = threading.Event()
+    monkeypatch.setattr(made.files, "read", lambda name: hangs.wait(30))
+    began = time.monotonic()
+    with anyio.move_on_after(0.05) as scope:
+        await Stage().arun(1, 4)
+    hangs.set()
+    assert scope.cancelled_caught and time.monotonic() - began < 10
+
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("role", "section", "told"),
+    [
+        ("double", {"steps": []}, r"skip\.double\.steps=\[\]: .*with no steps would record and replay nothing"),
+        ("double", {"steps": "1,x"}, r"skip\.double\.steps='1,x': 'x' is no step"),
+        ("looped", {"action": "repeat"}, r"skip\.looped\.action=repeat: this role can only cache"),
+        ("doubel", {}, r"skip\.roles\.doubel: no module has registered this role.*did you mean double\?"),
+        ("quite_else", {}, r"name the module that registers it in skip\.modules"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, role: str, section: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        SkipManager.init(configure(tmp_path, role, **section))
+    assert SkipManager.get(role) is None
+
+
+def test_a_role_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_roles.py").write_text(
+        "from tests.skip.test_manager import Double\n"
+        "from skip import register_skip\n"
+        "@register_skip('triple')\n"
+        "class Triple(Double):\n"
+        "    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = {"enable": True, "dump_dir": str(tmp_path / "dump"), "steps": [1]}
+    SkipManager.init(Config.model_validate({"skip": {"modules": ["my_roles"], "roles": {"triple": settings}}}))
+
+    @SkipManager.annotate(role="triple")
+    def triple(step: int, number: int) -> int:
+        return 3 * number
+
+    assert triple(1, 4) == 12 and SkipManager.status() == {"triple": {"recorded": 1}}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "kind", "told"),
+    [
+        ("no_such_module_here", None, ConfigError, "there is no module no_such_module_here"),
+        ("raises_on_import", "1 / 0", UserCodeError, "raises_on_import cannot be imported: division by zero"),
+        ("imports_nothing", "import no_such_thing", UserCodeError, "cannot be imported: No module named"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str | None, kind: type, told: str
+) -> None:
+    if source is not None:
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(kind, match=told):
+        SkipManager.init(Config.model_validate({"skip": {"modules": [module]}}))
+
+
+def test_a_role_has_one_class() -> None:
+    with pytest.raises(ConfigError, match=r"role double is registered by .*\.Double and by .*\.Looped: give one"):
+        register_skip("double")(Looped)
+    register_skip("double")(Double)
+
+
+def test_a_file_that_is_imported_under_two_names_registers_its_role_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from skip import BaseSkip, register_skip\n\n@register_skip('mine')\nclass Mine(BaseSkip):\n    pass\n"
+    )
+    for name in ("mine", "asyncrl_reward_mine"):
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    SkipManager.init(configure(Path("~/records")))
+    Stage().run(1, 4)
+    assert (tmp_path / "records" / "asyncrl" / "quickstart" / "double" / "1" / MANIFEST).exists()
+
+
+# ------------------------------------------------------------------------------------------------ roles that misbehave
+
+
+@both
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), AssertionError(), MemoryError(), RecursionError(), BugError("x")]
+)
+@pytest.mark.parametrize("method", ["fingerprint", "to_content", "prepare_data", "versions", "call_name"])
+async def test_whatever_a_role_raises_costs_its_record_and_not_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool, error: Exception, method: str
+) -> None:
+    stage = Stage()
+    with SkipManager.session(configure(tmp_path)):
+        await call(stage, is_async, 1, 4)
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Double, method, fails)
+    with SkipManager.session(configure(tmp_path)):
+        assert await call(stage, is_async, 1, 4) == 8
+        assert await call(stage, is_async, 2, 5) == 10
+
+
+@both
+async def test_a_role_may_have_a_rule_of_its_own_for_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    stage = Stage()
+    with SkipManager.session(configure(tmp_path)):
+        await call(stage, is_async, 1, 4)
+        monkeypatch.setattr(Double, "meet_precondition", lambda self, ask: None)
+        await call(stage, is_async, 1, 4)
+        assert stage.ran == [1, 1]
+        monkeypatch.undo()
+        monkeypatch.setattr(Double, "may_serve", lambda self, served: True)
+        assert await call(stage, is_async, 1, 5) == 8
+
+
+def test_an_init_that_fails_leaves_nothing_enabled(tmp_path: Path) -> None:
+    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
+    config = Config.model_validate({"skip": {"roles": {"double": settings, "nobody": settings}}})
+    with pytest.raises(ConfigError, match="nobody"), SkipManager.session(config):
+        pass
+    assert SkipManager.status() == {}
+
+
+@both
+async def test_what_is_suspended_is_neither_recorded_nor_replayed(tmp_path: Path, is_async: bool) -> None:
+    stage = Stage()
+    with SkipManager.session(configure(tmp_path)):
+        with SkipManager.suspended():
+            async with anyio.create_task_group() as group:
+                group.start_soon(call, stage, is_async, 1, 4)
+        assert SkipManager.status() == {"double": {}}
+        await call(stage, is_async, 1, 4)
+        with SkipManager.suspended():
+            await call(stage, is_async, 1, 4)
+    assert stage.ran == [1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------ a disk that hangs
+
+
+async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reads, writes and notes: each is given up in time, and no thread is added for the next one."""
+    monkeypatch.setattr(flow_module, "FILES_S", 0.05)
+    hangs = threading.Event()
+    stage = Stage()
+    with SkipManager.session(configure(tmp_path)):
+        made = SkipManager.get("double")
+        assert made is not None
+        assert await stage.arun(1, 4) == 8
+        for method in ("read", "write", "note"):
+            monkeypatch.setattr(made.files, method, lambda *_: hangs.wait())
+        before, beats = threading.active_count(), 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await anyio.sleep(0.002)
+                beats += 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(beat)
+            await SkipManager.note("double", 1, {"x": 1})
+            for number in range(3):
+                assert await stage.arun(2 + number, 4) == 8
+            group.cancel_scope.cancel()
+        hangs.set()
+        assert SkipManager.status()["double"]["late"] == 3
+    assert beats > 20
+    assert threading.active_count() <= before + 2
+    assert "takes longer than 0.05 s to read" in caplog.text
+
+
+async def test_whoever_shows_waits_is_told_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, seen = WaitBoard(), []
+    with SkipManager.session(configure(tmp_path)):
+        SkipManager.watch(waits.waiting)
+        made = SkipManager.get("double")
+        assert made is not None
+        monkeypatch.setattr(made, "look", lambda *_: seen.extend(waits.snapshot()) or Look(None))
+        await Stage().arun(1)
+    assert [(wait.edge, wait.bounded) for wait in seen] == [("records", True)]
+
+
+async def test_a_cancelled_job_is_not_begun() -> None:
+    line, go, done = lane("test"), threading.Event(), []
+    with anyio.move_on_after(0.01):
+        await line.run(go.wait)
+    with anyio.move_on_after(0.01):
+        await line.run(lambda: done.append(1))
+    go.set()
+    await line.run(lambda: done.append(2))
+    assert done == [2]
+
+
+async def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await lane("test").run(lambda: 1 // 0)
+    assert await lane("test").run(lambda: 5) == 5

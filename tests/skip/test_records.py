@@ -1,0 +1,340 @@
+"""Records: their bytes, their files, two writers, and everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.blobs import DamageError
+from skip import files as files_module
+from skip.files import ABANDONED_S, NOTE, RecordFiles, record_name, step_of
+from skip.fingerprint import SHORT, differing, field
+from skip.record import MANIFEST, TENSORS, Content, Origin, Record, from_files, to_files
+
+ORIGIN = Origin(1000.0, "host", 3, 4, "0.1")
+
+
+def make(step: int = 12, *, tag: str = "a", size: int = 5) -> Record:
+    content = Content(
+        {
+            "ids": np.arange(size, dtype=np.int32),
+            "log_probs": np.linspace(-1, 0, size, dtype=np.float32),
+            "mask": np.ones(size, dtype=np.bool_),
+        },
+        {"text": f"grüße {tag}", "list": [1, 2.5, None]},
+    )
+    return Record("role", step, {"prompt": tag}, ORIGIN, content)
+
+
+def same(one: Record, other: Record) -> bool:
+    arrays, others = one.content.arrays, other.content.arrays
+    return (
+        (one.role, one.step, one.fingerprint, one.origin) == (other.role, other.step, other.fingerprint, other.origin)
+        and one.content.data == other.content.data
+        and arrays.keys() == others.keys()
+        and all(np.array_equal(arrays[name], others[name]) for name in arrays)
+        and all(arrays[name].dtype == others[name].dtype for name in arrays)
+    )
+
+
+def as_bytes(record: Record) -> tuple[bytes, np.ndarray]:
+    manifest, buffers = to_files(record)
+    return manifest, np.frombuffer(b"".join(buffers), dtype=np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------ fingerprints
+
+
+def test_equal_values_have_equal_fields_and_others_have_not() -> None:
+    assert field({"b": 1, "a": [np.int64(2)]}) == field({"a": [2], "b": 1})
+    assert field(np.array([1, 2], dtype=np.int32)) != field(np.array([1, 2], dtype=np.int64))
+    assert field("x" * SHORT) == "x" * SHORT
+    texts = ("1", "-1.5", "null", "true", "NaN", "[1]", '{"a": 1}', '"a"')
+    assert all(field(text) != field(value) for text in texts for value in (1, -1.5, None, True, [1], {"a": 1}, "a"))
+    assert field("x" * (SHORT + 1)).startswith("sha256:")
+    with pytest.raises(TypeError, match="object has no place in a fingerprint"):
+        field({"a": object()})
+
+
+@given(st.dictionaries(st.text(max_size=3), st.text(max_size=3)), st.dictionaries(st.text(max_size=3), st.text()))
+def test_differing_fields_are_named(one: dict[str, str], other: dict[str, str]) -> None:
+    found = differing(one, other)
+    assert (found == ()) == (one == other)
+    assert all(one.get(name) != other.get(name) for name in found) and list(found) == sorted(found)
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+def test_a_record_comes_back() -> None:
+    for record in (make(), Record("r", 0, {}, ORIGIN, Content())):
+        assert same(from_files(*as_bytes(record)), record)
+
+
+@given(data=st.data())
+def test_no_damage_goes_unseen(data: st.DataObject) -> None:
+    """A torn or flipped byte, anywhere."""
+    manifest, tensors = as_bytes(make())
+    files: list[Any] = [bytearray(manifest), bytearray(tensors.tobytes())]
+    number = data.draw(st.integers(0, 1))
+    at = data.draw(st.integers(0, len(files[number]) - 1))
+    if data.draw(st.booleans()):
+        del files[number][at:]
+    else:
+        files[number][at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamageError):
+        from_files(bytes(files[0]), np.frombuffer(bytes(files[1]), dtype=np.uint8))
+
+
+def test_two_halves_of_different_records_are_none() -> None:
+    (manifest, _), (_, tensors) = as_bytes(make(tag="a")), as_bytes(make(size=6))
+    with pytest.raises(DamageError, match="is not the file that"):
+        from_files(manifest, tensors)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Content({"x": np.zeros((2, 2), dtype=np.int32)}),
+        Content({"x": np.zeros(2, dtype=np.float64)}),
+        Content({}, {"x": float("nan")}),
+        Content({}, {"x": object()}),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(content: Content) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        to_files(Record("r", 1, {}, ORIGIN, content))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("name", ["0", "12", "12-0123abcd", "7-" + "f" * 32])
+def test_names(name: str) -> None:
+    step, _, call = name.partition("-")
+    assert record_name(int(step), call) == name and step_of(name) == int(step)
+
+
+@pytest.mark.parametrize("name", ["", "-1", "012", "1-x", "a", ".1.tmp", "1-0123abc", "1-0123ABCD"])
+def test_other_names_are_none(name: str) -> None:
+    assert step_of(name) is None
+    with pytest.raises(ValueError, match="no record's name"):
+        record_name(3, "nothex!!")
+
+
+def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path / "a" / "role")
+    assert files.names() == files.entries() == []
+    files.remove("12")
+    with pytest.raises(FileNotFoundError):
+        files.read("12")
+    size = files.write("12", make())
+    files.write("3-0123abcd", make(3))
+    assert same(files.read("12"), make())
+    assert files.describe("12").content.data == make().content.data and not files.describe("12").content.arrays
+    assert [(entry.name, entry.step) for entry in files.entries()] == [("3-0123abcd", 3), ("12", 12)]
+    assert files.entries()[1].num_bytes == size == sum(file.stat().st_size for file in (files.root / "12").iterdir())
+    files.write("12", make(tag="b"))
+    assert files.read("12").fingerprint == {"prompt": "b"}
+    files.remove("12")
+    assert files.names() == ["3-0123abcd"]
+    assert {path.name for path in files.root.iterdir()} == {"3-0123abcd"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda path: (path / TENSORS).unlink(), "it has no tensors"),
+        (lambda path: (path / MANIFEST).unlink(), "it has no manifest"),
+        (lambda path: (path / TENSORS).write_bytes(b""), "torn"),
+        (lambda path: (path / MANIFEST).write_text("{}"), "torn or damaged"),
+        (lambda path: path.rename(path.with_name("13")) and shutil.copytree(path.with_name("13"), path), None),
+        (lambda path: shutil.rmtree(path) or path.write_text("x"), "it is no directory"),
+        (lambda path: (path / TENSORS).unlink() or os.mkfifo(path / TENSORS), "no plain file"),
+    ],
+)
+def test_what_is_no_whole_record_is_damage(tmp_path: Path, spoil: Any, told: str | None) -> None:
+    files = RecordFiles(tmp_path)
+    files.write("12", make())
+    spoil(tmp_path / "12")
+    if told is None:
+        with pytest.raises(DamageError, match="it is a record of step 12"):
+            files.read("13")
+        return
+    with pytest.raises(DamageError, match=told):
+        files.read("12")
+    files.write("12", make(tag="again"))
+    assert files.read("12").fingerprint == {"prompt": "again"}
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RecordFiles(tmp_path)
+    write = files_module._write
+
+    def fails(path: Path, buffers: Any) -> None:
+        write(path, buffers)
+        if path.name == MANIFEST:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files_module, "_write", fails)
+    with pytest.raises(OSError, match="No space left"):
+        files.write("12", make())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_readers_see_whole_records_while_others_write(tmp_path: Path) -> None:
+    """Two writers and a remover at one name: a record, or none, and never a half or a mixture."""
+    files, until = RecordFiles(tmp_path), time.monotonic() + 1.0
+    failures: list[BaseException] = []
+
+    def repeat(do: Any) -> threading.Thread:
+        def run() -> None:
+            try:
+                while time.monotonic() < until:
+                    do()
+            except BaseException as error:  # noqa: BLE001  the test tells of it
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    seen: set[str] = set()
+
+    def read() -> None:
+        try:
+            record = files.read("12")
+        except FileNotFoundError:
+            return
+        assert same(record, make(tag=record.fingerprint["prompt"], size=len(record.content.arrays["ids"])))
+        seen.add(record.fingerprint["prompt"])
+
+    threads = [
+        repeat(lambda: files.write("12", make(tag="a", size=2000))),
+        repeat(lambda: files.write("12", make(tag="b", size=3000))),
+        repeat(lambda: files.remove("12")),
+        repeat(read),
+        repeat(read),
+    ]
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert seen == {"a", "b"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"12"}
+
+
+def test_whenever_two_writers_are_killed_there_is_a_whole_record_or_none(tmp_path: Path) -> None:
+    """kill -9 at random moments of two processes that replace one record again and again."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from skip.files import RecordFiles; from tests.skip.test_records import make\n"
+        "files, n = RecordFiles(Path(sys.argv[1])), 0\n"
+        "while True:\n"
+        "    files.write('12', make(tag=str(n), size=200_000)); n += 1; print(n, flush=True)\n"
+    )
+    files, whole = RecordFiles(tmp_path), 0
+    for number in range(6):
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer, other:
+            assert writer.stdout is not None
+            for _ in range(1 + number):
+                writer.stdout.readline()
+            time.sleep(0.0007 * number)
+            writer.kill()
+            other.kill()
+        with suppress(FileNotFoundError):
+            record = files.read("12")
+            assert same(record, make(tag=record.fingerprint["prompt"], size=200_000))
+            whole += 1
+    assert whole, "it is replaced by two renames, and between them for an instant there is none"
+    for path in tmp_path.iterdir():
+        if path.name != "12":
+            os.utime(path, (1, 1))
+    files.sweep()
+    assert {path.name for path in tmp_path.iterdir()} <= {"12"}
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_records_and_leaves_nothing_of_them(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        files = RecordFiles(tmp_path / "role")
+        files.write("1", make(step=1, size=50_000))
+        with pytest.raises(OSError, match="No space left"):
+            files.write("2", make(step=2, size=500_000))
+        assert [path.name for path in (tmp_path / "role").iterdir()] == ["1"]
+        assert same(files.read("1"), make(step=1, size=50_000))
+        files.write("3", make(step=3, size=50_000))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_notes_stand_beside_a_record_and_go_with_it(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        files.note("12", {"rewards": [1.0]})
+    files.write("12", make())
+    assert files.read_note("12") == {}
+    files.note("12", {"rewards": [1.0]})
+    files.note("12", {"rewards": [0.5]})
+    assert files.read_note("12") == {"rewards": [0.5]}
+    assert same(files.read("12"), make())
+    (tmp_path / "12" / NOTE).write_text("{")
+    assert files.read_note("12") == {}
+    files.write("12", make())
+    assert not (tmp_path / "12" / NOTE).exists()
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_replaced_record_is_there_at_every_moment_where_names_can_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
+) -> None:
+    if not able:
+        monkeypatch.setattr(files_module, "_renameat2", lambda: None)
+    elif files_module._renameat2() is None:
+        pytest.skip("this system cannot exchange names")
+    files = RecordFiles(tmp_path)
+    files.write("12", make(tag="a"))
+    seen: list[bool] = []
+
+    def looking(function: Any) -> Any:
+        def looks(*args: Any, **kwargs: Any) -> Any:
+            seen.append((tmp_path / "12").exists())
+            return function(*args, **kwargs)
+
+        return looks
+
+    monkeypatch.setattr(files_module.os, "rename", looking(os.rename))
+    monkeypatch.setattr(files_module.shutil, "rmtree", looking(shutil.rmtree))
+    files.write("12", make(tag="b"))
+    assert files.read("12").fingerprint == {"prompt": "b"}
+    assert all(seen) is able
+    assert [path.name for path in tmp_path.iterdir()] == ["12"]
+
+
+def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path)
+    files.write("12", make())
+    for name in (".12.host-1-0.new", ".12.host-1-1.old"):
+        (tmp_path / name).mkdir()
+        long_ago = time.time() - ABANDONED_S - 1
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    (tmp_path / ".13.host-2-0.new").mkdir()  # somebody is at it
+    files.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {"12", ".13.host-2-0.new"}
+    assert files.names() == ["12"]
