@@ -62,6 +62,10 @@ class StepSet:
     def __repr__(self) -> str:
         return f"StepSet({self})"
 
+    def has_from(self, first: int) -> bool:
+        """There is a step from `first` on in it."""
+        return self._every or any(last >= first for _, last in self._ranges)
+
     def has_all(self, first: int, last: int) -> bool:
         """Every step from `first` to `last` is in it."""
         return self._every or first > last or any(low <= first and last <= high for low, high in self._ranges)

@@ -41,7 +41,7 @@ from skip.record import Content, Origin, Record
 logger = logging.getLogger(__name__)
 
 MAX_NOTABLE = 4096
-MAX_TOLD = 50
+MAX_TOLD = 10
 
 
 class Action(StrEnum):
@@ -142,6 +142,8 @@ class BaseSkip(ABC):
         """The step of `SkipManager.set_step`."""
         self._lock = threading.Lock()
         self._told: set[str] = set()
+        self.messages: list[str] = []
+        """What was told, for whoever shows it to people."""
         self._used_bytes: int | None = None
         self._files_lock = threading.Lock()
         """Held over files, so never on an event loop, unlike the other one."""
@@ -309,6 +311,7 @@ class BaseSkip(ABC):
             if kind in self._told:
                 return
             self._told.add(kind)
+            self.messages.append(message)
         logger.warning("%s", message)
 
     # ------------------------------------------------------------------------------------------------ inside

@@ -100,7 +100,10 @@ def roles(directory: Path) -> list[RecordFiles]:
 
 
 def _roles(directory: Path, depth: int) -> Iterator[Path]:
-    inside = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    try:
+        inside = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    except PermissionError:
+        return
     if any(is_record(path) or is_temporary(path.name) for path in inside):
         yield directory
     elif depth > 0:

@@ -71,8 +71,11 @@ def is_record(path: Path) -> bool:
     directories in them, which no record has."""
     if step_of(path.name) is None or not path.is_dir():
         return False
-    with os.scandir(path) as inside:
-        return not any(entry.is_dir(follow_symlinks=False) for entry in inside)
+    try:
+        with os.scandir(path) as inside:
+            return not any(entry.is_dir(follow_symlinks=False) for entry in inside)
+    except PermissionError:
+        return False
 
 
 def is_temporary(name: str) -> bool:

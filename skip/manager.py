@@ -122,6 +122,11 @@ class SkipManager:
         return {role: dict(made.counts) for role, made in cls._skips.items()}
 
     @classmethod
+    def messages(cls) -> list[str]:
+        """What the roles of this process had to tell so far, each thing once."""
+        return [message for made in cls._skips.values() for message in tuple(made.messages)]
+
+    @classmethod
     def annotate(cls, role: str, **options: Any) -> Callable[[Function], Function]:
         """Decorate a stage, a function or an async one. `options` are the role's own (`Call.options`).
 

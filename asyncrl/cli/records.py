@@ -27,6 +27,7 @@ from skip.record import Record
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TOKENS_SHOWN = 64
+MAX_STEPS_SHOWN = 40
 
 
 def list_records(directory: Path, as_json: bool) -> int:
@@ -45,7 +46,9 @@ def list_records(directory: Path, as_json: bool) -> int:
     now = time.time()
     for role in found:
         ages = (duration(now - role[key]) for key in ("oldest_at", "newest_at"))
-        table.add_row(_name(role, directory), role["steps"], f"{role['records']:,}", _size(role["bytes"]), *ages)
+        table.add_row(
+            _name(role, directory), _brief(role["steps"]), f"{role['records']:,}", _size(role["bytes"]), *ages
+        )
     Console(highlight=False, soft_wrap=True).print(table)
     return 0
 
@@ -154,6 +157,13 @@ def _name(role: Mapping[str, Any], directory: Path) -> str:
     """The path below `directory`; of a role's own directory, or one record's, the role."""
     below = os.path.relpath(role["path"], _place(directory))
     return Path(role["path"]).name if below in (os.curdir, os.pardir) else below
+
+
+def _brief(steps: str) -> str:
+    ranges = steps.split(",")
+    if len(steps) <= MAX_STEPS_SHOWN:
+        return steps
+    return f"{ranges[0].split('-')[0]} … {ranges[-1].split('-')[-1]}"
 
 
 def _role(root: Path, found: Sequence[Found]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Run:
         self._view = view
         self._picture = picture
         self._stopping = False
+        self._shown: set[str] = set()
         self._ended = anyio.Event()
         self._trainer_moved = anyio.Event()
         """Set when the Trainer went back to a checkpoint, or ended; then there is a new one."""
@@ -170,12 +171,13 @@ class Run:
             before = resume.manifest.queue
             left = to_come.num_samples - resume.manifest.progress.trained_samples
             to_come = ToCome(max(0, left), before.outstanding, before.next_index)
+        repeated = ", or others are in their place" if self._config.skip.async_rollout.action == "repeat" else ""
         with happened_in("rollouter"):
             uncovered = await self._generating.first_uncovered(to_come)
         if uncovered:
             self._view.message("warning", f"engines are started all the same: {uncovered}")
         else:
-            self._view.message("", f"no engines: all {to_come.num_samples} samples are recorded")
+            self._view.message("", f"no engines: all {to_come.num_samples} samples are recorded{repeated}")
         return not uncovered
 
     async def _first(self, supervisor: Supervisor) -> None:
@@ -319,6 +321,7 @@ class Run:
     def _heard_rollouter(self, status: Any) -> None:
         if "waits" in status:  # it runs
             self._picture.rollouter = status
+            self._show_messages(status)
             self._rollouter.at_work()
             # What a poisonous prompt has ended was not the replicas' own failure.
             explained = status["quarantine"]["explained"]
@@ -327,8 +330,16 @@ class Run:
 
     def _heard_trainer(self, status: Any) -> None:
         self._picture.trainer = status
+        self._show_messages(status)
         if status["waits"]:
             self._trainer.at_work()
+
+    def _show_messages(self, status: Any) -> None:
+        """What records could not be served or kept, each thing once in the run."""
+        for message in status.get("skip_messages", ()):
+            if message not in self._shown:
+                self._shown.add(message)
+                self._view.message("warning", message)
 
     # ------------------------------------------------------------------------------------------------ end
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-_dir = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+
+class _Directory(click.Path):
+    """Not an empty one, as a variable that is not set gives it: that would be where you are."""
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "":
+            self.fail("DIR is empty", parameter, context)
+        return super().convert(value, parameter, context)  # type: ignore[arg-type]
+
+
+_dir = click.argument("directory", metavar="DIR", type=_Directory(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

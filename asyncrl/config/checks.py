@@ -32,7 +32,13 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
     found = [*model_checks.problems(config), *_chat_template(config), *_api_key(config)]
     if serve_only:
         return [*found, *_port(config)]
-    found += [*_data_files(config), *_length(config), *_reward(config), *model_checks.training_problems(config)]
+    found += [
+        *_data_files(config),
+        *_length(config),
+        *_reward(config),
+        *_skip(config),
+        *model_checks.training_problems(config),
+    ]
     found += [*engine_checks.machine_problems(config), *_resume(config)]
     if config.ray.address is not None:  # the parts may run where these files are, though they are not here
         found = [replace(problem, severity="warning") for problem in found]
@@ -75,6 +81,27 @@ def _data_files(config: Config) -> Iterator[Problem]:
                 yield places.missing(key, name, "the file")
             elif local.suffix.lower() not in _DATA_SUFFIXES:
                 yield Problem(key, name, "it cannot be read by its suffix", f"use {' or '.join(_DATA_SUFFIXES)}")
+
+
+def _skip(config: Config) -> Iterator[Problem]:
+    for module in config.skip.modules:
+        if not _importable(module):
+            yield Problem(
+                "skip.modules", module, "there is no module of this name to import",
+                "give its dotted name, and put it on the Python path or into this directory",
+            )  # fmt: skip
+    for role, section in config.skip.by_role().items():
+        if not section.enable or not section.dump_dir:
+            continue
+        place = Path(section.dump_dir).expanduser().absolute()
+        parent = next(path for path in (place, *place.parents) if path.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            key = f"skip.roles.{role}" if role in config.skip.roles else f"skip.{role}"
+            why = "cannot be written" if parent.is_dir() else "is no directory"
+            yield Problem(
+                f"{key}.dump_dir", section.dump_dir, f"{parent} {why}, so nothing could be recorded",
+                "give a directory that can be written",
+            )  # fmt: skip
 
 
 def _reward(config: Config) -> Iterator[Problem]:

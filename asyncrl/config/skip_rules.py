@@ -10,6 +10,7 @@ from asyncrl.config.problems import Given, Problem, Rule, warning
 from asyncrl.config.schema import Config, SkipRoleConfig
 from asyncrl.steps import StepSet
 
+_FROM_ONE = ("skip.async_rollout", "skip.rollout", "skip.reward", "skip.ref_log_prob")
 _EXAMPLE = 'e.g. "all", "1-128,200" or [1,2,5]'
 
 
@@ -22,6 +23,10 @@ def _steps(config: Config, given: Given) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(f"{key}.steps", section.steps, str(error), f"give steps, {_EXAMPLE}")
         else:
+            if steps and key in _FROM_ONE and not steps.has_from(1):
+                yield Problem(
+                    f"{key}.steps", section.steps, "samples are counted from 1, so nothing would be recorded", _EXAMPLE
+                )
             if not steps:
                 yield Problem(
                     f"{key}.steps",
@@ -65,7 +70,14 @@ def _idle(config: Config, given: Given) -> Iterator[Problem]:
 
 def _places(config: Config, given: Given) -> Iterator[Problem]:
     for key, section in _sections(config).items():
-        if section.enable and not Path(section.dump_dir).expanduser().is_absolute():
+        if section.enable and not section.dump_dir:
+            yield Problem(
+                f"{key}.dump_dir",
+                section.dump_dir,
+                "records would go to wherever the run is started",
+                "name a directory, or leave this key out",
+            )
+        elif section.enable and not Path(section.dump_dir).expanduser().is_absolute():
             yield warning(
                 f"{key}.dump_dir",
                 section.dump_dir,

@@ -67,6 +67,9 @@ def _outcome(summary: Mapping[str, Any]) -> RenderableType:
     if replayed := summary["samples"]["replayed"]:
         of_others = summary["samples"]["substituted"]
         table.add_row("replayed", f"{replayed:,} samples" + (f", {of_others:,} of other samples" if of_others else ""))
+    for role, counts in summary.get("skip", {}).items():
+        if told := ", ".join(f"{count:,} {what}" for what, count in counts.items() if count):
+            table.add_row(f"skip {role}", told)
     tokens = summary["tokens"]
     table.add_row("tokens", f"{tokens['generated']:,} generated, {tokens['trained']:,} trained")
     staleness = summary["staleness"]

@@ -66,6 +66,8 @@ class Recorder:
         self._earlier_restarts: Counter[PartName] = Counter()
         """By part, those that are not in the list any more."""
         self._books = Books()
+        self._skips: dict[str, dict[str, int]] = {}
+        """By role, what the newest process did with its records."""
         self._generated_tokens = self._earlier_tokens
         self._made_tokens, self._samples_done, self._idle_s = Total(), Total(), Total()
         self._drops: dict[str, Total] = {}
@@ -258,7 +260,7 @@ class Recorder:
             restarts=tuple(self._restarts),
             earlier_restarts=dict(self._earlier_restarts),
         )
-        return self._builder.build(status, error, totals)
+        return {**self._builder.build(status, error, totals), "skip": dict(self._skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
         """One validation prompt's answers before and after, the one that gained most; none without two validations."""
@@ -370,6 +372,7 @@ class Recorder:
     def _see_skips(self, status: Mapping[str, Any]) -> None:
         """What was replayed and recorded, by that process."""
         for role, counts in status["skip"].items():
+            self._skips[role] = dict(counts)
             for what, count in counts.items():
                 self._known[f"skip/{role}/{what}"] = float(count)
 

@@ -16,6 +16,7 @@ from asyncrl.telemetry.screen import DIM, Capped, items
 from asyncrl.why import REPLICA_UNHEARD_S
 
 BAR = 24
+MAX_BARS = 10
 MAX_RECOVERIES = 5
 _STYLES = {
     "running": "bold cyan",
@@ -118,7 +119,11 @@ def _histogram(table: Table, staleness: Mapping[str, Any]) -> None:
     """Trained samples by staleness; the bars are shares of all."""
     histogram: Mapping[str, int] = staleness["histogram"]
     total = sum(histogram.values())
-    for index, (versions, count) in enumerate(histogram.items()):
+    shown = list(histogram.items())
+    if len(shown) > MAX_BARS:
+        rest = sum(count for _, count in shown[MAX_BARS - 1 :])
+        shown = [*shown[: MAX_BARS - 1], (f"≥{shown[MAX_BARS - 1][0]}", rest)]
+    for index, (versions, count) in enumerate(shown):
         share = count / total
         bar = "█" * round(share * BAR) or "▏"
         text = Text.assemble(f"{versions:>2} ", (bar.ljust(BAR), "cyan"), f" {count:,} ({share:.0%})")

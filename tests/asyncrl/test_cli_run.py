@@ -303,3 +303,13 @@ async def test_crashes_that_a_prompt_explains_are_not_charged_to_the_replicas(tm
     assert budget.spend(3.0, died) == 1
     with pytest.raises(InfraError, match="failed 2 times"):
         budget.spend(4.0, died)
+
+
+async def test_what_records_could_not_do_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, shown = Driver(tmp_path), []
+    monkeypatch.setattr(driver.run._view, "message", lambda level, text: shown.append((level, text)))
+    waiting: dict[str, Any] = {"waits": [], "quarantine": {"explained": 0}}
+    for messages in ([], ["no space"], ["no space", "damaged"]):
+        driver.run._heard_rollouter({**waiting, "skip_messages": messages})
+    driver.run._heard_trainer({"waits": [], "step": 0, "version": 0, "skip_messages": ["no space"]})
+    assert shown == [("warning", "no space"), ("warning", "damaged")]

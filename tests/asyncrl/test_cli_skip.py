@@ -269,3 +269,32 @@ def test_a_record_is_shown_from_within(
 ) -> None:
     monkeypatch.chdir(dump_dir / "asyncrl" / "quickstart" / "async_rollout" / "3")
     assert run(capsys, "show", ".")[1].startswith("async_rollout, step 3")
+
+
+def test_what_may_not_be_read_is_passed_over(
+    dump_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = dump_dir / "closed"
+    closed.mkdir()
+    iterdir = Path.iterdir
+
+    def refuses(path: Path) -> Any:
+        if path == closed:
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuses)
+    code, out, _ = run(capsys, "ls", dump_dir, "--json")
+    assert (code, len(json.loads(out))) == (0, 2)
+
+
+def test_an_empty_directory_is_not_where_one_is(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "gc", "", "--steps", "all")
+    assert (code, "DIR is empty" in err) == (BAD_CONFIG, True)
+
+
+def test_many_steps_are_told_by_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = RecordFiles(tmp_path / "role")
+    for step in range(1, 200, 7):
+        files.write(str(step), generation(step))
+    assert "1 … 197" in run(capsys, "ls", tmp_path)[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.config import rules
+from asyncrl.config import checks, rules
 from asyncrl.config.problems import errors
 from tests.fakes.configurations import changed
 
@@ -39,6 +40,8 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("skip.roles.reward", SUMS | {"skip.roles": {"reward": {}}}, "write skip.reward"),
     ("skip.rollout.enable", {"skip.rollout.enable": True, "skip.rollout.steps": "all"}, "skip.async_rollout.enable"),
     ("skip.async_rollout.enable", ON | SYNC, "one of the two"),
+    ("skip.async_rollout.steps", ON | {"skip.async_rollout.steps": 0}, "1-128"),
+    ("skip.async_rollout.dump_dir", ON | {"skip.async_rollout.dump_dir": ""}, "name a directory"),
     ("project_name", ON | {"project_name": "../elsewhere"}, "letters"),
     ("skip.tool.enable", {"skip.tool.enable": True, "skip.tool.steps": "all"}, "false"),
     ("skip.ref_log_prob.enable", {"skip.ref_log_prob.enable": True, "skip.ref_log_prob.steps": "all"}, "use_kl_loss"),
@@ -62,3 +65,14 @@ def test_what_will_surprise_is_a_warning() -> None:
     assert "data.val_files=[]" in told(validated)["skip.async_rollout.serve_when_covered"]
     ageing = ON | {"skip.async_rollout.action": "repeat", "async_training.max_staleness": 2}
     assert "current" in told(ageing)["skip.async_rollout.replay_versions"]
+
+
+def test_what_is_not_there_or_cannot_be_written_is_told_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    changes = SUMS | ON | {"skip.async_rollout.dump_dir": str(file / "below")}
+    found = {problem.key: problem for problem in checks.problems(changed(changes)) if problem.key.startswith("skip")}
+    assert "is no directory" in found["skip.async_rollout.dump_dir"].consequence
+    assert found["skip.modules"].value == "sums"
+    fine = ON | {"skip.async_rollout.dump_dir": str(tmp_path / "new"), "skip.modules": ["json"]}
+    assert not [problem for problem in checks.problems(changed(fine)) if problem.key.startswith("skip")]

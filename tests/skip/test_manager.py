@@ -574,3 +574,12 @@ async def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
         await lane("test").run(lambda: 1 // 0)
     assert await lane("test").run(lambda: 5) == 5
+
+
+def test_what_is_told_is_there_for_whoever_shows_it(tmp_path: Path) -> None:
+    with SkipManager.session(configure(tmp_path)):
+        Stage().run(1, 4)
+        Stage().run(1, 5)
+        Stage().run(1, 6)
+        (message,) = SkipManager.messages()
+    assert "it differs in number (recorded 4, now 5)" in message
