@@ -119,9 +119,12 @@ class RecordFiles:
         num_bytes = len(manifest) + sum(map(len, buffers))
         if not allows(num_bytes):
             return None
-        self.root.mkdir(parents=True, exist_ok=True)
         new = self._temporary(name, "new")
-        new.mkdir()
+        try:
+            new.mkdir()
+        except FileNotFoundError:
+            self.root.mkdir(parents=True, exist_ok=True)
+            new.mkdir()
         try:
             _write(new / TENSORS, buffers)
             _write(new / MANIFEST, [memoryview(manifest)])

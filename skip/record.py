@@ -24,6 +24,7 @@ from skip.fingerprint import Fingerprint
 SCHEMA = 1
 MANIFEST = "manifest.json"
 TENSORS = "tensors.safetensors"
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "tensors": {"bytes": sum(map(len, buffers)), "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
     # A line for each key. `indent` would be nicer still, and takes ten times as long: it is not in C.
-    lines = [f' "{key}": {json.dumps(value, ensure_ascii=False, allow_nan=False)}' for key, value in manifest.items()]
+    lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     return _sealed("{\n" + ",\n".join(lines)), buffers
 
 
