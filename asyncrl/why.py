@@ -312,7 +312,7 @@ class _Look:
     def _lagging_replica(self, reports: Sequence[ReplicaReport]) -> Link | None:
         """The replica that most likely holds the others' work up; None: all are well."""
         if not self._state.num_replicas:
-            return Link("records", "are read", None, "there are no engines: every sample is recorded", "busy")
+            return Link("engines", "are none", None, "every sample of the run is recorded", "busy")
         if not self._state.replicas:
             more = f"{self._state.num_replicas} configured; they start, or their reports do not arrive"
             return self._unheard("store", "store") or Link("replicas", "have told nothing yet", None, more, "replica")

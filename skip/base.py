@@ -161,7 +161,7 @@ class BaseSkip(ABC):
         Raises:
             DataError, BugError: it has none; the message shows what is expected.
         """
-        raise NotImplementedError
+        raise BugError(f"skip.{self.role}: {type(self).__name__} has support_online_step and no extract_step")
 
     def call_name(self, call: Call) -> str:
         """Tells apart the calls of one step, in hexadecimal; empty where there is one call a step."""
@@ -273,7 +273,9 @@ class BaseSkip(ABC):
             written = self._write(ask.name, record)
         except Exception as error:  # noqa: BLE001  as in `ask`
             reason = error.strerror if isinstance(error, OSError) and error.strerror else _said(error)
-            self.tell(reason, f"step {ask.step} of {self.role} is not recorded in {self.files.root}: {reason}")
+            # By what it is and not by its words, which may be others for each sample.
+            kind = f"unrecorded {type(error).__name__} {getattr(error, 'errno', '')}"
+            self.tell(kind, f"step {ask.step} of {self.role} is not recorded in {self.files.root}: {reason}")
             return False
         if written:
             with self._files_lock:
@@ -320,9 +322,14 @@ class BaseSkip(ABC):
         yield ask.name
         if self.action is Action.REPEAT:
             suffix = ask.name.removeprefix(str(ask.step))
+            try:
+                names = self.files.names()
+            except OSError as error:
+                self.tell("list", f"{self.files.root} cannot be listed, so no other record is found: {error.strerror}")
+                return
             steps = sorted(
                 step
-                for name in self.files.names()
+                for name in names
                 if (step := step_of(name)) is not None and step != ask.step and name == f"{step}{suffix}"
             )
             below = [step for step in reversed(steps) if step < ask.step]
@@ -334,7 +341,7 @@ class BaseSkip(ABC):
             record = self.files.read(name)
         except FileNotFoundError:
             return None
-        except (DamageError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  DamageError, OSError, or what nobody has thought of
             self._damaged(name, error)
             return None
         if record.role != self.role:
@@ -392,4 +399,5 @@ class BaseSkip(ABC):
 
 def _said(error: BaseException) -> str:
     """`str(KeyError)` is the key alone."""
-    return str(error) if isinstance(error, TypeError | ValueError | OSError) else f"{type(error).__name__}: {error}"
+    plain = isinstance(error, TypeError | ValueError | OSError | DamageError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"

@@ -183,7 +183,7 @@ class RecordFiles:
                 with suppress(FileNotFoundError):
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if _TEMPORARY.fullmatch(entry.name) and age > ABANDONED_S:
-                        shutil.rmtree(entry.path, ignore_errors=True)
+                        _delete(Path(entry.path))
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -216,10 +216,10 @@ class RecordFiles:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
             if exchange(new, place):
-                shutil.rmtree(new, ignore_errors=True)
+                _delete(new)
                 return
             if (old := self._set_aside(name)) is not None:
-                shutil.rmtree(old, ignore_errors=True)
+                _delete(old)
 
     def _set_aside(self, name: str) -> Path | None:
         """Rename what is there; None: there is nothing."""
@@ -264,6 +264,15 @@ def _renameat2() -> Callable[..., int] | None:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     return cast("Callable[..., int]", function)
+
+
+def _delete(path: Path) -> None:
+    """As far as that is possible: what is left is swept one day. Whoever put a file where a record belongs loses it."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 class _opened:

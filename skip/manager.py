@@ -1,7 +1,7 @@
-"""The skips of this process, and the decorator that puts them around stages (`skip.flow` says what that does).
+"""The skips of this process, and the decorator that puts them around stages; `skip.flow` says what it does there.
 
 @SkipManager.annotate(role="async_rollout")
-async def generate(sample_id, prompt, sampling): ...
+async def generate(asked): ...
 """
 
 from __future__ import annotations

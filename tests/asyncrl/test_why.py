@@ -53,6 +53,13 @@ def test_the_chain_of_the_issue() -> None:
 @pytest.mark.parametrize(
     ("state", "cause", "says"),
     [
+        # A run that replays: files, and no engines.
+        (rollouter_waits(ENGINE, Wait("records", 3, 40.0)), "busy", "Rollouter reads or writes records for 40 s (3"),
+        (
+            replace(ENGINE, num_replicas=0, replicas=()),
+            "busy",
+            "engines are none (every sample of the run is",
+        ),
         # The Trainer itself.
         (trainer_waits("model"), "model", "Trainer starts its ranks and loads the models for 50 s"),
         (trainer_waits("experience"), "ranks", "forward passes over a lease for 50 s (ranks: pid 8)"),

@@ -14,8 +14,9 @@ import pytest
 
 from asyncrl.ports import GenerateRequest
 from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
-from benchmarks import skip as benchmark
-from benchmarks.skip import AIMS, Case, Size, Stage, make_generated, replay_case, same
+from benchmarks.skip import __main__ as benchmark
+from benchmarks.skip.replay import LONG_TOKENS, Case, Stage, replay_case, same
+from benchmarks.skip.samples import Size, array_bytes, make_generated, recording
 from skip import SkipManager
 from skip.generation import Asked, from_content, to_content
 
@@ -35,7 +36,7 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     target = tmp_path / "deeper" / "skip.json"
     benchmark.main(["--no-engine", "--rounds", "1", "--json", str(target), "--dir", str(tmp_path)])
     told = json.loads(target.read_text())
-    assert (told["name"], told["rounds"], told["aims"], told["directory"]) == ("skip", 1, AIMS, str(tmp_path))
+    assert (told["name"], told["rounds"], told["aims"], told["directory"]) == ("skip", 1, benchmark.AIMS, str(tmp_path))
     assert told["file_system"] and told["empty_file_us"] > 0 and told["machine"]["cores"] > 0
     assert [(row["sample"], row["by"], row["what"], row["way"]) for row in told["files"]] == [
         (size.name, by, what, way)
@@ -76,9 +77,9 @@ def make_turn(length: int, request: GenerateRequest) -> Turn:
 def make_case(directory: Path) -> Case:
     def asked(index: int) -> Asked:
         prompt = Prompt(np.array([index], dtype=np.int32))
-        return Asked(SampleId(0, index), prompt, {"max_tokens": benchmark.LONG_TOKENS}, 2)
+        return Asked(SampleId(0, index), prompt, {"max_tokens": LONG_TOKENS}, 2)
 
-    return Case("tiny", benchmark.recording(directory), asked, 2, generated=3, copies=1, passes=2, rounds=2)
+    return Case("tiny", recording(directory), asked, 2, generated=3, copies=1, passes=2, rounds=2)
 
 
 async def test_what_is_replayed_was_generated_in_the_same_round(tmp_path: Path) -> None:
@@ -96,10 +97,10 @@ async def test_what_is_replayed_was_generated_in_the_same_round(tmp_path: Path) 
 async def test_what_takes_too_long_is_generated_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(tmp_path)._replace(generated=1, copies=3, lengths=(1, 2))
     for limit_s, tokens in ((60.0, 1.5), (0.0, 1.0)):
-        monkeypatch.setattr(benchmark, "LIMIT_S", limit_s)
-        with SkipManager.session(benchmark.recording(tmp_path / str(tokens))):
+        monkeypatch.setattr("benchmarks.skip.replay.LIMIT_S", limit_s)
+        with SkipManager.session(recording(tmp_path / str(tokens))):
             engines, records = await replay_case(case, Stage(Fleet()))  # type: ignore[arg-type]
-        assert (engines["tokens"], records["tokens"]) == (tokens, benchmark.LONG_TOKENS)
+        assert (engines["tokens"], records["tokens"]) == (tokens, LONG_TOKENS)
         assert (engines["samples"], records["samples"]) == (2, 12)
 
 
@@ -114,7 +115,7 @@ def test_the_samples_differ_and_come_back() -> None:
     one, other = (make_generated(TINY[0], seed) for seed in (1, 2))
     (back,) = from_content(to_content([one]))
     assert same(one, back) and not same(one, other) and not same(one, replace(one, turns=one.turns[:1]))
-    assert benchmark.array_bytes(one) == sum(array.nbytes for array in to_content([one]).arrays.values())
+    assert array_bytes(one) == sum(array.nbytes for array in to_content([one]).arrays.values())
 
 
 @pytest.mark.parametrize(

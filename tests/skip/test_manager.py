@@ -583,3 +583,35 @@ def test_what_is_told_is_there_for_whoever_shows_it(tmp_path: Path) -> None:
         Stage().run(1, 6)
         (message,) = SkipManager.messages()
     assert "it differs in number (recorded 4, now 5)" in message
+
+
+@both
+async def test_a_directory_that_cannot_be_listed_costs_no_stage(tmp_path: Path, is_async: bool) -> None:
+    """`repeat` looks at all records there are; here a file is where their directory should be."""
+    (tmp_path / "asyncrl" / "quickstart").mkdir(parents=True)
+    (tmp_path / "asyncrl" / "quickstart" / "double").write_text("")
+    with SkipManager.session(configure(tmp_path, action="repeat")):
+        assert await call(Stage(), is_async, 3, 4) == 8
+        assert SkipManager.status()["double"] == {"damaged": 1, "unrecorded": 1}
+        assert any("cannot be listed" in message for message in SkipManager.messages())
+
+
+def test_what_goes_wrong_in_other_words_each_time_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Double, call: Call, result: Any) -> Content:
+        raise ValueError(f"no place for {result}")
+
+    monkeypatch.setattr(Double, "to_content", fails)
+    with SkipManager.session(configure(tmp_path)):
+        for number in range(40):
+            Stage().run(number, number)
+        assert len(SkipManager.messages()) == 1
+        assert SkipManager.status()["double"]["unrecorded"] == 40
+
+
+def test_a_role_that_does_not_say_where_its_step_is_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Double, "extract_step", BaseSkip.extract_step)
+    with (
+        SkipManager.session(configure(tmp_path)),
+        pytest.raises(BugError, match="Double has support_online_step and"),
+    ):
+        Stage().run(1, 4)

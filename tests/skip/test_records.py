@@ -327,6 +327,21 @@ def test_a_replaced_record_is_there_at_every_moment_where_names_can_be_exchanged
     assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_a_file_in_the_place_of_a_record_is_replaced_and_nothing_is_left_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
+) -> None:
+    if not able:
+        monkeypatch.setattr(files_module, "_renameat2", lambda: None)
+    (tmp_path / "12").write_text("somebody's")
+    files = RecordFiles(tmp_path)
+    with pytest.raises(DamageError, match="no directory"):
+        files.read("12")
+    files.write("12", make())
+    assert same(files.read("12"), make())
+    assert [path.name for path in tmp_path.iterdir()] == ["12"]
+
+
 def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make())

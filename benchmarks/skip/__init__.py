@@ -1,0 +1,1 @@
+"""What records cost, and what they save: `python -m benchmarks.skip`."""

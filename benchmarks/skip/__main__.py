@@ -1,0 +1,95 @@
+"""Replay against generation, files against `torch.save`, and what recording and a disabled annotation cost.
+
+    replay     the same samples from real engines behind Ray Serve and from their records, as many at once:
+               the quickstart (its model, prompts, sampling and n), and one of 16 responses of 8,192 tokens
+    files      records written and read, from `Generated` to `Generated`, against torch.save and
+               torch.load(weights_only=True) to one file that is renamed, of ready tensors and of the same samples: by
+               the caller itself, and from an event loop through `skip.lane`, as the role does it
+    loop       how late a 1 ms timer is on the event loop, alone and with 64 samples that are recorded without a pause
+    disabled   nanoseconds that `SkipManager.annotate` adds to a call while nothing is enabled
+
+What is compared takes turns within one run. Rates are medians over rounds, ratios are medians of the ratios of
+neighbouring rounds, lateness is a percentile over all rounds. Nothing is synced to disk by either side, and what is
+read was written just before: it comes out of the page cache.
+
+On ext4 a new file may take 1 ms where it takes 20 µs elsewhere: a free inode is searched among those of files that were
+deleted near it within the last minutes. So nothing is deleted here until the end, every round has a directory that ext4
+may put anywhere (`chattr +T`), and what an empty file takes is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import arguments, machine, report
+from benchmarks.skip.files import empty_file_us, file_system, measure_files
+from benchmarks.skip.loop import measure_disabled, measure_loop
+from benchmarks.skip.replay import measure_replay
+from benchmarks.skip.samples import SIZES, Table
+
+FILE_ROUNDS = 8
+"""For each round that is asked for: they are short."""
+CALLS = 20_000
+"""Of a disabled annotation, in a round."""
+AIMS = {
+    "replay": "replay at least 50 times as fast as generation",
+    "files": "at least as fast as torch.save and torch.load: 1 or more",
+    "loop": "less than 5 ms added to the 99th percentile",
+    "disabled": "less than 1,000 ns added",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=_positive, default=5, help="of everything but the long generation (default 5)")
+    parser.add_argument("--no-engine", action="store_true", help="files, loop and annotation only: start no engines")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure (default: %(default)s)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.open("a").close()
+    except OSError as error:
+        parser.error(f"argument --json: {options.json} cannot be written: {error.strerror}")
+    if not (options.dir.is_dir() and os.access(options.dir, os.W_OK)):
+        parser.error(f"argument --dir: {options.dir} is no directory that can be written to")
+    tables: dict[str, Table] = {}
+    with tempfile.TemporaryDirectory(prefix="asyncrl-skip-", dir=options.dir) as scratch:
+        directory = Path(scratch)
+        if shutil.which("chattr"):
+            subprocess.run(["chattr", "+T", scratch], check=False, capture_output=True)
+        facts: dict[str, Any] = {
+            "directory": str(options.dir),
+            "file_system": file_system(directory),
+            "empty_file_us": empty_file_us(directory),
+        }
+        if not options.no_engine:
+            tables["replay"] = measure_replay(directory, options.rounds)
+        tables["files"] = measure_files(directory, SIZES, FILE_ROUNDS * options.rounds)
+        tables["loop"] = measure_loop(directory, SIZES, options.rounds)
+    tables["disabled"] = measure_disabled(10 * options.rounds, CALLS)
+    for name, rows in tables.items():
+        report(f"skip, {name}", rows, aim=f"aim: {AIMS[name]}", **(facts if name in ("files", "loop") else {}))
+    if options.json is not None:
+        result = {"name": "skip", "rounds": options.rounds, **facts, "aims": AIMS, **tables, "machine": machine()}
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

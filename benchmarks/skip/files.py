@@ -1,0 +1,170 @@
+"""Records written and read, against `torch.save` and `torch.load(weights_only=True)`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import asyncrl
+from benchmarks.skip.samples import ROLE, Size, Table, array_bytes, empty, make_generated, ratio, say
+from skip.files import RecordFiles, record_name
+from skip.generation import Generated, from_content, to_content
+from skip.lane import lane
+from skip.record import Content, Origin, Record
+
+
+class Way(Protocol):
+    """How samples are kept in a directory."""
+
+    def write(self, step: int) -> None: ...
+
+    def read(self, step: int) -> None: ...
+
+
+class Records:
+    """What the role does, checksums included."""
+
+    def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
+        self._files = RecordFiles(directory)
+        self._samples = samples
+
+    def write(self, step: int) -> None:
+        origin = Origin(time.time(), socket.gethostname(), 0, 0, asyncrl.__version__)
+        record = Record(ROLE, step, FINGERPRINT, origin, to_content([self._samples[step]]))
+        self._files.write(record_name(step), record)
+
+    def read(self, step: int) -> None:
+        from_content(self._files.read(record_name(step)).content)
+
+
+class TorchArrays:
+    """The same arrays as ready tensors, with the same metadata; what is read stays tensors."""
+
+    def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
+        import torch
+
+        self._torch = torch
+        self._directory = directory
+        self._values = [self.value(to_content([sample])) for sample in samples]
+        directory.mkdir(parents=True)
+
+    def value(self, content: Content) -> dict[str, Any]:
+        tensors = {name: self._torch.from_numpy(array) for name, array in content.arrays.items()}
+        return {"tensors": tensors, "data": dict(content.data), "fingerprint": FINGERPRINT}
+
+    def write(self, step: int) -> None:
+        self.save(step, self._values[step])
+
+    def read(self, step: int) -> None:
+        self.load(step)
+
+    def save(self, step: int, value: Mapping[str, Any]) -> None:
+        temporary = self._directory / f".{step}.new"
+        self._torch.save(value, temporary)
+        os.rename(temporary, self._directory / f"{step}.pt")
+
+    def load(self, step: int) -> Mapping[str, Any]:
+        value: Mapping[str, Any] = self._torch.load(self._directory / f"{step}.pt", weights_only=True)
+        return value
+
+
+class TorchSamples(TorchArrays):
+    """The same files, made of samples and back, as `Records` are."""
+
+    def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
+        super().__init__(directory, samples)
+        self._samples = samples
+
+    def write(self, step: int) -> None:
+        self.save(step, self.value(to_content([self._samples[step]])))
+
+    def read(self, step: int) -> None:
+        value = self.load(step)
+        from_content(Content({name: tensor.numpy() for name, tensor in value["tensors"].items()}, value["data"]))
+
+
+FINGERPRINT = {name: "sha256:" + 32 * "0" for name in ("prompt_ids", "sampling", "model", "tokenizer")} | {"n": "8"}
+WAYS: dict[str, Callable[[Path, Sequence[Generated]], Way]] = {
+    "skip": Records,
+    "torch arrays": TorchArrays,
+    "torch samples": TorchSamples,
+}
+OPS = ("write", "read")
+
+
+def measure_files(directory: Path, sizes: Sequence[Size], rounds: int) -> Table:
+    """A row for each way to write and to read each size, by the caller and through the lane."""
+    rows: Table = []
+    for size in sizes:
+        samples = [make_generated(size, seed) for seed in range(size.records)]
+        megabytes = statistics.fmean(map(array_bytes, samples)) / 1e6
+        for by, timed in DOERS.items():
+            say(f"files, {size.name}, by the {by}")
+            times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(OPS, WAYS)}
+            for number in range(-1, rounds):  # the first round warms all up
+                for way in sorted(WAYS, reverse=bool(number % 2)):
+                    place = directory / f"{size.name}-{by}-{number}-{way}"
+                    made = WAYS[way](place, samples)
+                    for op, one in zip(OPS, (made.write, made.read), strict=True):
+                        seconds = timed(op, one, size.records)
+                        if number >= 0:
+                            times[op, way].append(seconds / size.records)
+                    empty(place)
+            for (op, way), taken in times.items():
+                rate = 1 / statistics.median(taken)
+                row = {"sample": size.name, "by": by, "what": op, "way": way, "per s": rate, "MB/s": rate * megabytes}
+                rows.append({**row, "skip faster": ratio(taken, times[op, "skip"])})
+    return rows
+
+
+def _by_caller(op: str, one: Callable[[int], None], count: int) -> float:
+    """Seconds for all steps from 0 on."""
+    started = time.perf_counter()
+    for step in range(count):
+        one(step)
+    return time.perf_counter() - started
+
+
+def _by_lane(op: str, one: Callable[[int], None], count: int) -> float:
+    """The same, with all of them waiting in line."""
+
+    async def run() -> float:
+        await lane(op).run(lambda: None)
+        started = time.perf_counter()
+        await asyncio.gather(*(lane(op).run(partial(one, step)) for step in range(count)))
+        return time.perf_counter() - started
+
+    return asyncio.run(run())
+
+
+DOERS = {"caller": _by_caller, "lane": _by_lane}
+
+
+def file_system(path: Path) -> str:
+    """The kind that `path` is on."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return "of unknown kind"
+    on = [(len(mount[1]), mount[2]) for mount in mounts if path.resolve().is_relative_to(mount[1])]
+    return max(on)[1] if on else "of unknown kind"
+
+
+def empty_file_us(directory: Path) -> float:
+    """Median microseconds to make an empty file in a new directory."""
+    place = directory / "empty"
+    place.mkdir()
+    times = []
+    for number in range(200):
+        started = time.perf_counter()
+        os.close(os.open(place / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times)

@@ -1,0 +1,230 @@
+"""The same samples from real engines behind Ray Serve and from their records, as many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+
+from asyncrl.config.compose import load_config
+from asyncrl.config.schema import Config
+from asyncrl.ports import EngineFleet
+from asyncrl.types import Prompt, SampleId
+from benchmarks.models import SHAPES, make_llama
+from benchmarks.skip.samples import ROLE, Table, ratio, recording, say
+from rollouter.group import generate_group
+from rollouter.rollouter import load_task
+from rollouter.stages import ask_for
+from skip.generation import Asked, Generated
+from skip.manager import SkipManager
+
+NAMESPACE = "bench-skip"
+
+
+class Stage:
+    """Generation by engines, as the Rollouter asks for it."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+        self._numbers = itertools.count()
+        self.calls = 0
+
+    async def generate(self, asked: Asked) -> Generated:
+        self.calls += 1
+        started = time.perf_counter()
+        name = f"{asked.sample_id}-{next(self._numbers)}"
+        turns = await generate_group(self._fleet, name, asked.prompt, asked.sampling, n=asked.n)
+        return Generated(asked.prompt, tuple(turns), time.perf_counter() - started)
+
+
+class Case(NamedTuple):
+    """What is generated and replayed."""
+
+    name: str
+    config: Config
+    asked: Callable[[int], Asked]
+    """The sample of a feed index, from 1 on."""
+    concurrent: int
+    """Samples at once, of both sides."""
+    generated: int
+    """Samples in a round."""
+    copies: int
+    """Records of each of them."""
+    passes: int
+    """How often a round replays them all."""
+    rounds: int
+    lengths: tuple[int, ...] = ()
+    """What to generate instead: responses of so many tokens, ever longer, until the next would take `LIMIT_S`. Records
+    are of the length asked for, their tokens repeated; the ratio is a lower bound then."""
+
+
+def measure_replay(directory: Path, rounds: int) -> Table:
+    """A row for each case; Ray is started for them, and stopped."""
+    import ray
+
+    ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        cases = (_quickstart(directory, rounds), _long(directory))
+        return [row for case in cases for row in anyio.run(_replay_rows, case)]
+    finally:
+        ray.shutdown()
+
+
+def _quickstart(directory: Path, rounds: int) -> Case:
+    """What `asyncrl launch fully_async` generates without a config file."""
+    dump = directory / "quickstart"
+    overrides = [f"skip.{ROLE}.enable=true", f"skip.{ROLE}.steps=all", f"skip.{ROLE}.dump_dir={dump}"]
+    config = load_config(None, overrides)
+    prompts = load_task(config, directory / "data").prompts
+
+    def asked(index: int) -> Asked:
+        return ask_for(config, SampleId((index - 1) // len(prompts), index), prompts)
+
+    many = config.rollout.max_concurrent_samples
+    return Case("quickstart", config, asked, many, generated=4 * many, copies=1, passes=4, rounds=rounds)
+
+
+LONG_N, LONG_TOKENS, LONG_PROMPT = 16, 8192, 64
+LIMIT_S = 180.0
+"""Longest that generating one long sample may take."""
+
+
+def _long(directory: Path) -> Case:
+    """A random model of the quickstart's size with room for the long responses, which do not end by themselves."""
+    shape = replace(SHAPES["1M"], max_positions=LONG_PROMPT + LONG_TOKENS)
+    path = make_llama(directory / "model", shape)
+    config = recording(
+        directory / "long",
+        model={"path": str(path)},
+        rollout={"n": LONG_N, "response_length": LONG_TOKENS, "max_model_len": shape.max_positions},
+    )
+    ids = np.random.default_rng(0).integers(5, shape.vocab_size, LONG_PROMPT, dtype=np.int32)
+    sampling = {"temperature": 1.0, "max_tokens": LONG_TOKENS, "ignore_eos": True}
+
+    def asked(index: int) -> Asked:
+        return Asked(SampleId(0, index), Prompt(ids), sampling, LONG_N)
+
+    lengths = (LONG_TOKENS // 4, LONG_TOKENS // 2, LONG_TOKENS)
+    return Case("8k x 16", config, asked, 1, generated=1, copies=16, passes=4, rounds=1, lengths=lengths)
+
+
+async def _replay_rows(case: Case) -> Table:
+    from rollouter.serving.app import start_app, stop_app
+    from rollouter.serving.fleet import ServeFleet
+
+    say(f"replay, {case.name}: starting the engine")
+    await start_app(case.config, namespace=NAMESPACE)
+    try:
+        stage = Stage(ServeFleet(case.config, namespace=NAMESPACE))
+        with SkipManager.session(case.config):
+            return await replay_case(case, stage)
+    finally:
+        await stop_app(NAMESPACE)
+
+
+async def replay_case(case: Case, stage: Stage) -> Table:
+    """Rounds of generating new samples and replaying these: a row for engines, and one for records."""
+    replayed = SkipManager.annotate(ROLE)(stage.generate)
+    known: dict[int, Generated] = {}
+
+    @SkipManager.annotate(ROLE)
+    async def record(asked: Asked) -> Generated:
+        return known[asked.sample_id.index]
+
+    rates: dict[str, list[float]] = {"engines": [], "records": []}
+    lengths: dict[str, list[int]] = {"engines": [], "records": []}
+    size = case.generated * case.copies
+    warm_up = replace(case.asked(1), sampling={**case.asked(1).sampling, "max_tokens": 32})
+    await at_once(stage.generate, [warm_up] * min(case.concurrent, case.generated), case.concurrent)
+    for number in range(case.rounds):
+        batch = [case.asked(1 + number * size + place) for place in range(size)]
+        made, seconds = await _generate(case, stage, batch[: case.generated])
+        kept = [_lengthened(one) for one in made] if case.lengths else made
+        known = {asked.sample_id.index: one for asked, one in zip(batch, itertools.cycle(kept), strict=False)}
+        await at_once(record, batch, case.concurrent)
+        stage.calls = 0
+        started = time.perf_counter()
+        for _ in range(case.passes):
+            again = await at_once(replayed, batch, case.concurrent)
+        rates["records"].append(case.passes * size / (time.perf_counter() - started))
+        rates["engines"].append(case.generated / seconds)
+        for name, some in (("engines", made), ("records", again)):
+            lengths[name] += [len(turn.response_ids) for one in some for turn in one.turns]
+        if stage.calls or not all(map(same, known.values(), again)):
+            raise SystemExit(f"{case.name}: {stage.calls} samples were generated again, or other ones were replayed")
+    ratios = {"engines": 1.0, "records": ratio(rates["records"], rates["engines"])}
+    samples = {"engines": case.rounds * case.generated, "records": case.rounds * case.passes * size}
+    return [
+        {
+            "sample": case.name,
+            "from": name,
+            "at once": case.concurrent,
+            "n": case.asked(1).n,
+            "tokens": statistics.fmean(lengths[name]),
+            "samples": samples[name],
+            "per s": statistics.median(rates[name]),
+            "ratio": ratios[name],
+        }
+        for name in rates
+    ]
+
+
+async def _generate(case: Case, stage: Stage, batch: Sequence[Asked]) -> tuple[list[Generated], float]:
+    """Samples, and the seconds they took."""
+    for length in case.lengths or (None,):
+        say(
+            f"replay, {case.name}: generating {len(batch) * batch[0].n} responses"
+            + f" of {length} tokens" * bool(length)
+        )
+        cut = {} if length is None else {"max_tokens": length}
+        asked = [replace(one, sampling={**one.sampling, **cut}) for one in batch]
+        started = time.perf_counter()
+        made = await at_once(stage.generate, asked, case.concurrent)
+        # Attention makes twice the tokens up to four times the work.
+        if 4 * (seconds := time.perf_counter() - started) > LIMIT_S:
+            break
+    return made, seconds
+
+
+def _lengthened(one: Generated) -> Generated:
+    return replace(
+        one,
+        turns=tuple(
+            replace(
+                turn,
+                response_ids=np.resize(turn.response_ids, LONG_TOKENS),
+                rollout_log_probs=np.resize(turn.rollout_log_probs, LONG_TOKENS),
+            )
+            for turn in one.turns
+        ),
+    )
+
+
+def same(one: Generated, other: Generated) -> bool:
+    """Every token and log-prob of the two."""
+    return len(one.turns) == len(other.turns) and all(
+        np.array_equal(turn.response_ids, its.response_ids)
+        and turn.rollout_log_probs.tobytes() == its.rollout_log_probs.tobytes()
+        for turn, its in zip(one.turns, other.turns, strict=True)
+    )
+
+
+async def at_once(
+    stage: Callable[[Asked], Awaitable[Generated]], batch: Sequence[Asked], concurrent: int
+) -> list[Generated]:
+    """Put all through `stage`, so many at a time; in order."""
+    limit = asyncio.Semaphore(concurrent)
+
+    async def one(asked: Asked) -> Generated:
+        async with limit:
+            return await stage(asked)
+
+    return await asyncio.gather(*map(one, batch))

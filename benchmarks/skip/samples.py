@@ -1,0 +1,87 @@
+"""The samples that are recorded, and what the measurements share."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config.schema import Config
+from asyncrl.types import FinishReason, Prompt, Span, Turn
+from skip.generation import Generated
+
+ROLE = "async_rollout"
+Table = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A kind of sample, and how much of it is measured."""
+
+    name: str
+    n: int
+    tokens: tuple[int, int]
+    """Fewest and most of a response."""
+    records: int
+    """In a round of files."""
+    loop_s: float
+    """Of a round on the event loop."""
+
+
+SIZES = (
+    Size("quickstart", n=8, tokens=(4, 16), records=60, loop_s=3.0),
+    Size("8k x 16", n=16, tokens=(8192, 8192), records=12, loop_s=3.0),
+)
+
+
+def make_generated(size: Size, seed: int) -> Generated:
+    """A sample such as engines make."""
+    rng = np.random.default_rng(seed)
+    text = "+".join(str(number) for number in rng.integers(1, 20, 4)) + "="
+    messages: tuple[Mapping[str, Any], ...] = ({"role": "user", "content": text},)
+    ids = rng.integers(5, 60, len(text) + 3, dtype=np.int32)
+    prompt = Prompt(ids, messages, "asyncrl/chain_sum", "26", {"index": seed, "split": "train"})
+    turns = [
+        Turn(
+            rng.integers(5, 60, length, dtype=np.int32),
+            -rng.random(length, dtype=np.float32),
+            (Span(0, 0),),
+            FinishReason.STOP,
+        )
+        for length in rng.integers(size.tokens[0], size.tokens[1], size.n, endpoint=True)
+    ]
+    return Generated(prompt, tuple(turns), 1.0)
+
+
+def array_bytes(sample: Generated) -> int:
+    """Of its arrays, whatever they are kept in."""
+    turns = sum(turn.response_ids.nbytes + turn.rollout_log_probs.nbytes for turn in sample.turns)
+    return sample.prompt.prompt_ids.nbytes + turns
+
+
+def recording(directory: Path, **sections: Any) -> Config:
+    """All steps of the role, below `directory`."""
+    role = {"enable": True, "steps": "all", "dump_dir": str(directory)}
+    return Config.model_validate({**sections, "skip": {ROLE: role}})
+
+
+def empty(directory: Path) -> None:
+    """Let go of the data of all files below, and of no file."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            os.truncate(os.path.join(folder, name), 0)
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    """Median of the ratios of what was measured in the same round."""
+    return statistics.median(one / other for one, other in zip(values, others, strict=True))
+
+
+def say(what: str) -> None:
+    sys.stderr.write(f"{what}\n")
