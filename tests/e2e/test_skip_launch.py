@@ -27,6 +27,7 @@ from tests.e2e.launches import (
     start,
     trained_once,
 )
+from tests.fakes.reward_model import make_classifier
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -236,4 +237,27 @@ def test_a_few_records_train_for_long_without_engines_and_every_part_may_die(tmp
     assert {part: count for part, count in summary["restarts"].items() if count} == dict.fromkeys(
         ("rollouter", "trainer", "queue"), 1
     )
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_served_where_no_engine_is(recorded: Launch, dump_dir: Path, tmp_path: Path) -> None:
+    """Other rewards for the same responses: what `iterate` is for."""
+    run = launch(
+        tmp_path,
+        dump_dir,
+        "skip.async_rollout.serve_when_covered=false",
+        "data.val_files=[]",
+        "trainer.total_training_steps=2",
+        "reward_model.placement=serve",
+        f"reward_model.path={make_classifier(tmp_path / 'classifier')}",
+    )
+    assert run.wait() == 0, run.output()
+    assert "no engines: all 32 samples are recorded" in run.output()
+    before, after = recorded.steps()[:2], run.steps()
+    assert [step["actor/loss"] for step in after] != [step["actor/loss"] for step in before]
+    assert run.summary()["samples"]["replayed"] == 32
+    code, told = diff(recorded, run)
+    assert (code, told["difference"]["step"]) == (1, 1)
+    assert "rewards" in told["difference"]["names"]
     assert run.survivors() == []
