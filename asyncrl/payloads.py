@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.blobs import Blob
-from asyncrl.types import FinishReason, LogProbs, Mask, Replay, Sample, SampleId, Span, TokenIds, Trajectory
+from asyncrl.types import FinishReason, LogProbs, Mask, Replay, Row, Sample, SampleId, Span, TokenIds
 
 
 class FileRef(NamedTuple):
@@ -29,9 +29,12 @@ class FileRef(NamedTuple):
 JOIN_BELOW_TOKENS = 16_384
 """Longer responses are not copied: fresh memory to join them in would cost more than four arrays of their own do."""
 
-_Row = tuple[int, int, int, int, int, tuple[tuple[int, int], ...], str, float, Mapping[str, float]]
-"""One trajectory: its chunk; start and number of its prompt tokens there, then of its response tokens; spans, finish
-reason, reward, reward_extra. A plain tuple: a named one takes three times as long to pickle."""
+_Row = tuple[
+    int, int, int, int, int, tuple[tuple[int, int], ...], str, int, tuple[tuple[int, float], ...], float,
+    Mapping[str, float],
+]  # fmt: skip
+"""A row: its chunk; start and number of its prompt tokens there, then of its response tokens; spans, finish reason,
+trajectory, turn_rewards, reward, reward_extra. A plain tuple: a named one takes three times as long to pickle."""
 
 
 _Replay = tuple[int, bool, tuple[tuple[tuple[int, int], ...], ...]]
@@ -72,7 +75,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
     packed = tuple(
         PackedSample(
             (sample.sample_id.epoch, sample.sample_id.index),
-            tuple(packer.add(row) for row in sample.trajectories),
+            tuple(packer.add(row) for row in sample.rows),
             sample.data_source,
             sample.generate_s,
             sample.reward_s,
@@ -117,8 +120,13 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             "reward_s": float(sample.reward_s),
             "baseline_reward": None if sample.baseline_reward is None else float(sample.baseline_reward),
             "replay": sample.replay,
-            "trajectories": [
-                (*row[:-2], float(row[-2]), {key: float(value) for key, value in row[-1].items()})
+            "rows": [
+                (
+                    *row[:-3],
+                    [(token, float(reward)) for token, reward in row[-3]],
+                    float(row[-2]),
+                    {key: float(value) for key, value in row[-1].items()},
+                )
                 for row in sample.rows
             ],
         }
@@ -129,9 +137,9 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 _ROW_FIELDS = (
     "arrays, first of prompt_ids, number of prompt_ids, first of response_ids, number of response_ids, "
-    "[[first token, version], ...], finish_reason, reward, reward_extra"
+    "[[first token, version], ...], finish_reason, trajectory, [[token, reward], ...], reward, reward_extra"
 )
-_ROW_TYPES = [int, int, int, int, int, list, str, float, dict]
+_ROW_TYPES = [int, int, int, int, int, list, str, int, list, float, dict]
 
 
 class PackedBlob:
@@ -200,7 +208,7 @@ def _parse(description: Any) -> PackedSample:
             "reward_s": float(reward_s),
             "baseline_reward": float() | None as baseline_reward,
             "replay": [*_] | None as replay,
-            "trajectories": [*rows],
+            "rows": [*rows],
         } if epoch >= 0 and index >= 1:
             parsed = tuple([_parse_row(row) for row in rows])
             told = None if replay is None else _parse_replay(replay)
@@ -210,13 +218,24 @@ def _parse(description: Any) -> PackedSample:
 
 def _parse_row(description: Any) -> _Row:
     if not isinstance(description, list) or list(map(type, description)) != _ROW_TYPES:
-        raise ValueError("the description of a trajectory is none")
-    *numbers, spans, finish_reason, reward, extra = description
-    if min(numbers) < 0 or not all([type(value) is float for value in extra.values()]):
-        raise ValueError("the description of a trajectory makes no sense")
+        raise ValueError("the description of a row is none")
+    *numbers, spans, finish_reason, trajectory, turn_rewards, reward, extra = description
+    if min(*numbers, trajectory) < 0 or not all([type(value) is float for value in extra.values()]):
+        raise ValueError("the description of a row makes no sense")
     number, prompt_start, prompt_tokens, response_start, response_tokens = numbers
     places = (number, prompt_start, prompt_tokens, response_start, response_tokens)
-    return (*places, spans_from_json(spans), finish_reason, reward, extra)
+    of_turns = _turn_rewards_from_json(turn_rewards)
+    return (*places, spans_from_json(spans), finish_reason, trajectory, of_turns, reward, extra)
+
+
+def _turn_rewards_from_json(value: list[Any]) -> tuple[tuple[int, float], ...]:
+    try:
+        rewards = tuple([(token, reward) for token, reward in value])
+    except TypeError as error:
+        raise ValueError("turn rewards are no list of pairs") from error
+    if not all([type(token) is int and token >= 0 and type(reward) is float for token, reward in rewards]):
+        raise ValueError("turn rewards are no pairs of a token's place and a number")
+    return rewards
 
 
 def _parse_replay(description: Any) -> _Replay:
@@ -230,7 +249,7 @@ def _check_row(row: _Row, chunk: Chunk) -> None:
     _, prompt_start, prompt_tokens, response_start, response_tokens = row[:5]
     longest = min(len(chunk.response_ids), len(chunk.response_mask), len(chunk.rollout_log_probs))
     if prompt_start + prompt_tokens > len(chunk.prompt_ids) or response_start + response_tokens > longest:
-        raise ValueError("a trajectory lies outside of its arrays")
+        raise ValueError("a row lies outside of its arrays")
 
 
 def _pack_replay(replay: Replay | None) -> _Replay | None:
@@ -251,12 +270,12 @@ class _Packer:
     """Chunk 0 joins the short trajectories; each long one is a chunk of its own."""
 
     def __init__(self) -> None:
-        self._short: list[Trajectory] = []
-        self._long: list[Trajectory] = []
+        self._short: list[Row] = []
+        self._long: list[Row] = []
         self._prompt_tokens = 0
         self._response_tokens = 0
 
-    def add(self, row: Trajectory) -> _Row:
+    def add(self, row: Row) -> _Row:
         prompt_tokens, response_tokens = len(row.prompt_ids), len(row.response_ids)
         if response_tokens < JOIN_BELOW_TOKENS:
             place = (0, self._prompt_tokens, prompt_tokens, self._response_tokens, response_tokens)
@@ -267,13 +286,14 @@ class _Packer:
             self._long.append(row)
             place = (len(self._long), 0, prompt_tokens, 0, response_tokens)
         spans = tuple((span.first_token, span.version) for span in row.spans)
-        return (*place, spans, str(row.finish_reason), row.reward, row.reward_extra)
+        told = (str(row.finish_reason), row.trajectory, row.turn_rewards, row.reward, row.reward_extra)
+        return (*place, spans, *told)
 
     def chunks(self) -> tuple[Chunk, ...]:
         return (_join(self._short), *(_join([row]) for row in self._long))
 
 
-def _join(rows: Sequence[Trajectory]) -> Chunk:
+def _join(rows: Sequence[Row]) -> Chunk:
     return Chunk(
         _joined([row.prompt_ids for row in rows], np.int32),
         _joined([row.response_ids for row in rows], np.int32),
@@ -288,12 +308,13 @@ def _joined(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
 
 
-def _unpack_row(row: _Row, chunk: Chunk) -> Trajectory:
-    _, prompt_start, prompt_tokens, response_start, response_tokens, spans, finish_reason, reward, extra = row
+def _unpack_row(row: _Row, chunk: Chunk) -> Row:
+    _, prompt_start, prompt_tokens, response_start, response_tokens, spans, finish_reason = row[:7]
+    trajectory, turn_rewards, reward, extra = row[7:]
     prompt = slice(prompt_start, prompt_start + prompt_tokens)
     response = slice(response_start, response_start + response_tokens)
     prompt_ids, response_ids, response_mask, rollout_log_probs = chunk
-    return Trajectory(
+    return Row(
         prompt_ids=prompt_ids[prompt],
         response_ids=response_ids[response],
         response_mask=response_mask[response],
@@ -302,4 +323,6 @@ def _unpack_row(row: _Row, chunk: Chunk) -> Trajectory:
         finish_reason=FinishReason(finish_reason),
         reward=reward,
         reward_extra=extra,
+        trajectory=trajectory,
+        turn_rewards=turn_rewards,
     )

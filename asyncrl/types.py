@@ -54,9 +54,14 @@ class Span(NamedTuple):
 
 
 class FinishReason(StrEnum):
+    """Why a turn, or a whole trajectory, ended."""
+
     STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"  # cut short by a weight sync or a shutdown; the client resumes it with its tokens
+    LENGTH = "length"  # of the response, or of the model's context
+    ABORTED = "aborted"  # a turn: cut short by a weight sync or a shutdown; the client resumes it with its tokens
+    TOOL_CALL = "tool_call"  # a turn: it calls tools. A trajectory: a tool has ended it
+    MAX_TURNS = "max_turns"  # a trajectory: it may take no more turns
+    TIMEOUT = "timeout"  # a trajectory: out of time, and kept with the turns that it had completed
 
 
 class DropReason(StrEnum):
@@ -64,6 +69,7 @@ class DropReason(StrEnum):
     FAILED = "failed"
     FILTERED = "filtered"
     OVERLONG = "overlong"
+    SURPLUS = "surplus"  # over-sampled, and aborted when others were done first
     SHUTDOWN = "shutdown"
 
 
@@ -95,20 +101,27 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """One scored response to a prompt."""
+class Row:
+    """A scored trajectory as it is trained on: tokens as the policy saw them. One is enough for a trajectory, unless
+    the chat template rewrote its history on the way (`asyncrl.trajectory`)."""
 
     prompt_ids: TokenIds
     response_ids: TokenIds
+    """int32 `[L]`: all turns of the policy, and what tools and users said between them."""
     response_mask: Mask
     """bool `[L]`: True = sampled by the policy and trained on."""
     rollout_log_probs: LogProbs
+    """float32 `[L]`, nats; 0 where `response_mask` is False."""
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     reward: float
-    """Of the whole response: `reward.weight` times the function's score, and what a reward model adds to it."""
+    """Of the whole trajectory, `turn_rewards` included; the same in all its rows. See docs/rewards.md."""
     reward_extra: Mapping[str, float] = field(default_factory=dict)
     """What the function tells besides its score; with a reward model, the parts of `reward`: `rule`, and `model`."""
+    trajectory: int = 0
+    """Which of the sample's trajectories it belongs to, from 0. Rows of one are neighbours, in order."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Parts of `reward` that belong to turns in this row: the turn's last token in the response, and how much."""
 
     @property
     def oldest_version(self) -> int:
@@ -135,8 +148,8 @@ class Replay:
     substituted: bool
     """The record is of another step, or of something else than was asked."""
     spans: tuple[tuple[Span, ...], ...]
-    """Of each trajectory, as recorded: the versions that truly sampled it. With `replay_versions: current`, the
-    trajectories' own say something else."""
+    """Of each row, as recorded: the versions that truly sampled it. With `replay_versions: current`, the rows' own say
+    something else."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +157,8 @@ class Sample:
     """One prompt with its `n` scored trajectories (a GRPO group): the unit of queue, ledger and skip."""
 
     sample_id: SampleId
-    trajectories: tuple[Trajectory, ...]
+    rows: tuple[Row, ...]
+    """Of the first trajectory, of the second, …"""
     data_source: str = "default"
     generate_s: float = 0.0
     """Seconds from dispatch to the last token of the group."""
@@ -176,12 +190,12 @@ class SampleMeta(NamedTuple):
 
 def sample_meta(sample: Sample) -> SampleMeta:
     """Summarize `sample` for the queue."""
-    rows = sample.trajectories
+    rows = sample.rows
     return SampleMeta(
         sample_id=sample.sample_id,
         oldest_version=min(row.oldest_version for row in rows),
         newest_version=max(row.newest_version for row in rows),
-        num_trajectories=len(rows),
+        num_trajectories=len({row.trajectory for row in rows}),
         response_tokens=sum(len(row.response_ids) for row in rows),
         payload_bytes=sum(
             row.prompt_ids.nbytes + row.response_ids.nbytes + row.response_mask.nbytes + row.rollout_log_probs.nbytes

@@ -59,6 +59,7 @@ def make_rows(lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed:
             rollout_log_probs=np.full(length, -np.log(vocab_size), dtype=np.float32),
             versions=np.zeros(length, dtype=np.int64),
             reward=float(number % GROUP),
+            trajectory=number % GROUP,
         )
         for number, length in enumerate(lengths)
     ]

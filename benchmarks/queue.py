@@ -36,7 +36,7 @@ from asyncrl.ports import PayloadStore, SampleQueue
 from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.sample_queue import QueueOptions
 from asyncrl.staleness import Pacing
-from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta
+from asyncrl.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
 from benchmarks.report import arguments, report
 
 IN_HAND = 64
@@ -55,7 +55,7 @@ def make_sample(num_bytes: int, seed: int = 0) -> Sample:
     tokens = max(1, (per_row - 4 * prompt_tokens) // 9)
     rng = np.random.default_rng(seed)
     rows = tuple(
-        Trajectory(
+        Row(
             prompt_ids=rng.integers(0, 32000, prompt_tokens, dtype=np.int32),
             response_ids=rng.integers(0, 32000, tokens, dtype=np.int32),
             response_mask=np.ones(tokens, dtype=np.bool_),
@@ -63,8 +63,9 @@ def make_sample(num_bytes: int, seed: int = 0) -> Sample:
             spans=(Span(0, 0),),
             finish_reason=FinishReason.STOP,
             reward=1.0,
+            trajectory=number,
         )
-        for _ in range(TRAJECTORIES)
+        for number in range(TRAJECTORIES)
     )
     return Sample(SampleId(0, 1), rows)
 
@@ -76,7 +77,7 @@ class Reader:
         self._memory = np.empty(num_bytes, dtype=np.uint8)
 
     def read(self, sample: Sample) -> None:
-        for row in sample.trajectories:
+        for row in sample.rows:
             for array in (row.prompt_ids, row.response_ids, row.response_mask, row.rollout_log_probs):
                 np.copyto(self._memory[: array.nbytes].view(array.dtype), array)
 

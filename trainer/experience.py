@@ -25,12 +25,15 @@ from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.objective import explained_variance
 from trainer.algorithms.shaping import (
+    Rewards,
     combined_scores,
     kl_penalised,
+    laid_out,
     next_kl_coefficient,
     overlong_penalty,
-    token_rewards,
+    scores_of,
 )
+from trainer.algorithms.trajectories import Trajectories
 from trainer.placement import reference_is_actor
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample
@@ -114,15 +117,19 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
         DataError: see `ExperienceBuilder.make`.
     """
     _check_finite(batch)
-    algorithm = config.algorithm
-    rewards, metrics, kl_coef = _token_rewards(batch, config, kl_coef)
+    algorithm, trajectories = config.algorithm, Trajectories.of(batch["trajectories"])
+    rewards, metrics, kl_coef = _rewards(batch, trajectories, config, kl_coef)
     inputs = AdvantageInputs(
-        token_rewards=rewards,
+        token_rewards=rewards.tokens,
+        scores=scores_of(rewards, trajectories),
         response_mask=batch["response_mask"],
         groups=batch["groups"],
+        trajectories=trajectories,
         values=batch.get("values"),
         baseline_rewards=batch.get("baseline_rewards"),
     )
+    if "turn_rewards" in batch:
+        del batch["turn_rewards"]  # the ranks have no use for them
     estimated = advantage_estimator(algorithm)(inputs)
     batch["advantages"], batch["returns"] = estimated.advantages.float(), estimated.returns.float()
     # After a rewind a sample may be of versions that the Trainer has yet to reach again.
@@ -134,26 +141,32 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
     batch["loss_mask"] = corrected.loss_mask
     if corrected.is_weights is not None:
         batch["is_weights"] = corrected.is_weights
+    if trajectories.forked:
+        batch["trajectory_tokens"] = trajectories.spread(trajectories.sum(corrected.loss_mask.sum(dim=1)))
     batch["token_ages"] = (ages * batch["response_mask"]).float()
     return Experience(batch, metrics, kl_coef)
 
 
-def _token_rewards(batch: TensorDict, config: Config, kl_coef: float | None) -> tuple[Tensor, Metrics, float | None]:
-    """Rewards of tokens, float64 `[B, R]`, what to tell of them, and the next adaptive KL coefficient."""
+def _rewards(
+    batch: TensorDict, trajectories: Trajectories, config: Config, kl_coef: float | None
+) -> tuple[Rewards, Metrics, float | None]:
+    """Rewards of tokens, float64, what to tell of them, and the next adaptive KL coefficient."""
     algorithm, mask = config.algorithm, batch["response_mask"]
-    scores, metrics = batch["rewards"], Metrics()
+    scores, metrics = batch["rewards"][trajectories.first], Metrics()
     if "model_scores" in batch:
-        # The Rollouter has weighted its own share already.
-        scores = combined_scores(scores, batch["model_scores"], model_weight=config.reward_model.weight)
-        metrics["reward/model_mean"] = float(batch["model_scores"].mean())
+        # The last row is the conversation as it ended. The Rollouter has weighted its own share already.
+        model_scores = batch["model_scores"][trajectories.last]
+        scores = combined_scores(scores, model_scores, model_weight=config.reward_model.weight)
+        metrics["reward/model_mean"] = float(model_scores.mean())
     if "baseline_rewards" in batch:
-        metrics["reward/baseline_mean"] = float(batch["baseline_rewards"].mean())
+        metrics["reward/baseline_mean"] = float(batch["baseline_rewards"][trajectories.first].mean())
     if config.reward.overlong_buffer.enable:
-        lengths = batch["response_lens"]
+        lengths = trajectories.sum(batch["response_lens"])
         punishment = overlong_penalty(lengths, config.rollout.response_length, config.reward.overlong_buffer)
         scores = scores + punishment
         metrics["reward/overlong_mean"] = float(punishment.mean())
-    rewards, next_kl_coef = token_rewards(scores, mask), None
+    rewards = laid_out(trajectories.spread(scores), mask, trajectories, batch.get("turn_rewards"))
+    next_kl_coef = None
     if algorithm.use_kl_in_reward:
         adapts = algorithm.kl_ctrl.type == "adaptive"
         # A checkpoint's coefficient must not outlive a change of the configuration that fixes it.
@@ -163,15 +176,16 @@ def _token_rewards(batch: TensorDict, config: Config, kl_coef: float | None) -> 
             batch["old_log_probs"],
             batch["ref_log_probs"],
             mask,
+            trajectories,
             kind=algorithm.kl_penalty,
             coefficient=coefficient,
         )
-        rewards = penalised.token_rewards
+        rewards = penalised.rewards
         metrics |= {"reward/kl": penalised.kl, "reward/kl_coef": coefficient}
         if adapts:
-            next_kl_coef = next_kl_coefficient(coefficient, penalised.kl, len(batch), algorithm.kl_ctrl)
+            next_kl_coef = next_kl_coefficient(coefficient, penalised.kl, len(trajectories), algorithm.kl_ctrl)
     if metrics:
-        metrics["reward/shaped_mean"] = float(rewards.sum(dim=1).mean())
+        metrics["reward/shaped_mean"] = float(scores_of(rewards, trajectories).mean())
     return rewards, metrics, next_kl_coef
 
 
@@ -203,7 +217,7 @@ def _check_finite(batch: TensorDict) -> None:
             wrong = (~batch[key].isfinite() & batch["response_mask"]).sum().item()
             if wrong:
                 raise DataError(
-                    f"{wrong} {what} are not finite, in a lease of {len(batch)} responses: nothing can be learned from "
+                    f"{wrong} {what} are not finite, in a lease of {len(batch)} rows: nothing can be learned from "
                     "them. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
                 )
     if "model_scores" in batch and not batch["model_scores"].isfinite().all():

@@ -1,9 +1,11 @@
-"""Leased samples → rows for the loss: staleness, masks, what is not trained on; a step's samples in numbers. Pure."""
+"""Leased samples → rows for the loss: staleness, masks, turn rewards, what is refused and what is not trained on; a
+step's samples in numbers. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.failures import DataError
 from asyncrl.records import Metrics
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Provenance, Sample, SampleId, TokenIds, versions_per_token
+from asyncrl.types import DropReason, Provenance, Row, Sample, SampleId, TokenIds, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
 
@@ -26,7 +28,7 @@ class UnusableRowError(DataError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
-    """One trajectory, as the Trainer takes it in. Arrays of `L` response tokens."""
+    """One row of a trajectory, as the Trainer takes it in. Arrays of `L` response tokens."""
 
     sample_id: SampleId
     prompt_ids: TokenIds
@@ -39,6 +41,12 @@ class TrainRow:
     versions: NDArray[np.int64]
     """Weights that sampled each token."""
     reward: float
+    """Of the whole trajectory, `turn_rewards` of all its rows included."""
+    trajectory: int
+    """Which of the sample's trajectories; neighbours with one number are rows of one."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """See `asyncrl.types.Row`."""
+    reward_extra: Mapping[str, float] = field(default_factory=dict)
     baseline_reward: float | None = None
     """Score of the greedy response to the same prompt (ReMax)."""
 
@@ -51,7 +59,7 @@ class TrainSample:
     lease_id: int
     rows: tuple[TrainRow, ...]
     rewards: tuple[float, ...]
-    """As the Rollouter scored them: without what the Trainer adds (`trainer.experience`)."""
+    """One for each trajectory, as the Rollouter scored them: without what the Trainer adds (`trainer.experience`)."""
     staleness: int
     """Trainer version at lease minus the version of its oldest token, masked tokens included."""
     provenance: Provenance
@@ -67,8 +75,8 @@ class RowRules:
     mask_beyond: int | None
     """With `stale_action: mask`, tokens more versions old than this leave the loss; None: none do."""
     filter_groups: bool
-    """Samples whose responses all have the same reward are `filtered` (DAPO, https://arxiv.org/abs/2503.14476). Judged
-    by the Rollouter's score: overlong punishment, KL and the Trainer's own reward model come after it."""
+    """Samples whose trajectories all have the same reward are `filtered` (DAPO, https://arxiv.org/abs/2503.14476).
+    Judged by the Rollouter's score: overlong punishment, KL and the Trainer's own reward model come after it."""
     vocab_size: int | None
     """Of the model; None: not known here, so token ids are only checked for being no less than 0."""
     rewound: bool = False
@@ -81,28 +89,17 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
 
     Raises:
         BugError: tokens of a version the trainer has not reached, neither after a rewind nor of a replayed sample.
-        UnusableRowError: see `check_row`.
+        UnusableRowError: see `check_row` and `check_trajectories`.
     """
     rows, was_stale = [], False
-    for trajectory in sample.trajectories:
-        length = len(trajectory.response_ids)
-        stale = stale_token_mask(trajectory.spans, length, trainer_version, rules.mask_beyond)
-        was_stale |= bool((stale & trajectory.response_mask).any())
-        row = TrainRow(
-            sample_id=sample.sample_id,
-            prompt_ids=trajectory.prompt_ids,
-            response_ids=trajectory.response_ids,
-            response_mask=trajectory.response_mask,
-            loss_mask=trajectory.response_mask & ~stale,
-            rollout_log_probs=trajectory.rollout_log_probs,
-            versions=versions_per_token(trajectory.spans, length),
-            reward=float(trajectory.reward),
-            baseline_reward=sample.baseline_reward,
-        )
-        check_row(row, vocab_size=rules.vocab_size)
-        rows.append(row)
-    rewards = tuple(row.reward for row in rows)
-    oldest = min(row.oldest_version for row in sample.trajectories)
+    for row in sample.rows:
+        stale = stale_token_mask(row.spans, len(row.response_ids), trainer_version, rules.mask_beyond)
+        was_stale |= bool((stale & row.response_mask).any())
+        rows.append(_train_row(sample, row, stale))
+        check_row(rows[-1], vocab_size=rules.vocab_size)
+    check_trajectories(rows)
+    rewards = tuple(trajectory[0].reward for trajectory in trajectories(rows))
+    oldest = min(row.oldest_version for row in sample.rows)
     untrainable = None
     if not any(row.loss_mask.any() for row in rows):
         untrainable = DropReason.STALE if was_stale else DropReason.FILTERED
@@ -119,12 +116,35 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
     )
 
 
+def _train_row(sample: Sample, row: Row, stale: NDArray[np.bool_]) -> TrainRow:
+    return TrainRow(
+        sample_id=sample.sample_id,
+        prompt_ids=row.prompt_ids,
+        response_ids=row.response_ids,
+        response_mask=row.response_mask,
+        loss_mask=row.response_mask & ~stale,
+        rollout_log_probs=row.rollout_log_probs,
+        versions=versions_per_token(row.spans, len(row.response_ids)),
+        reward=float(row.reward),
+        trajectory=row.trajectory,
+        turn_rewards=row.turn_rewards,
+        reward_extra=row.reward_extra,
+        baseline_reward=sample.baseline_reward,
+    )
+
+
+def trajectories(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    """The rows of a sample, by trajectory."""
+    return [list(members) for _, members in groupby(rows, key=lambda row: row.trajectory)]
+
+
 def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
     """Refuse what would train on nonsense or crash in the model.
 
     Raises:
         UnusableRowError: empty prompt or response, arrays of unequal length, a token id outside the vocabulary, a
-            behaviour log-prob of a sampled token or a reward that is not finite.
+            behaviour log-prob of a sampled token or a reward that is not finite, a turn's reward on a token that was
+            not sampled.
     """
     length = len(row.response_ids)
     kind = problem = ""
@@ -150,16 +170,52 @@ def check_row(row: TrainRow, *, vocab_size: int | None) -> None:
         elif not np.isfinite(row.reward) or (row.baseline_reward is not None and not np.isfinite(row.baseline_reward)):
             kind = "rewards that are not finite"
             problem = f"a reward of {row.reward} (baseline {row.baseline_reward}), which is not finite"
+        else:
+            kind, problem = _bad_turn(row)
     if problem:
-        raise UnusableRowError(
-            f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.", kind=kind
-        )
+        raise _unusable(row, problem, kind)
+
+
+def _bad_turn(row: TrainRow) -> tuple[str, str]:
+    """What is wrong with a turn's reward, as its kind and in full; empty: nothing."""
+    for token, reward in row.turn_rewards:
+        if not (0 <= token < len(row.response_mask) and row.response_mask[token]):
+            problem = f"a turn's reward on token {token} of {len(row.response_mask)}, which the policy did not sample"
+            return "turn rewards on no sampled token", problem
+        if not np.isfinite(reward):
+            return "turn rewards that are not finite", f"a turn's reward of {reward}, which is not finite"
+    return "", ""
+
+
+def check_trajectories(rows: Sequence[TrainRow]) -> None:
+    """Refuse rows of a sample that are not trajectories.
+
+    Raises:
+        UnusableRowError: rows of one trajectory are not neighbours, or have different rewards.
+    """
+    seen: set[int] = set()
+    for first, *others in trajectories(rows):
+        if first.trajectory in seen:
+            problem = f"rows of trajectory {first.trajectory} are not neighbours"
+            raise _unusable(first, problem, "rows of a trajectory that are not neighbours")
+        seen.add(first.trajectory)
+        odd = [row.reward for row in others if row.reward != first.reward]
+        if odd:
+            problem = f"rows of trajectory {first.trajectory} have rewards of {first.reward} and {odd[0]}"
+            raise _unusable(first, problem, "rows of a trajectory that disagree")
+
+
+def _unusable(row: TrainRow, problem: str, kind: str) -> UnusableRowError:
+    return UnusableRowError(
+        f"{row.sample_id} cannot be trained on: {problem}. Check the engine's and the reward's output.", kind=kind
+    )
 
 
 def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
-    """What went into a step."""
+    """What went into a step. Trajectories count once, however many rows they are."""
     rewards = np.array([reward for sample in samples for reward in sample.rewards])
-    lengths = np.array([len(row.response_ids) for sample in samples for row in sample.rows])
+    of_all = [trajectory for sample in samples for trajectory in trajectories(sample.rows)]
+    lengths = np.array([sum(len(row.response_ids) for row in trajectory) for trajectory in of_all])
     ages = np.array([sample.staleness for sample in samples])
     return {
         "reward/mean": float(rewards.mean()),
@@ -168,8 +224,31 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "response_tokens/max": float(lengths.max()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
+        **_of_turns(of_all, lengths),
+        **_extras(of_all),
         **_replayed(samples),
     }
+
+
+def _of_turns(of_all: Sequence[Sequence[TrainRow]], lengths: NDArray[np.int64]) -> Metrics:
+    """Only where there is more to a trajectory than one response."""
+    metrics = Metrics()
+    sampled = np.array([sum(int(row.response_mask.sum()) for row in trajectory) for trajectory in of_all])
+    if (sampled != lengths).any():
+        metrics["sampled_tokens/mean"] = float(sampled.mean())
+    num_rows = [len(trajectory) for trajectory in of_all]
+    if max(num_rows) > 1:
+        metrics["rows/per_trajectory"] = sum(num_rows) / len(num_rows)
+    return metrics
+
+
+def _extras(of_all: Sequence[Sequence[TrainRow]]) -> Metrics:
+    """Means over the trajectories that have each."""
+    values: dict[str, list[float]] = {}
+    for trajectory in of_all:
+        for name, value in trajectory[0].reward_extra.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/extra/{name}": sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def _replayed(samples: Sequence[TrainSample]) -> Metrics:

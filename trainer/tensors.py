@@ -1,7 +1,8 @@
-"""The batch that travels from the loop to the ranks: a `TensorDict` on CPU of `B` rows (trajectories), padded right.
+"""The batch that travels from the loop to the ranks: a `TensorDict` on CPU of `B` rows, padded right.
 
-`T`: longest prompt + response, `R`: longest response. Padding is 0, False in masks; nothing is learned from it, and
-engines drop it before they compute (`trainer.engine.packing`).
+A row is a trajectory, unless the chat template rewrote history on the way: then a trajectory is several rows
+(`trainer.algorithms.trajectories`). `T`: longest prompt + response, `R`: longest response. Padding is 0, False in
+masks; nothing is learned from it, and engines drop it before they compute (`trainer.engine.packing`).
 
 | key               | dtype, shape     | what                                                                  |
 |-------------------|------------------|-----------------------------------------------------------------------|
@@ -12,14 +13,17 @@ engines drop it before they compute (`trainer.engine.packing`).
 | loss_mask         | bool `[B, R]`    | of these, what is trained: without what is too stale or rejected      |
 | rollout_log_probs | float32 `[B, R]` | behaviour policy, nats                                                |
 | versions          | int64 `[B, R]`   | weights that sampled each token                                       |
-| groups            | int64 `[B]`      | number of the row's sample, from 0; rows of a sample are neighbours         |
-| rewards           | float64 `[B]`    | score of the whole response                                           |
+| groups            | int64 `[B]`      | number of the row's sample, from 0; rows of one are neighbours        |
+| trajectories      | int64 `[B]`      | number of its trajectory over all samples; rows of one are neighbours |
+| rewards           | float64 `[B]`    | score of the whole trajectory, the same in all its rows               |
+| turn_rewards      | float64 `[B, R]` | only if there are any: parts of it, on the last token of their turn   |
 | baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt           |
 
 What the Trainer adds before it trains, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
-(versions between the Trainer and the weights that sampled each token). And `model_scores`, float32 `[B]`, where the
-Trainer runs a reward model.
+(versions between the Trainer and the weights that sampled each token). `model_scores`, float32 `[B]`, where the Trainer
+runs a reward model. And, where a trajectory has several rows, `trajectory_tokens`, int64 `[B]`: trained tokens of the
+row's whole trajectory, so that a mean over trajectories counts it once (`trainer.engine.packing.token_weights`).
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
     loss_mask = torch.zeros(size, longest, dtype=torch.bool)
     rollout_log_probs = torch.zeros(size, longest)
     versions = torch.zeros(size, longest, dtype=torch.int64)
-    groups = torch.zeros(size, dtype=torch.int64)
+    groups, trajectories = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     for index, row in enumerate(rows):
         prompt, response = len(row.prompt_ids), len(row.response_ids)
         input_ids[index, :prompt] = torch.from_numpy(row.prompt_ids)
@@ -54,7 +58,11 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
         rollout_log_probs[index, :response] = torch.from_numpy(row.rollout_log_probs)
         versions[index, :response] = torch.from_numpy(row.versions)
         if index:
-            groups[index] = groups[index - 1] + int(row.sample_id != rows[index - 1].sample_id)
+            before = rows[index - 1]
+            same_sample = row.sample_id == before.sample_id
+            same_trajectory = same_sample and row.trajectory == before.trajectory
+            groups[index] = groups[index - 1] + int(not same_sample)
+            trajectories[index] = trajectories[index - 1] + int(not same_trajectory)
     batch = TensorDict(
         {
             "input_ids": input_ids,
@@ -65,13 +73,25 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
             "rollout_log_probs": rollout_log_probs,
             "versions": versions,
             "groups": groups,
+            "trajectories": trajectories,
             "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
         },
         batch_size=[size],
     )
+    if any(row.turn_rewards for row in rows):
+        batch["turn_rewards"] = _turn_rewards(rows, longest)
     if rows[0].baseline_reward is not None:
         batch["baseline_rewards"] = torch.tensor([row.baseline_reward for row in rows], dtype=torch.float64)
     return batch
+
+
+def _turn_rewards(rows: Sequence[TrainRow], width: int) -> Tensor:
+    """float64 `[B, width]`; what several turns have on one token is added up."""
+    table = torch.zeros(len(rows), width, dtype=torch.float64)
+    for index, row in enumerate(rows):
+        for token, reward in row.turn_rewards:
+            table[index, token] += reward
+    return table
 
 
 def input_lengths(batch: TensorDict) -> list[int]:

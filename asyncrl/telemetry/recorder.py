@@ -71,6 +71,7 @@ class Recorder:
         self._generated_tokens = self._earlier_tokens
         self._made_tokens, self._samples_done, self._idle_s = Total(), Total(), Total()
         self._drops: dict[str, Total] = {}
+        self._agent: dict[str, Total] = {}
         self._num_dropped: dict[str, int] = {}
         """By kind, of all incarnations of the Rollouter."""
         self._known: Metrics = {}
@@ -354,6 +355,8 @@ class Recorder:
             self._num_dropped[kind] = int(self._drops.setdefault(kind, Total()).see(count, incarnation))
         self._known["rollouter/generated_tokens"] = float(self._generated_tokens)
         self._known["rollouter/samples_done"] = self._samples_done.see(status["samples_done"], incarnation)
+        for name, count in status["agent"].items():
+            self._known[f"rollouter/{name}"] = self._agent.setdefault(name, Total()).see(count, incarnation)
         self._known["rollouter/in_flight"] = float(status["in_flight"])
         self._set_known("throughput/generated_tokens_per_s", self._generated.per_s)
         self._set_known("idle/rollouter", self._idle_rollouter.per_s, most=1.0)

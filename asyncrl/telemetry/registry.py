@@ -45,6 +45,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     STEP: (
         Metric("reward/mean", "1", "mean reward of the step's trajectories, as the Rollouter scored them"),
         Metric("reward/std", "1", "standard deviation of those rewards"),
+        Metric("reward/extra/<name>", "1", "mean of what the reward tells besides, over the trajectories that have it"),
         Metric("actor/loss", "1", "what the optimizer minimized: policy loss, weighted KL loss, entropy bonus"),
         Metric("actor/pg_loss", "1", "policy loss"),
         Metric("actor/kl_loss", "nats", "estimated KL divergence from the reference policy, before its weight"),
@@ -57,8 +58,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/mismatch_kl", "nats", "estimated KL divergence per token, behaviour from current policy"),
         Metric("rollout/mismatch_kl_age_<n>", "nats", "the same, of tokens `<n>` versions old; 3: 3 and more"),
         Metric("rollout/token_share_age_<n>", "1", "share of trained tokens that are so old"),
-        Metric("response_tokens/mean", "tokens", "mean response length of the step's trajectories"),
+        Metric("response_tokens/mean", "tokens", "mean response length of the step's trajectories, tools' tokens too"),
         Metric("response_tokens/max", "tokens", "longest response"),
+        Metric("sampled_tokens/mean", "tokens", "mean of them that the policy sampled; absent where it sampled all"),
+        Metric("rows/per_trajectory", "1", "mean rows that a trajectory is trained as; absent where all are one"),
         Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),
         Metric("staleness/max", "versions", "the most stale of them"),
         Metric("skip/replayed_share", "1", "share of the step's samples that came out of a record"),
@@ -119,6 +122,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         *(Metric(f"skip/<role>/{what}", "1", meaning) for what, meaning in SKIP_COUNTS.items()),
         Metric("rollouter/generated_tokens", "tokens", "response tokens made for training since the start of the run"),
         Metric("rollouter/samples_done", "samples", "generated and scored since the launch"),
+        Metric("rollouter/turns", "1", "turns of the assistant completed since the launch"),
+        Metric("rollouter/tool_calls", "1", "tool calls completed since the launch"),
+        Metric("rollouter/tool_calls/<status>", "1", "of these, so many ended so: `ok`, `bad_json`, `timeout`, …"),
+        Metric("rollouter/tool_s", "s", "time in tools since the launch, added up over all calls"),
+        Metric("rollouter/rewrites", "1", "trajectories forked into rows because the template rewrote history"),
+        Metric("rollouter/token_mismatches", "1", "trajectories whose tokens differ from a full re-tokenization"),
+        Metric("rollouter/surplus_tokens", "tokens", "sampled for trajectories beyond what was needed, then aborted"),
         Metric("rollouter/in_flight", "samples", "in generation or scoring now"),
         Metric("throughput/generated_tokens_per_s", "tokens/s", "over the last 20 s"),
         Metric("throughput/trained_tokens_per_s", "tokens/s", "over the last 20 s"),
@@ -143,6 +153,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("validation/response_tokens/mean", "tokens", "mean response length"),
         Metric("validation/response_tokens/max", "tokens", "longest response"),
         Metric("validation/length_share", "1", "share of responses cut by the length limit"),
+        Metric("validation/turns/mean", "1", "with conversations of several turns: mean number of turns"),
+        Metric("validation/tool_calls/mean", "1", "the same: mean number of tool calls"),
+        Metric("validation/tool_call_share", "1", "the same: share of trajectories that call a tool at least once"),
         Metric("validation/num_prompts", "1", "prompts in the validation set"),
         Metric("validation/duration_s", "s", "time it took"),
     ),
@@ -152,7 +165,7 @@ METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for 
 
 _EXACT = {metric.name: metric for metric in METRICS if "<" not in metric.name}
 _PATTERNS = [
-    (re.compile(".+".join(re.escape(part) for part in re.split(r"<[a-z_]+>", metric.name))), metric)
+    (re.compile(".+".join(re.escape(part) for part in re.split(r"<[a-z_]+>", metric.name)), re.DOTALL), metric)
     for metric in METRICS
     if "<" in metric.name
 ]

@@ -90,7 +90,7 @@ def rows_of(pairs: Sequence[Pair], tokenizer: Any) -> TensorDict:
     for number, pair in enumerate(pairs, start=1):
         message = [{"role": "user", "content": pair.prompt}]
         prompt_ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-        for response in (pair.chosen, pair.rejected):
+        for trajectory, response in enumerate((pair.chosen, pair.rejected)):
             ids = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             mask = np.ones(len(ids), dtype=np.bool_)
             rows.append(
@@ -103,6 +103,7 @@ def rows_of(pairs: Sequence[Pair], tokenizer: Any) -> TensorDict:
                     rollout_log_probs=np.zeros(len(ids), dtype=np.float32),
                     versions=np.zeros(len(ids), dtype=np.int64),
                     reward=0.0,
+                    trajectory=trajectory,
                 )
             )
     return to_batch(rows)

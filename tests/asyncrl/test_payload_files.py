@@ -60,7 +60,7 @@ async def test_samples_that_come_together_share_files_and_come_back_in_order(tmp
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(samples().filter(lambda sample: all(row.spans for row in sample.trajectories)), min_size=1, max_size=5))
+@given(st.lists(samples().filter(lambda sample: all(row.spans for row in sample.rows)), min_size=1, max_size=5))
 def test_whatever_is_put_comes_back(tmp_path_factory: pytest.TempPathFactory, originals: list[Sample]) -> None:
     async def there_and_back() -> None:
         run_dir = tmp_path_factory.mktemp("run")

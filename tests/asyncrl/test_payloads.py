@@ -18,7 +18,7 @@ from asyncrl import payload_objects
 from asyncrl.blobs import DamageError, decode, encode
 from asyncrl.failures import DeadlineError
 from asyncrl.payloads import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
-from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory
+from asyncrl.types import FinishReason, Row, Sample, SampleId, Span
 from tests.fakes.samples import assert_same_sample, make_sample, samples
 
 LONG = make_sample(7, tokens=JOIN_BELOW_TOKENS + 3)
@@ -54,14 +54,14 @@ def test_text_that_is_no_unicode_survives_a_file() -> None:
 def test_arrays_out_of_a_file_cannot_be_written_to() -> None:
     sample = through_bytes([make_sample(1)]).unpack(0)
     with pytest.raises(ValueError, match="read-only"):
-        sample.trajectories[0].response_ids[0] = 5
+        sample.rows[0].response_ids[0] = 5
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("value", [-1, 10**6, 10**30, 0.5, "0", None])
 def test_a_description_that_does_not_fit_the_arrays_is_refused(place: int, value: Any) -> None:
     descriptions = json.loads(to_blob(pack([make_sample(1)]))[1]["samples"])
-    descriptions[0]["trajectories"][1][place] = value
+    descriptions[0]["rows"][1][place] = value
     packed = through_bytes([make_sample(1)], {"samples": json.dumps(descriptions)})
     with pytest.raises((ValueError, DamageError)):
         packed.unpack(0)
@@ -85,7 +85,7 @@ def test_a_position_that_is_not_there_is_refused() -> None:
 
 def test_an_array_of_another_kind_is_refused() -> None:
     ones = np.ones(2, dtype=np.int32)
-    row = Trajectory(ones, ones, ones, np.zeros(2, np.float32), (Span(0, 0),), FinishReason.STOP, 0.0)  # type: ignore[arg-type]
+    row = Row(ones, ones, ones, np.zeros(2, np.float32), (Span(0, 0),), FinishReason.STOP, 0.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bool"):
         pack([Sample(SampleId(0, 1), (row,))])
 

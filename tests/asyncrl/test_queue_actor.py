@@ -18,7 +18,7 @@ from asyncrl.ports import Lease
 from asyncrl.queue_actor import QueueActor, QueueClient, start_queue
 from asyncrl.sample_queue import Caller, QueueOptions
 from asyncrl.staleness import Pacing
-from asyncrl.types import DropReason, FinishReason, Sample, SampleId, SampleMeta, Span, Trajectory, sample_meta
+from asyncrl.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +41,7 @@ def actor(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def make_sample(sample_id: SampleId, tokens: int = 8, version: int = 0) -> Sample:
-    row = Trajectory(
+    row = Row(
         prompt_ids=np.arange(4, dtype=np.int32),
         response_ids=np.full(tokens, sample_id.index, dtype=np.int32),
         response_mask=np.ones(tokens, dtype=np.bool_),
@@ -69,7 +69,7 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
     samples = await payloads.get([queued.payload for queued in lease.samples])
     for queued, sample in zip(lease.samples, samples, strict=True):
         assert queued.meta.sample_id == sample.sample_id
-        assert sample.trajectories[0].response_ids.tolist() == [sample.sample_id.index] * 5000
+        assert sample.rows[0].response_ids.tolist() == [sample.sample_id.index] * 5000
     await client.commit(lease.lease_id, [queued.meta.sample_id for queued in lease.samples[:6]])
     await client.release(lease.lease_id)
     await client.drop(lease.samples[7].meta.sample_id, DropReason.FILTERED)
@@ -217,7 +217,7 @@ async def test_samples_put_together_share_an_object_and_come_back_whole() -> Non
     back = await payloads.get([refs[position] for position in order])
     for position, sample in zip(order, back, strict=True):
         assert sample.sample_id == samples[position].sample_id
-        row, expected = sample.trajectories[1], samples[position].trajectories[1]
+        row, expected = sample.rows[1], samples[position].rows[1]
         np.testing.assert_array_equal(row.response_ids, expected.response_ids)
         assert row.response_ids.dtype == np.int32
         assert row.spans == expected.spans

@@ -24,7 +24,7 @@ from asyncrl.sample_queue import QueueOptions
 from asyncrl.segments import segment_sizes
 from asyncrl.staleness import Pacing
 from asyncrl.turn_files import FileTurns
-from asyncrl.types import DropReason, FinishReason, Sample, SampleId, SampleMeta, Span, Trajectory, sample_meta
+from asyncrl.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
 from tests.fakes.samples import make_turn
 
 pytestmark = pytest.mark.asyncio
@@ -170,7 +170,7 @@ async def test_a_cancelled_ask_takes_nothing_with_it_over_a_kill(actor: Any) -> 
 
 
 def make_sample(sample_id: SampleId) -> Sample:
-    row = Trajectory(
+    row = Row(
         prompt_ids=np.arange(4, dtype=np.int32),
         response_ids=np.full(8, sample_id.index, dtype=np.int32),
         response_mask=np.ones(8, dtype=np.bool_),

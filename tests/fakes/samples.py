@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.types import FinishReason, Replay, Sample, SampleId, Span, Trajectory, Turn
+from asyncrl.types import FinishReason, Replay, Row, Sample, SampleId, Span, Turn
 
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
@@ -13,10 +15,10 @@ _rewards = st.floats(allow_nan=False)
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
+def rows(draw: st.DrawFn) -> Row:
     prompt, response = draw(st.integers(0, 5)), draw(st.integers(0, 7))
     ids = st.integers(0, 2**31 - 1)
-    return Trajectory(
+    return Row(
         prompt_ids=np.array(draw(st.lists(ids, min_size=prompt, max_size=prompt)), dtype=np.int32),
         response_ids=np.array(draw(st.lists(ids, min_size=response, max_size=response)), dtype=np.int32),
         response_mask=np.array(draw(st.lists(st.booleans(), min_size=response, max_size=response)), dtype=np.bool_),
@@ -25,6 +27,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         finish_reason=draw(st.sampled_from(FinishReason)),
         reward=draw(_rewards),
         reward_extra=draw(st.dictionaries(st.text(max_size=3), _rewards, max_size=2)),
+        trajectory=draw(st.integers(0, 3)),
+        turn_rewards=draw(st.lists(st.tuples(st.integers(0, 9), _rewards), max_size=2).map(tuple)),
     )
 
 
@@ -36,7 +40,7 @@ _replays = st.builds(Replay, st.integers(0, 99), st.booleans(), st.lists(_spans,
 def samples(draw: st.DrawFn) -> Sample:
     return Sample(
         SampleId(draw(st.integers(0, 9)), draw(st.integers(1, 99))),
-        tuple(draw(st.lists(trajectories(), min_size=1, max_size=3))),
+        tuple(draw(st.lists(rows(), min_size=1, max_size=3))),
         data_source=draw(st.text(max_size=5)),
         generate_s=draw(_rewards),
         reward_s=draw(_rewards),
@@ -47,7 +51,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 def make_sample(index: int, tokens: int = 8, rows: int = 2) -> Sample:
     """One that every test can tell from those with another `index`."""
-    trajectory = Trajectory(
+    row = Row(
         prompt_ids=np.arange(index, index + 3, dtype=np.int32),
         response_ids=np.arange(index, index + tokens, dtype=np.int32),
         response_mask=np.ones(tokens, dtype=np.bool_),
@@ -56,7 +60,7 @@ def make_sample(index: int, tokens: int = 8, rows: int = 2) -> Sample:
         finish_reason=FinishReason.STOP,
         reward=float(index),
     )
-    return Sample(SampleId(0, index), (trajectory,) * rows)
+    return Sample(SampleId(0, index), tuple(replace(row, trajectory=number) for number in range(rows)))
 
 
 def make_turn(seed: int, tokens: int = 4) -> Turn:
@@ -69,8 +73,8 @@ def assert_same_sample(sample: Sample | None, expected: Sample) -> None:
     assert sample is not None
     for field in ("sample_id", "data_source", "generate_s", "reward_s", "baseline_reward", "replay", "provenance"):
         assert getattr(sample, field) == getattr(expected, field), field
-    for row, expected_row in zip(sample.trajectories, expected.trajectories, strict=True):
-        for field in ("spans", "finish_reason", "reward", "reward_extra"):
+    for row, expected_row in zip(sample.rows, expected.rows, strict=True):
+        for field in ("spans", "finish_reason", "reward", "reward_extra", "trajectory", "turn_rewards"):
             assert getattr(row, field) == getattr(expected_row, field), field
         assert isinstance(row.finish_reason, FinishReason)
         for name in ARRAYS:

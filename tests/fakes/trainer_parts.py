@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from asyncrl.manifest import Progress
 from asyncrl.ports import Publication, QueueSnapshot
 from asyncrl.records import Metrics, StepRecord
 from asyncrl.sample_queue import LocalSampleQueue
-from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory, sample_meta
+from asyncrl.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
 from trainer.engine.base import Loss
 from trainer.experience import Experience
 from trainer.rows import TrainSample
@@ -161,9 +162,9 @@ def make_sample(
     spans: Sequence[Span] = (Span(0, 0),),
     length: int = 4,
 ) -> Sample:
-    """One trajectory per reward, `length` response tokens each, the first of which is the feed index."""
+    """One trajectory per reward, each one row of `length` response tokens, the first of which is the feed index."""
     rows = tuple(
-        Trajectory(
+        Row(
             prompt_ids=np.array([1, 2], dtype=np.int32),
             response_ids=np.arange(length, dtype=np.int32) + sample_id.index,
             response_mask=np.ones(length, dtype=np.bool_),
@@ -171,10 +172,37 @@ def make_sample(
             spans=tuple(spans),
             finish_reason=FinishReason.STOP,
             reward=reward,
+            trajectory=number,
         )
-        for reward in rewards
+        for number, reward in enumerate(rewards)
     )
     return Sample(sample_id, rows)
+
+
+def forked(sample: Sample, number: int, *masks: Sequence[int], turn_rewards: Sequence[Any] = ()) -> Sample:
+    """`sample` with its trajectory `number`, which is one row, as a row for each of `masks`: what was sampled of it.
+
+    Args:
+        turn_rewards: of each of these rows; none: of none.
+    """
+    rows: list[Row] = []
+    for row in sample.rows:
+        if row.trajectory != number:
+            rows.append(row)
+            continue
+        for place, mask in enumerate(masks):
+            length = len(mask)
+            rows.append(
+                replace(
+                    row,
+                    prompt_ids=np.arange(1, 3 + place, dtype=np.int32),
+                    response_ids=np.arange(length, dtype=np.int32) + sample.sample_id.index,
+                    response_mask=np.array(mask, dtype=np.bool_),
+                    rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+                    turn_rewards=tuple(turn_rewards[place]) if turn_rewards else (),
+                )
+            )
+    return replace(sample, rows=tuple(rows))
 
 
 async def feed(

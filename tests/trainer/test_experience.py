@@ -16,7 +16,7 @@ from asyncrl.failures import DataError
 from asyncrl.telemetry.registry import describe
 from asyncrl.types import Sample, SampleId, Span
 from skip import SkipManager
-from tests.fakes.trainer_parts import FakeGroup, make_sample
+from tests.fakes.trainer_parts import FakeGroup, forked, make_sample
 from trainer.experience import Experience, ExperienceBuilder
 from trainer.rows import RowRules, TrainSample, prepare
 
@@ -33,7 +33,7 @@ def samples(**changes: Any) -> list[TrainSample]:
         sample = make_sample(SampleId(0, index), rewards, length=length, spans=[Span(0, index)])
         made.append(replace(sample, **changes))
     mask = np.array([True, False, True, True])
-    made[0] = replace(made[0], trajectories=tuple(replace(row, response_mask=mask) for row in made[0].trajectories))
+    made[0] = replace(made[0], rows=tuple(replace(row, response_mask=mask) for row in made[0].rows))
     return [prepare(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
 
 
@@ -52,7 +52,7 @@ def answers(key: str, seed: int, *, scale: float = 0.2, offset: float = -1.0) ->
 
 
 def config_of(**sections: Any) -> Config:
-    return Config.model_validate({"rollout": {"n": 2, "response_length": 4}, **sections})
+    return Config.model_validate({"rollout": {"n": 2, "response_length": 4}} | sections)
 
 
 async def make(config: Config, made: list[TrainSample] | None = None, **roles: FakeGroup) -> Experience:
@@ -247,6 +247,98 @@ async def test_the_greedy_baseline_is_subtracted() -> None:
     wanted = np.where(mask, (np.ravel(REWARDS) - 0.5)[:, None], 0.0)
     np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-6)
     assert experience.metrics["reward/baseline_mean"] == 0.5
+
+
+MASKS = [[1, 0, 1], [1, 1]]
+"""Of the two rows that the first trajectory of the second sample is forked into."""
+LABELS = [0, 1, 2, 2, 3, 4, 5]
+
+
+def forked_samples(*turn_rewards: Any) -> list[TrainSample]:
+    """Those of `samples`, with a fork."""
+    made = [make_sample(SampleId(0, index), rewards) for index, rewards in enumerate(REWARDS, start=1)]
+    made[1] = forked(made[1], 0, *MASKS, turn_rewards=turn_rewards)
+    return [prepare(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
+
+
+def by_trajectory(per_row: np.ndarray) -> np.ndarray:
+    return np.array([per_row[np.array(LABELS) == label].sum(axis=0) for label in range(6)])
+
+
+async def test_a_forked_trajectory_has_one_score_and_one_place_in_its_group() -> None:
+    """Its score: reward, the model's of its last row, the punishment of all its tokens and the KL of all its rows."""
+    config = config_of(
+        algorithm={
+            "use_kl_in_reward": True,
+            "adv_estimator": "rloo",
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
+        },
+        reward={"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 0.5}},
+        reward_model={"placement": "worker", "path": "rm", "weight": 2.0},
+        rollout={"n": 2, "response_length": 6},
+    )
+    ref, model = answers("log_probs", 4), answers("scores", 5, offset=0.5)
+    experience = await make(config, forked_samples(), ref=ref, reward_model=model)
+    batch, metrics = experience.batch, experience.metrics
+    assert batch["trajectories"].tolist() == LABELS
+    mask = batch["response_mask"].numpy()
+    kl = np.where(mask, array(experience, "old_log_probs") - array(experience, "ref_log_probs"), 0.0)
+    model_scores = np.delete(array(experience, "model_scores"), 2)
+    punishment = -0.5 * np.clip((np.array([4, 4, 5, 4, 4, 4]) - 4) / 2, 0, 1)
+    scores = np.ravel(REWARDS) + 2.0 * model_scores + punishment - 0.1 * by_trajectory(kl.sum(axis=1))
+    for row, label in enumerate(LABELS):
+        wanted = np.where(mask[row], scores[label] - scores[label ^ 1], 0.0)
+        np.testing.assert_allclose(batch["advantages"][row].numpy(), wanted, rtol=1e-4, atol=1e-6)
+    assert metrics["reward/kl"] == pytest.approx(kl.sum() / 6, rel=1e-5)
+    assert metrics["reward/overlong_mean"] == pytest.approx(punishment.mean())
+    assert metrics["reward/model_mean"] == pytest.approx(model_scores.mean())
+    assert metrics["reward/shaped_mean"] == pytest.approx(scores.mean(), rel=1e-5)
+    error = np.clip(metrics["reward/kl"] / 0.01 - 1, -0.2, 0.2)
+    assert experience.kl_coef == pytest.approx(0.1 * (1 + error * 6 / 100))
+
+
+async def test_rows_say_how_much_of_their_trajectory_is_trained_behind_rejection() -> None:
+    correction = {"bypass_mode": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 0.1}
+    config = config_of(algorithm={"rollout_correction": correction})
+    batch = (await make(config, forked_samples(), actor=answers("log_probs", 3, scale=0.2))).batch
+    trained = batch["loss_mask"].numpy().sum(axis=1)
+    assert 0 < trained.sum() < batch["response_mask"].sum()
+    assert batch["trajectory_tokens"].tolist() == by_trajectory(trained)[LABELS].tolist()
+    assert "trajectory_tokens" not in (await make(config, actor=answers("log_probs", 3))).batch
+
+
+async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
+    """0.5 in all, of which -0.25 was on token 0 of its first row and 1.0 on token 0 of its second one."""
+    gamma, lam = 0.9, 0.8
+    config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})
+    experience = await make(config, forked_samples([(0, -0.25)], [(0, 1.0)]), critic=answers("values", 6, offset=0.3))
+    batch, values = experience.batch, array(experience, "values")
+    mask = batch["response_mask"].numpy()
+    rewards = np.zeros_like(values)
+    rewards[[0, 1, 4, 5, 6], 3] = np.delete(np.ravel(REWARDS), 2)
+    rewards[2, [0, 2]] = -0.25, 0.75  # what the second row earned is at the end of the first one
+    rewards[3, [0, 1]] = 1.0, -0.25
+    raw, returns = np.zeros_like(values), np.zeros_like(values)
+    for row in range(7):
+        running, next_value = 0.0, 0.0
+        for token in np.flatnonzero(mask[row])[::-1]:
+            delta = rewards[row, token] + gamma * next_value - values[row, token]
+            running = delta + gamma * lam * running
+            raw[row, token], returns[row, token] = running, running + values[row, token]
+            next_value = values[row, token]
+    chosen = raw[mask]
+    wanted = np.where(mask, (raw - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8), 0.0)
+    np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-5)
+    np.testing.assert_allclose(array(experience, "returns"), returns, atol=1e-6)
+    assert "turn_rewards" not in batch
+
+
+async def test_turn_rewards_do_not_change_what_goes_by_whole_trajectories() -> None:
+    plain, split = [
+        (await make(config_of(), forked_samples(*turns))).batch["advantages"]
+        for turns in ((), ([(0, 0.1), (2, 0.7)], [(1, 1 / 3)]))
+    ]
+    assert torch.equal(plain, split)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.records import Metrics
-from asyncrl.types import FinishReason, Sample, SampleId, Span, Trajectory
+from asyncrl.types import FinishReason, Row, Sample, SampleId, Span
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.experience import ExperienceBuilder
@@ -66,7 +66,7 @@ class Run:
         responses = tokens[:, len(prompt) :].numpy().astype(np.int32)
         behaviour = torch.cat(log_probs, dim=1).numpy()
         rows = tuple(
-            Trajectory(
+            Row(
                 prompt_ids=prompt.numpy().astype(np.int32),
                 response_ids=responses[row],
                 response_mask=np.ones(LENGTH, dtype=np.bool_),
@@ -74,6 +74,7 @@ class Run:
                 spans=(Span(0, 0),),
                 finish_reason=FinishReason.LENGTH,
                 reward=float((responses[row] == REWARDED).mean()),
+                trajectory=row,
             )
             for row in range(GROUP)
         )

@@ -89,8 +89,8 @@ async def test_a_sample_without_policy_tokens_is_filtered() -> None:
         sample = make_sample(sample_id)
         if sample_id.index != 1:
             return sample
-        rows = [replace(row, response_mask=np.zeros(4, dtype=np.bool_)) for row in sample.trajectories]
-        return replace(sample, trajectories=tuple(rows))
+        rows = [replace(row, response_mask=np.zeros(4, dtype=np.bool_)) for row in sample.rows]
+        return replace(sample, rows=tuple(rows))
 
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
@@ -148,10 +148,10 @@ async def test_a_payload_that_is_lost_again_and_again_is_an_error() -> None:
 def broken(sample_id: SampleId, kind: str) -> Any:
     sample = make_sample(sample_id)
     if kind == "reward":
-        rows = [replace(row, reward=math.nan) for row in sample.trajectories]
+        rows = [replace(row, reward=math.nan) for row in sample.rows]
     else:
-        rows = [replace(row, response_ids=row.response_ids - 100) for row in sample.trajectories]
-    return replace(sample, trajectories=tuple(rows))
+        rows = [replace(row, response_ids=row.response_ids - 100) for row in sample.rows]
+    return replace(sample, rows=tuple(rows))
 
 
 async def test_a_sample_that_cannot_be_used_is_dropped_and_told_once_for_each_kind(

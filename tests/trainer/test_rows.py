@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, DataError
+from asyncrl.telemetry.registry import describe
 from asyncrl.types import DropReason, Sample, SampleId, Span
-from tests.fakes.trainer_parts import make_sample
+from tests.fakes.trainer_parts import forked, make_sample
 from trainer.rows import RowRules, TrainRow, TrainSample, check_row, prepare, sample_metrics
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
@@ -28,7 +29,7 @@ def test_a_row_says_what_was_sampled_when_and_for_which_reward() -> None:
     sample = replace(
         sample,
         baseline_reward=0.5,
-        trajectories=tuple(replace(row, response_mask=mask) for row in sample.trajectories),
+        rows=tuple(replace(row, response_mask=mask) for row in sample.rows),
     )
     found = prepared(sample)
     assert (found.sample_id, found.lease_id, found.rewards, found.staleness) == (SampleId(0, 5), 7, (0.25, 1.0), 2)
@@ -49,7 +50,7 @@ def test_what_is_masked_is_what_is_too_old(ages: list[int], sampled: list[bool],
     spans = [Span(index, version) for index, version in enumerate(versions)]
     sample = make_sample(SampleId(0, 1), (0.0, 1.0), spans=spans, length=len(ages))
     mask = np.array(sampled[: len(ages)])
-    sample = replace(sample, trajectories=tuple(replace(row, response_mask=mask) for row in sample.trajectories))
+    sample = replace(sample, rows=tuple(replace(row, response_mask=mask) for row in sample.rows))
     found = prepared(sample, version=9, rules=replace(RULES, mask_beyond=bound))
     expected = [
         taken and (bound is None or 9 - version <= bound) for taken, version in zip(mask, versions, strict=True)
@@ -96,6 +97,12 @@ def test_bad_rows_are_refused_by_name() -> None:
         "behaviour log-prob": replace(row, rollout_log_probs=nan),
         "reward of inf": replace(row, reward=float("inf")),
         "baseline nan": replace(row, baseline_reward=float("nan")),
+        "turn's reward on token 4 of 4": replace(row, turn_rewards=((4, 1.0),)),
+        "turn's reward on token -1": replace(row, turn_rewards=((-1, 1.0),)),
+        "token 2 of 4, which the policy did not sample": replace(
+            row, response_mask=np.array([True, True, False, True]), turn_rewards=((1, 1.0), (2, 1.0))
+        ),
+        "turn's reward of nan": replace(row, turn_rewards=((1, float("nan")),)),
     }
     check_row(row, vocab_size=VOCAB)
     for reason, broken in bad.items():
@@ -109,6 +116,63 @@ def test_bad_rows_are_refused_by_name() -> None:
 def test_a_sample_is_refused_with_its_rows() -> None:
     with pytest.raises(DataError, match="sample_0_30 cannot be trained on: token id 33"):
         prepared(make_sample(SampleId(0, 30)), rules=replace(RULES, vocab_size=31))
+
+
+def test_a_forked_trajectory_is_one_to_its_sample() -> None:
+    sample = forked(make_sample(SampleId(0, 1), (0.25, 1.0)), 0, [1, 1, 0], [1, 1], turn_rewards=[[(1, 0.5)], []])
+    found = prepared(sample)
+    assert found.rewards == (0.25, 1.0)
+    assert [row.trajectory for row in found.rows] == [0, 0, 1]
+    assert [row.reward for row in found.rows] == [0.25, 0.25, 1.0]
+    assert [row.turn_rewards for row in found.rows] == [((1, 0.5),), (), ()]
+
+
+@pytest.mark.parametrize(("rewards", "flat"), [((1.0,), True), ((1.0, 1.0), True), ((1.0, 0.0), False)])
+def test_a_group_is_flat_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
+    sample = forked(make_sample(SampleId(0, 1), rewards), 0, [1, 1], [1], [0, 1])
+    found = prepared(sample, rules=replace(RULES, filter_groups=True))
+    assert found.untrainable is (DropReason.FILTERED if flat else None)
+
+
+def test_a_trajectory_without_a_trained_token_goes_with_its_sample() -> None:
+    """As a row does: it counts in its group, unless nothing of the whole sample can be trained."""
+    sample = make_sample(SampleId(0, 1), (0.0, 1.0))
+    nothing = forked(sample, 0, [0, 0], [0])
+    assert prepared(nothing).untrainable is None
+    assert prepared(nothing).rewards == (0.0, 1.0)
+    assert prepared(forked(nothing, 1, [0])).untrainable is DropReason.FILTERED
+
+
+def test_rows_that_are_no_trajectories_are_refused() -> None:
+    first, second, third = forked(make_sample(SampleId(0, 1), (0.0, 1.0)), 0, [1], [1]).rows
+    sample = make_sample(SampleId(0, 1))
+    with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 have rewards of 0\.0 and 0\.5"):
+        prepared(replace(sample, rows=(first, replace(second, reward=0.5), third)))
+    with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 are not neighbours"):
+        prepared(replace(sample, rows=(first, third, second)))
+
+
+def test_figures_of_a_step_with_turns() -> None:
+    """Two rows of 3 and 2 tokens are one response of 5, of which 4 were sampled."""
+    sample = forked(make_sample(SampleId(0, 1), (0.5, 1.0)), 0, [1, 1, 0], [1, 1])
+    extras: list[dict[str, float]] = [{"format": 1.0}, {"format": 1.0}, {"format": 0.0, "calls": 3.0}]
+    rows = tuple(replace(row, reward_extra=extra) for row, extra in zip(sample.rows, extras, strict=True))
+    found = sample_metrics([prepared(replace(sample, rows=rows)), prepared(make_sample(SampleId(0, 2), (0.0,)))])
+    expected = {
+        "reward/mean": 0.5,
+        "reward/std": np.std([0.5, 1.0, 0.0]),
+        "response_tokens/mean": (5 + 4 + 4) / 3,
+        "response_tokens/max": 5.0,
+        "sampled_tokens/mean": 4.0,
+        "rows/per_trajectory": 4 / 3,
+        "reward/extra/calls": 3.0,
+        "reward/extra/format": 0.5,
+        "staleness/mean": 3.0,
+        "staleness/max": 3.0,
+    }
+    assert found == pytest.approx(expected)
+    for name in found:
+        describe(name)
 
 
 def test_figures_of_a_step() -> None:

@@ -1,7 +1,11 @@
 """Token rewards → advantages and returns, by the name of `algorithm.adv_estimator`. Pure torch.
 
-Everything is computed in the dtype of the rewards: give float64, round the result. Outcome estimators take the sum of a
-row's token rewards as its score, as verl does, so a KL penalty in the rewards counts in the score.
+Everything is computed in the dtype of the rewards: give float64, round the result.
+
+Outcome estimators compare the scores of whole trajectories, each once however many rows it is, and every row of a
+trajectory gets its advantage. A KL penalty in the rewards counts in the score, as in verl. The others go token by token
+within a row: nothing is bootstrapped from one row to the next, whose rewards are on this one's last sampled token
+already (`shaping.laid_out`).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.failures import BugError, ConfigError
+from trainer.algorithms.trajectories import Trajectories
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation."""
@@ -25,11 +30,15 @@ class AdvantageInputs(NamedTuple):
     """A whole lease: whitening spans it, and groups are complete."""
 
     token_rewards: Tensor
-    """`[B, R]`, 0 where `response_mask` is False (`shaping.token_rewards`)."""
+    """`[B, R]`, 0 where `response_mask` is False (`shaping.Rewards.tokens`)."""
+    scores: Tensor
+    """`[T]`: of whole trajectories (`shaping.scores_of`)."""
     response_mask: Tensor
     """bool `[B, R]`: tokens sampled by the policy. Tokens masked as stale count: they were sampled."""
     groups: Tensor
     """int64 `[B]`, from 0: the sample of each row."""
+    trajectories: Trajectories
+    """`T` of the `B` rows."""
     values: Tensor | None = None
     """`[B, R]`, before each response token; `gae` only."""
     baseline_rewards: Tensor | None = None
@@ -67,7 +76,7 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     group = _Groups(inputs, algorithm)
     centred = group.centre(group.mean(group.scores))
     if algorithm.norm_adv_by_std_in_grpo:
-        centred = centred / (group.std() + STD_EPSILON)[inputs.groups]
+        centred = centred / group.spread(group.std() + STD_EPSILON)
     return _outcome(inputs, centred)
 
 
@@ -79,26 +88,26 @@ def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantage
     group = _Groups(inputs, algorithm)
     advantages = torch.zeros_like(group.scores)
     best = group.extreme(group.scores, "amax")
-    is_best = group.scores == best[inputs.groups]
+    is_best = group.scores == group.spread(best)
     second = group.extreme(group.scores.masked_fill(is_best, -torch.inf), "amax")
-    alone = is_best & (group.sum(is_best.to(group.scores.dtype)) == 1)[inputs.groups]
+    alone = is_best & group.spread(group.sum(is_best.to(group.scores.dtype)) == 1)
     gain = best - second
     if algorithm.norm_adv_by_std_in_grpo:
         gain = gain / (group.std() + STD_EPSILON)
-    advantages[alone] = gain[inputs.groups][alone]
+    advantages[alone] = group.spread(gain)[alone]
     return _outcome(inputs, advantages)
 
 
 def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     """`A_i = r_i - mean of the others = (r_i - mean(r)) · n / (n - 1)`. RLOO (https://arxiv.org/abs/2402.14740)."""
     group = _Groups(inputs, algorithm)
-    return _outcome(inputs, group.centre(group.mean(group.scores)) * (group.size / (group.size - 1))[inputs.groups])
+    return _outcome(inputs, group.centre(group.mean(group.scores)) * group.spread(group.size / (group.size - 1)))
 
 
 def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """`A_i = r_i - Σ l·r / Σ l`, lengths l in sampled tokens. OPO (https://arxiv.org/abs/2505.23585)."""
+    """`A_i = r_i - Σ l·r / Σ l`, lengths l in a trajectory's sampled tokens. OPO (https://arxiv.org/abs/2505.23585)."""
     group = _Groups(inputs, algorithm)
-    lengths = inputs.response_mask.sum(dim=1).to(group.scores.dtype)
+    lengths = inputs.trajectories.sum(inputs.response_mask.sum(dim=1)).to(group.scores.dtype)
     return _outcome(inputs, group.centre(group.sum(lengths * group.scores) / group.sum(lengths).clamp(min=1.0)))
 
 
@@ -190,21 +199,21 @@ def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Te
 
 
 def _outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
-    """One advantage for all tokens of a row: `[B]` → `[B, R]`."""
-    spread = advantages.unsqueeze(1) * inputs.response_mask
+    """One advantage for all tokens of a trajectory: `[T]` → `[B, R]`."""
+    spread = inputs.trajectories.spread(advantages).unsqueeze(1) * inputs.response_mask
     return Advantages(spread, discounted(inputs.token_rewards, inputs.response_mask, 1.0))
 
 
 class _Groups:
-    """Scores `[B]` and sums over their groups `[G]`.
+    """Scores `[T]` and sums over their groups `[G]`.
 
     Raises:
         ConfigError: a group of one.
     """
 
     def __init__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> None:
-        self.scores = inputs.token_rewards.sum(dim=1)
-        self._groups = inputs.groups
+        self.scores = inputs.scores
+        self._groups = inputs.groups[inputs.trajectories.first]
         self._num_groups = int(inputs.groups.max()) + 1
         self.size = self.sum(torch.ones_like(self.scores))
         if bool((self.size == 1).any()):
@@ -216,11 +225,15 @@ class _Groups:
     def sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self._num_groups).index_add(0, self._groups, values)
 
+    def spread(self, per_group: Tensor) -> Tensor:
+        """`[G]` → `[T]`: each trajectory gets its group's."""
+        return per_group[self._groups]
+
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.size
 
     def std(self) -> Tensor:
-        centred = self.scores - self.mean(self.scores)[self._groups]
+        centred = self.scores - self.spread(self.mean(self.scores))
         return torch.sqrt(self.sum(centred.square()) / (self.size - 1))
 
     def extreme(self, values: Tensor, which: str) -> Tensor:
@@ -230,4 +243,4 @@ class _Groups:
     def centre(self, baselines: Tensor) -> Tensor:
         """Scores minus their group's baseline `[G]`; exactly 0 in a group of equal scores, whose mean may not be it."""
         flat = self.extreme(self.scores, "amax") == self.extreme(self.scores, "amin")
-        return (self.scores - baselines[self._groups]).masked_fill(flat[self._groups], 0.0)
+        return (self.scores - self.spread(baselines)).masked_fill(self.spread(flat), 0.0)

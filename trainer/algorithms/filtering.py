@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def group_is_flat(rewards: Sequence[float]) -> bool:
-    """Whether all responses of a sample got the same reward, so that a group-relative advantage is 0 for each.
+    """Whether all trajectories of a sample got the same reward, so that a group-relative advantage is 0 for each.
 
     What dynamic sampling drops (DAPO, https://arxiv.org/abs/2503.14476 eq. 11).
     """

@@ -148,7 +148,8 @@ class BaseEngine(ABC):
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
         """Add this batch's gradient to what has accumulated. Collective.
 
-        Denominators span the rows of all ranks. Returns the loss's sums and means over all ranks, and `tokens`.
+        Denominators span the rows of all ranks, and count a trajectory of several rows once
+        (`trainer.engine.packing.token_weights`). Returns the loss's sums and means over all ranks, and `tokens`.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from trainer.batching import split
 from trainer.engine import dist, offload
 from trainer.engine.base import EngineSpec, Loss, ModelType
 from trainer.engine.figures import Figures
-from trainer.engine.packing import select_tokens, unpack
+from trainer.engine.packing import select_tokens, trajectory_share, unpack
 from trainer.engine.scorer import Scorer
 from trainer.tensors import input_lengths
 
@@ -54,18 +54,19 @@ class MicroBatches:
         self._copied_weights = copied_weights
 
     def totals(self, batch: TensorDict, *, counts: bool) -> tuple[float, float]:
-        """Trained tokens, and rows with a trained token, of all ranks. Refuses what no rank should begin with.
+        """Trained tokens, and trajectories with a trained token, of all ranks. Refuses what no rank should begin with.
 
         Args:
             counts: whether this rank's rows are not another's as well.
         """
         mask, ids, limit = batch["loss_mask"], batch["input_ids"], self._vocab_size
         odd = int(ids.min() < 0 or ids.max() >= limit)
-        mine = torch.tensor([int(mask.sum()), int(mask.any(dim=1).sum()), odd], dtype=torch.float64) * counts
-        tokens, rows, num_odd = dist.all_sum(mine.to(self._device)).tolist()
+        shares = float(trajectory_share(batch).sum())
+        mine = torch.tensor([int(mask.sum()), shares, odd], dtype=torch.float64) * counts
+        tokens, trajectories, num_odd = dist.all_sum(mine.to(self._device)).tolist()
         if num_odd:
             raise DataError(f"token ids outside the model's vocabulary of {limit}; check the tokenizer")
-        return tokens, rows
+        return tokens, float(round(trajectories))  # thirds and the like do not add up to whole numbers
 
     def cut(self, batch: TensorDict, chosen: Tensor) -> list[list[int]]:
         """Rows of each micro-batch, as many on every rank: a rank that has too few rows ends with empty ones."""

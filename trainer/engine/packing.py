@@ -90,21 +90,33 @@ def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggM
     """What one trained token of each row weighs, so that the loss of an optimizer step is a plain sum. float64 `[B]`.
 
     Args:
-        totals: trained tokens, and rows with a trained token, of the whole optimizer step over all ranks. Because
-            denominators span the step, the loss does not depend on how it is cut up or laid out.
-        agg_mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over rows of the row's token mean;
-            `seq-mean-token-sum`: mean over rows of the row's token sum; `seq-mean-token-sum-norm`: that, divided by
-            `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
+        totals: trained tokens, and trajectories with a trained token, of the whole optimizer step
+            over all ranks. Because denominators span the step, the loss does not depend on how it is cut up or laid
+            out.
+        agg_mode: `token-mean`: over all trained tokens; `seq-mean-token-mean`: mean over trajectories of the
+            trajectory's token mean; `seq-mean-token-sum`: mean over trajectories of the trajectory's token sum;
+            `seq-mean-token-sum-norm`: that, divided by `scale` (Dr.GRPO, https://arxiv.org/abs/2503.20783).
         scale: tokens.
     """
-    num_tokens, num_rows = totals
-    trained = batch["loss_mask"].sum(dim=1).double()
+    num_tokens, num_trajectories = totals
+    trained = _trajectory_tokens(batch)
     if agg_mode == "token-mean":
         return torch.full_like(trained, 1.0 / num_tokens)
     if agg_mode == "seq-mean-token-mean":
-        return 1.0 / (num_rows * trained.clamp(min=1.0))
-    divisor = num_rows * (scale if agg_mode == "seq-mean-token-sum-norm" else 1.0)
+        return 1.0 / (num_trajectories * trained.clamp(min=1.0))
+    divisor = num_trajectories * (scale if agg_mode == "seq-mean-token-sum-norm" else 1.0)
     return torch.full_like(trained, 1.0 / divisor)
+
+
+def trajectory_share(batch: TensorDict) -> Tensor:
+    """float64 `[B]`: the part of its trajectory's trained tokens that each row has. Over all rows of a step, wherever
+    they are, these add up to its trajectories with a trained token; a row that pads a rank has none."""
+    return batch["loss_mask"].sum(dim=1) / _trajectory_tokens(batch).clamp(min=1.0)
+
+
+def _trajectory_tokens(batch: TensorDict) -> Tensor:
+    """float64 `[B]`: trained tokens of each row's trajectory, which is the row unless the batch says otherwise."""
+    return batch.get("trajectory_tokens", batch["loss_mask"].sum(dim=1)).double()
 
 
 def _lay_out(

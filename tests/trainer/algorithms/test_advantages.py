@@ -15,6 +15,7 @@ from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.failures import BugError, ConfigError
 from trainer.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages, advantage_estimator
 from trainer.algorithms.filtering import group_is_flat
+from trainer.algorithms.trajectories import Trajectories
 
 Matrix = list[list[float]]
 
@@ -49,8 +50,10 @@ def inputs(
     token_rewards: Matrix, mask: list[list[int]] = MASK, groups: list[int] = GROUPS, **more: list
 ) -> AdvantageInputs:
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in more.items()}
+    on_tokens = torch.tensor(token_rewards, dtype=torch.float64)
+    alone = Trajectories.of(torch.arange(len(mask)))
     return AdvantageInputs(
-        torch.tensor(token_rewards, dtype=torch.float64), torch.tensor(mask).bool(), torch.tensor(groups), **tensors
+        on_tokens, on_tokens.sum(dim=1), torch.tensor(mask).bool(), torch.tensor(groups), alone, **tensors
     )
 
 
@@ -158,7 +161,7 @@ def gae_reference(token_rewards: Matrix, gamma: float, lam: float) -> tuple[Matr
 def test_outcome_estimators(
     name: str, keys: dict[str, object], reference: Callable[[list[float]], list[float]], penalty: float
 ) -> None:
-    """A penalty on single tokens counts in the row's score: the sum of its token rewards."""
+    """A penalty on single tokens counts in the score: the sum of the token rewards."""
     table = rewards(SCORES, MASK, penalty)
     actual = estimate(name, inputs(table), **keys)
     close(actual.advantages, spread(reference([sum(row) for row in table])))

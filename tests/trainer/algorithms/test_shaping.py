@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from asyncrl.config.schema import KlControlConfig, OverlongBufferConfig
 from trainer.algorithms.shaping import (
     combined_scores,
     kl_penalised,
+    laid_out,
     next_kl_coefficient,
     overlong_penalty,
-    token_rewards,
+    scores_of,
 )
+from trainer.algorithms.trajectories import Trajectories
 
 
 def tensor(values: list) -> torch.Tensor:
@@ -38,13 +41,51 @@ def test_overlong_punishment_is_dapos_equation_13() -> None:
     torch.testing.assert_close(overlong_penalty(torch.tensor(lengths), 100, buffer), expected)
 
 
+MASK = [[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+
+
 def test_the_reward_is_on_the_last_sampled_token() -> None:
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]).bool()
     expected = tensor([[0, 1.5, 0, 0], [0, 0, -2.0, 0], [0, 0, 0, 0.1], [3.0, 0, 0, 0]])
-    torch.testing.assert_close(token_rewards(tensor([1.5, -2.0, 0.1, 3.0]), mask), expected, rtol=0, atol=0)
+    rewards, alone = tensor([1.5, -2.0, 0.1, 3.0]), Trajectories.of(torch.arange(4))
+    found = laid_out(rewards, torch.tensor(MASK).bool(), alone)
+    torch.testing.assert_close(found, (expected, expected), rtol=0, atol=0)
+    torch.testing.assert_close(scores_of(found, alone), rewards, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
+def test_parts_of_turns_are_on_their_tokens_and_the_rest_on_the_last_one() -> None:
+    turns = tensor([[0.25, 0, 0, 0], [0.5, 0, -0.125, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    rewards, alone = tensor([1.5, -2.0, 0.1, 3.0]), Trajectories.of(torch.arange(4))
+    found = laid_out(rewards, torch.tensor(MASK).bool(), alone, turns)
+    expected = tensor([[0.25, 1.25, 0, 0], [0.5, 0, -2.5, 0], [0, 0, 0, 0.1], [3.0, 0, 0, 0]])
+    torch.testing.assert_close(found.tokens, expected, rtol=0, atol=0)
+
+
+def test_a_score_is_the_reward_to_the_last_bit_however_it_is_split() -> None:
+    """0.1 + 0.2 and 0.3 differ, and a group of equal rewards must give exact zeros."""
+    mask, turns = torch.ones(3, 2).bool(), tensor([[0.1, 0.2], [0.0, 0.0], [0.7, 0.0]])
+    trajectories = Trajectories.of(torch.tensor([0, 1, 1]))
+    found = laid_out(tensor([0.3, 0.3, 0.3]), mask, trajectories, turns)
+    assert scores_of(found, trajectories).tolist() == [0.3, 0.3]
+
+
+def test_what_follows_a_token_is_what_the_trajectory_still_earned() -> None:
+    """Rows 0 to 2 are one trajectory, of which row 1 holds no sampled token; 3 is another."""
+    mask = [[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
+    turns = [[0, 0.5, 0, 0.25], [0, 0, 0, 0], [-1.0, 0, 2.0, 0], [0, 0, 0, 0]]
+    rewards, labels = [3.0, 3.0, 3.0, -1.0], [0, 0, 0, 1]
+    expected = []
+    for row in range(4):
+        before = sum(sum(turns[other]) for other in range(row) if labels[other] == labels[row])
+        expected.append([one * (rewards[row] - before - sum(turns[row][:t])) for t, one in enumerate(mask[row])])
+    trajectories = Trajectories.of(torch.tensor(labels))
+    found = laid_out(tensor(rewards), torch.tensor(mask).bool(), trajectories, tensor(turns))
+    to_come = found.tokens.flip(1).cumsum(1).flip(1) * torch.tensor(mask)
+    torch.testing.assert_close(to_come, tensor(expected), rtol=1e-14, atol=1e-14)
+    assert expected[2][:3] == [2.25, 0.0, 3.25]
+    assert scores_of(found, trajectories).tolist() == [3.0, -1.0]
+
+
+KINDS = pytest.mark.parametrize(
     ("kind", "formula"),
     [
         ("k1", lambda d: d),
@@ -54,21 +95,30 @@ def test_the_reward_is_on_the_last_sampled_token() -> None:
         ("abs", abs),
     ],
 )
-def test_kl_penalty_on_sampled_tokens(kind: str, formula: object) -> None:
-    mask = [[1, 0, 1], [1, 1, 0]]
-    rewards, old, ref = [[0, 0, 2.0], [0, -1.0, 0]], [[-1, -9, -2], [-0.5, -4, -7]], [[-1.5, -1, -2], [-0.25, -0.5, -1]]
-    expected, total = [], 0.0
-    for row in range(2):
-        expected.append([])
-        for t in range(3):
-            divergence = formula(old[row][t] - ref[row][t]) if mask[row][t] else 0.0
-            expected[-1].append(rewards[row][t] - 0.3 * divergence)
-            total += divergence
-    actual = kl_penalised(
-        tensor(rewards), tensor(old), tensor(ref), torch.tensor(mask).bool(), kind=kind, coefficient=0.3
-    )
-    torch.testing.assert_close(actual.token_rewards, tensor(expected), rtol=1e-12, atol=1e-12)
-    assert actual.kl == pytest.approx(total / 2)
+
+
+@KINDS
+@pytest.mark.parametrize("labels", [[0, 1, 2], [0, 0, 1]])
+def test_kl_penalty_on_sampled_tokens(kind: str, formula: Callable[[float], float], labels: list[int]) -> None:
+    """Of a row's later ones its last sampled token tells."""
+    mask = [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
+    old, ref = [[-1, -9, -2], [-0.5, -4, -7], [-1, -1, -1]], [[-1.5, -1, -2], [-0.25, -0.5, -1], [-1, -2, -4]]
+    rewards = [2.0, 2.0, -1.0]
+    kl = [[one * formula(x - y) for one, x, y in zip(*rows, strict=True)] for rows in zip(mask, old, ref, strict=True)]
+    to_come = []
+    for row in range(3):
+        later = sum(sum(kl[other]) for other in range(row + 1, 3) if labels[other] == labels[row])
+        to_come.append([one * (rewards[row] - 0.3 * (sum(kl[row][t:]) + later)) for t, one in enumerate(mask[row])])
+    sums = {label: sum(sum(kl[row]) for row in range(3) if labels[row] == label) for label in dict.fromkeys(labels)}
+    scores = [rewards[labels.index(label)] - 0.3 * total for label, total in sums.items()]
+
+    trajectories, sampled = Trajectories.of(torch.tensor(labels)), torch.tensor(mask).bool()
+    plain = laid_out(tensor(rewards), sampled, trajectories)
+    found = kl_penalised(plain, tensor(old), tensor(ref), sampled, trajectories, kind=kind, coefficient=0.3)
+    came = found.rewards.tokens.flip(1).cumsum(1).flip(1) * sampled
+    torch.testing.assert_close(came, tensor(to_come), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores_of(found.rewards, trajectories), tensor(scores), rtol=1e-12, atol=1e-12)
+    assert found.kl == pytest.approx(sum(sums.values()) / len(sums))
 
 
 @pytest.mark.parametrize(("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (5.4, -0.1)])

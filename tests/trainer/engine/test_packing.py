@@ -9,7 +9,15 @@ from tensordict import TensorDict
 
 from tests.fakes.token_batch import make_batch
 from trainer.engine.base import AggMode
-from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends, select_tokens, token_weights, unpack
+from trainer.engine.packing import (
+    MicroBatch,
+    lay_out,
+    lay_out_ends,
+    select_tokens,
+    token_weights,
+    trajectory_share,
+    unpack,
+)
 
 PROMPTS, RESPONSES = [3, 1, 5, 2, 4], [4, 6, 1, 3, 2]
 ROWS = [4, 0, 2, 3]
@@ -111,3 +119,28 @@ def test_weighted_losses_add_up_to_their_mean(mode: AggMode, expected: float) ->
     # cut into two batches, as two ranks have them
     parts = [token_weights(batch[rows], (4.0, 2.0), mode, 5.0) for rows in ([0], [1, 2])]
     assert torch.equal(torch.cat(parts), weights)
+    # said of rows that are trajectories, it changes no bit
+    batch["trajectory_tokens"] = mask.sum(dim=1)
+    assert torch.equal(token_weights(batch, (4.0, 2.0), mode, 5.0), weights)
+    assert trajectory_share(batch).tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (9 + 4 + 5) / 6),
+        ("seq-mean-token-mean", ((9 + 4) / 4 + 5 / 2) / 2),
+        ("seq-mean-token-sum", (9 + 4 + 5) / 2),
+        ("seq-mean-token-sum-norm", (9 + 4 + 5) / 5 / 2),
+    ],
+)
+def test_a_mean_over_trajectories_counts_each_once(mode: AggMode, expected: float) -> None:
+    """Rows 0 to 2 are one, 3 another; row 4 pads a rank: it is row 0 once more, with nothing to train."""
+    losses = torch.tensor([[1.0, 2.0, 6.0], [4.0, 0, 0], [0, 0, 0], [2.0, 3.0, 0], [0, 0, 0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
+    batch = TensorDict({"loss_mask": mask, "trajectory_tokens": torch.tensor([4, 4, 4, 2, 4])}, batch_size=[5])
+    shares = [trajectory_share(batch[rows]).sum() for rows in ([0, 3], [1, 2, 4])]
+    assert float(sum(shares)) == 2.0
+    weights = [token_weights(batch[rows], (6.0, 2.0), mode, 5.0) for rows in ([0, 1], [2, 3, 4])]
+    total = float((torch.cat(weights)[:, None] * losses * mask).sum())
+    np.testing.assert_allclose(total, expected, rtol=1e-14)

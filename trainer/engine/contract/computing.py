@@ -46,6 +46,23 @@ def policy_steps_with_kl_and_entropy_equal_the_reference(setting: Setting) -> No
     _follow_the_reference(setting, "language_model", algorithm, temperature=0.7)
 
 
+@check()
+def rows_of_one_trajectory_count_as_one(setting: Setting) -> None:
+    algorithm = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean")
+    reference = Reference(model_paths(setting.directory)["language_model"], "language_model", OPTIM, algorithm)
+    engine, batch = setting.engine(float64=True, ppo_max_token_len=48), make_batch(8, 6)
+    batch["loss_mask"][1] = False  # nothing of a row, and nothing of a whole trajectory
+    batch["loss_mask"][6] = False
+    batch["trajectories"] = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4])
+    trained = batch["loss_mask"].sum(dim=1)
+    same = batch["trajectories"][:, None] == batch["trajectories"]
+    batch["trajectory_tokens"] = (same * trained).sum(dim=1)
+    expected, expected_norm = reference.step(batch)
+    figures = engine.forward_backward(share_of(engine, batch, 2), make_loss("language_model", algorithm))
+    close(figures["loss"], expected, EXACT, "loss")
+    close(engine.optim_step(figures["loss"]).grad_norm, expected_norm, EXACT, "gradient norm")
+
+
 @check("value_model")
 def value_steps_equal_the_reference(setting: Setting) -> None:
     _follow_the_reference(setting, "value_model", AlgorithmConfig())

@@ -6,6 +6,7 @@ Nothing here is shared with the engines: one row at a time, whole logits, no pac
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -121,7 +122,12 @@ class Reference:
     def _loss(self, batch: TensorDict) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         masks = batch["loss_mask"]
-        num_rows, num_tokens = int(masks.any(dim=1).sum()), int(masks.sum())
+        num_tokens = int(masks.sum())
+        labels = batch.get("trajectories", torch.arange(len(batch))).tolist()
+        trained = Counter[int]()
+        for label, count in zip(labels, masks.sum(dim=1).tolist(), strict=True):
+            trained[label] += count
+        num_trajectories = sum(count > 0 for count in trained.values())
         for number in range(len(batch)):
             row, mask = batch[number], masks[number]
             if not mask.any():
@@ -134,7 +140,7 @@ class Reference:
             if self._model_type == "value_model" or self._algorithm.loss_agg_mode == "token-mean":
                 total = total + terms.sum() / num_tokens
             else:
-                total = total + terms.mean() / num_rows
+                total = total + terms.sum() / trained[labels[number]] / num_trajectories
         return total
 
     def _policy_terms(self, log_probs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
