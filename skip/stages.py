@@ -8,13 +8,16 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.reward_rules import has_conversations
+from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.ports import Score
-from asyncrl.types import Prompt, Turn
+from asyncrl.trajectory import CallStatus, Trajectory, TurnInfo
+from asyncrl.types import Prompt
 from skip.base import Action, BaseSkip, Call, Served
 from skip.fingerprint import Fingerprint, field
 from skip.generation import step_of_sample
@@ -31,7 +34,9 @@ CODE = "1"
 
 @register_skip("reward")
 class RewardSkip(BaseSkip):
-    """Around `async score(self, sample_id: SampleId, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]`.
+    """Around a function or method with these arguments by name:
+
+        async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
 
     The step is the last part of the sample's id. `repeat` looks at other steps for the scores of the very same
     responses, where generation is repeated from the same steps: scores of others would be wrong, and unmarked.
@@ -61,6 +66,7 @@ class RewardSkip(BaseSkip):
             "kwargs": _any_field(reward.kwargs),
             "batch": field(reward.batch),
             "weight": field(reward.weight),
+            **_other_sources(self.run),
             "reward_model": field([model.placement, *model_asked]),
             "tokenizer": tokenizer_identity(self.run.model),
             "code": CODE,
@@ -71,10 +77,11 @@ class RewardSkip(BaseSkip):
 
     def fingerprint(self, call: Call) -> Fingerprint:
         prompt: Prompt = call["prompt"]
-        turns: Sequence[Turn] = call["turns"]
+        trajectories: Sequence[Trajectory] = call["trajectories"]
         return {
             "prompt_ids": field(prompt.prompt_ids),
-            "response_ids": field([turn.response_ids for turn in turns]),
+            "response_ids": field([_each_row(trajectory) for trajectory in trajectories]),
+            **_courses(trajectories),
             "messages": _any_field(prompt.messages),
             "data_source": _any_field(prompt.data_source),
             "ground_truth": _any_field(prompt.ground_truth),
@@ -85,14 +92,20 @@ class RewardSkip(BaseSkip):
     def to_content(self, call: Call, result: Sequence[Score]) -> Content:
         rewards = [float(score.reward) for score in result]
         extras = [{name: float(value) for name, value in score.extra.items()} for score in result]
-        return Content(data={"rewards": rewards, "extras": extras})
+        turns = [[float(value) for value in score.turn_rewards] for score in result]
+        return Content(data={"rewards": rewards, "extras": extras, **({"turn_rewards": turns} if any(turns) else {})})
 
     def prepare_data(self, call: Call, served: Served) -> list[Score]:
-        data = served.record.content.data
-        rewards, extras, wanted = data["rewards"], data["extras"], len(call["turns"])
-        if not len(rewards) == len(extras) == wanted:
-            raise ValueError(f"it has {len(rewards)} rewards and {len(extras)} extras, and {wanted} turns are scored")
-        return [_score(reward, extra) for reward, extra in zip(rewards, extras, strict=True)]
+        data, trajectories = served.record.content.data, call["trajectories"]
+        rewards, extras = data["rewards"], data["extras"]
+        turns = data["turn_rewards"] if "turn_rewards" in data else [[] for _ in rewards]
+        if not len(rewards) == len(extras) == len(turns) == len(trajectories):
+            told = f"{len(rewards)} rewards, {len(extras)} extras and rewards of turns for {len(turns)}"
+            raise ValueError(f"it has {told}, and {len(trajectories)} trajectories are scored")
+        return [
+            _score(reward, extra, own, num_turns=len(trajectory.turns))
+            for reward, extra, own, trajectory in zip(rewards, extras, turns, trajectories, strict=True)
+        ]
 
 
 @register_skip("ref_log_prob")
@@ -146,14 +159,34 @@ class RefLogProbSkip(BaseSkip):
         return torch.from_numpy(log_probs.reshape(wanted).copy())  # the record's own array cannot be written to
 
 
+class ToolOutcome(NamedTuple):
+    """What a call to a tool comes to."""
+
+    text: str = ""
+    """For the model."""
+    reward: float = 0.0
+    metrics: Mapping[str, float] = MappingProxyType({})
+    status: CallStatus = "ok"
+    done: bool = False
+    """The trajectory ends with this call."""
+    duration_s: float = 0.0
+    """In the tool. Not recorded: what is replayed takes no time."""
+    wait_s: float = 0.0
+    """For a place, or the tool's rate. Not recorded."""
+    replayed: bool = False
+
+
 @register_skip("tool")
 class ToolSkip(BaseSkip):
     """Around one call to a tool, a function or method with these arguments by name:
 
-        async def call(sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Mapping[str, Any]) -> str
+        async def call(
+            sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Any, background: Mapping[str, Any]
+        ) -> ToolOutcome
 
-    The step is the last part of the sample's id. Each call of a sample has a record of its own, but that the same call
-    made twice in one turn has one.
+    `background`, by name, is what the outcome depends on besides: the prompt, and the calls before, which made the
+    tool's state. It may be left out where there is nothing. The step is the last part of the sample's id. Each call of
+    a sample has a record of its own, but that the same call made twice in one turn has one.
     """
 
     support_online_step = True
@@ -171,26 +204,91 @@ class ToolSkip(BaseSkip):
         text = _text([call[name] for name in ("trajectory", "turn", "name", "arguments")])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def _tools(self) -> str:
+        """What the tools are made of; not the limits of their calls, nor what a server is told in its environment."""
+        told = []
+        for tool in self.run.rollout.multi_turn.tools:
+            server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
+            source = _source_digest(tool.class_name or tool.function or "")
+            told.append([tool.class_name, tool.function, server, tool.config, tool.tool_schema, source])
+        return _any_field(told)
+
     def fingerprint(self, call: Call) -> Fingerprint:
-        return {"name": _any_field(call["name"]), "arguments": _any_field(call["arguments"])}
+        background = call.arguments.get("background", {})
+        return {
+            **{name: _any_field(value) for name, value in background.items()},
+            "name": _any_field(call["name"]),
+            "arguments": _any_field(call["arguments"]),
+            "tools": self._tools,
+        }
 
-    def to_content(self, call: Call, result: str) -> Content:
-        return Content(data={"result": _checked_result(result)})
+    def to_content(self, call: Call, result: ToolOutcome) -> Content:
+        if not isinstance(result, ToolOutcome):
+            raise TypeError(f"a call to a tool gives a ToolOutcome, not {type(result).__name__}")
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        told = {"text": result.text, "status": result.status, "done": result.done}
+        return Content(data={**told, "reward": float(result.reward), "metrics": metrics})
 
-    def prepare_data(self, call: Call, served: Served) -> str:
-        return _checked_result(served.record.content.data["result"])
-
-
-def _score(reward: Any, extra: Any) -> Score:
-    if not (isinstance(extra, dict) and all(isinstance(number, float) for number in (reward, *extra.values()))):
-        raise ValueError(f"{reward!r} with {extra!r} is no score")
-    return Score(reward, extra)
+    def prepare_data(self, call: Call, served: Served) -> ToolOutcome:
+        return _outcome(**served.record.content.data)
 
 
-def _checked_result(result: Any) -> str:
-    if not isinstance(result, str):
-        raise TypeError(f"a tool's result is text, not {type(result).__name__}")
-    return result
+def _outcome(text: Any, reward: Any, metrics: Any, status: Any, done: Any) -> ToolOutcome:
+    sound = isinstance(text, str) and isinstance(done, bool) and status in get_args(CallStatus)
+    if not (sound and isinstance(metrics, dict) and all(isinstance(n, float) for n in (reward, *metrics.values()))):
+        raise ValueError(f"{text!r} with {status!r}, {reward!r}, {metrics!r} and {done!r} is no outcome of a call")
+    return ToolOutcome(text, reward, metrics, status, done, replayed=True)
+
+
+def _each_row(trajectory: Trajectory) -> Any:
+    """Response tokens; of a trajectory with several rows, prompts too: the later ones are no part of the sample's."""
+    if len(trajectory.rows) == 1:
+        return trajectory.rows[0].response_ids
+    return [[row.prompt_ids, row.response_ids] for row in trajectory.rows]
+
+
+def _courses(trajectories: Sequence[Trajectory]) -> Fingerprint:
+    """What else rewards are made from, of conversations; how long anything took is none of it."""
+    if not any(trajectory.messages for trajectory in trajectories):
+        return {}
+    each = [
+        {
+            "messages": trajectory.messages,
+            "turns": [_turn(turn) for turn in trajectory.turns],
+            "scores": trajectory.scores,
+            "finish_reason": str(trajectory.finish_reason),
+        }
+        for trajectory in trajectories
+    ]
+    return {"conversations": _any_field(each)}
+
+
+def _turn(turn: TurnInfo) -> list[Any]:
+    calls = [[call.name, call.arguments, call.result, call.status, call.reward] for call in turn.calls]
+    return [turn.row, turn.first_token, turn.num_tokens, str(turn.finish_reason), turn.reward, calls]
+
+
+def _other_sources(config: Config) -> Fingerprint:
+    """Those beside the function and the reward model, where a run has any."""
+    reward, judge, told = config.reward, config.reward.judge, {}
+    if reward.functions:
+        each = [[_source_digest(entry.function), entry.model_dump()] for entry in reward.functions]
+        told["functions"] = _any_field(each)
+    if has_conversations(config):
+        told["conversation_weights"] = field([reward.tool_weight, reward.turn_weight])
+    if judge.model is not None:
+        asked = [judge.model, judge.base_url, judge.template, judge.pattern, judge.min, judge.max, judge.weight]
+        told["judge"] = _any_field([*asked, judge.params])
+    return told
+
+
+def _score(reward: Any, extra: Any, turns: Any, *, num_turns: int) -> Score:
+    if not (isinstance(extra, dict) and isinstance(turns, list) and len(turns) in (0, num_turns)):
+        raise ValueError(f"{extra!r} and {turns!r} are no extras and rewards of {num_turns} turns")
+    if not all(isinstance(number, float) for number in (reward, *extra.values(), *turns)):
+        raise ValueError(f"{reward!r} with {extra!r} and {turns!r} is no score")
+    return Score(reward, extra, tuple(turns))
 
 
 # ------------------------------------------------------------------------------------------------ the user's own

@@ -55,9 +55,14 @@ def _idle(config: Config, given: Given) -> Iterator[Problem]:
                 "it would have no effect: `repeat` serves whatever is recorded",
                 f"set {key}.action=cache, or leave this key out",
             )
-    if config.skip.tool.enable:
+    turns = config.rollout.multi_turn
+    if config.skip.tool.enable and not (turns.enable and turns.tools):
+        told = "no tools are named" if turns.enable else "rollout.multi_turn.enable is false"
         yield Problem(
-            "skip.tool.enable", True, "it would have no effect: the run has no tools", "set skip.tool.enable=false"
+            "skip.tool.enable",
+            True,
+            f"it would have no effect: the run calls no tools, for {told}",
+            "set rollout.multi_turn.enable=true and name rollout.multi_turn.tools, or set skip.tool.enable=false",
         )
     if config.skip.ref_log_prob.enable and not config.needs_reference:
         yield Problem(

@@ -15,6 +15,9 @@ ON = {"skip.async_rollout.enable": True, "skip.async_rollout.steps": "all"}
 SYNC = {"skip.rollout.enable": True, "skip.rollout.steps": "all", "mode": "sync"}
 SUMS = {"skip.modules": ["sums"], "skip.roles": {"sums": {"enable": True, "steps": "all"}}}
 
+TOOL = {"skip.tool.enable": True, "skip.tool.steps": "all"}
+CALCULATOR = [{"class_name": "calculator"}]
+
 
 def told(changes: dict[str, Any]) -> dict[str, str]:
     """Key and fix of every error and warning about skip."""
@@ -23,7 +26,15 @@ def told(changes: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, ON, SYNC, SUMS, ON | {"skip.reward.enable": True, "skip.reward.steps": [1, "2-4"]}]
+    "changes",
+    [
+        {},
+        ON,
+        SYNC,
+        SUMS,
+        ON | {"skip.reward.enable": True, "skip.reward.steps": [1, "2-4"]},
+        TOOL | {"rollout.multi_turn.enable": True, "rollout.multi_turn.tools": CALCULATOR},
+    ],
 )
 def test_what_works_is_not_complained_about(changes: dict[str, Any]) -> None:
     assert told(changes) == {}
@@ -43,7 +54,9 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("skip.async_rollout.steps", ON | {"skip.async_rollout.steps": 0}, "1-128"),
     ("skip.async_rollout.dump_dir", ON | {"skip.async_rollout.dump_dir": ""}, "name a directory"),
     ("project_name", ON | {"project_name": "../elsewhere"}, "letters"),
-    ("skip.tool.enable", {"skip.tool.enable": True, "skip.tool.steps": "all"}, "false"),
+    ("skip.tool.enable", TOOL, "rollout.multi_turn.enable=true"),
+    ("skip.tool.enable", TOOL | {"rollout.multi_turn.enable": True}, "rollout.multi_turn.tools"),
+    ("skip.tool.enable", TOOL | {"rollout.multi_turn.tools": CALCULATOR}, "skip.tool.enable=false"),
     ("skip.ref_log_prob.enable", {"skip.ref_log_prob.enable": True, "skip.ref_log_prob.steps": "all"}, "use_kl_loss"),
     (
         "skip.async_rollout.on_mismatch",

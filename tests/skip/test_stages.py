@@ -26,10 +26,13 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError
 from asyncrl.ports import Score
+from asyncrl.trajectory import Trajectory, single_turn
 from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
 from skip import Call, SkipManager
-from skip.fingerprint import differing
+from skip.fingerprint import differing, field
 from skip.record import MANIFEST, to_files
+from skip.stages import ToolOutcome
+from tests.fakes.conversations import dialogue
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +59,6 @@ def directory(tmp_path: Path, role: str) -> Path:
 # ------------------------------------------------------------------------------------------------ reward
 
 
-def turn(*tokens: int) -> Turn:
-    log_probs = np.zeros(len(tokens), dtype=np.float32)
-    return Turn(np.array(tokens, dtype=np.int32), log_probs, (Span(0, 0),), FinishReason.STOP)
-
-
 PROMPT = Prompt(
     np.array([1, 2, 3], dtype=np.int32),
     ({"role": "user", "content": "1+1?"},),
@@ -68,7 +66,14 @@ PROMPT = Prompt(
     "2",
     {"index": 5, "tags": ["a"]},
 )
-TURNS = (turn(4, 5), turn(6))
+
+
+def answer(*tokens: int) -> Trajectory:
+    log_probs = np.zeros(len(tokens), dtype=np.float32)
+    return single_turn(PROMPT, Turn(np.array(tokens, dtype=np.int32), log_probs, (Span(0, 0),), FinishReason.STOP))
+
+
+ANSWERS = (answer(4, 5), answer(6))
 
 
 class Scorer:
@@ -78,56 +83,58 @@ class Scorer:
         self.asked: list[SampleId] = []
 
     @SkipManager.annotate(role="reward")
-    async def score(self, sample_id: SampleId, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+    async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         self.asked.append(sample_id)
-        return [Score(0.1 * len(one.response_ids), {"rule": 1 / 3, "length": len(one.response_ids)}) for one in turns]
+        lengths = [one.num_sampled for one in trajectories]
+        return [Score(0.1 * length, {"rule": 1 / 3, "length": length}) for length in lengths]
 
 
 async def test_a_sample_is_scored_once(tmp_path: Path) -> None:
     config = configure(tmp_path, "reward", settings={"steps": "1-9"})
     first, scorer = Scorer(), Scorer()
     with SkipManager.session(config):
-        scored = await first.score(SampleId(0, 7), PROMPT, TURNS)
+        scored = await first.score(SampleId(0, 7), PROMPT, ANSWERS)
     with SkipManager.session(config):
-        again = await scorer.score(SampleId(0, 7), PROMPT, TURNS)
+        again = await scorer.score(SampleId(0, 7), PROMPT, ANSWERS)
         assert again == scored and [type(score) for score in again] == [Score, Score]
         assert (len(first.asked), scorer.asked) == (1, [])
         assert SkipManager.status() == {"reward": {"replayed": 1}}
-        assert await scorer.score(SampleId(0, 8), PROMPT, TURNS) == scored
-        assert await scorer.score(SampleId(0, 10), PROMPT, TURNS) == scored
+        assert await scorer.score(SampleId(0, 8), PROMPT, ANSWERS) == scored
+        assert await scorer.score(SampleId(0, 10), PROMPT, ANSWERS) == scored
         assert [sample_id.index for sample_id in scorer.asked] == [8, 10]
         assert SkipManager.status() == {"reward": {"replayed": 1, "recorded": 1}}
     assert {path.name for path in directory(tmp_path, "reward").iterdir()} == {"7", "8"}
     manifest = json.loads((directory(tmp_path, "reward") / "7" / MANIFEST).read_text())
     assert manifest["content"]["rewards"] == [0.2, 0.1]
+    assert "turn_rewards" not in manifest["content"]
 
 
-def fingerprint(made: Any, prompt: Prompt = PROMPT, turns: Sequence[Turn] = TURNS) -> Mapping[str, str]:
+def fingerprint(made: Any, prompt: Prompt = PROMPT, trajectories: Sequence[Trajectory] = ANSWERS) -> Mapping[str, str]:
     told: Mapping[str, str] = made.fingerprint(
-        Call({"sample_id": SampleId(0, 7), "prompt": prompt, "turns": turns}, {})
+        Call({"sample_id": SampleId(0, 7), "prompt": prompt, "trajectories": trajectories}, {})
     )
     return told
 
 
 @pytest.mark.parametrize(
-    ("changes", "turns", "differs"),
+    ("changes", "trajectories", "differs"),
     [
-        ({}, (turn(4, 5), turn(6)), ()),
-        ({}, (turn(4), turn(5, 6)), ("response_ids",)),
-        ({}, TURNS[:1], ("response_ids",)),
-        ({"prompt_ids": np.array([1, 2], dtype=np.int32)}, TURNS, ("prompt_ids",)),
-        ({"messages": ()}, TURNS, ("messages",)),
-        ({"data_source": "other"}, TURNS, ("data_source",)),
-        ({"ground_truth": 2}, TURNS, ("ground_truth",)),
-        ({"extra_info": {"tags": ["a"], "index": np.int64(5)}}, TURNS, ()),
-        ({"extra_info": {"index": 5, "tags": ["b"]}}, TURNS, ("extra_info",)),
+        ({}, (answer(4, 5), answer(6)), ()),
+        ({}, (answer(4), answer(5, 6)), ("response_ids",)),
+        ({}, ANSWERS[:1], ("response_ids",)),
+        ({"prompt_ids": np.array([1, 2], dtype=np.int32)}, ANSWERS, ("prompt_ids",)),
+        ({"messages": ()}, ANSWERS, ("messages",)),
+        ({"data_source": "other"}, ANSWERS, ("data_source",)),
+        ({"ground_truth": 2}, ANSWERS, ("ground_truth",)),
+        ({"extra_info": {"tags": ["a"], "index": np.int64(5)}}, ANSWERS, ()),
+        ({"extra_info": {"index": 5, "tags": ["b"]}}, ANSWERS, ("extra_info",)),
     ],
 )
 def test_what_changes_a_reward_changes_its_fingerprint(
-    tmp_path: Path, changes: dict[str, Any], turns: Sequence[Turn], differs: tuple[str, ...]
+    tmp_path: Path, changes: dict[str, Any], trajectories: Sequence[Trajectory], differs: tuple[str, ...]
 ) -> None:
     made = skip_of(tmp_path, "reward")
-    assert differing(fingerprint(made), fingerprint(made, replace(PROMPT, **changes), turns)) == differs
+    assert differing(fingerprint(made), fingerprint(made, replace(PROMPT, **changes), trajectories)) == differs
 
 
 @pytest.mark.parametrize(
@@ -140,6 +147,11 @@ def test_what_changes_a_reward_changes_its_fingerprint(
         ({"reward": {"weight": 0.5}}, ("weight",)),
         ({"reward_model": {"placement": "serve", "path": "some/model"}}, ("reward_model",)),
         ({"reward_model": {"placement": "worker", "path": "some/model"}}, ("reward_model",)),
+        ({"reward": {"functions": [{"name": "more", "function": "exact_match"}]}}, ("functions",)),
+        ({"reward": {"judge": {"model": "judge-1"}}}, ("judge",)),
+        ({"reward": {"judge": {"prompt": "{response}?"}}}, ()),
+        ({"reward": {"tool_weight": 2.0, "turn_weight": 2.0}}, ()),
+        ({"rollout": {"multi_turn": {"enable": True}}}, ("conversation_weights",)),
         ({"model": {"tokenizer_path": "some/tokenizer"}}, ("tokenizer",)),
     ],
 )
@@ -162,6 +174,85 @@ def test_a_reward_model_counts_where_it_is_asked(
     model = {"placement": placement, "path": "some/model"}
     one, other = (skip_of(tmp_path, "reward", reward_model=section) for section in (model, {**model, **change}))
     assert differing(fingerprint(one), fingerprint(other)) == differs
+
+
+JUDGE = {"model": "judge-1", "base_url": "http://127.0.0.1:1/v1"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "differs"),
+    [
+        ({"judge": {**JUDGE, "timeout_s": 7.0, "max_concurrency": 1, "max_attempts": 9}}, ()),
+        ({"judge": {**JUDGE, "prompt": "{response}?"}}, ("judge",)),
+        ({"judge": {**JUDGE, "weight": 2.0}}, ("judge",)),
+        ({"judge": {**JUDGE, "params": {"temperature": 0}}}, ("judge",)),
+        ({"judge": JUDGE, "turn_weight": 2.0}, ("conversation_weights",)),
+    ],
+)
+def test_a_judge_and_weights_count_where_they_are_of_use(
+    tmp_path: Path, reward: dict[str, Any], differs: tuple[str, ...]
+) -> None:
+    rollout = {"multi_turn": {"enable": True}}
+    one, other = (
+        skip_of(tmp_path, "reward", reward=section, rollout=rollout) for section in ({"judge": JUDGE}, reward)
+    )
+    assert differing(fingerprint(one), fingerprint(other)) == differs
+
+
+def test_what_was_recorded_of_single_turns_before_is_of_use(tmp_path: Path) -> None:
+    """Fields of conversations, and of sources that a run does not have, are left out."""
+    assert sorted(fingerprint(skip_of(tmp_path, "reward"))) == [
+        "batch", "code", "data_source", "extra_info", "function", "ground_truth", "kwargs", "messages", "prompt_ids",
+        "response_ids", "reward_model", "source", "tokenizer", "weight",
+    ]  # fmt: skip
+    assert fingerprint(skip_of(tmp_path, "reward"))["response_ids"] == field(
+        [np.array([4, 5], dtype=np.int32), np.array([6], dtype=np.int32)]
+    )
+
+
+def changed_turn(trajectory: Trajectory, **changes: Any) -> Trajectory:
+    return replace(trajectory, turns=(replace(trajectory.turns[0], **changes), *trajectory.turns[1:]))
+
+
+TALK = dialogue("add", "#22", rewards=[0.5, 0.0], scores={"add": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        (dialogue("add", "#22", rewards=[0.5, 0.0], scores={"add": 1.0}), ()),
+        (changed_turn(TALK, generate_s=3.0, user_s=2.0), ()),
+        (changed_turn(TALK, calls=(replace(TALK.turns[0].calls[0], duration_s=1.0, wait_s=1.0),)), ()),
+        (changed_turn(TALK, calls=(replace(TALK.turns[0].calls[0], status="raised"),)), ("conversations",)),
+        (changed_turn(TALK, reward=0.25), ("conversations",)),
+        (replace(TALK, scores={"add": 2.0}), ("conversations",)),
+        (replace(TALK, finish_reason=FinishReason.MAX_TURNS), ("conversations",)),
+        (replace(TALK, messages=TALK.messages[:-1]), ("conversations",)),
+        (replace(TALK, rows=(TALK.rows[0], answer(6).rows[0])), ("response_ids",)),
+        (answer(*TALK.rows[0].response_ids.tolist()), ("conversations",)),
+    ],
+)
+def test_what_changes_the_reward_of_a_conversation(tmp_path: Path, other: Trajectory, differs: tuple[str, ...]) -> None:
+    made = skip_of(tmp_path, "reward")
+    assert differing(fingerprint(made, PROMPT, [TALK]), fingerprint(made, PROMPT, [other])) == differs
+
+
+async def test_rewards_of_turns_are_kept(tmp_path: Path) -> None:
+    scores = [Score(1.5, {"rule": 1.0}, (0.25, 0.25)), Score(1.0)]
+    calls = 0
+
+    @SkipManager.annotate(role="reward")
+    async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        nonlocal calls
+        calls += 1
+        return scores
+
+    for _ in range(2):
+        with SkipManager.session(configure(tmp_path, "reward")):
+            assert await score(SampleId(0, 7), PROMPT, [TALK, answer(6)]) == scores
+    assert calls == 1
+    manifest = json.loads((directory(tmp_path, "reward") / "7" / MANIFEST).read_text())
+    assert manifest["content"]["turn_rewards"] == [[0.25, 0.25], []]
 
 
 @pytest.mark.parametrize("written", ["{file}:score", "own_rewards_of_a_test:score"], ids=["file", "module"])
@@ -210,7 +301,7 @@ async def test_no_column_of_a_data_set_fails_a_sample(tmp_path: Path, truth: Any
     prompt, scorer = replace(PROMPT, ground_truth=truth, extra_info={"truth": truth}), Scorer()
     with SkipManager.session(configure(tmp_path, "reward")):
         for _ in range(2):
-            assert len(await scorer.score(SampleId(0, 7), prompt, TURNS)) == 2
+            assert len(await scorer.score(SampleId(0, 7), prompt, ANSWERS)) == 2
         assert len(scorer.asked) == 1
 
 
@@ -231,11 +322,11 @@ def test_unusual_columns_are_equal_by_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize("score", [Score(float("nan")), Score(1.0, {"part": float("inf")})], ids=["reward", "extra"])
 async def test_scores_that_are_no_numbers_are_given_and_not_kept(tmp_path: Path, score: Score) -> None:
     @SkipManager.annotate(role="reward")
-    async def odd(sample_id: SampleId, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+    async def odd(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [score]
 
     with SkipManager.session(configure(tmp_path, "reward")):
-        assert await odd(SampleId(0, 7), PROMPT, TURNS[:1]) == [score]
+        assert await odd(SampleId(0, 7), PROMPT, ANSWERS[:1]) == [score]
         assert SkipManager.status() == {"reward": {"unrecorded": 1}}
 
 
@@ -249,15 +340,19 @@ async def test_scores_that_are_no_numbers_are_given_and_not_kept(tmp_path: Path,
         {"rewards": [1.0, 0.0], "extras": [{}, []]},
         {"rewards": 1.0, "extras": {}},
         {"rewards": [1.0, 0.0]},
+        {"rewards": [1.0, 0.0], "extras": [{}, {}], "turn_rewards": [[]]},
+        {"rewards": [1.0, 0.0], "extras": [{}, {}], "turn_rewards": [[], [1.0, 2.0]]},
+        {"rewards": [1.0, 0.0], "extras": [{}, {}], "turn_rewards": [[], ["1.0"]]},
+        {"rewards": [1.0, 0.0], "extras": [{}, {}], "turn_rewards": [[], 1.0]},
     ],
 )
 async def test_scores_that_do_not_fit_count_as_absent(tmp_path: Path, content: dict[str, Any]) -> None:
     scorer = Scorer()
     with SkipManager.session(configure(tmp_path, "reward")):
-        scored = await scorer.score(SampleId(0, 7), PROMPT, TURNS)
+        scored = await scorer.score(SampleId(0, 7), PROMPT, ANSWERS)
         rewrite(SkipManager.get("reward"), "7", content)
-        assert await scorer.score(SampleId(0, 7), PROMPT, TURNS) == scored
-        assert await scorer.score(SampleId(0, 7), PROMPT, TURNS) == scored
+        assert await scorer.score(SampleId(0, 7), PROMPT, ANSWERS) == scored
+        assert await scorer.score(SampleId(0, 7), PROMPT, ANSWERS) == scored
         assert len(scorer.asked) == 2
         assert SkipManager.status() == {"reward": {"recorded": 2, "damaged": 1, "replayed": 1}}
 
@@ -272,11 +367,11 @@ def rewrite(made: Any, name: str, data: Mapping[str, Any]) -> None:
 async def test_repeat_gives_the_scores_of_the_same_responses_at_another_step_and_of_no_others(tmp_path: Path) -> None:
     scorer = Scorer()
     with SkipManager.session(configure(tmp_path, "reward")):
-        scored = await scorer.score(SampleId(0, 7), PROMPT, TURNS)
+        scored = await scorer.score(SampleId(0, 7), PROMPT, ANSWERS)
     with SkipManager.session(configure(tmp_path, "reward", settings={"action": "repeat"})):
-        assert await scorer.score(SampleId(0, 9), PROMPT, TURNS) == scored
+        assert await scorer.score(SampleId(0, 9), PROMPT, ANSWERS) == scored
         assert len(scorer.asked) == 1
-        await scorer.score(SampleId(0, 8), PROMPT, (turn(1), turn(2, 3)))
+        await scorer.score(SampleId(0, 8), PROMPT, (answer(1), answer(2, 3)))
         assert len(scorer.asked) == 2
         assert SkipManager.status() == {"reward": {"substituted": 1, "recorded": 1}}
 
@@ -405,12 +500,19 @@ class Tools:
 
     @SkipManager.annotate(role="tool")
     async def call(
-        self, sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Mapping[str, Any]
-    ) -> str:
+        self,
+        sample_id: SampleId,
+        trajectory: int,
+        turn: int,
+        name: str,
+        arguments: Any,
+        background: Mapping[str, Any] = MappingProxyType({}),
+    ) -> ToolOutcome:
         await anyio.sleep(0.02 * self._delays.random())
         call = f"{sample_id} {trajectory} {turn} {name} {json.dumps(arguments)}"
         self.ran[call] += 1
-        return f"{call}: {self.ran[call]} \N{SNOWMAN}"
+        text = f"{call}: {self.ran[call]} \N{SNOWMAN}"
+        return ToolOutcome(text, 1 / 3, {"hits": 2.0}, "refused", True, duration_s=0.5, wait_s=0.25)
 
 
 async def test_each_call_of_a_sample_has_a_record_of_its_own(tmp_path: Path) -> None:
@@ -427,9 +529,9 @@ async def test_each_call_of_a_sample_has_a_record_of_its_own(tmp_path: Path) -> 
     assert len(calls) == 64
     with SkipManager.session(configure(tmp_path, "tool")):
         for _ in range(2):
-            found: dict[int, str] = {}
+            found: dict[int, ToolOutcome] = {}
 
-            async def ask(number: int, found: dict[int, str] = found) -> None:
+            async def ask(number: int, found: dict[int, ToolOutcome] = found) -> None:
                 found[number] = await tools.call(*calls[number])
 
             async with anyio.create_task_group() as group:
@@ -437,7 +539,10 @@ async def test_each_call_of_a_sample_has_a_record_of_its_own(tmp_path: Path) -> 
                     group.start_soon(ask, number)
             results.append(found)
         assert SkipManager.status() == {"tool": {"recorded": 64, "replayed": 64}}
-    assert results[0] == results[1] and set(tools.ran.values()) == {1} and len(tools.ran) == 64
+    assert set(tools.ran.values()) == {1} and len(tools.ran) == 64
+    for number, outcome in results[0].items():
+        # All of it, but for the time: none has passed.
+        assert results[1][number] == outcome._replace(duration_s=0.0, wait_s=0.0, replayed=True)
     names = [path.name for path in directory(tmp_path, "tool").iterdir()]
     assert Counter(name.partition("-")[0] for name in names) == {"7": 32, "8": 32}
 
@@ -446,8 +551,9 @@ async def test_arguments_are_equal_in_any_order_and_with_any_values(tmp_path: Pa
     tools = Tools()
     with SkipManager.session(configure(tmp_path, "tool")):
         first = await tools.call(SampleId(0, 7), 0, 0, "search", {"a": 1, "b": None})
-        assert await tools.call(SampleId(0, 7), 0, 0, "search", {"b": None, "a": 1}) == first
-        assert await tools.call(SampleId(0, 7), 0, 0, "search", {"b": None, "a": "1"}) != first
+        again = await tools.call(SampleId(0, 7), 0, 0, "search", {"b": None, "a": 1})
+        assert again.replayed and again.text == first.text
+        assert not (await tools.call(SampleId(0, 7), 0, 0, "search", {"b": None, "a": "1"})).replayed
         await tools.call(SampleId(0, 7), 0, 0, "\ud800", {"\ud800": "\ud800"})
     assert sum(tools.ran.values()) == 3
 
@@ -463,24 +569,103 @@ async def test_a_call_is_told_by_its_fields(tmp_path: Path, monkeypatch: pytest.
             await tools.call(SampleId(0, 7), 0, 0, "open", {"query": "b"})
 
 
-async def test_a_result_that_is_no_text_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, ()),
+        ({"before": [[0, "{}"]]}, ("before",)),
+        ({"before": []}, ()),
+        ({"prompt": ["2+2?"]}, ("prompt",)),
+    ],
+)
+async def test_what_a_call_depends_on_besides_is_told_by_name(
+    tmp_path: Path, changes: dict[str, Any], differs: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    background, tools = {"before": [], "prompt": ["1+1?"]}, Tools()
+    with SkipManager.session(configure(tmp_path, "tool")):
+        await tools.call(SampleId(0, 7), 0, 1, "search", "{}", background)
+        outcome = await tools.call(SampleId(0, 7), 0, 1, "search", "{}", {**background, **changes})
+    assert outcome.replayed == (not differs)
+    assert all(f"it differs in {name}" in caplog.text for name in differs)
+
+
+CALCULATOR: dict[str, Any] = {"class_name": "calculator"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "differs"),
+    [
+        ([CALCULATOR], ()),
+        ([CALCULATOR | {"timeout_s": 1.0, "max_concurrency": 1, "max_per_s": 2.0, "on_error": "stop"}], ()),
+        ([CALCULATOR | {"config": {"name": "c"}}], ("tools",)),
+        ([CALCULATOR | {"tool_schema": {"type": "function"}}], ("tools",)),
+        ([{"function": "a:b"}], ("tools",)),
+        ([{"mcp": {"command": ["server"]}}], ("tools",)),
+        ([CALCULATOR, CALCULATOR], ("tools",)),
+        ([], ("tools",)),
+    ],
+)
+def test_other_tools_are_another_fingerprint(tmp_path: Path, tools: Any, differs: tuple[str, ...]) -> None:
+    call = Call({"sample_id": SampleId(0, 7), "trajectory": 0, "turn": 0, "name": "c", "arguments": "{}"}, {})
+    one, other = (
+        skip_of(tmp_path, "tool", rollout={"multi_turn": {"tools": its}}).fingerprint(call)
+        for its in ([CALCULATOR], tools)
+    )
+    assert differing(one, other) == differs
+
+
+def test_another_source_of_a_tool_is_another_fingerprint(tmp_path: Path) -> None:
+    file, found = tmp_path / "own_tool.py", []
+    call = Call({"sample_id": SampleId(0, 7), "trajectory": 0, "turn": 0, "name": "c", "arguments": "{}"}, {})
+    for source in ("class Own: pass\n", "class Own: a = 1\n"):
+        file.write_text(source)
+        tools = [{"class_name": f"{file}:Own"}]
+        found.append(skip_of(tmp_path, "tool", rollout={"multi_turn": {"tools": tools}}).fingerprint(call))
+    assert differing(*found) == ("tools",)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    ["text", ToolOutcome(text=b""), ToolOutcome(reward=float("nan")), ToolOutcome(metrics={"hits": float("inf")})],  # type: ignore[arg-type]
+    ids=repr,
+)
+async def test_what_cannot_come_back_is_not_kept(tmp_path: Path, outcome: Any) -> None:
     @SkipManager.annotate(role="tool")
-    async def call(sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Mapping[str, Any]) -> Any:
-        return {"image": b""}
+    async def call(sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: str) -> Any:
+        return outcome
 
     with SkipManager.session(configure(tmp_path, "tool")):
-        assert await call(SampleId(0, 7), 0, 0, "draw", {}) == {"image": b""}
+        assert await call(SampleId(0, 7), 0, 0, "draw", "{}") is outcome
         assert SkipManager.status() == {"tool": {"unrecorded": 1}}
 
 
-async def test_a_record_without_text_counts_as_absent(tmp_path: Path) -> None:
+SOUND = {"text": "", "reward": 0.0, "metrics": {}, "status": "ok", "done": False}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"result": "of another time"},
+        SOUND | {"more": 1},
+        SOUND | {"text": 3},
+        SOUND | {"reward": None},
+        SOUND | {"metrics": {"hits": "2"}},
+        SOUND | {"metrics": []},
+        SOUND | {"status": "fine"},
+        SOUND | {"done": 0},
+    ],
+    ids=repr,
+)
+async def test_an_outcome_that_is_none_counts_as_absent(tmp_path: Path, content: dict[str, Any]) -> None:
     tools = Tools()
     with SkipManager.session(configure(tmp_path, "tool")):
         await tools.call(SampleId(0, 7), 0, 0, "search", {})
         made = SkipManager.get("tool")
         assert made is not None
-        rewrite(made, made.files.names()[0], {"result": 3})
-        assert (await tools.call(SampleId(0, 7), 0, 0, "search", {})).endswith(": 2 \N{SNOWMAN}")
+        rewrite(made, made.files.names()[0], content)
+        assert (await tools.call(SampleId(0, 7), 0, 0, "search", {})).text.endswith(": 2 \N{SNOWMAN}")
+        assert SkipManager.status() == {"tool": {"recorded": 2, "damaged": 1}}
 
 
 # ------------------------------------------------------------------------------------------------ all of them
@@ -499,7 +684,7 @@ async def test_a_malformed_id_is_told_by_role(tmp_path: Path, role: str) -> None
         SkipManager.session(configure(tmp_path, role)),
         pytest.raises(BugError, match=rf"skip\.{role} takes its step from the sample's id: .*e\.g\. sample_0_42"),
     ):
-        await (Scorer().score(bad, PROMPT, TURNS) if role == "reward" else Tools().call(bad, 0, 0, "search", {}))
+        await (Scorer().score(bad, PROMPT, ANSWERS) if role == "reward" else Tools().call(bad, 0, 0, "search", {}))
 
 
 def test_the_roles_need_no_torch() -> None:

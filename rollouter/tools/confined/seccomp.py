@@ -1,0 +1,128 @@
+"""Which system calls may be made: a BPF program that the kernel runs at each of them.
+
+No sockets, no other process (none can be started, signalled, traced or looked at), no way out of the process group,
+nothing that holds memory outside the address space. Threads may be started; `socketpair`, which asyncio needs, works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+
+from . import kernel
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32_BIT = 0x4000_0000
+_CLONE_THREAD = 0x10000
+_F_SETOWN, _F_SETOWN_EX = 8, 15
+_FIOSETOWN, _SIOCSPGRP, _TIOCSTI = 0x8901, 0x8902, 0x5412
+_AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16
+
+# Opcodes of classic BPF.
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
+_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
+_FILTER_MODE = 2
+
+REFUSED = (
+    # other processes
+    *("fork", "vfork", "execve", "execveat", "setsid", "setpgid", "tkill", "setpriority", "ioprio_set"),
+    *("pidfd_open", "pidfd_send_signal", "pidfd_getfd", "ptrace", "kcmp", "process_vm_readv", "process_vm_writev"),
+    *("process_madvise", "process_mrelease", "move_pages", "migrate_pages"),
+    # io_uring makes calls that no filter sees
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    # memory that no limit of the process counts, and that may outlive it
+    *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open"),
+    # other views of the system, and what has a long history of holes in the kernel
+    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "mount_setattr", "open_tree", "move_mount"),
+    *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at", "fanotify_init", "quotactl"),
+    *("bpf", "perf_event_open", "add_key", "request_key", "keyctl", "userfaultfd"),
+)
+ONLY_ITSELF = (
+    *("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"),
+    *("prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"),
+)
+"""The first argument is a process: itself, or 0."""
+ATTRIBUTES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("utime", "utimes", "futimesat", "utimensat", "file_setattr"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+"""Of files: Landlock does not watch over these."""
+
+
+def install(pid: int, *, network: bool, attributes: bool) -> None:
+    """For this process, for good.
+
+    Args:
+        pid: Its own number, as it sees it.
+        network: Internet sockets may be opened. Those of the file system may not: they lead to other services.
+        attributes: Those of files may be changed, as far as file system and user allow it.
+
+    Raises:
+        OSError: the kernel has no filters, or the architecture is not known here.
+    """
+    instructions = program(pid, network=network, attributes=attributes)
+    code = ctypes.create_string_buffer(b"".join(instructions))
+    # struct sock_fprog: a length, and a pointer at the next multiple of its size.
+    handle = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.prctl(kernel.PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(handle))
+
+
+def program(pid: int, *, network: bool, attributes: bool) -> list[bytes]:
+    """The instructions, 8 bytes each."""
+    kernel.number("socket")  # raises where the architecture is unknown
+    refuse = _ERRNO | errno.EPERM
+    lines = [
+        _op(_LOAD, _ARCH_AT),
+        _op(_JUMP_EQUAL, _AUDIT_ARCH[kernel.ARCHITECTURE], 1, 0),
+        _op(_RETURN, _KILL_PROCESS),  # a 32-bit call: the numbers mean something else there
+        _op(_LOAD, _NUMBER_AT),
+    ]
+    if kernel.ARCHITECTURE == "x86_64":
+        lines += [_op(_JUMP_AT_LEAST, _X32_BIT, 0, 1), _op(_RETURN, _KILL_PROCESS)]
+    for name in REFUSED if attributes else REFUSED + ATTRIBUTES:
+        lines += _if_called(name, [_op(_RETURN, refuse)])
+    # glibc falls back to `clone`, whose flags a filter can see.
+    lines += _if_called("clone3", [_op(_RETURN, _ERRNO | errno.ENOSYS)])
+    lines += _if_called(
+        "clone", [_argument(0), _op(_JUMP_BITS, _CLONE_THREAD, 0, 1), _op(_RETURN, _ALLOW), _op(_RETURN, refuse)]
+    )
+    for name in ONLY_ITSELF:
+        lines += _if_called(name, _allow_values(0, (0, pid)))
+    families = (_AF_INET, _AF_INET6, _AF_NETLINK) if network else ()
+    lines += _if_called("socket", _allow_values(0, families))
+    lines += _if_called("fcntl", _refuse_values(1, (_F_SETOWN, _F_SETOWN_EX)))  # they send signals
+    lines += _if_called("ioctl", _refuse_values(1, (_FIOSETOWN, _SIOCSPGRP, _TIOCSTI)))
+    return [*lines, _op(_RETURN, _ALLOW)]
+
+
+def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One `struct sock_filter`; jumps count instructions from the next one."""
+    return struct.pack("@HBBI", code, if_true, if_false, value)
+
+
+def _argument(position: int) -> bytes:
+    return _op(_LOAD, _ARGUMENTS_AT + 8 * position)  # the low half: both architectures are little-endian
+
+
+def _if_called(name: str, body: list[bytes]) -> list[bytes]:
+    """`body`, which ends in a return, if the call is `name`."""
+    number = kernel.number(name)
+    return [] if number is None else [_op(_JUMP_EQUAL, number, 0, len(body)), *body]
+
+
+def _allow_values(position: int, values: tuple[int, ...]) -> list[bytes]:
+    return _by_value(position, values, _ALLOW, _ERRNO | errno.EPERM)
+
+
+def _refuse_values(position: int, values: tuple[int, ...]) -> list[bytes]:
+    return _by_value(position, values, _ERRNO | errno.EPERM, _ALLOW)
+
+
+def _by_value(position: int, values: tuple[int, ...], then: int, otherwise: int) -> list[bytes]:
+    tests = [op for value in values for op in (_op(_JUMP_EQUAL, value, 0, 1), _op(_RETURN, then))]
+    return [_argument(position), *tests, _op(_RETURN, otherwise)]

@@ -1,0 +1,181 @@
+"""The order in which the walls go up, and which stand.
+
+| wall | stands on any of |
+|---|---|
+| network | a network namespace in a root of its own; a seccomp filter |
+| processes | a process namespace; a seccomp filter |
+| files | a root of its own; Landlock and a user of its own; Landlock from ABI 3 and a seccomp filter |
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+from . import kernel, landlock, namespaces, seccomp
+from .settings import Settings
+
+MECHANISMS = ("namespaces", "root", "user", "landlock", "seccomp")
+WALLS = ("network", "processes", "files")
+
+_SYSTEM_PATHS = (
+    *("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/local/lib"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"),
+)
+_NETWORK_PATHS = (
+    *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/services"),
+    *("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
+)
+_FIRST_OWN_USER = 0x6000_0000
+"""No user of a machine has such a number, so nothing belongs to one."""
+_NOBODY = 65534
+_OUR_PROCESSES = 8
+"""More than there are around the code."""
+_PROCESSES_PER_NAMESPACE = (5, 14)
+"""The Linux that began to count them so."""
+_SIGKILL = 9
+
+
+class Report:
+    """What stands, and why something does not."""
+
+    def __init__(self) -> None:
+        self.stands: dict[str, list[str]] = {wall: [] for wall in WALLS}
+        self.missing: dict[str, str] = {}
+
+    def stand(self, mechanism: str, *walls: str) -> None:
+        for wall in walls:
+            self.stands[wall].append(mechanism)
+
+
+def confine(settings: Settings) -> Report:
+    """Put up all walls that can be had here; returns in the process that is inside them."""
+    report = Report()
+    mechanisms = settings.mechanisms
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
+    outer_pid = os.getpid()
+    read_paths = readable(settings)
+    work_dir, own_root, own_user, counts_alone = settings.work_dir, False, False, False
+    if "namespaces" in mechanisms:
+        try:
+            counts_alone = namespaces.enter(network=settings.network) and _kernel() >= _PROCESSES_PER_NAMESPACE
+            report.stand("namespaces", "processes")
+            if "root" in mechanisms and _change_root(settings, read_paths, report):
+                work_dir, own_root = namespaces.WORK_DIR, True
+            namespaces.descend()
+        except OSError as error:
+            report.missing["namespaces"] = str(error)
+    if os.geteuid() == 0 and "user" in mechanisms:
+        try:
+            _become_nobody(outer_pid, [*settings.import_paths, *settings.read_paths])
+            own_user = counts_alone = True
+        except OSError as error:
+            report.missing["user"] = str(error)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)  # a fork and a change of user forget it
+    _set_limits(settings, counts_alone=counts_alone)
+    kernel.drop_capabilities()
+    abi = _restrict_files(settings, work_dir, read_paths, report) if "landlock" in mechanisms else 0
+    filtered = "seccomp" in mechanisms and _filter_calls(settings, report, attributes=own_root)
+    if abi and (own_user or (abi >= landlock.TRUNCATE_ABI and filtered)):
+        report.stand("landlock", "files")
+    os.environ["HOME"] = os.environ["TMPDIR"] = work_dir
+    return report
+
+
+def readable(settings: Settings) -> list[str]:
+    """Directories and files that the code may read, none of them inside another."""
+    wanted = [*sys.path, f"{sys.base_prefix}/lib", *_SYSTEM_PATHS, *settings.import_paths, *settings.read_paths]
+    if settings.network:
+        wanted += _NETWORK_PATHS
+    paths: list[str] = []
+    for path in sorted(os.path.normpath(path) for path in wanted if os.path.isabs(path) and os.path.exists(path)):
+        if not any(path == outer or path.startswith(f"{outer}/") for outer in paths):
+            paths.append(path)
+    return paths
+
+
+def _change_root(settings: Settings, read_paths: list[str], report: Report) -> bool:
+    try:
+        namespaces.own_root(settings.work_dir, read_paths, settings.disk_bytes)
+    except OSError as error:
+        report.missing["root"] = str(error)
+        return False
+    # Sockets in the file system lead out of a network namespace, but not out of this root.
+    report.stand("root", "files", *(() if settings.network else ("network",)))
+    return True
+
+
+def _become_nobody(outer_pid: int, paths: list[str]) -> None:
+    """From root to a user that owns nothing but the working directory, which is the current one.
+
+    Raises:
+        OSError: it may not, or that user could not read Python's own files, or `paths`; nothing has changed.
+    """
+    error = OSError("no user of its own")
+    for user in (_FIRST_OWN_USER + outer_pid, _NOBODY):
+        try:
+            os.setgroups([])
+            os.chown(".", user, user)
+            os.setresgid(user, user, 0)
+            os.setresuid(user, user, 0)  # with a way back
+            for path in (".", os.__file__, *paths):
+                os.close(os.open(path, os.O_RDONLY))
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            return
+        except OSError as refused:
+            error = refused
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+            os.chown(".", 0, 0)
+    raise error
+
+
+def _set_limits(settings: Settings, *, counts_alone: bool) -> None:
+    limits = {
+        resource.RLIMIT_AS: settings.memory_bytes,
+        resource.RLIMIT_FSIZE: settings.file_bytes,
+        resource.RLIMIT_NOFILE: settings.open_files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if counts_alone:  # else it would count what all processes of the user have
+        limits[resource.RLIMIT_NPROC] = settings.threads + _OUR_PROCESSES
+    for kind, value in limits.items():
+        _limit(kind, value, value)
+    if not settings.keep:
+        # The soft limit ends the process by SIGXCPU, which may be caught; the hard one by SIGKILL.
+        _limit(resource.RLIMIT_CPU, settings.cpu_s, settings.cpu_s + 1)
+
+
+def _limit(kind: int, soft: int, hard: int) -> None:
+    highest = resource.getrlimit(kind)[1]
+    if highest != resource.RLIM_INFINITY:
+        soft, hard = min(soft, highest), min(hard, highest)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def _restrict_files(settings: Settings, work_dir: str, read_paths: list[str], report: Report) -> int:
+    """The ABI of the kernel's Landlock; 0: it has none."""
+    try:
+        return landlock.restrict(work_dir, read_paths, network=settings.network)
+    except OSError as error:
+        report.missing["landlock"] = str(error)
+        return 0
+
+
+def _filter_calls(settings: Settings, report: Report, *, attributes: bool) -> bool:
+    try:
+        seccomp.install(os.getpid(), network=settings.network, attributes=attributes)
+    except OSError as error:
+        report.missing["seccomp"] = str(error)
+        return False
+    report.stand("seccomp", "processes", *(() if settings.network else ("network",)))
+    return True
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(filter(str.isdigit, minor)))

@@ -1,0 +1,244 @@
+"""Typed functions as tools: the schema is made of type hints and docstring.
+
+@function_tool
+def forecast(city: str, days: int = 1) -> str:
+    \"\"\"The weather to come.
+
+    Args:
+        city: Its English name.
+        days: How many to look ahead.
+    \"\"\"
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticSerializationError, to_json
+
+from asyncrl.failures import ConfigError
+from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolResponse
+
+_SECTION = re.compile(
+    r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?|Attributes|See Also|References):\s*"
+)
+_PARAMETERS = frozenset({"Args", "Arguments", "Parameters"})
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)")
+
+
+class FunctionTool(BaseTool[ToolContext]):
+    """A plain function as a tool, in a worker thread. It can be called like the function that it is made of.
+
+    A parameter annotated `ToolContext` is given the trajectory that calls, and is not in the schema. Arguments come as
+    the types that are hinted at. A result that is neither text nor `ToolResponse` is told as JSON.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
+    ) -> None:
+        """
+        Args:
+            name: What the model calls it; by default as the function is called.
+            description: What the model is told of it; by default what the docstring says ahead of its sections.
+
+        Raises:
+            ConfigError: it cannot be told to a model: a parameter without a type hint, say, or no description.
+        """
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._name = str(name or getattr(function, "__name__", type(function).__name__))
+        told, self._about = _docstring(function)
+        self._description = told if description is None else description
+        if not self._description:
+            raise ConfigError(
+                f"tool function {self._name}: it has no docstring, so a model would not know what it is for; write one"
+            )
+        self._names: dict[str, str] = {}
+        """Parameters by field of the model: pydantic has names of its own that a parameter must not shadow."""
+        self._context = ""
+        """The parameter for the context; empty: there is none."""
+        self._model = self._arguments_model()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def function_schema(self) -> Mapping[str, Any]:
+        parameters = self._model.model_json_schema(schema_generator=_PlainSchema)
+        parameters.pop("title", None)
+        parameters.setdefault("properties", {})
+        function = {"name": self._name, "description": self._description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    async def create(self, context: ToolContext) -> ToolContext:  # type: ignore[override]  # no kwargs reach a function
+        return context
+
+    def execute(self, state: ToolContext, arguments: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        return _told(self.function(**self._bound(state, arguments)))
+
+    def _bound(self, context: ToolContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of the function.
+
+        Raises:
+            BadArgumentsError: they cannot be made of what the model wrote.
+        """
+        try:
+            validated = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise BadArgumentsError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+        # What was left out keeps the function's own default.
+        bound = {
+            parameter: getattr(validated, field)
+            for field, parameter in self._names.items()
+            if field in validated.model_fields_set
+        }
+        return bound | {self._context: context} if self._context else bound
+
+    def _arguments_model(self) -> type[BaseModel]:
+        fields: dict[str, Any] = {}
+        for number, (parameter, hint) in enumerate(self._hinted()):
+            if _is_context(hint):
+                self._context = parameter.name
+                continue
+            about: dict[str, Any] = (
+                {"description": self._about[parameter.name]} if parameter.name in self._about else {}
+            )
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[f"p{number}"] = (Annotated[hint, Field(alias=parameter.name, **about)], default)
+            self._names[f"p{number}"] = parameter.name
+        try:
+            model = create_model(self._name, __config__=ConfigDict(extra="forbid"), **fields)
+            model.model_json_schema(schema_generator=_PlainSchema)
+        except PydanticUserError as error:
+            raise ConfigError(
+                f"tool function {self._name}: its parameters have no JSON schema: {error.message}"
+            ) from error
+        return model
+
+    def _hinted(self) -> Iterator[tuple[inspect.Parameter, Any]]:
+        function = self.function
+        target = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
+        try:
+            hints = typing.get_type_hints(inspect.unwrap(target), include_extras=True)
+        except NameError as error:
+            raise ConfigError(
+                f"tool function {self._name}: a type hint cannot be resolved: {error}; import it at module level, and "
+                "not under TYPE_CHECKING"
+            ) from error
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(
+                    f"tool function {self._name}: a model gives arguments by name, so `{parameter}` cannot be told to "
+                    "it; use parameters with names"
+                )
+            if parameter.name not in hints:
+                raise ConfigError(
+                    f"tool function {self._name}: parameter {parameter.name!r} has no type hint, so the model would "
+                    "not know what to write; annotate it"
+                )
+            yield parameter, hints[parameter.name]
+
+
+class AsyncFunctionTool(FunctionTool):
+    """An async function as a tool, on the event loop."""
+
+    async def execute(self, state: ToolContext, arguments: Mapping[str, Any]) -> Any:  # type: ignore[override]
+        return _told(await self.function(**self._bound(state, arguments)))
+
+
+def as_tool(function: Callable[..., Any], *, name: str | None = None, description: str | None = None) -> FunctionTool:
+    """`function`, sync or async, as a tool; one that is a tool already is itself. Raises as `FunctionTool`."""
+    if isinstance(function, FunctionTool):
+        return function
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    made = AsyncFunctionTool if is_async else FunctionTool
+    return made(function, name=name, description=description)
+
+
+@overload
+def function_tool(function: Callable[..., Any], /) -> FunctionTool: ...
+
+
+@overload
+def function_tool(
+    *, name: str | None = None, description: str | None = None
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+
+
+def function_tool(
+    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Make a tool of a typed function with a docstring, bare or with its name and description for the model.
+
+    Raises:
+        ConfigError: as `FunctionTool`.
+    """
+    if function is not None:
+        return as_tool(function)
+    return functools.partial(as_tool, name=name, description=description)
+
+
+class _PlainSchema(GenerateJsonSchema):
+    """Without titles, which say a name once more, and silent on defaults that JSON has not."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  pydantic's own attribute
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _is_context(hint: Any) -> bool:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return ToolContext in typing.get_args(hint)
+    return hint is ToolContext
+
+
+def _told(result: Any) -> Any:
+    if isinstance(result, str | ToolResponse):
+        return result
+    try:
+        return to_json(result, inf_nan_mode="constants").decode()
+    except PydanticSerializationError:
+        return result  # refused by name where results are checked
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What is said ahead of the sections, and of each parameter, in Google's style."""
+    text = inspect.getdoc(function) if inspect.isroutine(function) else None
+    lines = (text or "").splitlines()
+    sections = [n for n, line in enumerate(lines) if _SECTION.fullmatch(line)]
+    about: dict[str, str] = {}
+    for first, end in itertools.pairwise([*sections, len(lines)]):
+        if lines[first].strip().rstrip(":") in _PARAMETERS:
+            about |= _entries(lines[first + 1 : end])
+    head = lines[: sections[0]] if sections else lines
+    return "\n".join(head).strip(), about
+
+
+def _entries(lines: list[str]) -> dict[str, str]:
+    """`name: text` or `name (type): text`, with what is indented further below it."""
+    entries: dict[str, str] = {}
+    indent, current = None, ""
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if not line.strip():
+            continue
+        indent = depth if indent is None else indent
+        entry = _ENTRY.fullmatch(line.strip()) if depth <= indent else None
+        if entry is not None:
+            current = entry[1]
+            entries[current] = entry[3].strip()
+        elif current:
+            entries[current] = f"{entries[current]} {line.strip()}".strip()
+    return entries

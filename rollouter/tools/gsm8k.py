@@ -1,0 +1,94 @@
+"""A tool by which the model checks its answer to a problem with a number as its solution (GSM8K)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from asyncrl.failures import ConfigError, UserCodeError
+from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
+
+# A minus between two numbers is no sign: the last number of `7-3` is 3.
+_NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+@dataclass(slots=True)
+class Gsm8kState:
+    """Of one trajectory."""
+
+    ground_truth: Decimal
+    reward: float = 0.0
+    """Of the best answer so far."""
+
+
+class Gsm8kTool(BaseTool[Gsm8kState]):
+    """Tells whether an answer is right, as `calc_gsm8k_reward` of verl does: `Current parsed answer='72' reward=1.0`.
+
+    `calc_reward` is 1 if any answer was right, else 0. The turn of an answer that is no better than those before it
+    gets `penalty`. The ground truth is `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth` of the row, or else
+    its `reward_model.ground_truth`.
+    """
+
+    name: ClassVar[str] = "calc_gsm8k_reward"
+    schema: ClassVar[Mapping[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": "calc_gsm8k_reward",
+            "description": "Check your answer to the problem. The reward is 1.0 if it is right, and 0.0 if not.",
+            "parameters": {
+                "type": "object",
+                "properties": {"answer": {"type": "string", "description": "Your answer, a number."}},
+                "required": ["answer"],
+            },
+        },
+    }
+
+    def __init__(self, *, penalty: float = -0.05) -> None:
+        """
+        Raises:
+            ConfigError: the penalty is above zero, which would reward wrong answers.
+        """
+        if penalty > 0:
+            raise ConfigError(
+                f"rollout.multi_turn.tools (Gsm8kTool).config.penalty = {penalty!r}: it is the reward of a turn whose "
+                f"answer is no better than before, and above zero it pays to be wrong; write {-penalty!r}"
+            )
+        self._penalty = penalty
+
+    async def create(self, context: ToolContext, ground_truth: Any = None, **kwargs: Any) -> Gsm8kState:
+        """
+        Raises:
+            UserCodeError: the row has no ground truth, or it is no number.
+        """
+        given = context.ground_truth if ground_truth is None else ground_truth
+        if given is None:
+            raise UserCodeError(
+                "the row has nothing that calc_gsm8k_reward could compare with: neither its "
+                "reward_model.ground_truth nor extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth"
+            )
+        number = parse_answer(str(given))
+        if number is None:
+            raise UserCodeError(f"calc_gsm8k_reward: the row's ground truth {given!r} is no number")
+        return Gsm8kState(number)
+
+    async def execute(self, state: Gsm8kState, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
+        answer: str = arguments["answer"]
+        reward = float(parse_answer(answer) == state.ground_truth)
+        improved = reward > state.reward
+        state.reward = max(state.reward, reward)
+        return ToolResponse(f"Current parsed {answer=} {reward=}", 0.0 if improved else self._penalty)
+
+    async def calc_reward(self, state: Gsm8kState, **kwargs: Any) -> float:
+        return state.reward
+
+
+def parse_answer(text: str) -> Decimal | None:
+    """The number that `text` ends up with: the last one behind the last `####`, or of all of it; None without any.
+
+    `$`, commas between digits, units and full stops do not count: `#### $1,234.00.` is 1234.
+    """
+    numbers = _NUMBER.findall(text.rpartition("####")[2].replace("$", "").replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,187 @@
+"""A tool that runs Python code of the model, confined (`rollouter.tools.sandbox`)."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import signal
+import site
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import anyio
+
+from asyncrl.failures import ConfigError
+from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
+from rollouter.tools.confined_process import ConfinedProcess, Limits, Outcome
+from rollouter.tools.sandbox import Sandbox
+
+log = logging.getLogger(__name__)
+
+_KEY = "rollout.multi_turn.tools (PythonTool).config"
+
+
+@dataclass(slots=True)
+class PythonState:
+    """Of one trajectory."""
+
+    process: ConfinedProcess | None = None
+    """Kept between the calls of a session."""
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    """Calls of one session run one after the other: they share variables."""
+
+
+class PythonTool(BaseTool[PythonState]):
+    """Runs code as a notebook does: what it prints, and the value of its last expression.
+
+    An exception, too much time or too much memory are outcomes, told to the model as text; they are no failures of the
+    tool. The deadline of a call, `timeout_s` of the tool's configuration, should be above `wall_s`.
+    """
+
+    name: ClassVar[str] = "python"
+    schema: ClassVar[Mapping[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": "python",
+            "description": (
+                "Run Python code and get back what it prints, and the value of its last expression. There is no "
+                "network, and no other process can be started. Time and memory are limited."
+            ),
+            "parameters": {
+                "type": "object",
+                "properties": {"code": {"type": "string", "description": "The code to run."}},
+                "required": ["code"],
+            },
+        },
+    }
+
+    def __init__(
+        self,
+        *,
+        session: bool = False,
+        network: Literal["denied", "allowed"] = "denied",
+        files: Literal["private", "shared"] = "private",
+        packages: bool = False,
+        read_paths: Sequence[str] = (),
+        **limits: Any,
+    ) -> None:
+        """Check what can be walled in here. Blocks for some 0.1 s.
+
+        Args:
+            session: One process per trajectory, whose variables survive between calls, in place of one per call. There
+                the code can raise its own limit of processor time; that of wall time holds.
+            network: `allowed` lets the code use it.
+            files: `shared` lets the code read and write what the user of the run may, where it cannot be prevented.
+            packages: The packages installed beside this one may be imported, not only the standard library.
+            read_paths: Files and directories that the code may read.
+            limits: Fields of `Limits`.
+
+        Raises:
+            ConfigError: a wall cannot be built on this machine, or a value makes no sense.
+        """
+        for key, value, known in (("network", network, ("denied", "allowed")), ("files", files, ("private", "shared"))):
+            if value not in known:
+                raise ConfigError(f"{_KEY}.{key} = {value!r}; expected {' or '.join(known)}")
+        self._session = session
+        try:
+            self._sandbox = Sandbox(
+                _limits(limits),
+                network=network == "allowed",
+                shared_files=files == "shared",
+                import_paths=site.getsitepackages() if packages else (),
+                read_paths=read_paths,
+                keep=session,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{_KEY}: {error.message}", error.cause) from error
+        stands = ", ".join(f"{wall} by {' and '.join(how)}" for wall, how in self._sandbox.walls.stands.items() if how)
+        log.info("code of the model is confined: %s", stands)
+
+    def create(self, context: ToolContext, **kwargs: Any) -> PythonState:
+        return PythonState()
+
+    async def execute(self, state: PythonState, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
+        """Run `arguments["code"]`.
+
+        Raises:
+            InfraError: no process could be started.
+        """
+        code: str = arguments["code"]
+        if not self._session:
+            process = await self._sandbox.start()
+            try:
+                outcome = await process.run(code)
+            finally:
+                await process.close()
+            return self._response(outcome)
+        async with state.turn:
+            return self._response(await self._run_in_session(state, code))
+
+    async def _run_in_session(self, state: PythonState, code: str) -> Outcome:
+        if state.process is None:
+            state.process = await self._sandbox.start()
+        process = state.process
+        finished = False
+        try:
+            outcome = await process.run(code)
+            finished = process.alive
+        finally:
+            if not finished:  # cancelled, or over: the next call gets a new one
+                state.process = None
+                await process.close()
+        return outcome
+
+    async def release(self, state: PythonState, **kwargs: Any) -> None:
+        if state.process is not None:
+            await state.process.close()
+            state.process = None
+
+    def _response(self, outcome: Outcome) -> ToolResponse:
+        note = self._note(outcome)
+        text = outcome.output.rstrip("\n")
+        text = f"{text}\n{note}".lstrip("\n") if note else text or "(no output)"
+        return ToolResponse(
+            text,
+            metrics={
+                "error": float(outcome.ending == "error"),
+                "stopped": float(outcome.ending not in ("ok", "error")),
+            },
+        )
+
+    def _note(self, outcome: Outcome) -> str:
+        """How the code was ended, in plain words; empty if it came to its own end."""
+        limits = self._sandbox.limits
+        if outcome.ending in ("ok", "error"):
+            return ""
+        told = {
+            "timeout": f"Stopped: the code took longer than {limits.wall_s:g} s.",
+            "cpu": f"Stopped: the code used more than {limits.cpu_s} s of processor time.",
+            "output": f"Stopped: the code wrote more than {limits.output_bytes} bytes of output.",
+            "died": f"The process of the code ended {_exit(outcome.exit_code)}.",
+        }[outcome.ending]
+        return f"{told} The variables of earlier calls are gone." if self._session else told
+
+
+def _exit(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"
+
+
+def _limits(values: Mapping[str, Any]) -> Limits:
+    known = [item.name for item in fields(Limits)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(
+                name, [*known, "session", "network", "files", "packages", "read_paths"], n=1
+            )
+            hint = f"did you mean {near[0]!r}?" if near else f"its limits are {', '.join(known)}"
+            raise ConfigError(f"{_KEY}.{name}: the tool has no such setting; {hint}")
+    try:
+        return Limits(**values)
+    except ValueError as error:
+        raise ConfigError(f"{_KEY}: {error}") from error

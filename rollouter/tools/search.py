@@ -1,0 +1,282 @@
+"""A search tool over a local file of documents: BM25, in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.assets import resolve
+from asyncrl.failures import ConfigError, DataError
+from rollouter.tools.base import BadArgumentsError, BaseTool, ToolResponse
+
+log = logging.getLogger(__name__)
+
+_KEY = "rollout.multi_turn.tools (SearchTool).config"
+_WORD = re.compile(r"\w+")
+_CHUNK_TEXTS = 2048
+_BATCH_ROWS = 1024
+
+
+class Document(NamedTuple):
+    id: str
+    title: str
+    text: str
+
+
+class Hit(NamedTuple):
+    number: int
+    """Of the text, from 0."""
+    score: float
+
+
+def words(text: str) -> list[str]:
+    """Lower-case runs of letters, digits and underscores."""
+    return _WORD.findall(text.lower())
+
+
+class Bm25Index:
+    """Which texts have which words, and what each is worth there: all that BM25 needs, worked out beforehand.
+
+    A text's score is the sum over the query's words of `idf · f (k1 + 1) / (f + k1 (1 - b + b · l / mean l))`, with `f`
+    occurrences in a text of `l` words, and `idf = ln(1 + (N - n + ½) / (n + ½))` for a word in `n` of `N` texts. It is
+    the weight of Robertson and Spärck Jones (1976) without relevance judgements, kept above zero; saturation and length
+    as in Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), eq. 3.15.
+    """
+
+    def __init__(self, texts: Iterable[str], *, k1: float = 1.2, b: float = 0.75) -> None:
+        numbers: defaultdict[str, int] = defaultdict()
+        numbers.default_factory = numbers.__len__
+        terms, owners, counts, lengths = _count(texts, numbers.__getitem__)
+        self._numbers: Mapping[str, int] = dict(numbers)
+        self.num_texts = len(lengths)
+        in_texts = np.bincount(terms, minlength=len(numbers))
+        self._idf = np.log1p((self.num_texts - in_texts + 0.5) / (in_texts + 0.5))
+        order = np.argsort(terms, kind="stable")
+        self._starts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(in_texts)])
+        """Where the postings of each word begin, in the two arrays below."""
+        self._owners: NDArray[np.int32] = owners[order]
+        frequency = counts[order].astype(np.float64)
+        norm = 1 - b + b * lengths / max(float(lengths.mean()) if len(lengths) else 0.0, 1.0)
+        gain = self._idf[terms[order]] * frequency * (k1 + 1) / (frequency + k1 * norm[self._owners])
+        self._gains: NDArray[np.float32] = gain.astype(np.float32)
+
+    def idf(self, word: str) -> float:
+        """0 if no text has it."""
+        number = self._numbers.get(word)
+        return 0.0 if number is None else float(self._idf[number])
+
+    def search(self, query: Sequence[str], top_k: int) -> list[Hit]:
+        """The best texts with at least one of the words, best first; among equals, the first in order."""
+        scores = np.zeros(self.num_texts, dtype=np.float32)
+        for word in query:
+            if (number := self._numbers.get(word)) is not None:
+                postings = slice(self._starts[number], self._starts[number + 1])
+                scores[self._owners[postings]] += self._gains[postings]
+        found = int(np.count_nonzero(scores))
+        top_k = min(top_k, found)
+        if not top_k:
+            return []
+        # All that are as good as the last one, so that their order decides which of them stay.
+        worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+        best = np.flatnonzero(scores >= worst)
+        best = best[np.argsort(-scores[best], kind="stable")][:top_k]
+        return [Hit(int(number), float(scores[number])) for number in best]
+
+
+def _count(
+    texts: Iterable[str], number_of: Callable[[str], int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Each pair of a word and a text that has it: word, text, occurrences; and the length of each text, in words."""
+    parts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+    lengths: list[int] = []
+    remaining = iter(texts)
+    while chunk := list(islice(remaining, _CHUNK_TEXTS)):
+        ids = [np.fromiter(map(number_of, words(text)), dtype=np.int64) for text in chunk]
+        sizes = [len(one) for one in ids]
+        owner = np.repeat(np.arange(len(chunk), dtype=np.int64), sizes)
+        pairs, counts = np.unique(np.concatenate(ids) * len(chunk) + owner, return_counts=True)
+        word, text = np.divmod(pairs, len(chunk))
+        parts.append((word.astype(np.int32), (text + len(lengths)).astype(np.int32), counts.astype(np.int32)))
+        lengths += sizes
+    none = np.zeros(0, dtype=np.int32)
+    columns = [np.concatenate([none, *column]) for column in zip(*parts, strict=True)] if parts else [none] * 3
+    return columns[0], columns[1], columns[2], np.asarray(lengths, dtype=np.int64)
+
+
+class SearchTool(BaseTool[None]):
+    """Finds documents of a JSONL or Parquet file with `text` and, if you like, `id` and `title`.
+
+    The index is built when the tool is made: 100,000 documents of 100 words take 6 s of one core, and
+    230 MB for 50 MB of text; a query over them takes 1 ms. Words are compared as written, in lower case: nothing is
+    stemmed, and a language that does not put spaces between words needs a tool of its own.
+    """
+
+    name: ClassVar[str] = "search"
+    schema: ClassVar[Mapping[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the documents for words. Shows the best ones: title, and the passage that fits.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "The words to search for."},
+                    "top_k": {"type": "integer", "minimum": 1, "description": "How many documents to show."},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        top_k: int = 3,
+        max_top_k: int = 10,
+        snippet_words: int = 60,
+        k1: float = 1.2,
+        b: float = 0.75,
+    ) -> None:
+        """Read the documents and build the index. Blocks.
+
+        Args:
+            path: Of a .jsonl or .parquet file.
+            top_k: Documents that are shown if the model does not say how many.
+            max_top_k: More are not shown.
+            snippet_words: Length of the passage shown of each.
+            k1: Saturation of repeated words; 0: only whether a word is there counts.
+            b: How much long documents are held back, from 0 to 1.
+
+        Raises:
+            ConfigError: there is no such file, or a value makes no sense.
+            DataError: a row is no document; names the file and the row.
+        """
+        for key, value in (("top_k", top_k), ("max_top_k", max_top_k), ("snippet_words", snippet_words)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{_KEY}.{key} = {value!r}; expected an integer of at least 1")
+        if k1 < 0 or not 0 <= b <= 1:
+            raise ConfigError(f"{_KEY}: k1 = {k1!r}, b = {b!r}; expected k1 of at least 0 and b from 0 to 1")
+        self._top_k = min(top_k, max_top_k)
+        self._max_top_k = max_top_k
+        self._snippet_words = snippet_words
+        started = time.monotonic()
+        self._documents = list(read_documents(path))
+        if not self._documents:
+            raise ConfigError(f"{_KEY}.path: {path} has no documents")
+        self._index = Bm25Index((f"{one.title} {one.text}" for one in self._documents), k1=k1, b=b)
+        log.info("%d documents of %s indexed in %.1f s", len(self._documents), path, time.monotonic() - started)
+
+    def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
+        """
+        Raises:
+            BadArgumentsError: the query has no words.
+        """
+        query = list(dict.fromkeys(words(arguments["query"])))
+        if not query:
+            raise BadArgumentsError("the query has no words; say what to search for")
+        hits = self._index.search(query, min(arguments.get("top_k") or self._top_k, self._max_top_k))
+        shown = [self._shown(rank, self._documents[hit.number], query) for rank, hit in enumerate(hits, start=1)]
+        text = "\n\n".join(shown) or "No document has any of these words."
+        return ToolResponse(text, metrics={"hits": float(len(hits))})
+
+    def _shown(self, rank: int, document: Document, query: Sequence[str]) -> str:
+        weights = {word: self._index.idf(word) for word in query}
+        return f"{rank}. {document.title or document.id}\n{snippet(document.text, weights, self._snippet_words)}"
+
+
+def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
+    """The passage of at most `max_words` words whose different words of `weights` weigh most; the first of equals.
+
+    Half of what is left of it goes before the first of these words.
+    """
+    found = list(_WORD.finditer(text))
+    if not found:
+        return text.strip()
+    matches = [(at, word) for at, match in enumerate(found) if (word := match[0].lower()) in weights]
+    first = last = 0
+    most = 0.0
+    for number, (begin, _) in enumerate(matches):
+        inside = list(islice(matches, number, number + max_words))
+        inside = [(at, word) for at, word in inside if at < begin + max_words]
+        weight = sum(weights[word] for word in dict.fromkeys(word for _, word in inside))
+        if weight > most:
+            first, last, most = begin, inside[-1][0], weight
+    start = max(0, min(first - (max_words - (last - first + 1)) // 2, len(found) - max_words))
+    end = min(len(found), start + max_words)
+    left = "" if start == 0 else "… "
+    right = "" if end == len(found) else " …"
+    passage = text[found[start].start() if start else 0 : found[end - 1].end() if right else len(text)]
+    return left + " ".join(passage.split()) + right
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def read_documents(path: str) -> Iterator[Document]:
+    """The rows of a JSONL or Parquet file, one after the other.
+
+    Raises:
+        ConfigError: there is no such file, or it is of another kind.
+        DataError: a row is no document; names the file and the row.
+    """
+    try:
+        file = Path(resolve(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{_KEY}.path: {error}") from error
+    if not file.is_file():
+        raise ConfigError(f"{_KEY}.path: {path} is not a file; give the path of a .jsonl or .parquet file")
+    readers = {".jsonl": _json_rows, ".ndjson": _json_rows, ".parquet": _parquet_rows}
+    reader = readers.get(file.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{_KEY}.path: {path} has the suffix {file.suffix!r}; expected .jsonl or .parquet")
+    for number, row in reader(file):
+        yield _document(row, number, f"{path}, row {number}")
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{file}, row {number}: not JSON: {error}") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = [name for name in ("id", "title", "text") if name in table.schema_arrow.names]
+        for batch in table.iter_batches(_BATCH_ROWS, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except pyarrow.ArrowException as error:
+        raise DataError.wrap(f"{file}: cannot be read as Parquet: {error}", error) from error
+
+
+def _document(row: Any, number: int, where: str) -> Document:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: {str(row)[:80]!r} is not an object")
+    text, title = row.get("text"), row.get("title")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field 'text' is {'missing' if text is None else repr(text)[:80]}; expected a string")
+    if title is not None and not isinstance(title, str):
+        raise DataError(f"{where}: field 'title' is {repr(title)[:80]}; expected a string")
+    given = row.get("id")
+    return Document(str(number) if given is None else str(given), title or "", text)

@@ -1,0 +1,75 @@
+"""Tools that remember what was done with them, and boxes to put them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+
+from asyncrl.config.schema import ToolConfig
+from rollouter.tools.base import BaseTool, ToolContext
+from rollouter.tools.box import ToolBox
+from rollouter.tools.loading import LoadedTool
+from rollouter.tools.schemas import FunctionSchema
+
+QUERY = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+    "required": ["query"],
+}
+
+
+def schema_of(name: str, parameters: Mapping[str, Any] = QUERY) -> dict[str, Any]:
+    function = {"name": name, "description": f"A {name}.", "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+class Remembering(BaseTool[list[str]]):
+    """Its state is what it was asked; `log` has what was done with it, over all trajectories.
+
+    `act` makes the answer of the query, and may raise or wait; each `gates` entry holds that method up until it is set.
+    """
+
+    def __init__(self, act: Callable[[str], Any] = str.upper, gates: Mapping[str, anyio.Event] | None = None) -> None:
+        self.log: list[str] = []
+        self.begun = anyio.Event()
+        """Some method has come to its gate."""
+        self._act = act
+        self._gates = gates or {}
+
+    async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
+        self.log.append(f"create {kwargs}" if kwargs else "create")
+        await self._gate("create")
+        return []
+
+    async def execute(self, state: list[str], arguments: Mapping[str, Any], **kwargs: Any) -> Any:
+        self.log.append(f"execute {arguments['query']}" + (f" {kwargs}" if kwargs else ""))
+        await self._gate("execute")
+        state.append(arguments["query"])
+        result = self._act(arguments["query"])
+        return await result if hasattr(result, "__await__") else result
+
+    async def calc_reward(self, state: list[str], **kwargs: Any) -> float:
+        self.log.append(f"calc_reward {','.join(state)}" + (f" {kwargs}" if kwargs else ""))
+        await self._gate("calc_reward")
+        return 0.5 * len(state)
+
+    async def release(self, state: list[str], **kwargs: Any) -> None:
+        self.log.append(f"release {','.join(state)}" + (f" {kwargs}" if kwargs else ""))
+        await self._gate("release")
+
+    async def _gate(self, method: str) -> None:
+        if method in self._gates:
+            self.begun.set()
+            await self._gates[method].wait()
+
+
+def boxed(*tools: BaseTool[Any], key: str = "tools.0", **limits: Any) -> ToolBox:
+    """A box of tools that are called `search`, `search_1`, …; each has these limits."""
+    loaded = []
+    for number, tool in enumerate(tools):
+        name = f"search_{number}" if number else "search"
+        config = ToolConfig(class_name="of:ATest", **limits)
+        loaded.append(LoadedTool(tool, FunctionSchema(schema_of(name)), config, f"{key}{number}"))
+    return ToolBox(loaded)

@@ -1,0 +1,97 @@
+"""The GSM8K tool: what counts as a number, and what answers earn."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import ToolConfig
+from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.types import SampleId
+from rollouter.tools import ToolContext
+from rollouter.tools.box import ToolBox
+from rollouter.tools.gsm8k import Gsm8kTool, parse_answer
+from rollouter.tools.loading import load_tools
+
+
+def context(ground_truth: Any = None, kwargs: dict[str, Any] | None = None) -> ToolContext:
+    extra = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": kwargs}}} if kwargs else {}
+    return ToolContext(SampleId(0, 1), 0, ground_truth=ground_truth, extra_info=extra)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", 72),
+        ("#### 72", 72),
+        ("####72", 72),
+        ("48 / 2 = 24, and 48 + 24 = 72\n#### 72", 72),
+        ("#### 7 #### 72", 72),
+        ("$1,234.00.", 1234),
+        ("1,000,000", 1_000_000),
+        ("-5", -5),
+        ("-$5", -5),
+        ("\u22125", -5),
+        ("7-3", 3),
+        ("72 apples.", 72),
+        ("it costs 72, I think", 72),
+        ("72,", 72),
+        (".5", Decimal("0.5")),
+        ("0.50", Decimal("0.5")),
+        ("72.", 72),
+        ("", None),
+        ("####", None),
+        ("72 ####", None),
+        ("seventy-two", None),
+        ("$.", None),
+    ],
+)
+def test_numbers(text: str, number: int | Decimal | None) -> None:
+    assert parse_answer(text) == number
+
+
+async def test_answers_earn_what_they_improve() -> None:
+    tool = Gsm8kTool()
+    state = await tool.create(context("72"))
+    earned = [await tool.execute(state, {"answer": answer}) for answer in ("70", "#### 72", "72", "1")]
+    assert [one.text for one in earned] == [
+        "Current parsed answer='70' reward=0.0",
+        "Current parsed answer='#### 72' reward=1.0",
+        "Current parsed answer='72' reward=1.0",
+        "Current parsed answer='1' reward=0.0",
+    ]
+    assert [one.reward for one in earned] == [-0.05, 0.0, -0.05, -0.05]
+    assert await tool.calc_reward(state) == 1.0
+    gentle = Gsm8kTool(penalty=0.0)
+    assert (await gentle.execute(await gentle.create(context(72)), {"answer": "1"})).reward == 0.0
+
+
+async def test_trajectories_do_not_share_anything() -> None:
+    (loaded,) = load_tools([ToolConfig(class_name="gsm8k")])
+    async with ToolBox([loaded]) as box:
+        right, wrong = (
+            box.session(context("1", {"ground_truth": "1,234"})),
+            box.session(context("1")),
+        )
+        async with right, wrong:
+            for session in (right, wrong):
+                called = await session.call("calc_gsm8k_reward", json.dumps({"answer": "1234"}), turn=0)
+                assert called.call.status == "ok"
+            assert await right.scores() == {"calc_gsm8k_reward": 1.0}
+            assert await wrong.scores() == {"calc_gsm8k_reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"), [(None, r"neither its reward_model\.ground_truth nor"), ("none", "'none' is no number")]
+)
+async def test_a_row_without_a_number_is_no_wrong_answer(truth: Any, message: str) -> None:
+    with pytest.raises(UserCodeError, match=message):
+        await Gsm8kTool().create(context(truth))
+
+
+def test_it_does_not_pay_to_be_wrong() -> None:
+    with pytest.raises(ConfigError, match=r"penalty = 0\.05: .* write -0\.05"):
+        Gsm8kTool(penalty=0.05)

@@ -1,0 +1,177 @@
+"""From the configuration to tools; what cannot be one is told with its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import McpServerConfig, ToolConfig
+from asyncrl.failures import ConfigError, UserCodeError
+from rollouter.tools.loading import BUILT_IN, LoadedServer, LoadedTool, load_tools
+from rollouter.tools.schemas import FunctionSchema
+from rollouter.user_code import load_object
+from tests.fakes.tools import schema_of
+
+SOURCE = '''
+from rollouter.tools import BaseTool, function_tool
+
+class Search(BaseTool):
+    name = "search"
+    schema = {"type": "function", "function": {"description": "Finds."}}
+    def __init__(self, index="cats", depth=1):
+        if depth < 0:
+            raise ZeroDivisionError("no depth")
+        self.index = index
+
+class Nameless(BaseTool):
+    pass
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+def untyped(a):
+    """Adds."""
+
+@function_tool(name="twice")
+def double(a: int) -> int:
+    """Doubles."""
+    return 2 * a
+
+made = Search()
+number = 3
+'''
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file with tools, that is a module `tools_of_a_test` too."""
+    (tmp_path / "tools_of_a_test.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return str(tmp_path / "tools_of_a_test.py")
+
+
+def load(**config: Any) -> LoadedTool:
+    (one,) = load_tools([ToolConfig(**config)])
+    assert isinstance(one, LoadedTool)
+    return one
+
+
+def test_classes_are_found_by_every_way_of_writing(source: str) -> None:
+    for name in (f"{source}:Search", "tools_of_a_test:Search", "tools_of_a_test.Search"):
+        one = load(class_name=name, config={"index": "dogs"})
+        assert one.name == "search" and one.tool.index == "dogs"  # type: ignore[attr-defined]
+        assert one.schema.schema["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert load(class_name="calculator").name == "calculator"
+
+
+def test_functions_are_found_whether_they_are_tools_already_or_not(source: str) -> None:
+    assert load(function=f"{source}:add").name == "add"
+    assert load(function="tools_of_a_test:double").name == "twice"
+
+
+def test_the_schema_can_be_given(source: str) -> None:
+    one = load(class_name=f"{source}:Nameless", tool_schema=schema_of("find"))
+    assert one.name == "find"
+    assert one.schema.problem({"query": 3}) == "query: 3 is not of type 'string'"
+
+
+def test_servers_are_left_for_the_box_to_start() -> None:
+    (one,) = load_tools([ToolConfig(mcp=McpServerConfig(url="http://localhost:1/mcp"))])
+    assert isinstance(one, LoadedServer) and one.key == "rollout.multi_turn.tools.0"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_built_in_has_a_short_name(name: str) -> None:
+    assert load_object(BUILT_IN[name], "tools.0.class_name")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, r"rollout\.multi_turn\.tools\.0: .* none of them is set"),
+    ({"class_name": "calculator", "function": "a:b"}, "class_name and function is set; set exactly one"),
+    ({"function": "a:b", "config": {"x": 1}}, r"tools\.0\.config: only a class"),
+    ({"class_name": "calculater"}, "did you mean 'calculator'"),
+    ({"class_name": "tools_of_a_test:Serch"}, "did you mean 'Search'"),
+    ({"class_name": "no_such_module:Search"}, "no module 'no_such_module'"),
+    ({"class_name": "tools_of_a_test:add"}, "a function is named in function"),
+    ({"class_name": "pathlib:Path"}, "derive it from rollouter.tools.BaseTool"),
+    ({"class_name": "tools_of_a_test:number"}, "derive it from rollouter.tools.BaseTool"),
+    (
+        {"class_name": "tools_of_a_test:Search", "config": {"indx": 1}},
+        r"tools\.0\.config: .*; did you mean 'index'",
+    ),
+    ({"class_name": "tools_of_a_test:Nameless"}, "no function schema"),
+    ({"function": "tools_of_a_test:Search"}, "is no function; a class is named in class_name"),
+    ({"function": "tools_of_a_test:made"}, "is no function"),
+    ({"function": "tools_of_a_test:number"}, "is no function"),
+    ({"function": "tools_of_a_test:untyped"}, r"tools\.0\.function: .*'a' has no type hint"),
+    ({"class_name": "calculator", "tool_schema": {"name": "x"}}, r"tools\.0\.tool_schema: it is no function schema"),
+    ({"mcp": {}}, "neither is set"),
+    ({"mcp": {"url": "http://x", "command": ["x"]}}, "both are set"),
+    ({"mcp": {"url": "http://x", "env": {"A": "1"}}}, r"mcp\.env"),
+    ({"mcp": {"url": "http://x"}, "tool_schema": schema_of("x")}, "a server tells"),
+    ({"mcp": {"url": "http://x"}, "config": {"x": 1}}, "only a class"),
+]
+
+
+@pytest.mark.parametrize(("config", "told"), WRONG, ids=[str(n) for n in range(len(WRONG))])
+def test_what_is_no_tool_is_told_with_its_key(source: str, config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(**config)
+
+
+def test_what_a_class_raises_is_the_users(source: str) -> None:
+    with pytest.raises(UserCodeError, match=r"making .*:Search failed: ZeroDivisionError: no depth") as caught:
+        load(class_name="tools_of_a_test:Search", config={"depth": -1})
+    assert "__init__" in caught.value.cause
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'calculator', as is that of .*tools\.0"):
+        load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator")])
+    assert (
+        len(
+            load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator", config={"name": "c"})])
+        )
+        == 2
+    )
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "x", **changes}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({}, "no function schema"),
+        ({"type": "function"}, "no function schema"),
+        (function() | {"type": "tool"}, "no function schema"),
+        (function(name=""), "function.name: '' is no name"),
+        (function(name="a.b"), "function.name: 'a.b'"),
+        (function(name="x" * 65), "1 to 64"),
+        (function(name=3), "function.name: 3"),
+        (function(description=None), "function.description"),
+        (function(parameters={"type": "array"}), "arguments have names"),
+        (function(parameters=True), "arguments have names"),
+        (
+            function(parameters={"properties": {"a": {"type": "text"}}}),
+            r"function\.parameters\.properties\.a\.type: no JSON",
+        ),
+        (function(parameters={"required": "a"}), r"function\.parameters\.required"),
+        (function(parameters={"default": float("nan")}), "not made of JSON values"),
+        (function(parameters={"default": {1, 2}}), "not made of JSON values"),
+    ],
+)
+def test_what_is_no_function_schema(schema: Mapping[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        FunctionSchema(schema)
+
+
+def test_a_schema_becomes_plain_json() -> None:
+    schema = FunctionSchema(MappingProxyType(function(parameters=MappingProxyType({"required": ("a",)}))))
+    assert schema.schema == function(description="", parameters={"required": ["a"], "type": "object"})
