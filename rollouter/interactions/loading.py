@@ -1,0 +1,150 @@
+"""From `rollout.multi_turn.interactions` to environments that can be made, checked before the first trajectory."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from asyncrl.config.sections.multi_turn import InteractionConfig
+from asyncrl.failures import ConfigError, DataError, UserCodeError
+from rollouter.interactions.base import Environment, EpisodeContext
+from rollouter.interactions.session import CLOSE_S, Interaction, InteractionSession
+from rollouter.user_code import load_object, nearest
+
+BUILT_IN = {
+    "scripted": "rollouter.interactions.scripted:ScriptedUser",
+    "model": "rollouter.interactions.model_user:ModelUser",
+    "retry": "rollouter.interactions.retry:RetryUser",
+    "reasoning_gym": "rollouter.interactions.gym:GymTask",
+    "verifiers": "rollouter.interactions.verifiers_env:VerifiersTask",
+}
+METHODS = ("reset", "step", "score", "close")
+
+logger = logging.getLogger(__name__)
+
+
+class Interactions:
+    """All interactions of a run. `len` 0: nobody answers the assistant."""
+
+    def __init__(self, interactions: Sequence[Interaction]) -> None:
+        self._by_name = {interaction.config.name: interaction for interaction in interactions}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order of the configuration; the first is for rows that choose none."""
+        return tuple(self._by_name)
+
+    def session(self, context: EpisodeContext) -> InteractionSession:
+        """The environment of a trajectory, not made yet, as its row chooses: by
+        `extra_info.interaction_kwargs.name`. None values there are what parquet gives for nothing.
+
+        Raises:
+            ConfigError: there are no interactions at all.
+            DataError: none of that name, or `interaction_kwargs` that is no mapping.
+        """
+        if not self._by_name:
+            raise ConfigError("rollout.multi_turn.interactions: there are none, so nobody can answer the assistant")
+        given = context.extra_info.get("interaction_kwargs")
+        if given is not None and not isinstance(given, Mapping):
+            raise DataError(f"extra_info.interaction_kwargs: {given!r} is no mapping")
+        kwargs = _without_none(given or {})
+        name = kwargs.pop("name", self.names[0])
+        if name not in self._by_name:
+            near = nearest(str(name), list(self._by_name))
+            raise DataError(f"extra_info.interaction_kwargs.name: there is no interaction {name!r}{near}")
+        return InteractionSession(self._by_name[name], context, kwargs)
+
+    async def aclose(self) -> None:
+        """Close what the environments share. What fails in it is logged: the run is over."""
+        for interaction in self._by_name.values():
+            for shared in interaction.arguments.values():
+                if not hasattr(shared, "aclose"):
+                    continue
+                with anyio.move_on_after(CLOSE_S, shield=True) as deadline:
+                    try:
+                        await shared.aclose()
+                    except Exception as error:  # noqa: BLE001
+                        logger.warning("%s: closing %s failed: %s", interaction.key, type(shared).__name__, error)
+                if deadline.cancelled_caught:
+                    logger.warning("%s: closing %s took too long", interaction.key, type(shared).__name__)
+
+
+def load_interactions(
+    configs: Sequence[InteractionConfig], key: str = "rollout.multi_turn.interactions"
+) -> Interactions:
+    """Find the classes and prepare them. It may block: a class may load a data set here.
+
+    Raises:
+        ConfigError: two of one name, no such class, one that is no `Environment`, or a `config` that it does not take.
+        UserCodeError: its module raised when it was imported, or its `prepare` did.
+    """
+    interactions: list[Interaction] = []
+    first_with: dict[str, str] = {}
+    for number, config in enumerate(configs):
+        here = f"{key}[{number}]"
+        if config.name in first_with:
+            raise ConfigError(
+                f"{here}.name: {config.name!r} is taken by {first_with[config.name]}, so rows could not choose between "
+                "them; give each a name of its own"
+            )
+        first_with[config.name] = here
+        kind = _class(config.class_name, f"{here}.class_name")
+        arguments = _prepared(kind, config, here)
+        calls = anyio.CapacityLimiter(config.max_concurrency)
+        interactions.append(Interaction(here, config, kind, arguments, calls))
+    return Interactions(interactions)
+
+
+def _class(name: str, key: str) -> type[Environment]:
+    if ":" not in name and name not in BUILT_IN:
+        raise ConfigError(
+            f"{key}: {name!r} is no built-in{nearest(name, list(BUILT_IN))}; your own is written module:Class or "
+            "path/file.py:Class"
+        )
+    kind = load_object(BUILT_IN.get(name, name), key)
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ConfigError(f"{key}: {name} is no subclass of rollouter.interactions.Environment; derive it from that")
+    for method in METHODS:
+        function = inspect.unwrap(getattr(kind, method))
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(
+                f"{key}: {kind.__name__}.{method} is not async, so it would hold up all trajectories; write `async def`"
+            )
+    return kind
+
+
+def _prepared(kind: type[Environment], config: InteractionConfig, key: str) -> Mapping[str, Any]:
+    try:
+        arguments = kind.prepare(**config.config)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.config.{error.message}", error.cause) from error
+    except UserCodeError:
+        raise
+    except Exception as error:
+        raise UserCodeError.wrap(
+            f"{key}: {kind.__name__}.prepare raised {type(error).__name__}: {error}", error
+        ) from error
+    signature = inspect.signature(kind)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = [name for name in signature.parameters]
+        unknown = [name for name in arguments if name not in takes]
+        hint = nearest(unknown[0], takes) if unknown else ""
+        raise ConfigError(f"{key}.config: {kind.__name__}{signature} does not take it: {error}{hint}") from error
+    return arguments
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }

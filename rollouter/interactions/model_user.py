@@ -1,0 +1,150 @@
+"""A user played by another model, behind an OpenAI-compatible endpoint: `class_name: model`.
+
+the run's conversation       what the model that plays the user is asked
+system                       system: its part, of `system_prompt`
+user: the question           user: `opening`
+assistant: …                 assistant: the question
+tool: …                      user: what the assistant said
+assistant: …                 … and it answers as the assistant: the next user message
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import Positive, Seconds, Section
+from asyncrl.failures import ConfigError, DataError
+from rollouter.chat_endpoint import ChatEndpoint
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.interactions.settings import parse
+from rollouter.user_code import nearest
+
+PLACEHOLDERS = ("question", "ground_truth", "instruction", "stop_phrase")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+SYSTEM_PROMPT = """You play a person who talks to an assistant. Stay in this part: write only what the person says \
+next, in one or two sentences, and never do the assistant's work.
+
+What the person wants: {question}
+{instruction}
+Once it is done, or the assistant is clearly not able to do it, say {stop_phrase} and nothing else."""
+
+
+class ModelUserSettings(Section):
+    base_url: str
+    """Of the endpoint; most end in `/v1`."""
+    model: str
+    """Its name there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; null: none is needed."""
+    system_prompt: str = SYSTEM_PROMPT
+    """The part it plays. `{question}` becomes the prompt's last user message, `{ground_truth}` the row's,
+    `{instruction}` the row's `interaction_kwargs.instruction` or nothing, `{stop_phrase}` the phrase below."""
+    opening: str = "Hello, how can I help you?"
+    """What the assistant seems to have said before the question; empty: nothing. Some chat templates want the first
+    turn to be the other one's."""
+    stop_phrase: Annotated[str, Field(min_length=1)] = "[[DONE]]"
+    """A message with it ends the trajectory, and is not said."""
+    timeout_s: Seconds = 30.0
+    """Deadline of one request; all tries lie within the interaction's own `timeout_s`."""
+    max_concurrency: Positive = 64
+    """Requests at once."""
+    max_attempts: Positive = 3
+    """Tries of one request."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of the request: `temperature`, `max_tokens`, …."""
+
+
+class ModelUser(Environment):
+    """Says what the model says. It gives no rewards."""
+
+    def __init__(self, settings: ModelUserSettings, endpoint: ChatEndpoint) -> None:
+        self._settings = settings
+        self._endpoint = endpoint
+        self._part = ""
+
+    @classmethod
+    def prepare(cls, **config: Any) -> Mapping[str, Any]:
+        settings = parse(ModelUserSettings, config)
+        for name in _PLACEHOLDER.findall(settings.system_prompt):
+            if name not in PLACEHOLDERS:
+                raise ConfigError(f"system_prompt: nothing fills {{{name}}}{nearest(name, list(PLACEHOLDERS))}")
+        endpoint = ChatEndpoint(
+            settings.base_url,
+            settings.model,
+            api_key_env=settings.api_key_env,
+            timeout_s=settings.timeout_s,
+            max_concurrency=settings.max_concurrency,
+            max_attempts=settings.max_attempts,
+            params=settings.params,
+        )
+        return {"settings": settings, "endpoint": endpoint}
+
+    async def reset(self, context: EpisodeContext, instruction: str = "") -> Sequence[Message]:
+        """`instruction`: of this row, for the system prompt.
+
+        Raises:
+            DataError: the system prompt wants a question or a ground truth that the row does not have.
+        """
+        questions = [_text(message) for message in context.messages if message.get("role") == "user"]
+        fillings = {
+            "question": questions[-1] if questions else None,
+            "ground_truth": None if context.ground_truth is None else str(context.ground_truth),
+            "instruction": instruction,
+            "stop_phrase": self._settings.stop_phrase,
+        }
+
+        def filled(match: re.Match[str]) -> str:
+            filling = fillings[match[1]]
+            if filling is None:
+                raise DataError(f"config.system_prompt has {match[0]}, and the row has nothing for it")
+            return filling
+
+        # In one pass: a question that has braces itself is left alone.
+        self._part = _PLACEHOLDER.sub(filled, self._settings.system_prompt)
+        return ()
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        """
+        Raises:
+            InfraError, DataError, ConfigError: see `ChatEndpoint.ask`.
+        """
+        said = await self._endpoint.ask(
+            [{"role": "system", "content": self._part}, *swapped(messages, opening=self._settings.opening)]
+        )
+        if self._settings.stop_phrase in said:
+            return Reply(done=True)
+        return Reply(said.strip())
+
+
+def swapped(messages: Sequence[Message], *, opening: str) -> list[dict[str, str]]:
+    """The conversation as the user sees it: the assistant's words are `user`, its own are `assistant`.
+
+    System and tool messages, and tool calls, are not for it to see. Neighbours of one role become one message, for
+    chat templates that want the roles to alternate. The last one is the assistant's, if only `…` for saying nothing.
+    """
+    roles = {"user": "assistant", "assistant": "user"}
+    turns = [("user", opening)] + [(roles[str(m["role"])], _text(m)) for m in messages if m.get("role") in roles]
+    seen: list[dict[str, str]] = []
+    for role, text in turns:
+        if not text:
+            continue
+        if seen and seen[-1]["role"] == role:
+            seen[-1]["content"] += f"\n\n{text}"
+        else:
+            seen.append({"role": role, "content": text})
+    if not seen or seen[-1]["role"] == "assistant":  # the assistant's last turn has no words
+        seen.append({"role": "user", "content": "…"})
+    return seen
+
+
+def _text(message: Message) -> str:
+    """Its words; of images and the like, nothing."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)

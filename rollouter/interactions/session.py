@@ -1,0 +1,224 @@
+"""One environment in one trajectory: made, called within its limits, its answers checked, closed whatever happens.
+
+async with ─▶ reset ─▶ step ─▶ … ─▶ score ─▶ close
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+
+from asyncrl.config.sections.multi_turn import InteractionConfig
+from asyncrl.failures import AsyncRLError, BugError, ConfigError, DataError
+from rollouter.drops import ToolFailedError
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+
+T = TypeVar("T")
+
+CLOSE_S = 10.0
+"""`close` may take so long, or `timeout_s` if that is less: it also runs when everything is to end."""
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interaction:
+    """One entry of `rollout.multi_turn.interactions`, ready to make environments."""
+
+    key: str
+    """`rollout.multi_turn.interactions[0]`."""
+    config: InteractionConfig
+    kind: type[Environment]
+    arguments: Mapping[str, Any]
+    calls: anyio.CapacityLimiter
+    """Of `reset`, `step` and `score`, over all trajectories."""
+
+
+class InteractionSession:
+    """The environment of one trajectory, for one task. Entering makes it, leaving closes it.
+
+    A `DataError` or `ConfigError` that it raises is passed on as it is; everything else becomes a `ToolFailedError`
+    with the interaction's `on_error` and the original traceback.
+    """
+
+    def __init__(self, interaction: Interaction, context: EpisodeContext, kwargs: Mapping[str, Any]) -> None:
+        """`kwargs`: of `reset`, from the row."""
+        self._interaction = interaction
+        self._context = context
+        self._kwargs = kwargs
+        self._environment: Environment | None = None
+
+    @property
+    def name(self) -> str:
+        return self._interaction.config.name
+
+    async def __aenter__(self) -> Self:
+        """Make the environment.
+
+        Raises:
+            ToolFailedError: its `__init__` raised.
+        """
+        try:
+            self._environment = self._interaction.kind(**self._interaction.arguments)
+        except Exception as error:
+            raise self._raised("__init__", error) from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the environment, under cancellation too.
+
+        Raises:
+            ToolFailedError: `close` failed, and nothing had before; else that is logged.
+        """
+        environment, self._environment = self._environment, None
+        if environment is None:
+            raise BugError(f"the session of interaction {self.name!r} was left twice")
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._within(min(CLOSE_S, self._interaction.config.timeout_s), "close", environment.close)
+        except AsyncRLError as failure:
+            if error is None:
+                raise
+            logger.warning("%s", failure)
+
+    async def reset(self) -> Sequence[Message]:
+        """Begin; what is said behind the prompt, before the model's first turn.
+
+        Raises:
+            DataError: the row's `interaction_kwargs` have what `reset` does not take.
+            ToolFailedError: it raised, took too long or returned no messages.
+        """
+        environment = self._entered()
+        try:
+            inspect.signature(environment.reset).bind(self._context, **self._kwargs)
+        except TypeError as error:
+            takes = inspect.signature(environment.reset)
+            raise DataError.wrap(
+                f"extra_info.interaction_kwargs: {dict(self._kwargs)!r} does not suit interaction {self.name!r}, whose "
+                f"reset is {takes}: {error}",
+                error,
+            ) from error
+        result = await self._call("reset", lambda: environment.reset(self._context, **self._kwargs))
+        return self._messages(result)
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        """The answer to a turn of the assistant, which is the last of `messages`; its numbers are finite floats.
+
+        Raises:
+            ToolFailedError: it raised, took too long or returned no proper `Reply`.
+        """
+        environment = self._entered()
+        return self._reply(await self._call("step", lambda: environment.step(text, messages)))
+
+    async def score(self) -> float | None:
+        """What the whole trajectory is worth, a finite number; None: the environment does not say.
+
+        Raises:
+            ToolFailedError: it raised, took too long or returned something else.
+        """
+        result = await self._call("score", self._entered().score)
+        if result is None:
+            return None
+        number = _finite(result)
+        if number is None:
+            raise self._failed("score", f"returned {result!r}; expected a finite number or None")
+        return number
+
+    def _entered(self) -> Environment:
+        if self._environment is None:
+            raise BugError(f"the session of interaction {self.name!r} is not entered")
+        return self._environment
+
+    async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        # A deadline starts once there is a place: waiting for one is nobody's fault.
+        async with self._interaction.calls:
+            return await self._within(self._interaction.config.timeout_s, method, call)
+
+    async def _within(self, timeout_s: float, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        with anyio.move_on_after(timeout_s) as deadline:
+            try:
+                return await call()
+            except Exception as error:
+                raise self._raised(method, error) from error
+        assert deadline.cancelled_caught
+        raise self._failed(
+            method,
+            f"did not return within {timeout_s:g} s; raise {self._interaction.key}.timeout_s, or bound what it does",
+        )
+
+    def _raised(self, method: str, error: Exception) -> AsyncRLError:
+        if isinstance(error, DataError | ConfigError):
+            return type(error)(f"{self._about(method)}: {error.message}", error.cause)
+        told = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+        wrapped = ToolFailedError.wrap(f"{self._about(method)} raised {told}", error)
+        wrapped.on_error = self._interaction.config.on_error
+        return wrapped
+
+    def _failed(self, method: str, what: str) -> ToolFailedError:
+        return ToolFailedError(f"{self._about(method)} {what}", on_error=self._interaction.config.on_error)
+
+    def _about(self, method: str) -> str:
+        return f"interaction {self.name!r}, {self._interaction.kind.__name__}.{method}"
+
+    def _messages(self, result: Any) -> Sequence[Message]:
+        if result is None:  # a reset without a return
+            return ()
+        if isinstance(result, str | Mapping) or not isinstance(result, Sequence):
+            raise self._failed("reset", f"returned {_shown(result)}; expected a list of messages")
+        for message in result:
+            if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+                raise self._failed(
+                    "reset",
+                    f"returned the message {_shown(message)}; expected a mapping with a role of {sorted(ROLES)}",
+                )
+            content = message.get("content")
+            parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
+            if not (isinstance(content, str) or parts):
+                raise self._failed(
+                    "reset", f"returned the message {_shown(message)}; its content must be a text or a list of parts"
+                )
+        return tuple(result)
+
+    def _reply(self, result: Any) -> Reply:
+        if not isinstance(result, Reply):
+            raise self._failed("step", f"returned {_shown(result)}; expected a rollouter.interactions.Reply")
+        if not isinstance(result.text, str):
+            raise self._failed("step", f"returned the text {_shown(result.text)}; expected a str")
+        if not result.done and not result.text:
+            raise self._failed("step", "returned neither a text nor done; the conversation could not go on")
+        reward = _finite(result.reward)
+        if reward is None:
+            raise self._failed("step", f"returned the reward {_shown(result.reward)}; expected a finite number")
+        metrics: dict[str, float] = {}
+        for name, value in result.metrics.items():
+            number = _finite(value)
+            if number is None:
+                raise self._failed("step", f"returned the metric {name} = {_shown(value)}; expected a finite number")
+            metrics[str(name)] = number
+        return Reply(result.text, done=bool(result.done), reward=reward, metrics=metrics)
+
+
+def _finite(value: Any) -> float | None:
+    """As float if it is one finite number: Python's, numpy's, or a tensor of one element."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

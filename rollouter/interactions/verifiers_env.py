@@ -1,0 +1,208 @@
+"""An environment of the package `verifiers`: `class_name: verifiers`, for environments that talk in text.
+
+    init_state ─▶ setup_state ─▶ (add_trajectory_step ─▶ is_completed ─▶ env_response) … ─▶ rubric.score_rollout
+
+That is what `MultiTurnEnv.rollout` does around its own model calls. Here the policy speaks instead, token-exactly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from pydantic import Field
+
+from asyncrl.config.sections.base import Section
+from asyncrl.failures import ConfigError
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.interactions.settings import parse
+
+SUPPORTED = "0.1.10"
+"""Later ones ask for other versions of what this package needs, and earlier ones have another interface."""
+_INSTALL = f"pip install 'verifiers=={SUPPORTED}'"
+
+
+class VerifiersSettings(Section):
+    env_id: str
+    """As `verifiers.load_environment` takes it: the module of an installed environment."""
+    env_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its `load_environment`."""
+
+
+class VerifiersTask(Environment):
+    """One rollout of a `verifiers.MultiTurnEnv`, its rubric's reward as the score and its metrics besides.
+
+    The row is one of the environment's own data set (`rows` gives them). What the environment sees of the policy is
+    text: `response` and `tokens` of a trajectory step are None. A rubric that compares the rollouts of a group, and
+    tools of the environment, are not supported.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._state: Any = None
+        self._score: float | None = None
+
+    @classmethod
+    def prepare(cls, **config: Any) -> Mapping[str, Any]:
+        settings = parse(VerifiersSettings, config)
+        return {"environment": load_environment(settings.env_id, settings.env_args)}
+
+    async def reset(self, context: EpisodeContext) -> Sequence[Message]:
+        given = {
+            "prompt": [dict(message) for message in context.messages],
+            "answer": "" if context.ground_truth is None else str(context.ground_truth),
+            "task": context.data_source,
+            "info": context.extra_info.get("info") or {},
+            "example_id": context.extra_info.get("index", 0),
+        }
+        # No client: nobody but the policy speaks here.
+        self._state = await self._environment.init_state(given, client=None, model="policy")
+        self._state = await self._environment.setup_state(self._state)
+        return ()
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        """
+        Raises:
+            ValueError: the environment says what is no text of a user.
+            Exception: an error that it reports of itself.
+        """
+        state = self._state
+        said = {
+            "prompt": [dict(message) for message in messages[:-1]],
+            "completion": [{"role": "assistant", "content": text}],
+            "response": None,
+            "tokens": None,
+            "reward": None,
+            "advantage": None,
+            "is_truncated": False,
+            "trajectory_id": state["trajectory_id"],
+            "extras": {},
+        }
+        await self._environment.add_trajectory_step(state, said)
+        if not await self._environment.is_completed(state):
+            answers = await self._environment.env_response([*said["prompt"], *said["completion"]], state)
+            if state.get("final_env_response") is None:
+                return Reply(_user_text(answers))
+            await self._environment.is_completed(state)
+        await self._rate()
+        return Reply(done=True, metrics=state["metrics"] or {})
+
+    async def score(self) -> float | None:
+        """The rubric's reward; None if there was no turn."""
+        if self._score is None and self._state is not None and self._state["trajectory"]:
+            await self._complete()
+            await self._rate()
+        return self._score
+
+    async def close(self) -> None:
+        if self._state is not None:
+            await self._complete()
+
+    async def _complete(self) -> None:
+        """The end, by no decision of the environment: its clean-up runs, once."""
+        if not self._state["is_completed"]:
+            if self._state.get("final_env_response") is None:
+                self._state["final_env_response"] = []  # a stop condition of every MultiTurnEnv
+            await self._environment.is_completed(self._state)
+
+    async def _rate(self) -> None:
+        state = self._state
+        if (error := state.get("error")) is not None:
+            raise error
+        await self._environment.render_completion(state)
+        await self._environment.rubric.score_rollout(state)
+        self._score = state["reward"]
+
+
+def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
+    """A `verifiers.MultiTurnEnv` that `VerifiersTask` can drive. It may load a data set.
+
+    Raises:
+        ConfigError: `verifiers` is missing or of another version, it cannot load the environment, or that is of a kind
+            that is not supported.
+    """
+    verifiers = _package()
+    with _no_signal_handlers():
+        try:
+            environment = verifiers.load_environment(env_id, **env_args)
+        except Exception as error:
+            raise ConfigError.wrap(f"env_id: {error}", error) from error
+    if not isinstance(environment, verifiers.MultiTurnEnv):
+        kind = type(environment).__name__
+        raise ConfigError(f"env_id: {env_id!r} is a {kind}, and only kinds of MultiTurnEnv take turns with the policy")
+    if environment.message_type != "chat":
+        raise ConfigError(f"env_id: {env_id!r} wants message_type {environment.message_type!r}; only chat is supported")
+    if getattr(environment, "oai_tools", None):
+        raise ConfigError(
+            f"env_id: {env_id!r} has tools of its own, which the model would not be shown; give them in "
+            "rollout.multi_turn.tools, and use an environment without"
+        )
+    if type(environment).get_prompt_messages is not verifiers.MultiTurnEnv.get_prompt_messages:
+        raise ConfigError(f"env_id: {env_id!r} rewrites the conversation between turns, which is not supported")
+    return environment
+
+
+def rows(env_id: str, env_args: Mapping[str, Any], *, split: str = "train") -> Iterator[dict[str, Any]]:
+    """The environment's own data set as rows for `data.train_files`, one JSON object each. `split`: `train`, `eval`.
+
+    Raises:
+        ConfigError: see `load_environment`.
+    """
+    environment = load_environment(env_id, env_args)
+    data = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
+    for row in data:
+        yield {
+            "prompt": row["prompt"],
+            "data_source": row.get("task", env_id),
+            "reward_model": {"style": "rule", "ground_truth": row.get("answer", "")},
+            "extra_info": {"index": row["example_id"], "info": row.get("info") or {}},
+        }
+
+
+def _package() -> ModuleType:
+    try:
+        verifiers = importlib.import_module("verifiers")
+    except ImportError as error:
+        raise ConfigError.wrap(
+            f"env_id: environments of verifiers need that package, which cannot be imported: {error}; {_INSTALL}", error
+        ) from error
+    version = str(getattr(verifiers, "__version__", "without a version"))
+    if version != SUPPORTED and not version.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"env_id: verifiers {version} is installed, whose interface is another one; {_INSTALL}")
+    return verifiers
+
+
+@contextmanager
+def _no_signal_handlers() -> Iterator[None]:
+    """Every environment of verifiers takes SIGINT and SIGTERM for itself when it is made. They belong to the run, and
+    beside the main thread taking them raises."""
+    home = importlib.import_module("verifiers.envs.environment")
+
+    class Signals:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(signal, name)
+
+        def signal(self, number: int, handler: Any) -> Any:
+            return signal.getsignal(number)
+
+    real, home.signal = home.signal, Signals()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        home.signal = real  # type: ignore[attr-defined]
+
+
+def _user_text(answers: Any) -> str:
+    """What an `env_response` says, as one message of the user."""
+    texts: list[str] = []
+    for message in [answers] if isinstance(answers, Mapping) else answers:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message["role"] != "user" or any(part["type"] != "text" for part in parts):
+            raise ValueError(f"the environment answers {message!r}; only text of role user can be said to the policy")
+        texts += [part["text"] for part in parts]
+    return "\n\n".join(texts)

@@ -1,0 +1,106 @@
+"""A local HTTP server that plays an OpenAI-compatible endpoint, by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status and body of one response; a body that is text is sent as it is."""
+
+    body: Mapping[str, Any] | str
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    kind: str = "application/json"
+
+
+class Hang:
+    """No response at all, until the client has gone."""
+
+
+class HangUp:
+    """The connection is closed in place of a response."""
+
+
+Script = Answer | Hang | HangUp
+Handler = Callable[[Mapping[str, Any]], Script]
+
+
+def said(content: str | None, *, finish_reason: str = "stop", refusal: str | None = None) -> Answer:
+    message = {"role": "assistant", "content": content, "refusal": refusal}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
+    return Answer({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
+
+
+def failed(status: int, message: str = "no", **headers: str) -> Answer:
+    return Answer({"error": {"message": message}}, status, {name.replace("_", "-"): v for name, v in headers.items()})
+
+
+class OpenAIServer:
+    """What it was asked, and what it says: the script's answers in order, or a handler's."""
+
+    def __init__(self, script: Sequence[Script] | Handler) -> None:
+        self._script = script
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.open = 0
+        """Requests without an answer at this moment."""
+        self.most_open = 0
+        self.base_url = ""
+        self.hanging = anyio.Event()
+        """Set once a request hangs."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in head.splitlines()[1:])
+            }
+            body = json.loads(await reader.readexactly(int(headers["content-length"])))
+            self.keys.append(headers.get("authorization", ""))
+            self.requests.append(body)
+            answer = self._script(body) if callable(self._script) else self._script[len(self.requests) - 1]
+            if isinstance(answer, Hang):
+                self.hanging.set()
+                await reader.read()
+            elif isinstance(answer, Answer):
+                writer.write(_response(answer))
+                await writer.drain()
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+def _response(answer: Answer) -> bytes:
+    text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
+    lines = [
+        f"HTTP/1.1 {answer.status} X",
+        f"content-type: {answer.kind}",
+        f"content-length: {len(text.encode())}",
+        "connection: close",
+        *(f"{name}: {value}" for name, value in answer.headers.items()),
+    ]
+    return "\r\n".join([*lines, "", text]).encode()
+
+
+@asynccontextmanager
+async def openai_server(script: Sequence[Script] | Handler) -> AsyncIterator[OpenAIServer]:
+    played = OpenAIServer(script)
+    server = await asyncio.start_server(played.serve, "127.0.0.1", 0)
+    played.base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    try:
+        yield played
+    finally:
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,115 @@
+"""From configurations to environments: which class, which arguments, which one a row chooses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.failures import ConfigError, DataError, UserCodeError
+from rollouter.interactions.loading import BUILT_IN
+from tests.rollouter.interactions.environments import HERE, Shared, context, interaction, load
+
+KEY = r"rollout\.multi_turn\.interactions\[0\]"
+
+
+def test_rows_choose_by_name_and_the_first_is_for_the_others() -> None:
+    loaded = load(interaction("scripted", name="tutor"), interaction("scripted", name="child"))
+    assert (len(loaded), loaded.names) == (2, ("tutor", "child"))
+
+    def chosen(**interaction_kwargs: Any) -> str:
+        return loaded.session(context(extra_info={"interaction_kwargs": interaction_kwargs})).name
+
+    assert loaded.session(context()).name == "tutor"
+    assert loaded.session(context(extra_info={"interaction_kwargs": None})).name == "tutor"
+    assert chosen() == chosen(name=None) == "tutor"
+    assert chosen(name="child") == "child"
+    with pytest.raises(DataError, match=r"no interaction 'chil'; did you mean 'child'\?"):
+        chosen(name="chil")
+    with pytest.raises(DataError, match="no interaction 7; there is child, tutor"):
+        chosen(name=7)
+    with pytest.raises(DataError, match="interaction_kwargs: 'child' is no mapping"):
+        loaded.session(context(extra_info={"interaction_kwargs": "child"}))
+
+
+async def test_what_parquet_gives_for_nothing_is_dropped() -> None:
+    calls: list[Any] = []
+    row = {"name": None, "mood": "cross", "hint": None, "more": {"a": None, "b": 1}}
+    loaded = load(interaction(config={"calls": calls}))
+    async with loaded.session(context(extra_info={"interaction_kwargs": row})) as session:
+        await session.reset()
+    assert calls[0] == ("reset", "cross", {"more": {"b": 1}})
+
+
+def test_there_may_be_none() -> None:
+    loaded = load()
+    assert not loaded
+    with pytest.raises(ConfigError, match="there are none"):
+        loaded.session(context())
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from rollouter.interactions import Environment\nclass Mine(Environment):\n    pass\n")
+    assert load(interaction(f"{path}:Mine", name="mine")).names == ("mine",)
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"model", "verifiers"}))
+def test_built_in_names(name: str) -> None:
+    assert load(interaction(name)).names == ("default",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"class_name": "scriptd"}, r"class_name: 'scriptd' is no built-in; did you mean 'scripted'\?"),
+        ({"class_name": f"{HERE}:Ownn"}, r"class_name: .* has no 'Ownn'; did you mean 'Own'\?"),
+        ({"class_name": "NotOne"}, "NotOne is no subclass of rollouter.interactions.Environment"),
+        ({"class_name": f"{HERE}:interaction"}, "interaction is no subclass"),
+        ({"class_name": "Blocking"}, r"Blocking\.step is not async.*write `async def`"),
+        ({"config": {"call": []}}, r"config: Own\(.*does not take it.*'call'; did you mean 'calls'\?"),
+        ({"class_name": "Broken", "config": {"x": 1}}, "config: Broken.*does not take it"),
+        ({"class_name": "Sharing", "config": {"volume": 12}}, r"config\.volume: 12 is too loud"),
+        ({"class_name": "Sharing", "config": {"unpacked": True}}, r"config: Sharing\(.*does not take it"),
+    ],
+)
+def test_what_cannot_work_is_told_with_its_key(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{KEY}.*{told}"):
+        load(interaction(**fields))
+
+
+def test_a_prepare_that_raises_is_the_users() -> None:
+    with pytest.raises(UserCodeError, match=rf"{KEY}: Sharing\.prepare raised ValueError: a negative volume") as raised:
+        load(interaction("Sharing", config={"volume": -1}))
+    assert 'raise ValueError("a negative volume")' in raised.value.cause
+
+
+def test_a_module_that_raises_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text("1 / 0\n")
+    with pytest.raises(UserCodeError, match=rf"{KEY}\.class_name: importing .*torn\.py failed: division by zero"):
+        load(interaction(f"{tmp_path}/torn.py:Mine"))
+
+
+def test_two_of_one_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"interactions\[2\]\.name: 'b' is taken by rollout\.multi_turn\.interactions\[1\]"
+    ):
+        load(interaction(name="a"), interaction(name="b"), interaction(name="b"))
+
+
+async def test_what_is_shared_is_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """All of it, whatever fails; and it is one object for all trajectories."""
+    loaded = load(
+        interaction("Sharing", name="a", config={"fails": True}),
+        interaction("Sharing", name="b"),
+        interaction(name="c"),
+    )
+    async with loaded.session(context()) as one, loaded.session(context()) as other:
+        assert one._entered().shared is other._entered().shared  # type: ignore[attr-defined]
+    Shared.closed = 0
+    with caplog.at_level(logging.WARNING):
+        await loaded.aclose()
+    assert Shared.closed == 2
+    assert "interactions[0]: closing Shared failed: gone" in caplog.text

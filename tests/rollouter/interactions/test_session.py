@@ -1,0 +1,266 @@
+"""One environment in one trajectory: its order, its limits, what it may return, and that it is closed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.failures import BugError, ConfigError, DataError, InfraError
+from rollouter.drops import ToolFailedError
+from rollouter.interactions.base import Reply
+from tests.fuzz.loop import run
+from tests.rollouter.interactions.environments import assistant, context, interaction, load
+
+
+def returns(value: Any) -> Callable[[], Awaitable[Any]]:
+    async def give() -> Any:
+        return value
+
+    return give
+
+
+def raises(error: BaseException) -> Callable[[], Awaitable[Any]]:
+    async def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def sleeps(seconds: float) -> Callable[[], Awaitable[Any]]:
+    async def wait() -> Any:
+        await anyio.sleep(seconds)
+        return Reply("late")
+
+    return wait
+
+
+def sessions(calls: list[Any] | None = None, *, does: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Sessions of one interaction, named tutor."""
+    loaded = load(interaction(name="tutor", config={"does": does, "calls": calls}, **fields))
+    return lambda: loaded.session(context())
+
+
+async def test_the_order_of_a_trajectory() -> None:
+    calls: list[Any] = []
+    metrics = {"anger": np.float32(0.5), "turns": 2}
+    reply = Reply("why?", reward=np.float64(0.25), metrics=metrics)  # type: ignore[arg-type]
+    does = {
+        "reset": returns([{"role": "user", "content": "hello"}]),
+        "step": returns(reply),
+        "score": returns(np.float32(1.0)),
+    }
+    async with sessions(calls, does=does)() as session:
+        assert session.name == "tutor"
+        assert await session.reset() == ({"role": "user", "content": "hello"},)
+        told = await session.step(*assistant("22"))
+        assert told == Reply("why?", reward=0.25, metrics={"anger": 0.5, "turns": 2.0})
+        assert [type(value) for value in (told.reward, *told.metrics.values())] == [float] * 3
+        assert await session.score() == 1.0
+    assert calls == [("reset", "calm", {}), ("step", "22"), "score", "close"]
+
+
+async def test_defaults_say_nothing() -> None:
+    async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": {"level": 1}})) as session:
+        assert await session.reset() == ()
+        assert await session.score() is None
+        with pytest.raises(ToolFailedError, match=r"Picky\.step raised NotImplementedError"):
+            await session.step(*assistant("22"))
+
+
+@pytest.mark.parametrize("row", [{}, {"levl": 3}])
+async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
+    async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": row})) as session:
+        with pytest.raises(DataError, match=r"interaction_kwargs: .* does not suit interaction 'default'.*level"):
+            await session.reset()
+
+
+# ------------------------------------------------------------------------------------------------ what is returned
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "told"),
+    [
+        ("step", "and then?", r"step returned 'and then\?'; expected a rollouter\.interactions\.Reply"),
+        ("step", None, "step returned None; expected"),
+        ("step", Reply(), "neither a text nor done"),
+        ("step", Reply(7), "returned the text 7; expected a str"),  # type: ignore[arg-type]
+        ("step", Reply("a", reward=math.nan), "returned the reward nan; expected a finite number"),
+        ("step", Reply("a", reward="1"), "returned the reward '1'"),  # type: ignore[arg-type]
+        ("step", Reply("a", metrics={"x": math.inf}), "returned the metric x = inf"),
+        ("step", Reply("a", metrics={"x": [1, 2]}), r"returned the metric x = \[1, 2\]"),  # type: ignore[dict-item]
+        ("score", math.inf, "score returned inf; expected a finite number or None"),
+        ("score", "good", "score returned 'good'"),
+        ("score", 10**400, "score returned 1000"),
+        ("reset", "hello", "reset returned 'hello'; expected a list of messages"),
+        ("reset", {"role": "user", "content": "a"}, "expected a list of messages"),
+        ("reset", ["hello"], "the message 'hello'; expected a mapping with a role"),
+        ("reset", [{"role": "usr", "content": "a"}], "expected a mapping with a role of"),
+        ("reset", [{"role": "user"}], "its content must be a text or a list of parts"),
+        ("reset", [{"role": "user", "content": ["a"]}], "its content must be"),
+    ],
+)
+async def test_what_it_returns_is_checked(method: str, value: Any, told: str) -> None:
+    async with sessions(does={method: returns(value)}, on_error="drop")() as session:
+        call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
+        with pytest.raises(ToolFailedError, match=told) as raised:
+            await call()
+        assert raised.value.on_error == "drop"
+        assert "interaction 'tutor', Own." in raised.value.message
+
+
+async def test_a_message_of_parts_is_well_formed() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}]}]
+    async with sessions(does={"reset": returns(parts)})() as session:
+        assert await session.reset() == tuple(parts)
+
+
+async def test_done_needs_no_text() -> None:
+    async with sessions(does={"step": returns(Reply(done=True, reward=1.0))})() as session:
+        assert await session.step(*assistant("22")) == Reply(done=True, reward=1.0)
+
+
+# ------------------------------------------------------------------------------------------------ what is raised
+
+
+@pytest.mark.parametrize("on_error", ["drop", "stop"])
+@pytest.mark.parametrize("method", ["reset", "step", "score"])
+async def test_what_it_raises_is_the_users(method: str, on_error: Any) -> None:
+    calls: list[Any] = []
+    async with sessions(calls, does={method: raises(KeyError("lost"))}, on_error=on_error)() as session:
+        call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
+        with pytest.raises(
+            ToolFailedError, match=rf"interaction 'tutor', Own\.{method} raised KeyError: 'lost'"
+        ) as raised:
+            await call()
+    assert "in fail" in raised.value.cause
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert (copy.on_error, copy.cause) == (on_error, raised.value.cause)
+    assert calls[-1] == "close"
+
+
+async def test_a_timeout_of_its_own_is_its_error() -> None:
+    async with sessions(does={"step": raises(TimeoutError("of its data base"))})() as session:
+        with pytest.raises(ToolFailedError, match="raised TimeoutError: of its data base"):
+            await session.step(*assistant("22"))
+
+
+@pytest.mark.parametrize("kind", [DataError, ConfigError])
+async def test_what_it_knows_to_be_the_datas_or_the_configurations(kind: Any) -> None:
+    async with sessions(does={"reset": raises(kind("no such level", "traceback"))})() as session:
+        with pytest.raises(kind, match=r"interaction 'tutor', Own\.reset: no such level") as raised:
+            await session.reset()
+        assert type(raised.value) is kind
+        assert raised.value.cause == "traceback"
+
+
+async def test_an_endpoint_that_fails_is_the_interactions() -> None:
+    async with sessions(does={"step": raises(InfraError("it failed 3 times"))}, on_error="drop")() as session:
+        with pytest.raises(ToolFailedError, match="step raised it failed 3 times") as raised:
+            await session.step(*assistant("22"))
+        assert raised.value.on_error == "drop"
+
+
+async def test_an_environment_that_cannot_be_made() -> None:
+    session = load(interaction("Broken")).session(context())
+    with pytest.raises(ToolFailedError, match=r"Broken\.__init__ raised RuntimeError: no display"):
+        async with session:
+            pass
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "score"])
+def test_each_call_has_its_deadline(method: str) -> None:
+    calls: list[Any] = []
+
+    async def main() -> float:
+        async with sessions(calls, does={method: sleeps(1000)}, timeout_s=30.0, on_error="drop")() as session:
+            call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}
+            with pytest.raises(ToolFailedError, match=rf"Own\.{method} did not return within 30 s.*\[0\]\.timeout_s"):
+                await call[method]()
+            return anyio.current_time()
+
+    assert run(main, 0) == 30.0
+    assert calls[-1] == "close"
+
+
+def test_waiting_for_a_place_is_nobodys_fault() -> None:
+    """Four trajectories, one place: the last one is answered after four times what a call takes."""
+
+    async def main() -> list[float]:
+        make = sessions(does={"step": sleeps(20)}, timeout_s=30.0, max_concurrency=1)
+        answered: list[float] = []
+
+        async def one() -> None:
+            async with make() as session:
+                assert (await session.step(*assistant("22"))).text == "late"
+                answered.append(anyio.current_time())
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(one)
+        return answered
+
+    assert run(main, 0) == [20.0, 40.0, 60.0, 80.0]
+
+
+# ------------------------------------------------------------------------------------------------ close
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cancellation_closes_it_once(seed: int) -> None:
+    """While it answers, and with a `close` that takes its time."""
+    calls: list[Any] = []
+
+    async def main() -> float:
+        make = sessions(calls, does={"step": sleeps(1000), "close": sleeps(5)})
+        with anyio.move_on_after(1):
+            async with make() as session:
+                await session.step(*assistant("22"))
+        return anyio.current_time()
+
+    assert run(main, seed) == 6.0
+    assert calls == [("step", "22"), "close"]
+
+
+@pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 10.0), (3.0, 3.0)])
+def test_closing_is_bounded(timeout_s: float, bound_s: float) -> None:
+    async def main() -> float:
+        with pytest.raises(ToolFailedError, match=rf"Own\.close did not return within {bound_s:g} s"):
+            async with sessions(does={"close": sleeps(1000)}, timeout_s=timeout_s)():
+                pass
+        return anyio.current_time()
+
+    assert run(main, 0) == bound_s
+
+
+async def test_a_close_that_raises_is_told_if_nothing_else_is(caplog: pytest.LogCaptureFixture) -> None:
+    make = sessions(does={"step": raises(ValueError("first")), "close": raises(OSError("second"))}, on_error="drop")
+    with pytest.raises(ToolFailedError, match=r"Own\.close raised OSError: second") as raised:
+        async with make():
+            pass
+    assert raised.value.on_error == "drop"
+    with caplog.at_level(logging.WARNING), pytest.raises(ToolFailedError, match="step raised ValueError: first"):
+        async with make() as session:
+            await session.step(*assistant("22"))
+    assert "close raised OSError: second" in caplog.text
+
+
+async def test_outside_of_its_block_it_is_a_bug() -> None:
+    session = sessions()()
+    with pytest.raises(BugError, match="is not entered"):
+        await session.reset()
+    async with session:
+        pass
+    with pytest.raises(BugError, match="is not entered"):
+        await session.score()
+    with pytest.raises(BugError, match="was left twice"):
+        await session.__aexit__(None, None, None)

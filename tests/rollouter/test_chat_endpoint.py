@@ -1,0 +1,224 @@
+"""A model behind an OpenAI-compatible endpoint, against a real server: what is asked, tried again, and told."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError
+from rollouter.chat_endpoint import ChatEndpoint
+from tests.rollouter.interactions.openai_server import (
+    Answer,
+    Hang,
+    HangUp,
+    OpenAIServer,
+    Script,
+    failed,
+    openai_server,
+    said,
+)
+
+QUESTION = [{"role": "user", "content": "17+5?"}]
+
+
+class Setup:
+    def __init__(self, server: OpenAIServer, endpoint: ChatEndpoint, waits: list[float]) -> None:
+        self.server, self.endpoint, self.waits = server, endpoint, waits
+
+
+@asynccontextmanager
+async def endpoint(script: Any, **changes: Any) -> AsyncIterator[Setup]:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    settings = {"api_key_env": None, "timeout_s": 10.0, "max_concurrency": 4, "sleep": sleep} | changes
+    async with openai_server(script) as server:
+        asked = ChatEndpoint(server.base_url, "judge-1", **settings)
+        try:
+            yield Setup(server, asked, waits)
+        finally:
+            await asked.aclose()
+
+
+async def test_it_asks_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    params = {"temperature": 0.5, "top_k": 3, "chat_template_kwargs": {"thinking": False}}
+    async with endpoint([said("22")], api_key_env="JUDGE_KEY", params=params) as setup:
+        assert await setup.endpoint.ask(QUESTION) == "22"
+        assert setup.server.requests == [{"model": "judge-1", "messages": QUESTION, **params}]
+        assert setup.server.keys == ["Bearer secret"]
+        assert setup.waits == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        failed(429),
+        failed(500),
+        failed(503),
+        failed(408),
+        HangUp(),
+        Answer("{not json"),
+    ],
+)
+async def test_what_may_go_well_another_time_is_tried_again(bad: Script) -> None:
+    async with endpoint([bad, bad, said("22")]) as setup:
+        assert await setup.endpoint.ask(QUESTION) == "22"
+        assert setup.waits == [1.0, 2.0]
+        assert len(setup.server.requests) == 3
+
+
+@pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("0.25", 1.0), ("1e9", 60.0), ("soon", 1.0), ("nan", 1.0)])
+async def test_the_servers_patience_is_heard(header: str, wait_s: float) -> None:
+    async with endpoint([failed(429, retry_after=header), said("22")]) as setup:
+        assert await setup.endpoint.ask(QUESTION) == "22"
+        assert setup.waits == [wait_s]
+
+
+async def test_the_budget_of_tries_ends() -> None:
+    async with endpoint([failed(500, "out of memory")] * 4, max_attempts=4) as setup:
+        with pytest.raises(InfraError, match=r"model 'judge-1' at http.*failed 4 times.*500.*out of memory") as raised:
+            await setup.endpoint.ask(QUESTION)
+        assert not isinstance(raised.value, DeadlineError)
+        assert "InternalServerError" in raised.value.cause
+        assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+        assert setup.waits == [1.0, 2.0, 4.0]
+
+
+async def test_nobody_listens() -> None:
+    async with openai_server([]) as server:
+        base_url = server.base_url
+    asked = ChatEndpoint(base_url, "m", api_key_env=None, timeout_s=10, max_concurrency=1, max_attempts=1)
+    with pytest.raises(InfraError, match=r"failed once.*APIConnectionError"):
+        await asked.ask(QUESTION)
+    await asked.aclose()
+
+
+async def test_each_try_has_its_deadline() -> None:
+    async with endpoint([Hang(), said("22")], timeout_s=0.3) as setup:
+        assert await setup.endpoint.ask(QUESTION) == "22"
+        assert setup.waits == [1.0]
+    async with endpoint([Hang()], timeout_s=0.2, max_attempts=1) as setup:
+        with pytest.raises(DeadlineError, match=r"failed once.*no answer within timeout_s = 0\.2 s"):
+            await setup.endpoint.ask(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "the model's name and address")]
+)
+async def test_what_is_wrong_for_every_request_is_the_configurations(status: int, fix: str) -> None:
+    async with endpoint([failed(status, "unknown")]) as setup:
+        with pytest.raises(ConfigError, match=rf"cannot be asked: status {status}.*unknown.*{fix}"):
+            await setup.endpoint.ask(QUESTION)
+        assert setup.waits == []
+
+
+async def test_an_address_of_something_else() -> None:
+    async with endpoint([Answer("<html>welcome</html>", kind="text/html")]) as setup:
+        with pytest.raises(ConfigError, match=r"something else than a chat completion.*welcome.*base_urls end in /v1"):
+            await setup.endpoint.ask(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (failed(400, "too many tokens"), "refuses the conversation: status 400.*too many tokens"),
+        (failed(422), "refuses the conversation: status 422"),
+        (said(None), "without a text, finish_reason 'stop'"),
+        (said(" \n", finish_reason="length"), "without a text, finish_reason 'length'"),
+        (said(None, refusal="I will not"), "refused to answer: I will not"),
+        (said("", finish_reason="content_filter"), "refused to answer$"),
+        (Answer({"id": "1", "object": "chat.completion", "choices": []}), "without a choice"),
+    ],
+)
+async def test_what_is_wrong_with_one_conversation_is_the_datas(answer: Answer, told: str) -> None:
+    async with endpoint([answer]) as setup:
+        with pytest.raises(DataError, match=told):
+            await setup.endpoint.ask(QUESTION)
+        assert setup.waits == []
+
+
+async def test_so_many_at_once_and_not_while_they_wait() -> None:
+    """A question that waits for its next try holds no place."""
+    others_are_done = anyio.Event()
+    answered = 0
+
+    async def sleep(seconds: float) -> None:
+        await others_are_done.wait()
+
+    def answer(request: Any) -> Answer:
+        return (
+            failed(503) if request["messages"][0]["content"] == "first" and not others_are_done.is_set() else said("22")
+        )
+
+    async with endpoint(answer, max_concurrency=1, sleep=sleep) as setup:
+
+        async def ask(content: str) -> None:
+            nonlocal answered
+            assert await setup.endpoint.ask([{"role": "user", "content": content}]) == "22"
+            answered += 1
+            if answered == 3:
+                others_are_done.set()
+
+        async with anyio.create_task_group() as group:
+            for content in ("first", "second", "third", "fourth"):
+                group.start_soon(ask, content)
+        assert setup.server.most_open == 1
+        assert len(setup.server.requests) == 5
+
+
+async def test_cancellation_ends_a_request() -> None:
+    async with endpoint([Hang()]) as setup:
+        async with anyio.create_task_group() as group:
+            group.start_soon(setup.endpoint.ask, QUESTION)
+            await setup.server.hanging.wait()
+            group.cancel_scope.cancel()
+        assert setup.waits == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base_url": "localhost:8000/v1"}, "base_url: 'localhost:8000/v1' is no address"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env: the environment variable 'NO_SUCH_KEY' is not set"),
+        ({"timeout_s": 0.0}, r"timeout_s = 0\.0"),
+        ({"max_attempts": 0}, "max_attempts = 0"),
+        ({"max_concurrency": 0}, "max_concurrency = 0"),
+        ({"params": {"temperature": 1.0, "n": 2}}, "params.n: it is set for every request"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sent(changes: dict[str, Any], told: str) -> None:
+    settings: dict[str, Any] = {"base_url": "http://localhost:1/v1", "model": "m", "api_key_env": None}
+    settings |= {"timeout_s": 1.0, "max_concurrency": 1, **changes}
+    with pytest.raises(ConfigError, match=told):
+        ChatEndpoint(**settings)
+
+
+def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "")
+    with pytest.raises(ConfigError, match="JUDGE_KEY"):
+        ChatEndpoint("http://localhost:1/v1", "m", api_key_env="JUDGE_KEY", timeout_s=1.0, max_concurrency=1)
+
+
+async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that does not close does not hold the run's end up, nor does a cancellation skip the closing."""
+    monkeypatch.setattr("rollouter.chat_endpoint.CLOSE_S", 0.05)
+    closings: list[str] = []
+    async with endpoint([]) as setup:
+
+        async def stuck() -> None:
+            closings.append("begun")
+            await anyio.sleep_forever()
+
+        monkeypatch.setattr(setup.endpoint._client, "close", stuck)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await setup.endpoint.aclose()
+        assert closings == ["begun"]
