@@ -105,33 +105,47 @@ def _skip(config: Config) -> Iterator[Problem]:
 
 
 def _reward(config: Config) -> Iterator[Problem]:
-    name = config.reward.function
+    reward = config.reward
+    if reward.function != "none":
+        yield from _reward_function("reward.function", reward.function)
+    for function in reward.functions:
+        if function.function != "none":
+            yield from _reward_function("reward.functions.function", function.function)
+    variable = reward.judge.api_key_env
+    if reward.judge.model is not None and variable is not None and not os.environ.get(variable):
+        yield Problem(
+            "reward.judge.api_key_env", variable, "the environment has no such variable, or it is empty",
+            f"export {variable}=... first, or set reward.judge.api_key_env=null for an endpoint without keys",
+        )  # fmt: skip
+
+
+def _reward_function(key: str, name: str) -> Iterator[Problem]:
     place, _, function = name.rpartition(":")
     if not place:
         if name not in BUILTIN_REWARDS:
             close = get_close_matches(name, BUILTIN_REWARDS, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             yield Problem(
-                "reward.function", name, "no built-in reward has this name",
+                key, name, "no built-in reward has this name",
                 f"{hint}Built in: {', '.join(BUILTIN_REWARDS)}; your own: module:function or path/file.py:function",
             )  # fmt: skip
     elif place.endswith(".py"):
-        yield from _reward_file(name, Path(place).expanduser(), function)
+        yield from _reward_file(key, name, Path(place).expanduser(), function)
     elif not _importable(place):
         yield Problem(
-            "reward.function", name, f"there is no module {place} to import",
+            key, name, f"there is no module {place} to import",
             "check the name, install it into this environment, or give path/file.py:function",
         )  # fmt: skip
 
 
-def _reward_file(name: str, file: Path, function: str) -> Iterator[Problem]:
+def _reward_file(key: str, name: str, file: Path, function: str) -> Iterator[Problem]:
     if not file.is_file():
-        yield Problem("reward.function", name, f"the file {file} is not there", places.like(file))
+        yield Problem(key, name, f"the file {file} is not there", places.like(file))
         return
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        yield Problem("reward.function", name, f"{file} is not Python that compiles: {error}", "mend the file")
+        yield Problem(key, name, f"{file} is not Python that compiles: {error}", "mend the file")
         return
     defined = {
         node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -142,7 +156,7 @@ def _reward_file(name: str, file: Path, function: str) -> Iterator[Problem]:
         close = get_close_matches(function, defined, n=1)
         names = ", ".join(sorted(defined)) or "nothing"
         fix = f"did you mean {close[0]}?" if close else f"it defines {names}"
-        yield Problem("reward.function", name, f"{file} has no function {function!r}", fix)
+        yield Problem(key, name, f"{file} has no function {function!r}", fix)
 
 
 def _importable(module: str) -> bool:

@@ -268,14 +268,6 @@ def _reward_model(config: Config, given: Given) -> Iterator[Problem]:
             "the reward model is asked, and what it says changes nothing",
             "set it to another number, or reward_model.placement=off",
         )
-    scored = config.reward.weight != 0 or (model.placement != "off" and model.weight != 0)
-    if not scored and not config.reward.overlong_buffer.enable:
-        yield Problem(
-            "reward.weight",
-            0,
-            "no other score counts in the reward, so every response would be worth 0 and nothing would be learned",
-            "set it to another number, or let a reward model score (reward_model.placement, reward_model.weight)",
-        )
 
 
 def _remax(config: Config, given: Given) -> Iterator[Problem]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jinja2
 import torch
@@ -16,20 +16,13 @@ import torch
 from asyncrl.assets import resolve
 from asyncrl.config.schema import RewardModelConfig
 from asyncrl.failures import ConfigError, DataError
+from rollouter.rewards.conversation import Conversation, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEY = "reward_model.path"
 FIX = "name a sequence-classification model with one label, saved by save_pretrained"
-
-
-class Conversation(NamedTuple):
-    """What is scored."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    """The prompt's chat messages."""
-    response: str
 
 
 class Encoded(NamedTuple):
@@ -125,7 +118,7 @@ class Classifier:
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 raise DataError(f"the reward model's chat template refuses a conversation: {error}") from error
         else:
-            prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
+            prompt = "\n".join(text_of(message) for message in conversation.messages)
             pair = tokenizer(prompt, conversation.response)
             ids = pair["input_ids"]
             types = pair.get("token_type_ids", [0] * len(ids))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -15,13 +15,10 @@ from ray import serve
 
 from asyncrl.config.schema import Config, RewardModelConfig
 from asyncrl.failures import BugError, DataError, DeadlineError, InfraError, first_failure
-from asyncrl.types import Prompt
 from rollouter.client import FIRST_BACKOFF_S
+from rollouter.rewards.conversation import Conversation
 from rollouter.serving.handles import answer
 from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
-
-if TYPE_CHECKING:
-    from rollouter.rewards.classifier import Conversation
 
 BATCH_WAIT_S = 0.01
 """A forward pass waits so long for company: the responses of a group come within a millisecond or two."""
@@ -75,8 +72,8 @@ class ServedModel:
         # A batch in work and one that waits, for each replica: a deadline is for the model, not for the queue to it.
         self._calls = anyio.CapacityLimiter(2 * model.num_replicas * model.max_batch_size)
 
-    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
-        """One score per response text.
+    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """One score per conversation.
 
         Raises:
             DataError: a conversation that the model cannot score.
@@ -84,17 +81,15 @@ class ServedModel:
             DeadlineError: it took longer than `reward.timeout_s`, failed tries included. While a replica that died is
                 replaced, up to `timeouts.start_s` longer.
         """
-        from rollouter.rewards.classifier import Conversation
-
-        scores = [math.nan] * len(texts)
+        scores = [math.nan] * len(conversations)
 
         async def one(number: int) -> None:
             async with self._calls:
-                scores[number] = await self._score(Conversation(prompt.messages, texts[number]))
+                scores[number] = await self._score(conversations[number])
 
         try:
             async with anyio.create_task_group() as group:
-                for number in range(len(texts)):
+                for number in range(len(conversations)):
                     group.start_soon(one, number)
         except BaseExceptionGroup as error:
             raise first_failure(error) from error

@@ -1,12 +1,12 @@
-"""Calling the reward function: off the event loop, within a deadline and a bound on concurrency, results checked."""
+"""Calling a reward function: off the event loop, within a deadline and a bound on concurrency."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import anyio
@@ -14,8 +14,11 @@ from anyio import to_process, to_thread
 
 from asyncrl.failures import AsyncRLError, UserCodeError, first_failure
 from asyncrl.ports import Score
-from asyncrl.types import Prompt, Turn
+from asyncrl.trajectory import Trajectory
+from asyncrl.types import Prompt
+from rollouter.rewards import arguments
 from rollouter.rewards.loading import RewardFunction
+from rollouter.rewards.results import listed, score_of, shown
 from rollouter.template import Decode
 
 
@@ -26,26 +29,45 @@ class Scorer:
     and is left behind. Async functions run on the event loop and must not block it.
     """
 
-    def __init__(self, function: RewardFunction, decode: Decode, *, timeout_s: float, max_concurrency: int) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        decode: Decode,
+        *,
+        timeout_s: float,
+        max_concurrency: int,
+        places: anyio.CapacityLimiter | None = None,
+    ) -> None:
+        """
+        Args:
+            timeout_s: Deadline of one call, seconds. It starts once the call has its place: waiting is nobody's fault.
+            max_concurrency: Calls at once.
+            places: Shared with other functions, in place of `max_concurrency`.
+        """
         self._function = function
         self._decode = decode
         self._timeout_s = timeout_s
-        cores = os.cpu_count() or 1
-        # A call's deadline starts once it has its place here: waiting for one is nobody's fault.
-        self._calls = anyio.CapacityLimiter(min(max_concurrency, cores) if function.in_process else max_concurrency)
+        self._calls = places or anyio.CapacityLimiter(max_concurrency)
+        self._processes: AbstractAsyncContextManager[Any] = (
+            anyio.CapacityLimiter(os.cpu_count() or 1) if function.in_process else nullcontext()
+        )
         # `_calls` alone bounds the calls; an abandoned thread must not take a place for good.
         self._unbounded = anyio.CapacityLimiter(math.inf)
 
-    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+    @property
+    def whole_group(self) -> bool:
+        return self._function.whole_group
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         texts = await to_thread.run_sync(
-            lambda: [self._decode(turn.response_ids) for turn in turns], limiter=self._unbounded
+            lambda: [self._decode(trajectory.turn_ids()) for trajectory in trajectories], limiter=self._unbounded
         )
-        if self._function.batch:
-            return await self._score_group(prompt, texts)
+        if self._function.batch and texts:
+            return await self._score_group(prompt, trajectories, texts)
         scores: list[Score | None] = [None] * len(texts)
 
         async def score_one(number: int) -> None:
-            scores[number] = await self._score_text(prompt, texts[number])
+            scores[number] = await self._score_one(prompt, trajectories[number], texts[number])
 
         try:
             async with anyio.create_task_group() as group:
@@ -55,38 +77,27 @@ class Scorer:
             raise first_failure(error) from error
         return [score for score in scores if score is not None]
 
-    async def _score_group(self, prompt: Prompt, texts: list[str]) -> list[Score]:
-        results = await self._call(
-            prompt,
-            texts,
-            data_sources=[prompt.data_source] * len(texts),
-            solution_strs=texts,
-            ground_truths=[prompt.ground_truth] * len(texts),
-            extra_infos=[dict(prompt.extra_info) for _ in texts],
-        )
-        if not isinstance(results, Sequence) and hasattr(results, "tolist"):
-            results = results.tolist()
-        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(texts):
-            raise UserCodeError(
-                f"{self._about(prompt, texts)} returned {_shown(results)}; expected a list of {len(texts)} scores"
+    async def _score_group(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], texts: Sequence[str]
+    ) -> list[Score]:
+        about = self._about(prompt, texts[0])
+        results = await self._call(about, arguments.batch(self._function, prompt, trajectories, texts))
+        return [
+            score_of(result, self._about(prompt, text), num_turns=len(trajectory.turns))
+            for result, trajectory, text in zip(
+                listed(results, about, length=len(texts)), trajectories, texts, strict=True
             )
-        return [self._checked(result, prompt, text) for result, text in zip(results, texts, strict=True)]
+        ]
 
-    async def _score_text(self, prompt: Prompt, text: str) -> Score:
-        result = await self._call(
-            prompt,
-            [text],
-            data_source=prompt.data_source,
-            solution_str=text,
-            ground_truth=prompt.ground_truth,
-            extra_info=dict(prompt.extra_info),
-        )
-        return self._checked(result, prompt, text)
+    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, text: str) -> Score:
+        about = self._about(prompt, text)
+        result = await self._call(about, arguments.single(self._function, prompt, trajectory, text))
+        return score_of(result, about, num_turns=len(trajectory.turns))
 
-    async def _call(self, prompt: Prompt, texts: Sequence[str], **arguments: Any) -> Any:
+    async def _call(self, about: str, given: Mapping[str, Any]) -> Any:
         """One call, its exceptions typed."""
-        call = partial(self._function.call, **arguments, **self._function.kwargs)
-        async with self._calls:
+        call = partial(self._function.call, **given)
+        async with self._processes, self._calls:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
                     if self._function.is_async:
@@ -96,52 +107,14 @@ class Scorer:
                     return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._unbounded)
                 except Exception as error:
                     cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-                    raise UserCodeError.wrap(f"{self._about(prompt, texts)} raised {cause}", error) from error
+                    raise UserCodeError.wrap(f"{about} raised {cause}", error) from error
             assert deadline.cancelled_caught
         raise UserCodeError(
-            f"{self._about(prompt, texts)} did not return within reward.timeout_s = {self._timeout_s:g} s; raise it, "
-            "or bound what the function does"
+            f"{about} did not return within reward.timeout_s = {self._timeout_s:g} s; raise it, or bound what the "
+            "function does"
         )
 
-    def _checked(self, result: Any, prompt: Prompt, text: str) -> Score:
-        """A finite score and those extras that are finite numbers; text among the extras is nobody's metric."""
-        extras: Mapping[str, Any] = {}
-        value = result
-        if isinstance(result, Mapping):
-            if "score" not in result:
-                raise UserCodeError(
-                    f"{self._about(prompt, [text])} returned a mapping without 'score': {_shown(result)}"
-                )
-            value = result["score"]
-            extras = {key: item for key, item in result.items() if key != "score"}
-        number = _finite(value)
-        if number is None:
-            raise UserCodeError(
-                f"{self._about(prompt, [text])} returned {_shown(value)}; expected a finite number, or a mapping with "
-                "one under 'score'"
-            )
-        checked = {str(key): _finite(item) for key, item in extras.items()}
-        return Score(number, {key: item for key, item in checked.items() if item is not None})
-
-    def _about(self, prompt: Prompt, texts: Sequence[str]) -> str:
+    def _about(self, prompt: Prompt, text: str) -> str:
         index = prompt.extra_info.get("index")
         row = f"{prompt.data_source!r}" if index is None else f"{prompt.data_source!r}, row {index}"
-        return f"reward function {self._function.name} on a response to {row} ({_shown(texts[0])})"
-
-
-def _finite(value: Any) -> float | None:
-    """The value as float if it is one finite number: Python's, numpy's, or a tensor of one element."""
-    if hasattr(value, "item") and getattr(value, "size", 1) != 0:
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):
-            return None
-    if not isinstance(value, Real):
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+        return f"reward function {self._function.name} on a response to {row} ({shown(text)})"

@@ -1,25 +1,20 @@
-"""The reward model: what it gives conversations, alone and in batches, how it fails, and how it joins the rule."""
+"""The reward model: what it gives conversations, alone and in batches, and how it fails."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 import ray
 import torch
 
 from asyncrl.config.schema import Config, RewardModelConfig
-from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError, UserCodeError
-from asyncrl.ports import Score
-from asyncrl.types import FinishReason, Prompt, Span, Turn
-from rollouter.rewards.classifier import Classifier, Conversation
-from rollouter.rewards.combination import CombinedScorer
-from tests.fakes.parts import FakeScorer, make_prompt
+from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError
+from rollouter.rewards.classifier import Classifier
+from rollouter.rewards.conversation import Conversation
 from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier, make_pair_classifier
 
 torch.set_num_threads(1)
@@ -156,68 +151,10 @@ def test_a_causal_model_and_a_missing_path_are_refused(tmp_path: Path) -> None:
         Classifier.load(RewardModelConfig(placement="serve"))
 
 
-# ------------------------------------------------------------------------------------------------ combination
-
-
-class Lengths:
-    """A reward model that likes long texts; waits for `gate` first."""
-
-    def __init__(self, error: Exception | None = None, gate: anyio.Event | None = None) -> None:
-        self._error = error
-        self._gate = gate
-
-    async def score(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
-        if self._gate is not None:
-            await self._gate.wait()
-        if self._error is not None:
-            raise self._error
-        return [float(len(text)) for text in texts]
-
-
-def turn(*ids: int) -> Turn:
-    array = np.array(ids, dtype=np.int32)
-    return Turn(array, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
-
-
-def combined(
-    placement: str, rule: Any = None, model: Any = None, *, weight: float = 1.0, model_weight: float = 1.0
-) -> CombinedScorer:
-    config = Config.model_validate(
-        {"reward": {"weight": weight}, "reward_model": {"placement": placement, "weight": model_weight}}
-    )
-    return CombinedScorer(rule or FakeScorer(), config, lambda ids: "x" * 10 * len(ids), model)
-
-
-async def test_the_reward_is_the_weighted_sum_of_rule_and_model() -> None:
-    class Rule:
-        async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
-            return [Score(float(one.response_ids[0]), {"format": 1.0}) for one in turns]
-
-    scorer = combined("serve", Rule(), Lengths(), weight=2.0, model_weight=0.5)
-    first, second = await scorer.score(make_prompt(1), [turn(3), turn(4, 5)])
-    assert (first.reward, second.reward) == (2 * 3 + 0.5 * 10, 2 * 4 + 0.5 * 20)
-    assert first.extra == {"format": 1.0, "rule": 3.0, "model": 10.0}
-
-
-async def test_without_a_served_model_the_reward_is_the_rules_part() -> None:
-    (score,) = await combined("worker", weight=2.0).score(make_prompt(1), [turn(3, 3)])
-    assert (score.reward, score.extra) == (4.0, {"rule": 2.0})
-    (score,) = await combined("off", weight=0.5).score(make_prompt(1), [turn(3, 3)])
-    assert (score.reward, score.extra) == (1.0, {})
-
-
-async def test_failures_of_either_come_out_alone() -> None:
-    with pytest.raises(InfraError, match="gone"):
-        await combined("serve", model=Lengths(InfraError("gone"))).score(make_prompt(1), [turn(1)])
-
-    def broken(prompt: Prompt, turn: Turn) -> float:
-        raise UserCodeError("judge raised")
-
-    with anyio.fail_after(10), pytest.raises(UserCodeError, match="judge raised"):
-        await combined("serve", FakeScorer(broken), Lengths(gate=anyio.Event())).score(make_prompt(1), [turn(1)])
-
-
 # ------------------------------------------------------------------------------------------------ asking the deployment
+
+
+SAID = user("1+2=", "3")
 
 
 class Handle:
@@ -268,12 +205,12 @@ def served(
 
 async def test_a_failed_replica_is_asked_again_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     model, slept = served(monkeypatch, Handle(RuntimeError("died"), RuntimeError("died"), 0.5))
-    assert await model.score(make_prompt(1), ["a"]) == [0.5]
+    assert await model.score([SAID]) == [0.5]
     assert slept == [1.0, 2.0]
     handle = Handle(*[RuntimeError("died")] * 3, 0.5)
     model, _ = served(monkeypatch, handle)
     with pytest.raises(InfraError, match="the reward model failed 3 times"):
-        await model.score(make_prompt(1), ["a"])
+        await model.score([SAID])
     assert handle.num_calls == 3
 
 
@@ -281,7 +218,7 @@ async def test_a_row_that_cannot_be_scored_is_not_asked_again(monkeypatch: pytes
     handle = Handle(DataError("too long"), 0.5)
     model, _ = served(monkeypatch, handle)
     with pytest.raises(DataError, match="too long"):
-        await model.score(make_prompt(1), ["a"])
+        await model.score([SAID])
     assert handle.num_calls == 1
 
 
@@ -289,7 +226,7 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
     handle = Handle()
     model, _ = served(monkeypatch, handle, timeout_s=0.05)
     with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.05 s"):
-        await model.score(make_prompt(1), ["a"])
+        await model.score([SAID])
     assert handle.cancelled
 
 
@@ -306,15 +243,15 @@ async def test_while_a_replica_is_replaced_calls_have_longer(monkeypatch: pytest
 
     async with anyio.create_task_group() as group:
         group.start_soon(loads)
-        assert await model.score(make_prompt(1), ["a", "b"]) == [1.0, 1.0]
+        assert await model.score([SAID, SAID]) == [1.0, 1.0]
     # It is up, and slow calls are slow calls again.
     with pytest.raises(DeadlineError, match=r"reward\.timeout_s = 0\.5 s"):
-        await model.score(make_prompt(1), ["a"])
+        await model.score([SAID])
 
 
 async def test_a_replica_that_is_never_replaced_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(ray.exceptions.ActorDiedError())
     model, _ = served(monkeypatch, handle, timeout_s=0.05, start_s=0.05)
     with anyio.fail_after(10), pytest.raises(DeadlineError, match=r"reward\.timeout_s"):
-        await model.score(make_prompt(1), ["a"])
+        await model.score([SAID])
     assert handle.num_calls == 2

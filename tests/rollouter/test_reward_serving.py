@@ -14,7 +14,8 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DataError
-from rollouter.rewards.classifier import Classifier, Conversation
+from rollouter.rewards.classifier import Classifier
+from rollouter.rewards.conversation import Conversation
 from rollouter.serving.options import app_name
 from tests.fakes.parts import make_prompt
 from tests.fakes.reward_model import make_classifier
@@ -83,13 +84,14 @@ async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) 
         prompt = question("1+2=")
         texts = [f"#{number}" for number in range(10)]
         alone = Classifier.load(config(good).reward_model)
-        expected = alone.score([Conversation(prompt.messages, text) for text in texts])
-        assert await model.score(prompt, texts) == pytest.approx(expected, abs=1e-5)
+        conversations = [Conversation(prompt.messages, text) for text in texts]
+        expected = alone.score(conversations)
+        assert await model.score(conversations) == pytest.approx(expected, abs=1e-5)
         with pytest.raises(DataError, match=r"a conversation of .* tokens cannot be scored"):
-            await model.score(prompt, ["#3", "1" * 100])
+            await model.score([Conversation(prompt.messages, text) for text in ("#3", "1" * 100)])
 
         kill_replica("rewards-1")
-        assert await model.score(prompt, texts) == pytest.approx(expected, abs=1e-5)
+        assert await model.score(conversations) == pytest.approx(expected, abs=1e-5)
         await stop_app("rewards-1")
     assert apps() == set()
 

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.config.schema import ReasoningGymConfig, RewardConfig
 from asyncrl.failures import ConfigError, UserCodeError
 from asyncrl.ports import Score
+from asyncrl.trajectory import Trajectory, single_turn
 from asyncrl.types import FinishReason, Prompt, Span, TokenIds, Turn
 from rollouter.dataset import GymRows, parse_row
 from rollouter.rewards.loading import RewardFunction, load_reward_function
@@ -22,9 +23,10 @@ from rollouter.rewards.scorer import Scorer
 from tests.fakes.parts import make_prompt
 
 
-def turn(text: str) -> Turn:
+def turn(text: str) -> Trajectory:
     ids = np.frombuffer(text.encode("latin-1"), dtype=np.uint8).astype(np.int32)
-    return Turn(ids, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+    made = Turn(ids, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+    return single_turn(make_prompt(1), made)
 
 
 def decode(ids: TokenIds) -> str:

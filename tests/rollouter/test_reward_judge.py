@@ -1,0 +1,147 @@
+"""The judge, against a real server that plays an OpenAI endpoint: what it is asked, how it is read, how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.config.schema import Config, JudgeConfig
+from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.ports import Score
+from rollouter.rewards.combination import CombinedScorer, function_scorer
+from rollouter.rewards.judge import Judge
+from rollouter.rewards.loading import load_reward_functions
+from tests.fakes.conversations import answer, decode, dialogue, prompt
+from tests.rollouter.interactions.openai_server import Hang, OpenAIServer, Script, failed, openai_server, said
+
+
+class Setup:
+    def __init__(self, server: OpenAIServer, judge: Judge) -> None:
+        self.server, self.judge = server, judge
+
+    @property
+    def asked(self) -> list[str]:
+        return [request["messages"][0]["content"] for request in self.server.requests]
+
+
+@asynccontextmanager
+async def judging(script: Any, **changes: Any) -> AsyncIterator[Setup]:
+    async with openai_server(script) as server:
+        judge = Judge(JudgeConfig(model="judge-1", base_url=server.base_url, **changes), decode)
+        try:
+            with anyio.fail_after(20):
+                yield Setup(server, judge)
+        finally:
+            await judge.aclose()
+
+
+async def test_it_is_asked_about_question_truth_and_answer() -> None:
+    async with judging([said("Right, but curt.\nscore: 7")], params={"temperature": 0}) as setup:
+        assert await setup.judge.score(prompt(), [answer("#22 {question}")]) == [Score(0.7)]
+        (request,) = setup.server.requests
+        assert (request["model"], request["temperature"]) == ("judge-1", 0)
+        (asked,) = setup.asked
+        for part in ("Question:\n17+5?\n", "Correct answer: 22\n", "response:\n#22 {question}\n", "score: 7"):
+            assert part in asked
+
+
+async def test_it_may_be_shown_the_whole_conversation() -> None:
+    async with judging([said("score: 10")], prompt='{conversation} -- {"json": {}} {truth}') as setup:
+        assert await setup.judge.score(prompt(), [dialogue("add", "#22")]) == [Score(1.0)]
+        assert setup.asked == [
+            'user: 17+5?\n\nassistant: Let me see.\n[calls add with {"a": 17, "b": 5}]\n\ntool: 22\n\nassistant: #22'
+            ' -- {"json": {}} {truth}'
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        ("score: 7", {}, 0.7),
+        ("Score = 7.5.", {}, 0.75),
+        ("**Score:** 7/10", {}, 0.7),
+        ("I first thought score: 3, no.\nSCORE: 0", {}, 0.0),
+        ("score: 3", {"min": 1, "max": 5}, 0.5),
+        ("score: -1", {"min": -2, "max": 2}, 0.25),
+        ("verdict [[4]]", {"pattern": r"\[\[(\d)\]\]", "max": 4}, 1.0),
+    ],
+)
+async def test_the_last_number_counts(text: str, settings: Mapping[str, Any], expected: float) -> None:
+    async with judging([said(text)], **settings) as setup:
+        (score,) = await setup.judge.score(prompt(), [answer("22")])
+        assert score.reward == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "first", [said("Good."), said("score: 11"), said("score: none"), said(None), said("", refusal="I do not")]
+)
+async def test_it_is_asked_again_where_it_gave_no_number(first: Script) -> None:
+    async with judging([first, said("score: 5")]) as setup:
+        assert await setup.judge.score(prompt(), [answer("22")]) == [Score(0.5)]
+        assert len(set(setup.asked)) == 1 and len(setup.asked) == 2
+
+
+async def test_without_a_number_in_the_end_it_is_the_users_error() -> None:
+    async with judging(lambda request: said("I cannot say."), max_attempts=2) as setup:
+        with pytest.raises(UserCodeError, match=r"no rating from 0 to 10, asked 2 times .*'I cannot say\.'"):
+            await setup.judge.score(prompt(), [answer("22")])
+        assert len(setup.asked) == 2
+
+
+async def test_an_endpoint_that_fails_is_the_users_error() -> None:
+    async with judging([failed(500, "boom")], max_attempts=1) as setup:
+        with pytest.raises(UserCodeError, match=r"reward\.judge: model 'judge-1' at .* failed once.*boom"):
+            await setup.judge.score(prompt(), [answer("22")])
+
+
+async def test_an_endpoint_that_does_not_answer_has_a_deadline() -> None:
+    async with judging([Hang()], max_attempts=1, timeout_s=0.1) as setup:
+        with pytest.raises(UserCodeError, match=r"no answer within timeout_s = 0\.1 s"):
+            await setup.judge.score(prompt(), [answer("22")])
+
+
+async def test_a_model_that_is_not_there_stops_the_run() -> None:
+    async with judging([failed(404, "no such model")]) as setup:
+        with pytest.raises(ConfigError, match="no such model"):
+            await setup.judge.score(prompt(), [answer("22")])
+
+
+async def test_no_more_requests_at_once_than_configured() -> None:
+    def script(request: Mapping[str, Any]) -> Script:
+        return said(f"score: {len(request['messages'][0]['content']) - 1}")
+
+    async with judging(script, max_concurrency=2, prompt="{response}.") as setup:
+        scores = await setup.judge.score(prompt(), [answer("x" * length) for length in range(8)])
+        assert [score.reward for score in scores] == pytest.approx([length / 10 for length in range(8)])
+        assert setup.server.most_open <= 2
+        assert not setup.judge.whole_group
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base_url": None}, "a judge needs both model and base_url"),
+        ({"base_url": "127.0.0.1:8000"}, r"reward\.judge\.base_url: '127"),
+        ({"api_key_env": "ASYNCRL_NO_SUCH_KEY"}, r"reward\.judge\.api_key_env: .*ASYNCRL_NO_SUCH_KEY"),
+        ({"params": {"n": 2}}, r"reward\.judge\.params\.n"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_at_the_start(changes: dict[str, Any], told: str) -> None:
+    settings = {"model": "judge-1", "base_url": "http://127.0.0.1:1/v1"} | changes
+    with pytest.raises(ConfigError, match=told):
+        Judge(JudgeConfig.model_validate(settings), decode)
+
+
+async def test_it_joins_the_function() -> None:
+    async with openai_server([said("score: 5")]) as server:
+        judge = {"model": "judge-1", "base_url": server.base_url, "weight": 0.5}
+        config = Config.model_validate({"reward": {"judge": judge, "weight": 2.0}})
+        functions = function_scorer(config, load_reward_functions(config.reward), decode)
+        scorer = CombinedScorer(functions, config, decode, None)
+        assert await scorer.score(prompt(), [answer("22")]) == [Score(2.25, {"rule": 1.0, "judge": 0.5})]
+        assert not scorer.whole_group
+        await scorer.aclose()
