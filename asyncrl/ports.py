@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from asyncrl.failures import EngineCrashError
+from asyncrl.trajectory import Trajectory
 from asyncrl.types import DropReason, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
 
 PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
@@ -109,6 +110,10 @@ class SampleQueue(Protocol):
 
     async def admit(self, max_samples: int, *, timeout_s: float) -> Admission:
         """Wait for permits and feed up to `max_samples` samples: fresh RUNNING ids in feed order."""
+
+    async def enough(self, known: bool, *, timeout_s: float) -> bool:
+        """With over-sampling: whether as many are done as may be trained under the version that is applied, while
+        others are running, which are surplus. Waits as long as that is what is `known`."""
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
         """RUNNING → READY. Never waits: the permit already holds the place."""
@@ -330,6 +335,8 @@ OnTurn = Callable[[int, Turn], Awaitable[None]]
 OnPlace = Callable[[str], None]
 """The replica whose engine has a call's requests from now on; empty: none has."""
 OnCrash = Callable[[EngineCrashError], Awaitable[None]]
+OnCut = Callable[[int, Turn], None]
+"""A request's number, and what it had made when its call was cancelled."""
 
 
 class EngineFleet(Protocol):
@@ -343,6 +350,7 @@ class EngineFleet(Protocol):
         on_turn: OnTurn | None = None,
         on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
+        on_cut: OnCut | None = None,
     ) -> list[Turn]:
         """Run the requests on one replica and return whole turns, in order; aborts are resumed inside, and so is what
         an engine that failed had told of its tokens.
@@ -354,6 +362,8 @@ class EngineFleet(Protocol):
             on_place: called when a replica has them, and when none has them any more but for a crash.
             on_crash: awaited each time a replica or its engine died while it had these requests; they are tried again
                 once it returns, with the tokens told until then. What it raises ends the call.
+            on_cut: called for each request that has tokens and is not complete when the call is cancelled; those of the
+                last second may be missing.
 
         Raises:
             InfraError: the retry budget is spent: so many failed tries in a row without a token between them.
@@ -375,13 +385,22 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Score:
+    """What a trajectory is worth."""
+
     reward: float
+    """All of it, `turn_rewards` included."""
     extra: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    """The parts of `reward` that belong to single turns of the assistant, in order; empty: none do."""
 
 
 class RewardScorer(Protocol):
-    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
-        """One score per turn of the group.
+    @property
+    def whole_group(self) -> bool:
+        """It wants all trajectories of a prompt in one call. Else each is given to it as soon as it has ended."""
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory.
 
         Raises:
             UserCodeError: the reward function raised, timed out or returned no finite number.

@@ -102,6 +102,9 @@ class QueueActor:
         waiting = self._queue.admit(max_samples, timeout_s=timeout_s, caller=caller)
         return await self._park(caller.ask, waiting, Admission((), closed=False))
 
+    async def enough(self, caller: Caller, known: bool, timeout_s: float) -> bool:
+        return await self._queue.enough(known, timeout_s=timeout_s, caller=caller)
+
     async def lease(self, caller: Caller, num_samples: int, trainer_version: int, timeout_s: float) -> Lease:
         waiting = self._queue.lease(num_samples, trainer_version=trainer_version, timeout_s=timeout_s, caller=caller)
         return await self._park(caller.ask, waiting, Lease(0, (), ended=False))
@@ -257,6 +260,9 @@ class QueueClient:
                 await self._call("unfeed", admission.sample_ids, ask=ask)
 
         return await self._grant("admit", ask, (max_samples,), timeout_s, give_back)
+
+    async def enough(self, known: bool, *, timeout_s: float) -> bool:
+        return await self._call("enough", known, timeout_s=timeout_s)
 
     async def offer(self, meta: SampleMeta, payload: Any) -> None:
         """Offers made while one is on its way travel together in the next call; a lone one leaves at once."""

@@ -135,6 +135,23 @@ class LocalSampleQueue:
         await self._flushed()
         return admission
 
+    async def enough(self, known: bool, *, timeout_s: float, caller: Caller = ANYBODY) -> bool:
+        """See `ports.SampleQueue`. Unblocked by offer, drop, a version, rewind, close and attachments."""
+        async with self._samples:
+            self._check(caller)
+            with anyio.move_on_after(timeout_s):
+                while self._has_surplus() is known:
+                    await self._samples.wait()
+                    self._check(caller)
+            return self._has_surplus()
+
+    def _has_surplus(self) -> bool:
+        ledger = self._ledger
+        running = ledger.num_running
+        return running > 0 and self._pacing.is_enough(
+            ledger.fed, ledger.num_dropped, self._state.version, running=running
+        )
+
     async def unfeed(self, sample_ids: Sequence[SampleId], *, caller: Caller = ANYBODY) -> None:
         """Take back an admission whose answer never arrived; the ids are admitted again, first."""
         async with self._permits:
@@ -188,7 +205,7 @@ class LocalSampleQueue:
             outdone = caller.again and version <= self._state.version
             if lineage == self._state.lineage and version != self._state.version and not outdone:
                 self._do(Applied(version))
-                self._permits.notify_all()
+                self._notify_both()
         await self._flushed()
 
     # -------------------------------------------------------------------------------------------- the Trainer's side
@@ -389,7 +406,8 @@ class LocalSampleQueue:
             return Admission(answered, closed=False)
         if self._ledger.closed:
             return Admission((), closed=True)
-        permits = self._pacing.permits(self._ledger.fed, self._ledger.num_dropped, self._state.version)
+        ledger = self._ledger
+        permits = self._pacing.permits(ledger.fed, ledger.num_dropped, self._state.version, running=ledger.num_running)
         sample_ids = self._ledger.next_ids(min(max_samples, permits))
         if not sample_ids:
             return None

@@ -24,7 +24,8 @@ StaleAction = Literal["drop", "mask", "keep"]
 class Pacing:
     """A prompt is admitted while `fed - dropped < (version + 1 + staleness_threshold) * samples_per_version`.
 
-    All counters are cumulative over the run. Nothing is reset per version, so a count can never drift.
+    With `over_sample`, some more are, until as many as that are done: the rest is surplus then. All counters are
+    cumulative over the run. Nothing is reset per version, so a count can never drift.
     """
 
     samples_per_version: int
@@ -33,6 +34,8 @@ class Pacing:
     """Versions' worth of samples that generation may run ahead; 0: on-policy pacing."""
     total_samples: int | None = None
     """The run trains on so many; a dropped sample is replaced. None: no limit."""
+    over_sample: float = 0.0
+    """Samples beyond that limit which are under way at the same time, as a share of `S`."""
 
     def limit(self, version: int) -> int:
         """How many samples may be fed and not dropped while the replicas serve `version`."""
@@ -41,9 +44,24 @@ class Pacing:
         limit = ceil(ahead * self.samples_per_version)
         return limit if self.total_samples is None else min(limit, self.total_samples)
 
-    def permits(self, fed: int, dropped: int, version: int) -> int:
-        """Samples that may be fed now; `fed` and `dropped` are cumulative, `version` is what every replica serves."""
-        return max(0, self.limit(version) - (fed - dropped))
+    def permits(self, fed: int, dropped: int, version: int, *, running: int = 0) -> int:
+        """Samples that may be fed now.
+
+        Args:
+            fed, dropped: cumulative.
+            version: what every replica serves.
+            running: of those fed, not done yet.
+        """
+        if not self.over_sample:
+            return max(0, self.limit(version) - (fed - dropped))
+        if self.is_enough(fed, dropped, version, running=running):
+            return 0
+        extra = ceil(Fraction(repr(self.over_sample)) * self.samples_per_version)
+        return max(0, self.limit(version) + extra - (fed - dropped))
+
+    def is_enough(self, fed: int, dropped: int, version: int, *, running: int) -> bool:
+        """With `over_sample`: as much is done as is allowed under `version`, and what is running is surplus."""
+        return self.over_sample > 0 and fed - dropped - running >= self.limit(version)
 
     def is_complete(self, fed: int, dropped: int) -> bool:
         """No version to come would admit another sample, unless one that is under way is dropped."""

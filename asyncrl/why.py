@@ -174,7 +174,9 @@ class _Look:
         if "apply" in waits:
             more = "it generates nothing before that"
             return (Link("Rollouter", "applies a version", waits["apply"].since_s, more), *self._behind())
-        others = [wait for edge, wait in waits.items() if edge not in ("weights", "permit", "probation")]
+        others = [
+            wait for edge, wait in waits.items() if edge not in ("weights", "permit", "probation", "tool", "user")
+        ]
         if others:
             return (Link("Rollouter", f"waits on {others[0].edge}", others[0].since_s, _tasks(others[0]), "unknown"),)
         return (Link("Rollouter", "waits on nothing it knows of", None, "at work on its own event loop", "busy"),)
@@ -200,6 +202,9 @@ class _Look:
         for held in self._waits("rollouter"):
             if held.edge == "probation":
                 more += f"{'; ' if more else ''}{held.count} held back since an engine crashed in their presence"
+            elif held.edge in ("tool", "user"):
+                what_for = "tool calls" if held.edge == "tool" else "answers of users or environments"
+                more += f"{'; ' if more else ''}{held.count} {what_for} under way, the longest for {held.since_s:.0f} s"
         return (Link("Rollouter", f"waits on {what}", wait.since_s, more), self._replicas())
 
     def _end(self) -> tuple[Link, ...]:

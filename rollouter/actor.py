@@ -21,6 +21,7 @@ from asyncrl.records import RecordSink, RunRecord
 from asyncrl.turn_files import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import NoFleet, ToCome, first_uncovered
+from rollouter.dump import make_dump
 from rollouter.rewards.combination import CombinedScorer
 from rollouter.rewards.model import ServedModel
 from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
@@ -64,7 +65,7 @@ class RolloutActor:
         """See `rollouter.coverage`. After `prepare`."""
         if self._task is None:
             raise BugError("RolloutActor.first_uncovered before prepare")
-        look = partial(first_uncovered, self._config, self._task.prompts, to_come)
+        look = partial(first_uncovered, self._config, self._task.prompts, to_come, self._task.agent)
         return await to_thread.run_sync(look, abandon_on_cancel=True)
 
     async def run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> AsyncIterator[RunRecord]:
@@ -98,11 +99,15 @@ class RolloutActor:
             fleet=ServeFleet(config, namespace=namespace) if start.has_engines else NoFleet(),
             sink=sink,
             start=start,
+            dump=make_dump(config, run_dir, task.decode),
         )
         SkipManager.watch(self._rollouter.waits.waiting)
         if self._stopped:
             self._rollouter.stop()
-        await self._rollouter.run()
+        try:
+            await self._rollouter.run()
+        finally:
+            await scorer.aclose()
         await turns.aclose()
 
     async def stop(self) -> None:

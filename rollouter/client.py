@@ -14,7 +14,7 @@ from typing import Protocol
 import anyio
 
 from asyncrl.failures import BugError, EngineCrashError, InfraError
-from asyncrl.ports import GenerateRequest, OnCrash, OnPlace, OnTurn
+from asyncrl.ports import GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn
 from asyncrl.types import FinishReason, Turn, join_turns
 from rollouter.serving.pieces import Piece, Taken
 
@@ -39,6 +39,7 @@ async def generate(
     on_turn: OnTurn | None = None,
     on_place: OnPlace | None = None,
     on_crash: OnCrash | None = None,
+    on_cut: OnCut | None = None,
     sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
 ) -> list[Turn]:
     """Whole turns, in order, with tokens, log-probs and spans of all their parts merged.
@@ -54,6 +55,7 @@ async def generate(
         on_place: See `ports.EngineFleet.generate`.
         on_crash: Awaited when an engine died that had requests of this call and had not completed them all. What it
             lets pass is tried again at no cost; what it raises ends the call. Without it a crash is a failure.
+        on_cut: See `ports.EngineFleet.generate`.
         sleep: Waits between failed calls: 1 s, 2 s, 4 s, …
 
     Raises:
@@ -61,6 +63,27 @@ async def generate(
         DataError: the engine refuses a prompt.
     """
     turns = [request.so_far for request in requests]
+    try:
+        return await _generate(call, requests, turns, session, max_attempts, on_turn, on_place, on_crash, sleep)
+    except anyio.get_cancelled_exc_class():
+        for index, turn in enumerate(turns):
+            if on_cut is not None and turn is not None and not _done(turn, requests[index]):
+                on_cut(index, turn)
+        raise
+
+
+async def _generate(
+    call: CallReplica,
+    requests: Sequence[GenerateRequest],
+    turns: list[Turn | None],
+    session: str,
+    max_attempts: int,
+    on_turn: OnTurn | None,
+    on_place: OnPlace | None,
+    on_crash: OnCrash | None,
+    sleep: Callable[[float], Awaitable[None]],
+) -> list[Turn]:
+    """See `generate`. `turns` is what each request has so far, at any time."""
     pending = [index for index, turn in enumerate(turns) if not _done(turn, requests[index])]
     failures = 0
     calls = 0

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DataError
-from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnPlace, OnTurn, PromptSource, Publication
+from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn, PromptSource, Publication
 from asyncrl.types import SampleId, Turn
+from rollouter.agent.asking import Converser
 from rollouter.stages import ask_for
 from skip import Action, BaseSkip, Call, SkipManager
 
@@ -34,7 +35,7 @@ class ToCome(NamedTuple):
             yield SampleId((index - 1) // prompts_per_epoch, index)
 
 
-def first_uncovered(config: Config, prompts: PromptSource, to_come: ToCome) -> str:
+def first_uncovered(config: Config, prompts: PromptSource, to_come: ToCome, agent: Converser | None = None) -> str:
     """Which sample of those to come an engine is needed for, and why; empty: none.
 
     Samples whose prompt cannot be asked for are dropped in the run, and others take their place; so they do here.
@@ -47,19 +48,21 @@ def first_uncovered(config: Config, prompts: PromptSource, to_come: ToCome) -> s
         return "skip.async_rollout is not enabled"
     counts = role.counts.copy()
     try:
-        return _first_uncovered(role, config, prompts, to_come)
+        return _first_uncovered(role, config, prompts, to_come, agent)
     finally:
         role.counts = counts  # looking is not replaying
 
 
-def _first_uncovered(role: BaseSkip, config: Config, prompts: PromptSource, to_come: ToCome) -> str:
+def _first_uncovered(
+    role: BaseSkip, config: Config, prompts: PromptSource, to_come: ToCome, agent: Converser | None
+) -> str:
     covered = passed_over = 0
     answered: set[tuple[object, ...]] = set()
     for sample_id in to_come.ids(len(prompts)):
         if covered == to_come.num_samples:
             break
         try:
-            asked = ask_for(config, sample_id, prompts)
+            asked = ask_for(config, sample_id, prompts, agent)
         except DataError:
             passed_over += 1
             if passed_over > to_come.num_samples + len(prompts):
@@ -90,6 +93,7 @@ class NoFleet:
         on_turn: OnTurn | None = None,
         on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
+        on_cut: OnCut | None = None,
     ) -> list[Turn]:
         """
         Raises:

@@ -13,6 +13,14 @@ class OverlongError(DataError):
     """The prompt leaves no room for a response in the model's context."""
 
 
+class ToolFailedError(UserCodeError):
+    """A tool, a user or an environment failed, and was not to be told to the model."""
+
+    def __init__(self, message: str, cause: str = "", on_error: Literal["stop", "drop"] = "stop") -> None:
+        super().__init__(message, cause)
+        self.on_error: Literal["stop", "drop"] = on_error
+
+
 class TooLongError(DataError):
     """The sample was not generated within its time."""
 
@@ -60,7 +68,8 @@ class DropRule:
         self._in_a_row += 1
         if isinstance(error, UserCodeError):
             self._user_errors += 1
-            if self._on_error == "stop":
+            on_error = error.on_error if isinstance(error, ToolFailedError) else self._on_error
+            if on_error == "stop":
                 raise UserCodeError(f"{sample_id}: {error.message}", error.cause)
             if self._user_errors > self._max_errors:
                 raise UserCodeError(

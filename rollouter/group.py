@@ -1,71 +1,261 @@
-"""Generating and checking one group: a prompt's `n` turns, and a greedy one if asked, in one call to the fleet."""
+"""One group: a prompt's `n` trajectories, and a greedy one if asked.
+
+Without an agent each is one turn, and all are asked for in one call to the fleet. With one, each conversation asks for
+its turns by itself. Where more are asked for than are wanted, the rest is aborted in the engines when enough are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from asyncrl.failures import BugError, DataError
-from asyncrl.ports import EngineFleet, GenerateRequest, OnCrash, OnPlace
-from asyncrl.types import FinishReason, Prompt, Turn
+import anyio
+import numpy as np
+
+from asyncrl.failures import BugError, DataError, EngineCrashError, first_failure
+from asyncrl.ports import EngineFleet, GenerateRequest, OnCut, OnTurn
+from asyncrl.trajectory import Trajectory, single_turn
+from asyncrl.types import FinishReason, Prompt, SampleId, TokenIds, Turn
+from rollouter.agent.asking import Converser, TurnRequest
 
 BASELINE = "baseline"
 
-OnGroupTurn = Callable[[str, Turn], Awaitable[None]]
-"""A turn's key within its group, `0` to `n-1` or `baseline`, and the turn, complete."""
+
+class GroupEvents(Protocol):
+    """Who is told of what happens to a group; `rollouter.stages` and `rollouter.validation` say what follows."""
+
+    async def turn(self, key: str, turn: Turn) -> None:
+        """A turn was made, and is complete; `turn_key` names it."""
+
+    def placed(self, session: str, replica: str) -> None:
+        """The session's requests are on that replica from now on; empty: on none."""
+
+    async def crashed(self, session: str, error: EngineCrashError) -> None:
+        """An engine died with them. They are tried again once this returns."""
+
+    def ended(self, key: str, trajectory: Trajectory) -> None:
+        """A trajectory is whole, others may not be."""
+
+    def cut(self, key: str, turn: Turn) -> None:
+        """What there was of a turn when generation was cancelled."""
+
+
+class Unheard:
+    """`GroupEvents` that nobody listens to."""
+
+    async def turn(self, key: str, turn: Turn) -> None:
+        pass
+
+    def placed(self, session: str, replica: str) -> None:
+        pass
+
+    async def crashed(self, session: str, error: EngineCrashError) -> None:
+        raise error
+
+    def ended(self, key: str, trajectory: Trajectory) -> None:
+        pass
+
+    def cut(self, key: str, turn: Turn) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is asked for."""
+
+    name: str
+    """Of the session; `name/k` are the requests, and `name/baseline`."""
+    sample_id: SampleId | str
+    prompt: Prompt
+    sampling: Mapping[str, Any]
+    n: int
+    baseline: Mapping[str, Any] | None = None
+    """Sampling of one more trajectory."""
+    extra: int = 0
+    """Trajectories beyond `n` that are asked for; the first `n` that end count."""
+    keep_surplus: bool = False
+    """What has ended beyond `n` counts as well."""
+
+    def wanted(self) -> dict[str, Mapping[str, Any]]:
+        """Sampling of each trajectory, by its key."""
+        wanted = {str(k): self.sampling for k in range(self.n + self.extra)}
+        if self.baseline is not None:
+            wanted[BASELINE] = self.baseline
+        return wanted
+
+
+def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) -> str:
+    """Names a turn within its sample, for the turn log: `3`; `3.1.8f0e…` for the one after it.
+
+    Behind the first turn of a prompt, the context that it was sampled in is part of its name: a turn that was logged
+    counts only if tools and users say the same again.
+    """
+    if number == 0 and np.array_equal(context, prompt.prompt_ids):
+        return trajectory
+    digest = hashlib.blake2b(context.tobytes(), digest_size=8).hexdigest()
+    return f"{trajectory}.{number}.{digest}"
 
 
 async def generate_group(
     fleet: EngineFleet,
-    name: str,
-    prompt: Prompt,
-    sampling: Mapping[str, Any],
+    group: Group,
+    events: GroupEvents,
     *,
-    n: int,
-    baseline: Mapping[str, Any] | None = None,
+    agent: Converser | None = None,
     completed: Mapping[str, Turn] | None = None,
-    on_turn: OnGroupTurn | None = None,
-    on_place: OnPlace | None = None,
-    on_crash: OnCrash | None = None,
-) -> list[Turn]:
-    """The `n` turns of a prompt, and behind them one more with `baseline` as its sampling, if that is given.
+) -> list[Trajectory]:
+    """The trajectories of a prompt, and behind them the baseline's, if there is one.
+
+    With `group.extra`, those that ended first, in the order of their numbers.
 
     Args:
-        name: The session; `name/k` are the requests, and `name/baseline`.
-        completed: Turns there are already, by key: they are not asked for again.
-        on_turn: Awaited once for each turn made now, as soon as it is complete.
-        on_place, on_crash: See `EngineFleet.generate`.
+        completed: Turns there are already, by key: they are not asked for again. One that was cut is gone on with.
 
     Raises:
         InfraError: from the fleet, its retries spent.
         DataError: the engine refuses the request, or a response has no token: nothing could be trained on it.
         BugError: the fleet broke its contract.
-        What `on_turn` and `on_crash` raise.
+        What `events` and the agent raise.
     """
-    wanted = {str(k): sampling for k in range(n)}
-    if baseline is not None:
-        wanted[BASELINE] = baseline
-    have = completed or {}
-    requests = [
-        GenerateRequest(f"{name}/{key}", prompt.prompt_ids, params, so_far=have.get(key))
-        for key, params in wanted.items()
-    ]
-    keys = list(wanted)
+    run = _Run(fleet, group, events, agent, completed or {})
+    try:
+        async with anyio.create_task_group() as tasks:
+            run.scope = tasks.cancel_scope
+            if agent is None:
+                tasks.start_soon(run.all_at_once)
+            else:
+                for key, sampling in group.wanted().items():
+                    tasks.start_soon(run.one, key, sampling)
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    return run.chosen()
 
-    async def told(number: int, turn: Turn) -> None:
-        if on_turn is not None and keys[number] not in have:
-            await on_turn(keys[number], turn)
 
-    turns = await fleet.generate(requests, session=name, on_turn=told, on_place=on_place, on_crash=on_crash)
-    if len(turns) != len(requests):
-        raise BugError(f"{name}: the fleet returned {len(turns)} turns for {len(requests)} requests")
-    for request, turn in zip(requests, turns, strict=True):
-        if turn.finish_reason is FinishReason.ABORTED:
-            raise BugError(f"{request.request_id}: the fleet returned an aborted turn; it has to resume those itself")
-        if len(turn.rollout_log_probs) != len(turn.response_ids):
-            raise BugError(
-                f"{request.request_id}: {len(turn.rollout_log_probs)} log-probs for {len(turn.response_ids)} tokens"
-            )
-        if not len(turn.response_ids) or not turn.spans:
-            raise DataError(f"{request.request_id}: the engine returned an empty response")
-    return turns
+class _Run:
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        group: Group,
+        events: GroupEvents,
+        agent: Converser | None,
+        completed: Mapping[str, Turn],
+    ) -> None:
+        self._fleet = fleet
+        self._group = group
+        self._events = events
+        self._agent = agent
+        self._completed = completed
+        self._ended: dict[str, Trajectory] = {}
+        self.scope = anyio.CancelScope()
+
+    def chosen(self) -> list[Trajectory]:
+        group = self._group
+        keys = [key for key in self._ended if key != BASELINE]
+        if not group.keep_surplus:
+            keys = keys[: group.n]
+        chosen = [self._ended[key] for key in sorted(keys, key=int)]
+        return [*chosen, self._ended[BASELINE]] if group.baseline is not None else chosen
+
+    def _end(self, key: str, trajectory: Trajectory) -> None:
+        if self._enough():
+            if self._group.keep_surplus:
+                self._ended[key] = trajectory
+                self._events.ended(key, trajectory)
+            return
+        self._ended[key] = trajectory
+        self._events.ended(key, trajectory)
+        if self._enough():
+            self.scope.cancel()
+
+    def _enough(self) -> bool:
+        group = self._group
+        needed = group.n + (group.baseline is not None)
+        has_baseline = group.baseline is None or BASELINE in self._ended
+        return group.extra > 0 and has_baseline and len(self._ended) >= needed
+
+    async def all_at_once(self) -> None:
+        """Every trajectory is one turn, and they share a call."""
+        group, prompt = self._group, self._group.prompt
+        wanted = group.wanted()
+        keys = list(wanted)
+        requests = [
+            GenerateRequest(f"{group.name}/{key}", prompt.prompt_ids, params, so_far=self._completed.get(key))
+            for key, params in wanted.items()
+        ]
+
+        async def told(number: int, turn: Turn) -> None:
+            key = keys[number]
+            check_turn(requests[number].request_id, turn)
+            if not is_complete(self._completed.get(key)):
+                await self._events.turn(key, turn)
+            self._end(key, single_turn(prompt, turn))
+
+        turns = await self._call(group.name, requests, told, lambda number, turn: self._events.cut(keys[number], turn))
+        for key, request, turn in zip(keys, requests, turns, strict=True):
+            check_turn(request.request_id, turn)
+            if key not in self._ended:  # it was complete before
+                self._end(key, single_turn(prompt, turn))
+
+    async def one(self, key: str, sampling: Mapping[str, Any]) -> None:
+        """One conversation."""
+        assert self._agent is not None  # whoever has none asks for all at once
+        group = self._group
+        session = f"{group.name}/{key}"
+
+        async def ask(wanted: TurnRequest) -> Turn:
+            place = turn_key(key, wanted.number, wanted.context, group.prompt)
+            known = self._completed.get(place)
+            if known is not None and is_complete(known):
+                return known
+            limit = min(sampling["max_tokens"], wanted.max_tokens)
+            request_id = session if wanted.number == 0 else f"{session}.{wanted.number}"
+            request = GenerateRequest(request_id, wanted.context, {**sampling, "max_tokens": limit}, known)
+            (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
+            check_turn(request_id, turn)
+            await self._events.turn(place, turn)
+            return turn
+
+        number = group.n + group.extra if key == BASELINE else int(key)
+        self._end(key, await self._agent.converse(group.sample_id, number, group.prompt, ask))
+
+    async def _call(
+        self,
+        session: str,
+        requests: Sequence[GenerateRequest],
+        on_turn: OnTurn | None,
+        on_cut: OnCut,
+    ) -> list[Turn]:
+        async def on_crash(error: EngineCrashError) -> None:
+            await self._events.crashed(session, error)
+
+        turns = await self._fleet.generate(
+            requests,
+            session=session,
+            on_turn=on_turn,
+            on_place=lambda replica: self._events.placed(session, replica),
+            on_crash=on_crash,
+            on_cut=on_cut,
+        )
+        if len(turns) != len(requests):
+            raise BugError(f"{session}: the fleet returned {len(turns)} turns for {len(requests)} requests")
+        return turns
+
+
+def is_complete(turn: Turn | None) -> bool:
+    return turn is not None and turn.finish_reason is not FinishReason.ABORTED
+
+
+def check_turn(request_id: str, turn: Turn) -> None:
+    """
+    Raises:
+        BugError: the fleet broke its contract.
+        DataError: there is no token in it.
+    """
+    if turn.finish_reason is FinishReason.ABORTED:
+        raise BugError(f"{request_id}: the fleet returned an aborted turn; it has to resume those itself")
+    if len(turn.rollout_log_probs) != len(turn.response_ids):
+        raise BugError(f"{request_id}: {len(turn.rollout_log_probs)} log-probs for {len(turn.response_ids)} tokens")
+    if not len(turn.response_ids) or not turn.spans:
+        raise DataError(f"{request_id}: the engine returned an empty response")

@@ -28,16 +28,22 @@ class TimeLimit:
 
     def __init__(self, scope: anyio.CancelScope) -> None:
         self._scope = scope
+        self._pauses = 0
+        self._left_s = 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside is not the sample's own."""
-        left_s = self._scope.deadline - anyio.current_time()
-        self._scope.deadline = math.inf
+        """Time inside is not the sample's own; it goes on when all who have paused it are done."""
+        if not self._pauses:
+            self._left_s = self._scope.deadline - anyio.current_time()
+            self._scope.deadline = math.inf
+        self._pauses += 1
         try:
             yield
         finally:
-            self._scope.deadline = anyio.current_time() + left_s
+            self._pauses -= 1
+            if not self._pauses:
+                self._scope.deadline = anyio.current_time() + self._left_s
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +41,15 @@ class PromptSet:
         overlong: Overlong,
         max_samples: int | None = None,
         train_sampling: SamplingConfig | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Check and tokenize every row; `train_sampling`: of a set that is trained on, how it is sampled.
+        """Check and tokenize every row.
+
+        Args:
+            train_sampling: Of a set that is trained on, how it is sampled.
+            tools: Schemas of what the model may call, for the chat template.
+            template_kwargs: `model.chat_template_kwargs`.
 
         Raises:
             DataError: a row is malformed, asks for another distribution than `train_sampling`, or is too long and
@@ -56,7 +65,7 @@ class PromptSet:
             row = parse_row(rows.row(index), where)
             if train_sampling is not None:
                 refuse_own_distribution(row.extra_info, where, train_sampling)
-            full = encode(tokenizer, row.messages, where)
+            full = encode(tokenizer, row.messages, where, tools=tools, template_kwargs=template_kwargs)
             ids = fit(full, max_prompt_length, overlong, where)
             self.num_overlong += len(full) > max_prompt_length
             if ids is None:
@@ -125,8 +134,14 @@ class LoadedPrompts(NamedTuple):
     num_val_filtered: int
 
 
-def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: Path) -> LoadedPrompts:
-    """Open, check and tokenize the training and the validation set. Blocking.
+def load_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> LoadedPrompts:
+    """Open, check and tokenize the training and the validation set. `tools`: schemas for the template. Blocking.
 
     Raises:
         ConfigError: no data, a missing file, or nothing left after filtering.
@@ -151,6 +166,8 @@ def load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, cache_dir: 
             overlong=data.overlong_prompts,
             max_samples=max_samples,
             train_sampling=config.rollout.sampling if split == "train" else None,
+            tools=tools,
+            template_kwargs=config.model.chat_template_kwargs,
         )
         if prompts.num_overlong:
             logger.warning(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,11 +32,12 @@ from anyio.abc import TaskGroup
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, UserCodeError, first_failure
 from asyncrl.ports import PayloadStore, SampleQueue, TurnLog
-from asyncrl.types import SampleId, sample_meta
+from asyncrl.types import DropReason, Sample, SampleId, sample_meta
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.probation import Probation
 from rollouter.stages import Slot, Stages
+from rollouter.surplus import Surplus, SurplusError
 from skip import SkipManager
 from skip.generation import Asked, Generated
 
@@ -67,6 +68,7 @@ class Pump:
         stages: Stages,
         drops: DropRule,
         probation: Probation,
+        surplus: Surplus,
         waits: WaitBoard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,6 +79,7 @@ class Pump:
         self._stages = stages
         self._drops = drops
         self._probation = probation
+        self._surplus = surplus
         self._waits = waits
         self._clock = clock
         self._batched_step = -1
@@ -98,6 +101,8 @@ class Pump:
         self._stages.generation.start()
         try:
             async with anyio.create_task_group() as group:
+                if self._config.rollout.over_sample.samples:
+                    group.start_soon(self._surplus.watch, name="surplus")
                 if SkipManager.get("rollout") is None:
                     await self._admit(group)
                 else:
@@ -161,7 +166,7 @@ class Pump:
                 generated = partial.outcomes
         outcomes |= zip((one.sample_id for one in asked), generated, strict=True)
         for sample_id, outcome in outcomes.items():
-            group.start_soon(self._finish_sample, sample_id, outcome, name=str(sample_id))
+            group.start_soon(self._finish_batched, sample_id, outcome, name=str(sample_id))
 
     @SkipManager.annotate(role="rollout")
     async def _generate_batch(self, batch: Sequence[Asked]) -> list[Generated]:
@@ -174,7 +179,9 @@ class Pump:
         async def one(number: int, asked: Asked) -> None:
             await self._slots.acquire()
             try:
-                outcomes[number] = await self._generate(asked)
+                slot = Slot(self._slots)
+                with slot:
+                    outcomes[number] = await self._stages.generate(asked, slot)
             except (DataError, UserCodeError) as error:
                 outcomes[number] = error
 
@@ -203,24 +210,38 @@ class Pump:
 
     async def _run_sample(self, sample_id: SampleId) -> None:
         """One that has a slot."""
-        outcome: Generated | DataError | UserCodeError
-        try:
-            try:
-                asked = self._stages.asked(sample_id)
-            except BaseException:
-                self._slots.release()
-                raise
-            outcome = await self._generate(asked)
-        except (DataError, UserCodeError) as error:
-            outcome = error
-        await self._finish_sample(sample_id, outcome)
 
-    async def _finish_sample(self, sample_id: SampleId, outcome: Generated | DataError | UserCodeError) -> None:
-        """Score what was generated and offer it, or drop what could not be."""
-        try:
+        async def make() -> Sample:
+            while True:
+                # The slot is held for generation only: slow files or rewards don't keep the engines waiting.
+                slot = Slot(self._slots)
+                try:
+                    with slot:
+                        return await self._stages.make(self._stages.asked(sample_id), slot)
+                except SurplusError:
+                    if self._config.rollout.over_sample.unfinished == "drop":
+                        raise
+                with self._waits.waiting("surplus"):
+                    await self._surplus.over()
+                await self._slots.acquire()
+
+        await self._finish_sample(sample_id, make)
+
+    async def _finish_batched(self, sample_id: SampleId, outcome: Generated | DataError | UserCodeError) -> None:
+        async def make() -> Sample:
             if isinstance(outcome, DataError | UserCodeError):
                 raise outcome
-            sample = await self._stages.sample(sample_id, outcome)
+            return await self._stages.sample(sample_id, outcome)
+
+        await self._finish_sample(sample_id, make)
+
+    async def _finish_sample(self, sample_id: SampleId, make: Callable[[], Awaitable[Sample]]) -> None:
+        """Offer what is made, or drop what cannot be."""
+        try:
+            sample = await make()
+        except SurplusError:
+            await self._queue.drop(sample_id, DropReason.SURPLUS)
+            await self._turns.forget(sample_id)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(sample_id, error)
             log = logger.warning if drop.first else logger.debug
@@ -235,13 +256,6 @@ class Pump:
             await self._turns.forget(sample_id)
         finally:
             del self._in_flight[sample_id]
-
-    async def _generate(self, asked: Asked) -> Generated:
-        """One that has a slot, which is held for generation only: slow files or rewards don't keep the engines
-        waiting."""
-        slot = Slot(self._slots)
-        with slot:
-            return await self._stages.generate(asked, slot)
 
     def status(self) -> Mapping[str, Any]:
         """Cumulative counts of this process and what is going on now; seconds by the pump's clock."""

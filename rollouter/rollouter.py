@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +30,17 @@ from asyncrl.ports import (
 )
 from asyncrl.records import RecordSink
 from asyncrl.waits import WaitBoard
+from rollouter.agent.loading import load_agent
+from rollouter.agent.loop import Agent
 from rollouter.drops import DropRule
+from rollouter.dump import TrajectoryDump
 from rollouter.probation import SETTLE_S, Probation
 from rollouter.prompts import load_prompts
 from rollouter.pump import Pump
-from rollouter.rewards.loading import load_reward_function
-from rollouter.rewards.scorer import Scorer
+from rollouter.rewards.combination import function_scorer
+from rollouter.rewards.loading import load_reward_functions
 from rollouter.stages import Serving, Stages
+from rollouter.surplus import Surplus
 from rollouter.template import Decode, decoder, load_tokenizer
 from rollouter.validation import ValidationPrompts, Validator
 from rollouter.versions import VersionLoop
@@ -49,6 +54,8 @@ class Task(NamedTuple):
     scorer: RewardScorer
     """The reward function; see `rewards.combination` for the whole reward."""
     decode: Decode
+    agent: Agent | None = None
+    """Holds conversations of several turns; None: every trajectory is one."""
     num_filtered: int = 0
     num_val_filtered: int = 0
 
@@ -73,12 +80,13 @@ def load_task(config: Config, cache_dir: Path) -> Task:
     Raises:
         ConfigError, DataError, UserCodeError: what is wrong with them.
     """
-    function = load_reward_function(config.reward)
+    functions = load_reward_functions(config.reward)
     tokenizer = load_tokenizer(config.model)
-    loaded = load_prompts(config, tokenizer, cache_dir)
+    agent = load_agent(config, tokenizer)
+    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
     decode = decoder(tokenizer)
-    scorer = Scorer(function, decode, timeout_s=config.reward.timeout_s, max_concurrency=config.reward.max_concurrency)
-    return Task(loaded.train, loaded.val, scorer, decode, loaded.num_filtered, loaded.num_val_filtered)
+    scorer = function_scorer(config, functions, decode)
+    return Task(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 
 class Rollouter:
@@ -96,16 +104,21 @@ class Rollouter:
         fleet: EngineFleet,
         sink: RecordSink,
         start: RolloutStart,
+        dump: TrajectoryDump | None = None,
         settle_s: float = SETTLE_S,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.waits = WaitBoard(clock)
         self._scope = anyio.CancelScope()
+        self._agent = task.agent
+        if task.agent is not None:
+            task.agent.watch(self.waits.waiting)
         drops = DropRule(
             on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
         )
         probation = Probation(config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock)
+        surplus = Surplus(queue, call_s=config.timeouts.call_s)
         stages = Stages(
             config,
             prompts=task.prompts,
@@ -113,8 +126,11 @@ class Rollouter:
             fleet=fleet,
             scorer=task.scorer,
             probation=probation,
+            surplus=surplus,
             waits=self.waits,
             serving=lambda: Serving(self._versions.edition.version, self._versions.step),
+            agent=task.agent,
+            dump=dump,
             clock=clock,
         )
         self._pump = Pump(
@@ -125,6 +141,7 @@ class Rollouter:
             stages=stages,
             drops=drops,
             probation=probation,
+            surplus=surplus,
             waits=self.waits,
             clock=clock,
         )
@@ -135,6 +152,7 @@ class Rollouter:
                 prompts=task.val_prompts,
                 fleet=fleet,
                 scorer=task.scorer,
+                agent=task.agent,
                 decode=task.decode,
                 drops=drops,
                 probation=probation,
@@ -168,7 +186,10 @@ class Rollouter:
         """
         try:
             with self._scope:
-                async with anyio.create_task_group() as group:
+                async with AsyncExitStack() as stack:
+                    if self._agent is not None:
+                        await stack.enter_async_context(self._agent)
+                    group = await stack.enter_async_context(anyio.create_task_group())
                     await group.start(self._versions.run, name="versions")
                     await self._pump.run()
                     self._versions.finish()
@@ -187,6 +208,7 @@ class Rollouter:
         """Plain values, at once, whatever state the engines are in: the pump's, the version served, open waits."""
         return {
             **self._pump.status(),
+            "agent": dict(self._agent.status()) if self._agent is not None else {},
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
             "version": self._versions.edition.version,
             "lineage": self._versions.edition.lineage,

@@ -1,7 +1,7 @@
 """The stages of one sample, generation and scoring, each of which may be recorded and replayed (`skip`).
 
-    asked ─▶ generate ─▶ n turns, and the baseline's ─▶ score ─▶ Sample
-             └ turn log, engines; or a record          └ reward function and model; or a record
+    asked ─▶ generate ─▶ n trajectories, and the baseline's ─▶ score ─▶ Sample
+             └ turn log, engines, tools; or a record           └ each as soon as it has ended; or a record
 
 What is replayed asks no engine, and its sample says so (`types.Replay`).
 """
@@ -9,22 +9,25 @@ What is replayed asks no engine, and its sample says so (`types.Replay`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
-import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import EngineCrashError
+from asyncrl.failures import EngineCrashError, first_failure
 from asyncrl.ports import EngineFleet, PromptSource, RewardScorer, Score, TurnLog
-from asyncrl.types import Prompt, Replay, Sample, SampleId, Span, Trajectory, Turn
+from asyncrl.trajectory import Trajectory
+from asyncrl.types import Prompt, Replay, Row, Sample, SampleId, Span, Turn
 from asyncrl.waits import WaitBoard
-from rollouter.group import generate_group
+from rollouter.agent.asking import Converser
+from rollouter.dump import TrajectoryDump
+from rollouter.group import Group, generate_group, is_complete
 from rollouter.meters import BusyMeter, PumpCounts
 from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import greedy, sampling_params
+from rollouter.surplus import Surplus
 from skip import SkipManager
 from skip.generation import Asked, Generated
 
@@ -52,7 +55,7 @@ class Slot:
             self._slots = None
 
 
-def ask_for(config: Config, sample_id: SampleId, prompts: PromptSource) -> Asked:
+def ask_for(config: Config, sample_id: SampleId, prompts: PromptSource, agent: Converser | None = None) -> Asked:
     """What is asked of the engines for one sample.
 
     Raises:
@@ -68,7 +71,8 @@ def ask_for(config: Config, sample_id: SampleId, prompts: PromptSource) -> Asked
         training=True,
     )
     baseline = greedy(sampling) if config.algorithm.adv_estimator == "remax" else None
-    return Asked(sample_id, prompt, sampling, rollout.n, baseline)
+    told = agent.identity() if agent is not None else {}
+    return Asked(sample_id, prompt, sampling, rollout.n, baseline, rollout.over_sample.trajectories, told)
 
 
 class Stages:
@@ -83,97 +87,155 @@ class Stages:
         fleet: EngineFleet,
         scorer: RewardScorer,
         probation: Probation,
+        surplus: Surplus,
         waits: WaitBoard,
         serving: Callable[[], Serving],
+        agent: Converser | None = None,
+        dump: TrajectoryDump | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`serving`: what every replica serves now."""
+        """
+        Args:
+            agent: Holds conversations; None: every trajectory is one turn.
+            dump: Is told of every scored sample; None: nobody is.
+            serving: What every replica serves now.
+        """
         self._config = config
         self._prompts = prompts
         self._turns = turns
         self._fleet = fleet
         self._scorer = scorer
-        self._probation = probation
+        self._agent = agent
+        self.probation = probation
+        self._surplus = surplus
         self._waits = waits
+        self._dump = dump
         self._clock = clock
-        self._wants_baseline = config.algorithm.adv_estimator == "remax"
+        self._unfinished = config.rollout.over_sample.unfinished
+        self._kept: dict[SampleId, dict[str, Turn]] = {}
+        """Of samples whose generation was cut: what they go on from."""
         self.serving = serving
         self.generation = BusyMeter(clock)
         self.counts = PumpCounts()
 
     def asked(self, sample_id: SampleId) -> Asked:
         """See `ask_for`."""
-        return ask_for(self._config, sample_id, self._prompts)
+        return ask_for(self._config, sample_id, self._prompts, self._agent)
+
+    async def make(self, asked: Asked, slot: Slot) -> Sample:
+        """Generate a sample and score it, each trajectory as soon as it has ended, unless they are scored together."""
+        if self._scorer.whole_group or SkipManager.get("reward") is not None:
+            return await self.sample(asked.sample_id, await self.generate(asked, slot))
+        scores: dict[Trajectory, Score] = {}
+
+        def ended(trajectory: Trajectory) -> None:
+            scoring.start_soon(score, trajectory)
+
+        async def score(trajectory: Trajectory) -> None:
+            with self._waits.waiting("reward"):
+                (scores[trajectory],) = await self._scorer.score(asked.prompt, [trajectory])
+
+        try:
+            async with anyio.create_task_group() as scoring:
+                generated = await self.generate(asked, slot, ended)
+                generated_at = self._clock()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        return await self.sample(asked.sample_id, generated, scores, generated_at)
+
+    async def keep_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        """One that was made now."""
+        self.counts.generated_tokens += len(turn.response_ids)
+        await self._turns.record(sample_id, key, turn)
 
     @SkipManager.annotate(role="async_rollout")
-    async def generate(self, asked: Asked, slot: Slot) -> Generated:
-        """Turns of the group, the greedy one last if there is one, in `timeouts.sample_s`. The slot is free then."""
-        with slot, time_limit(str(asked.sample_id), self._config.timeouts.sample_s) as limit:
-            return await self._generate(asked, limit)
+    async def generate(self, asked: Asked, slot: Slot, ended: Callable[[Trajectory], None] | None = None) -> Generated:
+        """Trajectories of the group, the greedy one last if there is one, within `timeouts.sample_s`; frees the slot.
 
-    async def _generate(self, asked: Asked, limit: TimeLimit) -> Generated:
-        sample_id, name = asked.sample_id, str(asked.sample_id)
+        `ended` is called with each of those that are made now, as soon as it is whole.
 
-        async def on_turn(key: str, turn: Turn) -> None:
-            self.counts.generated_tokens += len(turn.response_ids)
-            await self._turns.record(sample_id, key, turn)
+        Raises:
+            SurplusError: enough others are done.
+        """
+        limit_s = self._config.timeouts.sample_s
+        with slot, self._surplus.abortable(), time_limit(str(asked.sample_id), limit_s) as limit:
+            return await self._generate(asked, limit, ended)
 
-        def on_place(replica: str) -> None:
-            self._probation.placed(name, replica)
-
-        async def on_crash(error: EngineCrashError) -> None:
-            await self._probation.crashed(name, error, limit)
-
+    async def _generate(self, asked: Asked, limit: TimeLimit, ended: Callable[[Trajectory], None] | None) -> Generated:
+        group = Group(
+            str(asked.sample_id),
+            asked.sample_id,
+            asked.prompt,
+            asked.sampling,
+            asked.n,
+            asked.baseline,
+            asked.extra,
+            keep_surplus=self._unfinished != "drop",
+        )
+        events = _Events(self, group, limit, ended)
         started = self._clock()
+        completed: dict[str, Turn] = {}
         try:
-            completed = await self._turns.completed(sample_id)
+            completed = {**await self._turns.completed(asked.sample_id), **self._kept.pop(asked.sample_id, {})}
             with self._waits.waiting("engine"), self.generation.busy():
-                turns = await generate_group(
-                    self._fleet,
-                    name,
-                    asked.prompt,
-                    asked.sampling,
-                    n=asked.n,
-                    baseline=asked.baseline,
-                    completed=completed,
-                    on_turn=on_turn,
-                    on_place=on_place,
-                    on_crash=on_crash,
-                )
+                trajectories = await generate_group(self._fleet, group, events, agent=self._agent, completed=completed)
+        except anyio.get_cancelled_exc_class():
+            if self._unfinished != "drop":
+                made = events.kept(partial=self._unfinished == "keep_partial")
+                self._kept[asked.sample_id] = {**completed, **made}
+            raise
         finally:
-            self._probation.left(name)
+            events.left()
         generate_s = self._clock() - started
         self.counts.generate_s += generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
-        return Generated(asked.prompt, tuple(turns), generate_s, asked.baseline is not None)
+        return Generated(asked.prompt, tuple(trajectories), generate_s, asked.baseline is not None)
 
-    async def sample(self, sample_id: SampleId, generated: Generated) -> Sample:
-        prompt, turns = generated.prompt, generated.turns
-        started = self._clock()
-        with self._waits.waiting("reward"):
-            scores = await self.score(sample_id, prompt, turns)
+    async def sample(
+        self,
+        sample_id: SampleId,
+        generated: Generated,
+        scores: Mapping[Trajectory, Score] | None = None,
+        generated_at: float | None = None,
+    ) -> Sample:
+        """Put the sample together, and score it if it has no `scores` yet, which is what a replayed one has not."""
+        prompt, trajectories = generated.prompt, generated.trajectories
+        started = self._clock() if generated_at is None else generated_at
+        if scores:
+            told = [scores[trajectory] for trajectory in trajectories]
+        else:
+            with self._waits.waiting("reward"):
+                told = await self.score(sample_id, prompt, trajectories)
         reward_s = self._clock() - started
         self.counts.reward_s += reward_s
         if generated.replayed_from is None:
-            await self._note(sample_id, [score.reward for score in scores])
+            await self._note(sample_id, [score.reward for score in told])
         baseline = None
-        if self._wants_baseline:
-            turns = turns[:-1]
-            *scores, baseline = scores
+        if generated.has_baseline:
+            trajectories = trajectories[:-1]
+            *told, baseline = told
+        rows = [
+            row
+            for number, (trajectory, score) in enumerate(zip(trajectories, told, strict=True))
+            for row in scored_rows(number, trajectory, score)
+        ]
         replay = None
         if generated.replayed_from is not None:
-            recorded = tuple(turn.spans for turn in turns)
-            replay = Replay(generated.replayed_from, generated.substituted, recorded)
-            turns = self._as_versions(turns)
-        return Sample(
+            replay = Replay(generated.replayed_from, generated.substituted, tuple(row.spans for row in rows))
+            rows = self._as_versions(rows)
+        sample = Sample(
             sample_id=sample_id,
-            trajectories=tuple(trajectory(prompt, turn, score) for turn, score in zip(turns, scores, strict=True)),
+            rows=tuple(rows),
             data_source=prompt.data_source,
             generate_s=generated.generate_s,
             reward_s=reward_s,
             baseline_reward=None if baseline is None else baseline.reward,
             replay=replay,
         )
+        if self._dump is not None:
+            with self._waits.waiting("dump"):
+                await self._dump.write(sample, prompt, trajectories, told)
+        return sample
 
     async def _note(self, sample_id: SampleId, rewards: Sequence[float]) -> None:
         """For people who look at the record; what is replayed is scored again."""
@@ -181,28 +243,83 @@ class Stages:
         await SkipManager.note("rollout", self.serving().step + 1, {"rewards": {str(sample_id): list(rewards)}})
 
     @SkipManager.annotate(role="reward")
-    async def score(self, sample_id: SampleId, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
-        """One score per turn. Raises as the scorer does."""
-        return await self._scorer.score(prompt, turns)
+    async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory. Raises as the scorer does."""
+        return await self._scorer.score(prompt, trajectories)
 
-    def _as_versions(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """Replayed turns by the versions that they count as."""
+    def _as_versions(self, rows: Sequence[Row]) -> list[Row]:
+        """Replayed rows by the versions that they count as."""
         role = self._config.generation_skip
         if role is None or role.replay_versions == "recorded":
-            return tuple(turns)
+            return list(rows)
         now = (Span(0, self.serving().version),)
-        return tuple(replace(turn, spans=now) for turn in turns)
+        return [replace(row, spans=now) for row in rows]
 
 
-def trajectory(prompt: Prompt, turn: Turn, score: Score) -> Trajectory:
-    """A single-turn trajectory: every response token was sampled by the policy."""
-    return Trajectory(
-        prompt_ids=prompt.prompt_ids,
-        response_ids=turn.response_ids,
-        response_mask=np.ones(len(turn.response_ids), dtype=np.bool_),
-        rollout_log_probs=turn.rollout_log_probs,
-        spans=turn.spans,
-        finish_reason=turn.finish_reason,
-        reward=score.reward,
-        reward_extra=score.extra,
-    )
+class _Events:
+    """`GroupEvents` of a training sample."""
+
+    def __init__(
+        self, stages: Stages, group: Group, limit: TimeLimit, ended: Callable[[Trajectory], None] | None
+    ) -> None:
+        self._stages = stages
+        assert isinstance(group.sample_id, SampleId)
+        self._sample_id = group.sample_id
+        self._limit = limit
+        self._ended = ended
+        self._sessions: set[str] = set()
+        self._turns: dict[str, Turn] = {}
+
+    async def turn(self, key: str, turn: Turn) -> None:
+        self._turns[key] = turn
+        await self._stages.keep_turn(self._sample_id, key, turn)
+
+    def placed(self, session: str, replica: str) -> None:
+        self._sessions.add(session)
+        self._stages.probation.placed(session, replica)
+
+    async def crashed(self, session: str, error: EngineCrashError) -> None:
+        self._sessions.add(session)
+        await self._stages.probation.crashed(session, error, self._limit)
+
+    def ended(self, key: str, trajectory: Trajectory) -> None:
+        if self._ended is not None:
+            self._ended(trajectory)
+
+    def cut(self, key: str, turn: Turn) -> None:
+        self._turns[key] = turn
+
+    def kept(self, *, partial: bool) -> dict[str, Turn]:
+        """What was made: the turns that are complete, or all."""
+        return {key: turn for key, turn in self._turns.items() if partial or is_complete(turn)}
+
+    def left(self) -> None:
+        for session in self._sessions:
+            self._stages.probation.left(session)
+
+
+def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:
+    """The rows of the sample's `number`th trajectory, as they are trained on."""
+    told = dict(score.extra)
+    if trajectory.messages:
+        told |= {"turns": float(len(trajectory.turns)), "tool_calls": float(trajectory.num_calls), **trajectory.metrics}
+    rewards = score.turn_rewards or (0.0,) * len(trajectory.turns)
+    return [
+        Row(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.response_mask,
+            rollout_log_probs=row.rollout_log_probs,
+            spans=row.spans,
+            finish_reason=trajectory.finish_reason,
+            reward=score.reward,
+            reward_extra=told,
+            trajectory=number,
+            turn_rewards=tuple(
+                (turn.first_token + turn.num_tokens - 1, reward)
+                for turn, reward in zip(trajectory.turns, rewards, strict=True)
+                if turn.row == place and reward
+            ),
+        )
+        for place, row in enumerate(trajectory.rows)
+    ]

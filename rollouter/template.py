@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
@@ -48,21 +49,73 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str) -> list[int]:
-    """The token ids of a conversation, up to where the assistant's turn begins.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """The text of a conversation; with `add_generation_prompt`, up to where the assistant's turn begins.
+
+    Raises:
+        DataError: the chat template refuses the messages; with its own words.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **template_kwargs,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise DataError(f"the chat template refuses the messages: {error}") from error
+    assert isinstance(text, str)
+    return text
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> list[int]:
+    """The token ids of a prompt, up to where the assistant's turn begins.
 
     Raises:
         DataError: the chat template refuses the messages.
     """
     try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"{where}: the chat template refuses field 'prompt': {error}") from error
+        text = render(tokenizer, messages, add_generation_prompt=True, tools=tools, template_kwargs=template_kwargs)
+    except DataError as error:
+        raise DataError(f"{where}: the chat template refuses field 'prompt': {error.__cause__}") from error
+    ids = encode_text(tokenizer, text)
     if not ids:
         raise DataError(f"{where}: field 'prompt' has no tokens after the chat template")
     return ids
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of what a template wrote: special tokens in it are recognized, and none is added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens at which the engine ends a turn: the tokenizer's end of sequence and those of `generation_config.json`."""
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(resolve(model.path)).eos_token_id
+    except OSError:
+        ids = None  # the model has no such file
+    named = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(dict.fromkeys([*own, *named]))
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -15,10 +15,12 @@ from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, EngineCrashError, UserCodeError
 from asyncrl.ports import Edition, EngineFleet, RewardScorer, Score
 from asyncrl.records import Metrics, ValidationRecord
+from asyncrl.trajectory import Trajectory
 from asyncrl.types import FinishReason, Prompt, Turn
 from asyncrl.waits import WaitBoard
+from rollouter.agent.asking import Converser
 from rollouter.drops import DropRule, lasts
-from rollouter.group import generate_group
+from rollouter.group import Group, generate_group
 from rollouter.probation import Probation, TimeLimit, time_limit
 from rollouter.sampling import sampling_params
 from rollouter.template import Decode
@@ -41,7 +43,7 @@ class Answer(NamedTuple):
     """One validation prompt with its scored responses."""
 
     prompt: Prompt
-    turns: Sequence[Turn]
+    trajectories: Sequence[Trajectory]
     scores: Sequence[Score]
 
 
@@ -72,12 +74,14 @@ class Validator:
         drops: DropRule,
         probation: Probation,
         waits: WaitBoard,
+        agent: Converser | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._prompts = prompts
         self._fleet = fleet
         self._scorer = scorer
+        self._agent = agent
         self._decode = decode
         self._drops = drops
         self._probation = probation
@@ -135,17 +139,17 @@ class Validator:
         """An error: dropped for it, and logged."""
         try:
             with time_limit(name, self._config.timeouts.sample_s) as limit:
-                turns = await self._generate(name, prompt, version, limit)
-            scores = await self._scorer.score(prompt, turns)
+                trajectories = await self._generate(name, prompt, version, limit)
+            scores = await self._scorer.score(prompt, trajectories)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)
             return error
         self._drops.passed()
-        return Answer(prompt, turns, scores)
+        return Answer(prompt, trajectories, scores)
 
-    async def _generate(self, name: str, prompt: Prompt, version: int, limit: TimeLimit) -> list[Turn]:
-        """Turns of `version` alone. Every try has a session of its own, which may lead it to another replica."""
+    async def _generate(self, name: str, prompt: Prompt, version: int, limit: TimeLimit) -> list[Trajectory]:
+        """Trajectories of `version` alone. Every try has a session of its own, which may lead it to another replica."""
         rollout = self._config.rollout
         params = sampling_params(
             rollout.val,
@@ -155,43 +159,58 @@ class Validator:
             training=False,
         )
 
-        async def on_turn(key: str, turn: Turn) -> None:
-            self.generated_tokens += len(turn.response_ids)
-
-        def on_place(replica: str) -> None:
-            self._probation.placed(name, replica)
-
-        async def on_crash(error: EngineCrashError) -> None:
-            await self._probation.crashed(name, error, limit)
-
+        events = _Events(self, self._probation, limit)
         try:
             for attempt in range(1, rollout.max_attempts + 1):
                 session = name if attempt == 1 else f"{name}_try_{attempt}"
-                turns = await generate_group(
-                    self._fleet,
-                    session,
-                    prompt,
-                    params,
-                    n=rollout.val.n,
-                    on_turn=on_turn,
-                    on_place=on_place,
-                    on_crash=on_crash,
-                )
-                others = {span.version for turn in turns for span in turn.spans} - {version}
+                group = Group(session, name, prompt, params, rollout.val.n)
+                trajectories = await generate_group(self._fleet, group, events, agent=self._agent)
+                others = {made for one in trajectories for made in one.versions} - {version}
                 if not others:
-                    return turns
+                    return trajectories
         finally:
-            self._probation.left(name)
+            events.left()
         oldest = min(others)
         raise Superseded(version, oldest if oldest < version else max(others))
 
     def _example(self, answer: Answer) -> Mapping[str, Any]:
         return {
             "prompt": _question(answer.prompt),
-            "response": self._decode(answer.turns[0].response_ids),
+            "response": self._decode(answer.trajectories[0].turn_ids()),
             "ground_truth": answer.prompt.ground_truth,
             "reward": answer.scores[0].reward,
         }
+
+
+class _Events:
+    """`GroupEvents` of a validation prompt."""
+
+    def __init__(self, validator: Validator, probation: Probation, limit: TimeLimit) -> None:
+        self._validator = validator
+        self._probation = probation
+        self._limit = limit
+        self._sessions: set[str] = set()
+
+    async def turn(self, key: str, turn: Turn) -> None:
+        self._validator.generated_tokens += len(turn.response_ids)
+
+    def placed(self, session: str, replica: str) -> None:
+        self._sessions.add(session)
+        self._probation.placed(session, replica)
+
+    async def crashed(self, session: str, error: EngineCrashError) -> None:
+        self._sessions.add(session)
+        await self._probation.crashed(session, error, self._limit)
+
+    def ended(self, key: str, trajectory: Trajectory) -> None:
+        pass
+
+    def cut(self, key: str, turn: Turn) -> None:
+        pass
+
+    def left(self) -> None:
+        for session in self._sessions:
+            self._probation.left(session)
 
 
 def session_name(edition: Edition, number: int, ask: int = 1) -> str:
@@ -205,8 +224,8 @@ def validation_metrics(answers: Sequence[Answer]) -> Metrics:
     """Means over prompts of the means over their responses; `num_prompts` counts those that were answered."""
     rewards = np.array([np.mean([score.reward for score in one.scores]) for one in answers], dtype=np.float64)
     sources = np.array([one.prompt.data_source for one in answers])
-    turns = [turn for one in answers for turn in one.turns]
-    tokens = np.array([len(turn.response_ids) for turn in turns])
+    made = [trajectory for one in answers for trajectory in one.trajectories]
+    tokens = np.array([trajectory.num_sampled for trajectory in made])
     metrics: Metrics = {"reward/mean": float(rewards.mean())}
     for source in sorted(set(sources.tolist())):
         metrics[f"reward/mean/{source}"] = float(rewards[sources == source].mean())
@@ -217,8 +236,20 @@ def validation_metrics(answers: Sequence[Answer]) -> Metrics:
     return metrics | {
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/max": float(tokens.max()),
-        "length_share": float(np.mean([turn.finish_reason is FinishReason.LENGTH for turn in turns])),
+        "length_share": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in made])),
         "num_prompts": float(len(answers)),
+        **_conversations(made),
+    }
+
+
+def _conversations(made: Sequence[Trajectory]) -> Metrics:
+    """Only where there are any: most runs have one turn."""
+    if not any(one.messages for one in made):
+        return {}
+    return {
+        "turns/mean": float(np.mean([len(one.turns) for one in made])),
+        "tool_calls/mean": float(np.mean([one.num_calls for one in made])),
+        "tool_call_share": float(np.mean([one.num_calls > 0 for one in made])),
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from dataclasses import field as field_of
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,15 @@ from numpy.typing import NDArray
 
 from asyncrl.failures import BugError
 from asyncrl.payloads import spans_from_json
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
+from asyncrl.types import FinishReason, Prompt, SampleId, Span
 from skip.base import BaseSkip, Call, Served
 from skip.fingerprint import Fingerprint, field
 from skip.identity import model_identity, tokenizer_identity
 from skip.record import Content
 from skip.registry import register_skip
 
-CODE = "1"
+CODE = "2"
 """Raised when records of before would not be what this version would have generated."""
 
 
@@ -34,19 +36,21 @@ class Asked:
     """Of vLLM's SamplingParams."""
     n: int
     baseline: Mapping[str, Any] | None = None
-    """Sampling of one more turn (ReMax)."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Schemas of the tools that the model may call."""
+    """Sampling of one more trajectory (ReMax)."""
+    extra: int = 0
+    """Trajectories beyond `n` that may be made, so that the first `n` to end count."""
+    agent: Mapping[str, Any] = field_of(default_factory=dict)
+    """How conversations of several turns are held: settings, schemas of tools. Empty: there is one turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generated:
-    """The turns of one sample."""
+    """The trajectories of one sample."""
 
     prompt: Prompt
     """What they answer: the prompt that was asked for, or with `repeat` that of the record."""
-    turns: tuple[Turn, ...]
-    """`n`, and behind them the baseline's."""
+    trajectories: tuple[Trajectory, ...]
+    """`n` or more, and behind them the baseline's."""
     generate_s: float = 0.0
     has_baseline: bool = False
     """The last of them is ReMax's."""
@@ -76,7 +80,8 @@ class _Generation(BaseSkip):
             **{f"sampling.{name}": field(value) for name, value in sorted(asked.sampling.items())},
             "n": field(asked.n),
             "baseline": field(asked.baseline) if asked.baseline is not None else "null",
-            "tools": field(list(asked.tools)) if asked.tools else "[]",
+            "extra": field(asked.extra),
+            **{f"agent.{name}": field(value) for name, value in sorted(asked.agent.items())},
             "dtype": field(self.run.rollout.dtype),
             **self._model,
         }
@@ -87,10 +92,11 @@ class _Generation(BaseSkip):
             ValueError: it is no answer to what is asked.
         """
         has_baseline = asked.baseline is not None
-        if one.has_baseline != has_baseline or len(one.turns) != asked.n + has_baseline:
-            raise ValueError(f"it has {len(one.turns)} turns, and {asked.n + has_baseline} are asked for")
+        found, wanted = len(one.trajectories), asked.n + has_baseline
+        if one.has_baseline != has_baseline or not wanted <= found <= wanted + asked.extra:
+            raise ValueError(f"it has {found} trajectories, and {wanted} are asked for")
         longest = asked.sampling.get("max_tokens")
-        if longest is not None and any(len(turn.response_ids) > longest for turn in one.turns):
+        if longest is not None and any(turn.num_tokens > longest for each in one.trajectories for turn in each.turns):
             raise ValueError(f"it has responses of more than max_tokens={longest}")
         # Of the same prompt, the answer of now counts.
         if np.array_equal(one.prompt.prompt_ids, asked.prompt.prompt_ids):
@@ -167,7 +173,7 @@ def step_of_sample(sample_id: SampleId | str, role: str) -> int:
 
 def versions(results: Sequence[Generated]) -> tuple[int, int] | None:
     """Oldest and newest version over all tokens; None: there are none."""
-    found = [span.version for one in results for turn in one.turns for span in turn.spans]
+    found = {version for one in results for trajectory in one.trajectories for version in trajectory.versions}
     return (min(found), max(found)) if found else None
 
 
@@ -179,12 +185,15 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
 
     `tokenizer`: where it is, for people who look at the record.
     """
-    turns = [turn for one in results for turn in one.turns]
+    rows = [(one, row) for one in results for trajectory in one.trajectories for row in trajectory.rows]
+    own = [row.prompt_ids for one, row in rows if _has_own_prompt(one, row)]
     return Content(
         {
             "prompt_ids": _joined([one.prompt.prompt_ids for one in results], np.int32),
-            "response_ids": _joined([turn.response_ids for turn in turns], np.int32),
-            "rollout_log_probs": _joined([turn.rollout_log_probs for turn in turns], np.float32),
+            "row_prompt_ids": _joined(own, np.int32),
+            "response_ids": _joined([row.response_ids for _, row in rows], np.int32),
+            "response_mask": _joined([row.response_mask for _, row in rows], np.bool_),
+            "rollout_log_probs": _joined([row.rollout_log_probs for _, row in rows], np.float32),
         },
         {
             "tokenizer": tokenizer,
@@ -194,14 +203,7 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
                     "columns": _columns(one.prompt),
                     "has_baseline": one.has_baseline,
                     "generate_s": float(one.generate_s),
-                    "turns": [
-                        {
-                            "response_tokens": len(turn.response_ids),
-                            "spans": [list(span) for span in turn.spans],
-                            "finish_reason": str(turn.finish_reason),
-                        }
-                        for turn in one.turns
-                    ],
+                    "trajectories": [_trajectory_data(one, trajectory) for trajectory in one.trajectories],
                 }
                 for one in results
             ],
@@ -215,30 +217,92 @@ def from_content(content: Content) -> list[Generated]:
     Raises:
         ValueError, KeyError, TypeError: it is no such content.
     """
-    prompts = _Reader(content.arrays["prompt_ids"])
-    responses, log_probs = _Reader(content.arrays["response_ids"]), _Reader(content.arrays["rollout_log_probs"])
+    readers = {name: _Reader(array) for name, array in content.arrays.items()}
     results = []
     for sample in content.data["samples"]:
-        prompt_ids, columns = prompts.take(sample["prompt_tokens"]), sample["columns"]
+        prompt_ids, columns = readers["prompt_ids"].take(sample["prompt_tokens"]), sample["columns"]
         prompt = Prompt(prompt_ids)
         if columns is not None:
             messages, data_source, ground_truth, extra_info = (columns[name] for name in _COLUMNS)
             prompt = Prompt(prompt_ids, tuple(messages), data_source, ground_truth, extra_info)
-        turns = tuple(
-            Turn(
-                responses.take(turn["response_tokens"]),
-                log_probs.take(turn["response_tokens"]),
-                tuple(Span(*span) for span in spans_from_json(turn["spans"])),
-                FinishReason(turn["finish_reason"]),
-            )
-            for turn in sample["turns"]
-        )
+        trajectories = tuple(_trajectory(each, prompt_ids, readers) for each in sample["trajectories"])
         results.append(
-            Generated(prompt, turns, sample["generate_s"], sample["has_baseline"], knows_columns=columns is not None)
+            Generated(
+                prompt, trajectories, sample["generate_s"], sample["has_baseline"], knows_columns=columns is not None
+            )
         )
-    for reader in (prompts, responses, log_probs):
+    for reader in readers.values():
         reader.end()
     return results
+
+
+def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
+    """Rewritten history, or what an environment said first."""
+    return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
+
+
+def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "rows": [
+            {
+                "prompt_tokens": len(row.prompt_ids) if _has_own_prompt(one, row) else None,
+                "response_tokens": len(row.response_ids),
+                "spans": [list(span) for span in row.spans],
+            }
+            for row in trajectory.rows
+        ],
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "finish_reason": str(trajectory.finish_reason),
+        "messages": [dict(message) for message in trajectory.messages],
+        "scores": dict(trajectory.scores),
+        "metrics": dict(trajectory.metrics),
+    }
+
+
+def _trajectory(data: Mapping[str, Any], prompt_ids: NDArray[np.int32], readers: Mapping[str, _Reader]) -> Trajectory:
+    rows = []
+    for row in data["rows"]:
+        own, num_tokens = row["prompt_tokens"], row["response_tokens"]
+        rows.append(
+            TokenRow(
+                prompt_ids if own is None else readers["row_prompt_ids"].take(own),
+                readers["response_ids"].take(num_tokens),
+                readers["response_mask"].take(num_tokens),
+                readers["rollout_log_probs"].take(num_tokens),
+                tuple(Span(*span) for span in spans_from_json(row["spans"])),
+            )
+        )
+    turns = tuple(
+        TurnInfo(
+            **{
+                **turn,
+                "finish_reason": FinishReason(turn["finish_reason"]),
+                "calls": tuple(ToolCall(**call) for call in turn["calls"]),
+            }
+        )
+        for turn in data["turns"]
+    )
+    _check_turns(turns, rows)
+    return Trajectory(
+        tuple(rows),
+        turns,
+        FinishReason(data["finish_reason"]),
+        tuple(data["messages"]),
+        data["scores"],
+        data["metrics"],
+    )
+
+
+def _check_turns(turns: Sequence[TurnInfo], rows: Sequence[TokenRow]) -> None:
+    """
+    Raises:
+        ValueError: there is none, or one lies outside of its row.
+    """
+    if not turns:
+        raise ValueError("a trajectory without a turn")
+    for turn in turns:
+        if not 0 <= turn.first_token <= turn.first_token + turn.num_tokens <= len(rows[turn.row].response_ids):
+            raise ValueError("a turn lies outside of its row")
 
 
 _COLUMNS = ("messages", "data_source", "ground_truth", "extra_info")

@@ -45,6 +45,7 @@ def cli() -> None:
     asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
     asyncrl status                                  how the newest run stands, live or dead
     asyncrl why                                     what it waits on, down to the cause
+    asyncrl show quickstart sample_0_42             what was said, by which version, and what it was worth
     asyncrl skip ls ~/.asyncrl/skip                 what is recorded of skipped stages
     """
 
@@ -162,6 +163,41 @@ def why(run: str | None, as_json: bool) -> int:
     from asyncrl.cli import inspect
 
     return inspect.why(run, as_json=as_json)
+
+
+@cli.command(short_help="Print one conversation of a run.")
+@click.argument("arguments", nargs=-1, required=True, metavar="[RUN] SAMPLE")
+@click.option("-t", "--trajectory", type=click.IntRange(0), metavar="K", help="This one of the sample; from 0.")
+@click.option("--tokens", is_flag=True, help="Token by token: id, mask, version, log-prob, text.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as it was dumped, a trajectory a line.")
+@click.option("--no-color", is_flag=True, help="Plain text, also on a terminal.")
+def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
+    """Print a conversation: messages, tool calls, who sampled what and how fast, and rewards.
+
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    SAMPLE is its id, or the last number of that.
+
+    \b
+    Examples:
+      asyncrl show quickstart sample_0_42
+      asyncrl show runs/quickstart/20260101-120000 42 --trajectory 3
+      asyncrl show 42 --trajectory 3 --tokens
+      asyncrl show quickstart 42 --json
+
+    Runs keep their conversations with rollout.dump_dir=DIR. Without, a sample can be shown for as long as its payload
+    is in the run directory. What the policy sampled is in colour, a shade for every other version; what it was told is
+    dim. Without --trajectory: all trajectories in a table, and the first one. No such run or sample: exit code 2.
+    """
+    if len(arguments) > 2:
+        raise click.UsageError(f"expected [RUN] SAMPLE, got {len(arguments)} arguments: {' '.join(arguments)}")
+    if as_json and tokens:
+        raise click.UsageError("--json has all tokens; leave --tokens out")
+    from asyncrl.cli.show import Wanted
+    from asyncrl.cli.show import show as show_sample
+
+    *run, sample = arguments
+    wanted = Wanted(sample, trajectory, tokens=tokens, as_json=as_json, colour=not no_color)
+    return show_sample(run[0] if run else None, wanted)
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:

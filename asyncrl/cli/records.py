@@ -196,12 +196,13 @@ def _describe(record: Record, decode: Any) -> dict[str, Any]:
                 "prompt": decode(one.prompt.prompt_ids),
                 "responses": [
                     {
-                        "text": decode(turn.response_ids),
-                        "tokens": len(turn.response_ids),
-                        "finish_reason": str(turn.finish_reason),
-                        "versions": sorted({span.version for span in turn.spans}),
+                        "text": decode(np.concatenate([row.response_ids for row in trajectory.rows])),
+                        "tokens": sum(len(row.response_ids) for row in trajectory.rows),
+                        "turns": len(trajectory.turns),
+                        "finish_reason": str(trajectory.finish_reason),
+                        "versions": sorted(trajectory.versions),
                     }
-                    for turn in one.turns
+                    for trajectory in one.trajectories
                 ],
             }
             for one in from_content(record.content)

@@ -192,6 +192,7 @@ class Run:
             samples_per_version=config.samples_per_version,
             staleness_threshold=mode.staleness_threshold,
             total_samples=self._training.total_samples,
+            over_sample=config.rollout.over_sample.samples,
         )
         journal = config.journal == "on"
         actor = start_queue(

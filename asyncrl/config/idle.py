@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
-from asyncrl.config import algorithm_rules
+from asyncrl.config import algorithm_rules, multi_turn_rules, reward_rules
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Given, Problem
 from asyncrl.config.schema import Config, RoleConfig
@@ -55,8 +55,6 @@ IDLE: tuple[Idle, ...] = (
      lambda c: c.mode != "sync" and (not c.async_training.partial_rollout or c.async_training.partial_mode != "keep"),
      "no response keeps its KV cache over a sync",
      "set async_training.partial_rollout=true and async_training.partial_mode=keep"),
-    ("reward.max_errors", lambda c: c.reward.on_error == "stop",
-     "reward.on_error is stop, so the first error ends the run", "set reward.on_error=drop"),
     ("reward_model.*", lambda c: c.reward_model.placement == "off",
      "reward_model.placement is off", "set reward_model.placement to serve or worker"),
     ("reward_model.worker.*", lambda c: c.reward_model.placement != "worker",
@@ -84,5 +82,7 @@ IDLE: tuple[Idle, ...] = (
     ("ray.object_store_memory_bytes", lambda c: c.ray.address is not None,
      "the cluster at ray.address has its own object store", "leave one of the two out"),
     *algorithm_rules.IDLE,
+    *reward_rules.IDLE,
+    *multi_turn_rules.IDLE,
 )  # fmt: skip
 """Of entries for the same key, the one that tells more comes first."""

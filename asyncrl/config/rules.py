@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from asyncrl.config import algorithm_rules, skip_rules, trainer_rules
+from asyncrl.config import algorithm_rules, multi_turn_rules, reward_rules, skip_rules, trainer_rules
 from asyncrl.config.idle import no_effect
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Given, Problem, Rule, warning
@@ -231,6 +231,8 @@ def _deadlines(config: Config, given: Given) -> Iterator[Problem]:
         "timeouts.engine_s": limits.engine_s,
         "reward.timeout_s": config.reward.timeout_s,
     }
+    if config.reward.judge.model is not None:
+        silent["reward.judge.timeout_s"] = config.reward.judge.timeout_s
     longest = max(silent, key=silent.__getitem__)
     if limits.watchdog_s < silent[longest]:
         yield warning(
@@ -311,6 +313,8 @@ RULES: tuple[Rule, ...] = (
     _staleness,
     *trainer_rules.RULES,
     *algorithm_rules.RULES,
+    *reward_rules.RULES,
+    *multi_turn_rules.RULES,
     *skip_rules.RULES,
     no_effect,
     _deadlines,

@@ -16,13 +16,16 @@ from asyncrl.config.sections.algorithm import (
 )
 from asyncrl.config.sections.base import Dtype, NonNegative, Section, Switch
 from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
-from asyncrl.config.sections.rollout import (
-    OverlongBufferConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ValSamplingConfig,
+from asyncrl.config.sections.multi_turn import (
+    AgentConfig,
+    InteractionConfig,
+    McpServerConfig,
+    MultiTurnConfig,
+    OverSampleConfig,
+    ToolConfig,
 )
+from asyncrl.config.sections.reward import JudgeConfig, OverlongBufferConfig, RewardConfig, RewardFunctionConfig
+from asyncrl.config.sections.rollout import RolloutConfig, SamplingConfig, ValSamplingConfig
 from asyncrl.config.sections.run import (
     AsyncTrainingConfig,
     LoggingConfig,
@@ -44,6 +47,7 @@ from asyncrl.config.sections.trainer import (
 )
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "AsyncRolloutSkipConfig",
     "AsyncTrainingConfig",
@@ -53,16 +57,22 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "FilterGroupsConfig",
+    "InteractionConfig",
+    "JudgeConfig",
     "KlControlConfig",
     "LoggingConfig",
+    "McpServerConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "OptimConfig",
+    "OverSampleConfig",
     "OverlongBufferConfig",
     "RayConfig",
     "ReasoningGymConfig",
     "RecoveryConfig",
     "RefConfig",
     "RewardConfig",
+    "RewardFunctionConfig",
     "RewardModelConfig",
     "RoleConfig",
     "RolloutConfig",
@@ -74,6 +84,7 @@ __all__ = [
     "SkipConfig",
     "SkipRoleConfig",
     "TimeoutsConfig",
+    "ToolConfig",
     "TrainerConfig",
     "ValSamplingConfig",
     "WeightSyncConfig",

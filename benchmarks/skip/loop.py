@@ -69,7 +69,7 @@ async def _while_recording(samples: Sequence[Generated], seconds: float) -> tupl
         while not ended:
             index = next(steps)
             prompt = samples[index % len(samples)].prompt
-            await generate(Asked(SampleId(0, index), prompt, {"temperature": 1.0}, len(samples[0].turns)))
+            await generate(Asked(SampleId(0, index), prompt, {"temperature": 1.0}, len(samples[0].trajectories)))
 
     # The first one finds out which model it is: the files of the model are read once.
     await generate(Asked(SampleId(0, next(steps)), samples[0].prompt, {}, 1))

@@ -17,10 +17,11 @@ import numpy as np
 from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
 from asyncrl.ports import EngineFleet
-from asyncrl.types import Prompt, SampleId
+from asyncrl.trajectory import single_turn
+from asyncrl.types import Prompt, SampleId, Turn
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.skip.samples import ROLE, Table, ratio, recording, say
-from rollouter.group import generate_group
+from rollouter.group import Group, Unheard, generate_group
 from rollouter.rollouter import load_task
 from rollouter.stages import ask_for
 from skip.generation import Asked, Generated
@@ -41,8 +42,9 @@ class Stage:
         self.calls += 1
         started = time.perf_counter()
         name = f"{asked.sample_id}-{next(self._numbers)}"
-        turns = await generate_group(self._fleet, name, asked.prompt, asked.sampling, n=asked.n)
-        return Generated(asked.prompt, tuple(turns), time.perf_counter() - started)
+        group = Group(name, asked.sample_id, asked.prompt, asked.sampling, asked.n)
+        made = await generate_group(self._fleet, group, Unheard())
+        return Generated(asked.prompt, tuple(made), time.perf_counter() - started)
 
 
 class Case(NamedTuple):
@@ -157,7 +159,7 @@ async def replay_case(case: Case, stage: Stage) -> Table:
         rates["records"].append(case.passes * size / (time.perf_counter() - started))
         rates["engines"].append(case.generated / seconds)
         for name, some in (("engines", made), ("records", again)):
-            lengths[name] += [len(turn.response_ids) for one in some for turn in one.turns]
+            lengths[name] += [each.num_sampled for one in some for each in one.trajectories]
         if stage.calls or not all(map(same, known.values(), again)):
             raise SystemExit(f"{case.name}: {stage.calls} samples were generated again, or other ones were replayed")
     ratios = {"engines": 1.0, "records": ratio(rates["records"], rates["engines"])}
@@ -195,25 +197,25 @@ async def _generate(case: Case, stage: Stage, batch: Sequence[Asked]) -> tuple[l
 
 
 def _lengthened(one: Generated) -> Generated:
-    return replace(
-        one,
-        turns=tuple(
-            replace(
-                turn,
-                response_ids=np.resize(turn.response_ids, LONG_TOKENS),
-                rollout_log_probs=np.resize(turn.rollout_log_probs, LONG_TOKENS),
-            )
-            for turn in one.turns
-        ),
-    )
+    turns = [
+        Turn(
+            np.resize(each.rows[0].response_ids, LONG_TOKENS),
+            np.resize(each.rows[0].rollout_log_probs, LONG_TOKENS),
+            each.rows[0].spans,
+            each.finish_reason,
+        )
+        for each in one.trajectories
+    ]
+    return replace(one, trajectories=tuple(single_turn(one.prompt, turn) for turn in turns))
 
 
 def same(one: Generated, other: Generated) -> bool:
     """Every token and log-prob of the two."""
-    return len(one.turns) == len(other.turns) and all(
-        np.array_equal(turn.response_ids, its.response_ids)
-        and turn.rollout_log_probs.tobytes() == its.rollout_log_probs.tobytes()
-        for turn, its in zip(one.turns, other.turns, strict=True)
+    mine, its = ([row for each in sample.trajectories for row in each.rows] for sample in (one, other))
+    return len(mine) == len(its) and all(
+        np.array_equal(row.response_ids, theirs.response_ids)
+        and row.rollout_log_probs.tobytes() == theirs.rollout_log_probs.tobytes()
+        for row, theirs in zip(mine, its, strict=True)
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import Config
+from asyncrl.trajectory import single_turn
 from asyncrl.types import FinishReason, Prompt, Span, Turn
 from skip.generation import Generated
 
@@ -56,13 +57,13 @@ def make_generated(size: Size, seed: int) -> Generated:
         )
         for length in rng.integers(size.tokens[0], size.tokens[1], size.n, endpoint=True)
     ]
-    return Generated(prompt, tuple(turns), 1.0)
+    return Generated(prompt, tuple(single_turn(prompt, turn) for turn in turns), 1.0)
 
 
 def array_bytes(sample: Generated) -> int:
     """Of its arrays, whatever they are kept in."""
-    turns = sum(turn.response_ids.nbytes + turn.rollout_log_probs.nbytes for turn in sample.turns)
-    return sample.prompt.prompt_ids.nbytes + turns
+    rows = [row for each in sample.trajectories for row in each.rows]
+    return sample.prompt.prompt_ids.nbytes + sum(row.response_ids.nbytes + row.rollout_log_probs.nbytes for row in rows)
 
 
 def recording(directory: Path, **sections: Any) -> Config:

@@ -12,7 +12,7 @@ from ray import serve
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
-from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnPlace, OnTurn, Publication
+from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn, Publication
 from asyncrl.types import Turn
 from asyncrl.weights.object_store import ObjectStoreFeed, find_store
 from rollouter import client
@@ -43,6 +43,7 @@ class ServeFleet:
         on_turn: OnTurn | None = None,
         on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
+        on_cut: OnCut | None = None,
     ) -> list[Turn]:
         """Run the requests on one replica; see `ports.EngineFleet`. A replica has `timeouts.generate_s` for its call.
 
@@ -59,6 +60,7 @@ class ServeFleet:
             on_turn=on_turn,
             on_place=on_place,
             on_crash=on_crash,
+            on_cut=on_cut,
         )
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import BAD_CONFIG, FAILED, main
+from asyncrl.trajectory import single_turn
 from asyncrl.types import FinishReason, Prompt, Span, Turn
 from skip.files import RecordFiles
 from skip.generation import Generated, to_content
@@ -26,7 +27,9 @@ def generation(step: int) -> Record:
     prompt = Prompt(np.array([3, 4, 5], dtype=np.int32), ({"role": "user", "content": "1+2="},), "sums", "3")
     turn = Turn(np.array([6, 7], dtype=np.int32), np.zeros(2, np.float32), (Span(0, 2),), FinishReason.STOP)
     origin = Origin(1_700_000_000.0, "here", 2, 2, "0.1")
-    return Record("async_rollout", step, {"n": "2"}, origin, to_content([Generated(prompt, (turn, turn))]))
+    return Record(
+        "async_rollout", step, {"n": "2"}, origin, to_content([Generated(prompt, (single_turn(prompt, turn),) * 2)])
+    )
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any
         "drops": {},
         "waits": waits,
         "skip": {},
+        "agent": {},
     }
 
 

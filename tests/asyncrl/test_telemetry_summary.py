@@ -74,7 +74,7 @@ def test_a_whole_run() -> None:
             "ready": 2,
             "leased": 0,
             "trained": 20,
-            "dropped": {"stale": 2, "failed": 0, "filtered": 0, "overlong": 0, "shutdown": 0},
+            "dropped": {"stale": 2, "failed": 0, "filtered": 0, "overlong": 0, "surplus": 0, "shutdown": 0},
             "replayed": 0,
             "substituted": 0,
         },

@@ -67,7 +67,7 @@ def trained_on(run: Launch) -> dict[str, Sample]:
 def assert_identical(one: dict[str, Sample], other: dict[str, Sample]) -> None:
     assert one.keys() == other.keys()
     for name, first in one.items():
-        for mine, yours in zip(first.trajectories, other[name].trajectories, strict=True):
+        for mine, yours in zip(first.rows, other[name].rows, strict=True):
             np.testing.assert_array_equal(mine.prompt_ids, yours.prompt_ids)
             np.testing.assert_array_equal(mine.response_ids, yours.response_ids)
             np.testing.assert_array_equal(mine.rollout_log_probs, yours.rollout_log_probs)

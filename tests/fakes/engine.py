@@ -14,7 +14,17 @@ import anyio
 import numpy as np
 
 from asyncrl.failures import EngineCrashError
-from asyncrl.ports import ApplyReport, Edition, GenerateRequest, OnCrash, OnPlace, OnTurn, Publication, WeightFeed
+from asyncrl.ports import (
+    ApplyReport,
+    Edition,
+    GenerateRequest,
+    OnCrash,
+    OnCut,
+    OnPlace,
+    OnTurn,
+    Publication,
+    WeightFeed,
+)
 from asyncrl.types import FinishReason, Span, Turn, join_turns
 
 Answer = Callable[[GenerateRequest], Sequence[int]]
@@ -121,6 +131,7 @@ class FakeFleet:
         on_turn: OnTurn | None = None,
         on_place: OnPlace | None = None,
         on_crash: OnCrash | None = None,
+        on_cut: OnCut | None = None,
     ) -> list[Turn]:
         call = Call(session, requests, [request.so_far for request in requests], on_place)
         self.calls[session] = call
@@ -145,6 +156,9 @@ class FakeFleet:
             return [turn for turn in call.turns if turn is not None]
         except anyio.get_cancelled_exc_class():
             self.cancelled.append(session)
+            for index, turn in enumerate(call.turns):
+                if on_cut is not None and turn is not None and len(turn.response_ids) and not complete(turn):
+                    on_cut(index, turn)
             raise
         finally:
             del self.calls[session]

@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.ports import Edition, Publication, Score
 from asyncrl.records import RunRecord
+from asyncrl.trajectory import TokenRow, Trajectory
 from asyncrl.types import Prompt, Sample, SampleId, Turn
 
 
@@ -106,20 +107,23 @@ def make_prompt(*ids: int, **fields: Any) -> Prompt:
 
 
 class FakeScorer:
-    """`RewardScorer` with a function from tokens to reward; `gate(prompt)` runs first."""
+    """`RewardScorer` with a function from the first row to a reward; `gate(prompt)` runs first."""
 
     def __init__(
         self,
-        reward: Callable[[Prompt, Turn], float] = lambda prompt, turn: float(len(turn.response_ids)),
+        reward: Callable[[Prompt, TokenRow], float] = lambda prompt, row: float(len(row.response_ids)),
         gate: Callable[[Prompt], Any] | None = None,
+        *,
+        whole_group: bool = True,
     ) -> None:
         self._reward = reward
         self._gate = gate
+        self.whole_group = whole_group
 
-    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         if self._gate is not None:
             await self._gate(prompt)
-        return [Score(self._reward(prompt, turn)) for turn in turns]
+        return [Score(self._reward(prompt, one.rows[0])) for one in trajectories]
 
 
 class ListSink:

@@ -35,6 +35,7 @@ from rollouter.probation import Probation, time_limit
 from rollouter.pump import Pump
 from rollouter.sampling import sampling_params
 from rollouter.stages import Serving, Stages
+from rollouter.surplus import Surplus
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
 
@@ -89,6 +90,7 @@ class Rig:
         self.waits = WaitBoard(self.clock)
         self.serving = Serving(0, 0)
         probation = Probation(max_crashes, waits=self.waits, settle_s=0.01)
+        surplus = Surplus(self.queue, call_s=5.0)
         self.stages = Stages(
             self.config,
             prompts=ListPrompts(prompts),
@@ -96,6 +98,7 @@ class Rig:
             fleet=self.fleet,
             scorer=scorer or FakeScorer(),
             probation=probation,
+            surplus=surplus,
             waits=self.waits,
             serving=lambda: self.serving,
             clock=self.clock,
@@ -108,6 +111,7 @@ class Rig:
             stages=self.stages,
             drops=self.drops,
             probation=probation,
+            surplus=surplus,
             waits=self.waits,
             clock=self.clock,
         )
@@ -150,8 +154,8 @@ async def test_a_sample_is_prompt_turns_and_scores() -> None:
     (sample,) = samples(lease)
     assert str(sample.sample_id) == "sample_0_1"
     assert sample.data_source == "math"
-    assert len(sample.trajectories) == 2
-    row = sample.trajectories[0]
+    assert len(sample.rows) == 2
+    row = sample.rows[0]
     assert row.prompt_ids.tolist() == row.response_ids.tolist() == [5, 6, 7]
     assert row.response_mask.tolist() == [True] * 3
     assert row.reward == 3.0
@@ -445,7 +449,7 @@ async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
         lease = await rig.lease(4)
         assert rig.pump.status()["quarantine"]["crashes"] == 1
     assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 4 * 2 * 5
-    assert {entry.payload.trajectories[0].spans for entry in lease.samples} == {((0, 0), (2, 3))}
+    assert {entry.payload.rows[0].spans for entry in lease.samples} == {((0, 0), (2, 3))}
     assert rig.drops.counts == {}
 
 
@@ -529,7 +533,7 @@ async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() 
     assert asked == {f"{name(k)}/{key}": key == "1" for k in (1, 2) for key in ("0", "1", "baseline")}
     assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 2 * 6
     for sample in samples(lease):
-        assert [len(row.response_ids) for row in sample.trajectories] == [2, 6]
+        assert [len(row.response_ids) for row in sample.rows] == [2, 6]
         assert sample.baseline_reward == 2.0
     assert rig.turns.turns == {}
     assert rig.turns.recorded == 2 * 3
@@ -600,7 +604,7 @@ async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() 
         lease = await rig.lease(1)
         status = rig.pump.status()
     (sample,) = samples(lease)
-    assert [row.reward for row in sample.trajectories] == [2.0] * 3
+    assert [row.reward for row in sample.rows] == [2.0] * 3
     assert sample.baseline_reward == 6.0
     assert fleet.sessions == ["sample_0_1"]  # one call: the prompt is prefilled once
     assert [request.sampling["temperature"] for request in fleet.requests] == [1.0, 1.0, 1.0, 0.0]
@@ -666,7 +670,7 @@ async def test_counts() -> None:
 async def test_arrays_of_a_sample_have_the_documented_types() -> None:
     rig = Rig(permits=1, fleet=FakeFleet())
     async with rig.running():
-        row = samples(await rig.lease(1))[0].trajectories[0]
+        row = samples(await rig.lease(1))[0].rows[0]
     types: dict[str, Callable[[Any], bool]] = {
         "response_ids": lambda a: a.dtype == np.int32,
         "response_mask": lambda a: a.dtype == np.bool_,

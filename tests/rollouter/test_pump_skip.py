@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config.schema import Config, SkipConfig, TrainerConfig
 from asyncrl.failures import DataError
 from asyncrl.ports import Edition, Lease
+from asyncrl.trajectory import Trajectory
 from asyncrl.types import DropReason, Prompt, Provenance, Sample, Span, Turn
 from rollouter.probation import Probation
 from rollouter.stages import Serving
@@ -41,7 +42,7 @@ async def run(rig: Rig, number: int, *, trainer_version: int = 0) -> list[Sample
 def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
     assert [sample.sample_id for sample in one] == [sample.sample_id for sample in other]
     for first, second in zip(one, other, strict=True):
-        for mine, yours in zip(first.trajectories, second.trajectories, strict=True):
+        for mine, yours in zip(first.rows, second.rows, strict=True):
             np.testing.assert_array_equal(mine.prompt_ids, yours.prompt_ids)
             np.testing.assert_array_equal(mine.response_ids, yours.response_ids)
             np.testing.assert_array_equal(mine.rollout_log_probs, yours.rollout_log_probs)
@@ -62,8 +63,8 @@ async def test_what_is_recorded_is_replayed_without_an_engine(tmp_path: Path) ->
     for before, after in zip(recorded, replayed, strict=True):
         assert after.replay is not None
         assert (after.replay.step, after.replay.substituted) == (before.sample_id.index, False)
-        assert after.replay.spans == tuple(row.spans for row in before.trajectories)
-        assert [row.spans for row in after.trajectories] == [row.spans for row in before.trajectories]
+        assert after.replay.spans == tuple(row.spans for row in before.rows)
+        assert [row.spans for row in after.rows] == [row.spans for row in before.rows]
     books = (await second.queue.status()).books
     assert (books.replayed, books.substituted) == (6, 0)
     assert second.pump.status()["skip"] == {}
@@ -76,7 +77,7 @@ async def test_versions_are_the_recorded_ones_or_those_of_now(tmp_path: Path) ->
     second = Rig(skip=recording(tmp_path, replay_versions="current"), fleet=FakeFleet(hold=True), total=2)
     second.serving = Serving(7, 21)
     for sample in await run(second, 2, trainer_version=7):
-        assert {row.spans for row in sample.trajectories} == {(Span(0, 7),)}
+        assert {row.spans for row in sample.rows} == {(Span(0, 7),)}
         assert sample.replay is not None
         assert {row[0].version for row in sample.replay.spans} == {0}
 
@@ -102,7 +103,7 @@ async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) 
     assert [sample.provenance for sample in served] == [Provenance.REPLAYED] * 2 + [Provenance.SUBSTITUTED] * 2
     assert [sample.replay.step for sample in served if sample.replay] == [1, 2, 2, 2]
     for sample in served[2:]:
-        np.testing.assert_array_equal(sample.trajectories[0].prompt_ids, recorded[1].trajectories[0].prompt_ids)
+        np.testing.assert_array_equal(sample.rows[0].prompt_ids, recorded[1].rows[0].prompt_ids)
     assert len(scorer.answers) == 4
     books = (await second.queue.status()).books
     assert (books.replayed, books.substituted) == (4, 2)
@@ -123,7 +124,7 @@ async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_re
     await run(Rig(skip=skip, fleet=fleet, total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]), 2)
     assert fleet.sessions == ["sample_0_2"]
     again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)])
-    assert (await run(again, 2))[1].trajectories[0].prompt_ids.tolist() == [5, 6]
+    assert (await run(again, 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
 
 
 async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
 async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
     recorded = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1), 1)
     [one] = find(tmp_path)
-    assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].trajectories]}
+    assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].rows]}
     assert one.read().step == 1
 
 
@@ -166,9 +167,7 @@ async def test_a_turn_that_is_in_the_turn_log_is_not_needed_where_there_is_a_rec
     skip = recording(tmp_path)
     recorded = await run(Rig(skip=skip, fleet=FakeFleet(), total=1), 1)
     again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=1)
-    turn = Turn(
-        np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].trajectories[0].finish_reason
-    )
+    turn = Turn(np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].rows[0].finish_reason)
     await again.turns.record(recorded[0].sample_id, "0", turn)
     assert_same_tokens(recorded, await run(again, 1))
 
@@ -208,7 +207,7 @@ async def test_a_batch_is_recorded_and_replayed_as_one_by_the_step_that_it_is_fo
     assert_same_tokens(recorded, again)
     assert [sample.replay.step for sample in again if sample.replay] == [1] * 4 + [2] * 4
     noted = find(tmp_path)[0].files.read_note("1")["rewards"]
-    assert noted == {str(one.sample_id): [row.reward for row in one.trajectories] for one in recorded[:4]}
+    assert noted == {str(one.sample_id): [row.reward for row in one.rows] for one in recorded[:4]}
 
 
 async def test_a_batch_of_which_a_sample_fails_is_no_record_and_the_rest_is_used(tmp_path: Path) -> None:
@@ -277,9 +276,9 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
 
     class Calling(FakeScorer):
         @SkipManager.annotate(role="reward")
-        async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Any]:
+        async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Any]:
             called.append(prompt)
-            return await super().score(prompt, turns)
+            return await super().score(prompt, trajectories)
 
     skip = recording(tmp_path, "reward")
     rig = Rig(skip=skip, fleet=FakeFleet(), total=1)
@@ -306,9 +305,9 @@ class Remembering(FakeScorer):
         super().__init__()
         self.answers: list[Any] = []
 
-    async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Any]:
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Any]:
         self.answers.append(prompt.ground_truth)
-        return await super().score(prompt, turns)
+        return await super().score(prompt, trajectories)
 
 
 def answered(answer: str) -> Prompt:

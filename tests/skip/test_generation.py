@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.failures import BugError
+from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
 from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from rollouter.agent.tokens import ConversationTokens
 from skip import Call, SkipManager
 from skip.fingerprint import differing
 from skip.generation import Asked, Generated, from_content, step_of_sample, to_content, versions
@@ -33,6 +35,29 @@ def turns(draw: st.DrawFn) -> Turn:
     return Turn(np.array(tokens, dtype=np.int32), log_probs, spans, draw(st.sampled_from(FinishReason)))
 
 
+calls = st.builds(ToolCall, st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), duration_s=st.floats(0, 9))
+
+
+@st.composite
+def conversations(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
+    """Of one turn, or of several in one or more rows."""
+    if draw(st.booleans()):
+        return single_turn(prompt, draw(turns()))
+    tokens = ConversationTokens(draw(st.sampled_from([prompt.prompt_ids, np.array([9], dtype=np.int32)])))
+    infos = []
+    for number in range(draw(st.integers(1, 3))):
+        if number:
+            more = draw(st.lists(ids, min_size=1, max_size=3))
+            (tokens.fork if draw(st.booleans()) else tokens.add_told)(more)
+        turn = draw(turns().filter(lambda turn: len(turn.response_ids) > 0))
+        row, first = tokens.add_turn(turn)
+        made = tuple(draw(st.lists(calls, max_size=2)))
+        infos.append(TurnInfo(row, first, len(turn.response_ids), turn.finish_reason, 0.5, made, draw(st.floats(0, 1))))
+    messages = ({"role": "assistant", "content": draw(st.text(max_size=3))},)
+    scores = draw(st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=2))
+    return Trajectory(tokens.rows(), tuple(infos), draw(st.sampled_from(FinishReason)), messages, scores, {"m": 1.0})
+
+
 @st.composite
 def generated(draw: st.DrawFn) -> Generated:
     prompt = Prompt(
@@ -42,14 +67,23 @@ def generated(draw: st.DrawFn) -> Generated:
         draw(st.sampled_from([None, "7", {"answer": [1, 2]}])),
         {"index": draw(st.integers(0, 5))},
     )
-    return Generated(prompt, tuple(draw(st.lists(turns(), max_size=3))), draw(st.floats(0, 10)))
+    return Generated(prompt, tuple(draw(st.lists(conversations(prompt), max_size=3))), draw(st.floats(0, 10)))
 
 
-def same_turn(one: Turn, other: Turn) -> bool:
+def same_row(one: TokenRow, other: TokenRow) -> bool:
+    arrays = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
+    mine, theirs = ([getattr(row, name) for name in arrays] for row in (one, other))
+    return one.spans == other.spans and all(
+        (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
+    fields = ("turns", "finish_reason", "messages", "scores", "metrics")
     return (
-        one.response_ids.tolist() == other.response_ids.tolist()
-        and one.rollout_log_probs.tobytes() == other.rollout_log_probs.tobytes()
-        and (one.spans, one.finish_reason) == (other.spans, other.finish_reason)
+        all(getattr(one, name) == getattr(other, name) for name in fields)
+        and len(one.rows) == len(other.rows)
+        and all(map(same_row, one.rows, other.rows))
     )
 
 
@@ -61,8 +95,8 @@ def same(one: Generated, other: Generated) -> bool:
             getattr(prompt, name) == getattr(another, name)
             for name in ("messages", "data_source", "ground_truth", "extra_info")
         )
-        and len(one.turns) == len(other.turns)
-        and all(map(same_turn, one.turns, other.turns))
+        and len(one.trajectories) == len(other.trajectories)
+        and all(map(same_trajectory, one.trajectories, other.trajectories))
         and one.generate_s == other.generate_s
     )
 
@@ -76,11 +110,12 @@ def test_samples_come_back(samples: list[Generated]) -> None:
 @given(st.lists(generated(), min_size=1, max_size=2), st.data())
 def test_descriptions_that_do_not_fit_the_tokens_are_refused(samples: list[Generated], data: st.DataObject) -> None:
     content = to_content(samples)
-    turns = [turn for sample in content.data["samples"] for turn in sample["turns"]]
-    what = data.draw(st.sampled_from([*turns, *content.data["samples"]]))
+    made = [one for sample in content.data["samples"] for one in sample["trajectories"]]
+    rows = [row for one in made for row in one["rows"]]
+    what = data.draw(st.sampled_from([*rows, *content.data["samples"]]))
     key = "response_tokens" if "response_tokens" in what else "prompt_tokens"
     what[key] += data.draw(st.sampled_from([-1, 1, -100, 100]))
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match=r"tokens|outside of its row"):
         from_content(content)
 
 
@@ -107,7 +142,8 @@ def skip_of(tmp_path: Path, role: str = "async_rollout", **sections: Any) -> Any
         ({"sampling": {"temperature": 0.9, "max_tokens": 8}}, ("sampling.temperature",)),
         ({"n": 5}, ("n",)),
         ({"baseline": {"temperature": 0.0}}, ("baseline",)),
-        ({"tools": ({"name": "search"},)}, ("tools",)),
+        ({"agent": {"tools": [{"name": "search"}]}}, ("agent.tools",)),
+        ({"extra": 2}, ("extra",)),
     ],
 )
 def test_what_changes_the_answer_changes_the_fingerprint(
@@ -153,7 +189,7 @@ def test_a_malformed_id_shows_the_expected_form(bad: Any) -> None:
 
 @given(st.lists(generated(), max_size=3))
 def test_versions_are_those_of_all_tokens(samples: list[Generated]) -> None:
-    found = [span.version for sample in samples for turn in sample.turns for span in turn.spans]
+    found = {v for sample in samples for one in sample.trajectories for v in one.versions}
     assert versions(samples) == ((min(found), max(found)) if found else None)
 
 
@@ -165,7 +201,7 @@ async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
     @SkipManager.annotate(role="async_rollout")
     async def generate(asked: Asked) -> Generated:
         ran.append(asked.sample_id)
-        return Generated(asked.prompt, (turn,) * asked.n, 1.5)
+        return Generated(asked.prompt, (single_turn(asked.prompt, turn),) * asked.n, 1.5)
 
     config = {"skip": {"async_rollout": settings}}
     with SkipManager.session(Config.model_validate(config)):
@@ -189,7 +225,7 @@ def generated(n: int = 4, *, baseline: bool = False, tokens: int = 3, **columns:
     prompt = Prompt(np.array([7, 8], dtype=np.int32), **columns)
     ids = np.arange(tokens, dtype=np.int32)
     one = Turn(ids, np.zeros(tokens, np.float32), (Span(0, 0),), FinishReason.STOP)
-    return Generated(prompt, (one,) * (n + baseline), has_baseline=baseline)
+    return Generated(prompt, (single_turn(prompt, one),) * (n + baseline), has_baseline=baseline)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ class ModelConfig(Section):
     """Directory of the tokenizer; null: `path`."""
     chat_template: str | None = None
     """File with a Jinja chat template; null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Given to the chat template, say `{enable_thinking: false}`."""
     trust_remote_code: bool = False
     """Let the model's directory run its own Python code. Only for sources you trust."""
     lora_rank: NonNegative = 0

@@ -1,12 +1,13 @@
-"""`rollout` and `reward`: generation, and what responses are worth."""
+"""`rollout`: generation."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import Dtype, NonNegative, Positive, Seconds, Section, Share
+from asyncrl.config.sections.base import Dtype, Positive, Section, Share
+from asyncrl.config.sections.multi_turn import AgentConfig, MultiTurnConfig, OverSampleConfig
 
 
 class SamplingConfig(Section):
@@ -39,7 +40,7 @@ class RolloutConfig(Section):
     n: Positive = 8
     """Responses per prompt (the GRPO group)."""
     response_length: Positive = 256
-    """Most tokens of a response."""
+    """Most tokens of a response: of all its turns, and of what tools and users say between them."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn for training."""
     val: ValSamplingConfig = ValSamplingConfig()
@@ -69,36 +70,8 @@ class RolloutConfig(Section):
     max_attempts: Positive = 3
     """Tries of one generate call, or one call to the reward model, over failures of a replica; aborts by a weight sync
     don't count."""
-
-
-class OverlongBufferConfig(Section):
-    """Soft punishment of overlong responses (DAPO, https://arxiv.org/abs/2503.14476, eq. 13)."""
-
-    enable: bool = False
-    """Subtract from the reward of responses that reach into the last `len` tokens before rollout.response_length."""
-    len: Positive = 64
-    """Tokens over which the punishment rises from 0 to `penalty_factor`."""
-    penalty_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Punishment of a response of full length."""
-
-
-class RewardConfig(Section):
-    """How a response is scored."""
-
-    function: str = "exact_match"
-    """`exact_match`, `math_verify`, `reasoning_gym`, or your own: `module:function` or `path/file.py:function`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments given to every call."""
-    batch: bool = False
-    """The function takes lists, a whole group at a time, and returns a list."""
-    on_error: Literal["stop", "drop"] = "stop"
-    """A function that raises stops the run, or drops the sample within `max_errors`."""
-    max_errors: NonNegative = 16
-    """With `on_error: drop`: the run stops when more samples than this were dropped for it."""
-    timeout_s: Seconds = 60.0
-    """Deadline of one call, of the function or of the reward model's Serve deployment."""
-    max_concurrency: Positive = 8
-    """Calls at once."""
-    weight: float = 1.0
-    """Of the function's score in the reward; the rest is `reward_model.weight` times the model's."""
-    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    over_sample: OverSampleConfig = OverSampleConfig()
+    agent: AgentConfig = AgentConfig()
+    dump_dir: str | None = None
+    """Write every trajectory there as JSONL: messages, tokens, masks, versions, timings, rewards. null: nowhere."""

@@ -1,0 +1,296 @@
+"""A trajectory as lines that rich can draw: what was said, by which version, how fast, and what it was worth. Pure.
+
+What the policy sampled is in colour, in a shade for every other version; what it was told is dim. Nothing is wrapped
+or cut, so that a conversation can be copied; control characters in it are shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.telemetry.screen import DIM
+from asyncrl.trajectory import ToolCall
+from asyncrl.trajectory_lines import DumpedTrajectory, Piece
+from asyncrl.types import FinishReason, Span, versions_per_token
+
+SHADES = ("green", "bright_green")
+"""Of the versions of a trajectory, in turn."""
+_BAD = "red"
+_ROLES = {"assistant": "bold green", "system": "bold magenta", "user": "bold blue", "tool": "bold yellow"}
+_MAX_PART = 80
+"""Characters shown of a part of a message that is no text."""
+_LABEL = 13
+_CONTROLS = {
+    **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: "␡",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
+}
+DecodeToken = Callable[[int], str]
+
+
+def overview(trajectories: Sequence[DumpedTrajectory]) -> Table:
+    """A row for each trajectory of a sample."""
+    table = Table(box=None, header_style=DIM)
+    for column in ("trajectory", "turns", "tool calls", "tokens"):
+        table.add_column(column, justify="right")
+    table.add_column("versions")
+    table.add_column("reward", justify="right")
+    table.add_column("finish")
+    for one in trajectories:
+        trajectory = one.trajectory
+        table.add_row(
+            str(one.number),
+            str(len(trajectory.turns)),
+            str(trajectory.num_calls),
+            f"{trajectory.num_sampled:,}",
+            _versions(sorted(trajectory.versions), "–"),
+            _amount(one.score.reward),
+            str(trajectory.finish_reason),
+        )
+    return table
+
+
+def title(one: DumpedTrajectory) -> Text:
+    name = f"{one.sample_id} · trajectory {one.number} of {one.num_trajectories}"
+    return Text().append(name, style="bold").append(f" · {visible(one.data_source)}", style=DIM)
+
+
+def conversation(one: DumpedTrajectory) -> Iterator[Text]:
+    """All messages, turn by turn."""
+    messages, turns = one.trajectory.messages, one.trajectory.turns
+    places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    # What the policy said comes last: answers in the prompt, as examples are, are before it.
+    turn_at = dict(zip(reversed(places), range(len(turns) - 1, -1, -1), strict=False))
+    next_turn = 0
+    told = 0
+    """Messages since the last turn."""
+    for place, message in enumerate(messages):
+        if place in turn_at:
+            for number in range(next_turn, turn_at[place] + 1):
+                answered = place + 1 < len(messages) and place + 1 not in turn_at
+                yield from _turn(one, number, message if number == turn_at[place] else {}, answered=answered)
+            next_turn, told = turn_at[place] + 1, 0
+        else:
+            yield from _told(message, _told_tokens(one, next_turn) if told == 0 else "")
+            told += 1
+    for number in range(next_turn, len(turns)):
+        yield from _turn(one, number, {}, answered=False)
+
+
+def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
+    """What it was worth, how it ended, and what became of it. `fate` is of the sample, empty if it is not known."""
+    trajectory, score = one.trajectory, one.score
+    reward = _labelled("reward").append(_amount(score.reward), style="bold")
+    for name, value in score.extra.items():
+        reward.append(f"   {visible(name)} ", style=DIM).append(_amount(value))
+    yield reward
+    if any(score.turn_rewards):
+        yield _labelled("of turns").append("  ".join(map(_signed, score.turn_rewards)))
+    for label, values in (("scores", trajectory.scores), ("metrics", trajectory.metrics)):
+        if values:
+            told = (f"{visible(name)} {_amount(value)}" for name, value in values.items())
+            yield _labelled(label).append("   ".join(told))
+    if one.baseline_reward is not None:
+        yield _labelled("baseline").append(_amount(one.baseline_reward))
+    turns = len(trajectory.turns)
+    yield _labelled("finish").append(
+        f"{trajectory.finish_reason} · {trajectory.num_sampled:,} tokens in {turns} turn{'s' * (turns > 1)} · "
+        f"{_versions(sorted(trajectory.versions), '–')}"
+    )
+    if one.ground_truth is not None:
+        yield _labelled("ground truth").append(visible(_content(one.ground_truth)))
+    yield _labelled("sample").append(f"generated in {_seconds(one.generate_s)}, scored in {_seconds(one.reward_s)}")
+    if one.replayed_from is not None:
+        more = ", which is of something else than was asked" if one.substituted else ""
+        yield _labelled("replayed").append(f"from the record of step {one.replayed_from}{more}")
+    if fate:
+        yield _labelled("then").append(fate)
+    if one.at:
+        yield _labelled("dumped").append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at)))
+
+
+def tokens(one: DumpedTrajectory, decode: DecodeToken) -> Iterator[Text]:
+    """Every row, token by token: its place, id, mask, version, log-prob and text."""
+    shades = _shades(one)
+    for number, row in enumerate(one.trajectory.rows):
+        sampled = int(row.response_mask.sum())
+        yield Text(
+            f"row {number} · {len(row.prompt_ids):,} tokens of prompt, {len(row.response_ids):,} of response, "
+            f"{sampled:,} of them sampled",
+            style="bold",
+        )
+        yield Text(f"{'place':>7} {'id':>8} {'mask':>6} {'version':>8} {'log-prob':>10}  text", style=DIM)
+        for place, token in enumerate(row.prompt_ids.tolist()):
+            yield Text(f"{place:>7} {token:>8} {'prompt':>6} {'':>8} {'':>10}  {_quoted(decode(token))}", style=DIM)
+        versions = versions_per_token(row.spans, len(row.response_ids))
+        columns = (row.response_ids, row.response_mask, versions, row.rollout_log_probs)
+        for place, (token, mask, version, log_prob) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            head = f"{place:>7} {token:>8} {int(mask):>6} "
+            told = f"{f'v{version}':>8} {log_prob:>10.5f}" if mask else f"{'':>8} {'':>10}"
+            yield Text(f"{head}{told}  {_quoted(decode(token))}", style=shades[version] if mask else DIM)
+
+
+def visible(text: str) -> str:
+    """Control characters and halves of characters as signs: a terminal obeys nothing that a model or a tool wrote."""
+    return text.translate(_CONTROLS)
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def _told(message: Mapping[str, Any], about: str) -> Iterator[Text]:
+    role = str(message.get("role", "?"))
+    yield _header(role, [visible(str(message["name"])) if message.get("name") else "", about])
+    text = _content(message.get("content"))
+    if message.get("tool_calls"):
+        text = f"{text}\n{_json(message['tool_calls'])}".lstrip("\n")
+    yield Text(visible(text), style=DIM)
+
+
+def _told_tokens(one: DumpedTrajectory, next_turn: int) -> str:
+    """How many tokens all that was said to the policy before that turn is."""
+    turns, rows = one.trajectory.turns, one.trajectory.rows
+    if next_turn == 0:
+        turn = turns[0]
+        return f"prompt of {len(rows[turn.row].prompt_ids) + turn.first_token:,} tokens"
+    if next_turn == len(turns) or turns[next_turn].row != turns[next_turn - 1].row:
+        return ""
+    before = turns[next_turn - 1]
+    return f"{turns[next_turn].first_token - before.first_token - before.num_tokens:,} tokens"
+
+
+def _turn(one: DumpedTrajectory, number: int, message: Mapping[str, Any], *, answered: bool) -> Iterator[Text]:
+    """`answered`: what its tools said is in the next messages."""
+    trajectory = one.trajectory
+    turn = trajectory.turns[number]
+    row = trajectory.rows[turn.row]
+    if number and turn.row != trajectory.turns[number - 1].row:
+        told = f"the chat template rewrote the history: row {turn.row} begins, with {len(row.prompt_ids):,} tokens"
+        yield Text(f"── {told} ──", style=DIM)
+    versions = _versions_of(row.spans, turn.first_token, turn.num_tokens)
+    about = [f"turn {number}", f"{turn.num_tokens:,} tokens", _versions(versions, "→")]
+    if one.recorded_spans and one.recorded_spans[turn.row]:
+        recorded = _versions_of(one.recorded_spans[turn.row], turn.first_token, turn.num_tokens)
+        about.append(f"recorded {_versions(recorded, '→')}")
+    if turn.generate_s > 0:
+        about += [_seconds(turn.generate_s), f"{turn.num_tokens / turn.generate_s:,.0f} tok/s"]
+    if turn.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALL):
+        about.append(str(turn.finish_reason))
+    if turn.user_s > 0:
+        about.append(f"answered in {_seconds(turn.user_s)}")
+    reward = one.score.turn_rewards[number] if number < len(one.score.turn_rewards) else turn.reward
+    if reward:
+        about.append(f"reward {_signed(reward)}")
+    yield _header("assistant", about)
+    yield _sampled(one, number, message)
+    for call in turn.calls:
+        yield from _call(call, answered=answered)
+
+
+def _sampled(one: DumpedTrajectory, number: int, message: Mapping[str, Any]) -> Text:
+    shades = _shades(one)
+    found = one.texts[number] if one.texts else ()
+    if not found:
+        content = _content(message.get("content"))
+        version = next(iter(_turn_versions(one, number)), None)
+        found = (Piece(version, content),) if version is not None else ()
+    text = Text()
+    for place, piece in enumerate(found):
+        if place:
+            text.append(f"⟨v{piece.version}⟩", style=DIM)
+        text.append(visible(piece.text), style=shades.get(piece.version, SHADES[0]))
+    return text
+
+
+def _call(call: ToolCall, *, answered: bool) -> Iterator[Text]:
+    text = Text().append("→ ", style=DIM).append(visible(call.name), style="bold yellow")
+    text.append(f"({visible(call.arguments)})  ").append(call.status, style="green" if call.status == "ok" else _BAD)
+    about = [_seconds(call.duration_s)]
+    if call.wait_s > 0:
+        about.append(f"waited {_seconds(call.wait_s)}")
+    if call.reward:
+        about.append(f"reward {_signed(call.reward)}")
+    about += [f"{visible(name)} {_amount(value)}" for name, value in call.metrics.items()]
+    yield text.append(f" · {' · '.join(about)}", style=DIM)
+    if not answered:
+        yield Text(visible(call.result), style=DIM)
+
+
+def _header(role: str, about: Sequence[str]) -> Text:
+    text = Text("\n").append(visible(role), style=_ROLES.get(role, "bold"))
+    told = " · ".join(part for part in about if part)
+    return text.append(f" · {told}", style=DIM) if told else text
+
+
+def _content(content: Any) -> str:
+    """A message's content as text; images and the like by what they are."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return "\n".join(_part(part) for part in content)
+    return _json(content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    text = _json(part)
+    return f"[{text if len(text) <= _MAX_PART else f'{text[:_MAX_PART]}…'}]"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _quoted(text: str) -> str:
+    return visible(json.dumps(text, ensure_ascii=False))
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def _shades(one: DumpedTrajectory) -> dict[int, str]:
+    return {version: SHADES[place % 2] for place, version in enumerate(sorted(one.trajectory.versions))}
+
+
+def _turn_versions(one: DumpedTrajectory, number: int) -> list[int]:
+    turn = one.trajectory.turns[number]
+    return _versions_of(one.trajectory.rows[turn.row].spans, turn.first_token, turn.num_tokens)
+
+
+def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int]:
+    """Of these tokens, in order, neighbours of one version being one."""
+    versions: list[int] = []
+    for version in versions_per_token(spans, first + num_tokens)[first:].tolist():
+        if not versions or versions[-1] != version:
+            versions.append(version)
+    return versions
+
+
+def _versions(versions: Sequence[int], between: str) -> str:
+    """`v3→v4`; of several in between, where nothing but the range is meant, the ends."""
+    ends = [versions[0], versions[-1]] if between == "–" and len(versions) > 2 else versions
+    return between.join(f"v{version}" for version in ends)
+
+
+def _labelled(label: str) -> Text:
+    return Text().append(f"{label:<{_LABEL}}", style=DIM)
+
+
+def _amount(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.1f} s"

@@ -1,0 +1,280 @@
+"""A scored trajectory as a line of JSON, for people and their scripts. Pure.
+
+    {"sample_id": "sample_0_42", "trajectory": 0, "num_trajectories": 8, "run": …, …,
+     "messages": [{"role": "user", …}, …],
+     "turns": [{"row": 0, "first_token": 0, "num_tokens": 34, "calls": [{"name": …}], "text": [[version, text]], …}],
+     "rows": [{"prompt_ids": […], "response_ids": […], "response_mask": [[1, 34], [0, 12]], "spans": [[0, 3]], …}]}
+
+`response_mask` is in run lengths, `rollout_log_probs` are rounded. `asyncrl.trajectory_files` says where lines are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.payloads import spans_from_json
+from asyncrl.ports import Score
+from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
+from asyncrl.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
+
+Decode = Callable[[TokenIds], str]
+
+PROMPT_ROLE = "prompt"
+"""Of the message that stands for a prompt of which only tokens are known."""
+LOG_PROB_DIGITS = 5
+MAX_REPR = 2000
+"""Characters kept of a value that is no JSON."""
+MAX_DEPTH = 32
+"""Of values inside each other; what lies deeper becomes its repr."""
+_NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+_MEASURED = ("generate_s", "user_s", "duration_s", "wait_s", "reward")
+
+
+class Piece(NamedTuple):
+    """Text that one version of the weights sampled."""
+
+    version: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DumpedTrajectory:
+    """One line: a trajectory, what it was worth, and where it came from."""
+
+    sample_id: SampleId
+    number: int
+    """Which of the sample's trajectories it is, from 0."""
+    num_trajectories: int
+    run: str
+    """The run's directory."""
+    at: float
+    """When it was written, wall clock (`time.time`); the same for all trajectories of a write."""
+    trajectory: Trajectory
+    """Its messages are the whole conversation, also where there is one turn; its spans are those that count."""
+    score: Score
+    texts: tuple[tuple[Piece, ...], ...] = ()
+    """Of each turn, what was sampled; special tokens are left out."""
+    data_source: str = "default"
+    ground_truth: Any = None
+    generate_s: float = 0.0
+    """Of the whole sample, as `reward_s`."""
+    reward_s: float = 0.0
+    baseline_reward: float | None = None
+    replayed_from: int | None = None
+    """The step of the record that it is out of; None: it was generated."""
+    substituted: bool = False
+    recorded_spans: tuple[tuple[Span, ...], ...] = ()
+    """Of each row, where they are others than those that count."""
+
+
+def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
+    """The text of a turn by the versions that sampled it."""
+    end = turn.first_token + turn.num_tokens
+    ids = row.response_ids[turn.first_token : end]
+    versions = versions_per_token(row.spans, len(row.response_ids))[turn.first_token : end]
+    ends = (np.flatnonzero(np.diff(versions)) + 1).tolist()
+    found, before = [], ""
+    for first, last in zip([0, *ends], [*ends, len(ids)], strict=True):
+        if last > first:
+            text = _text(ids[:last], decode, whole=last == len(ids))
+            # Behind what is there already: a token's text may depend on those before it.
+            found.append(Piece(int(versions[first]), text[len(before) :]))
+            before = text
+    return tuple(found)
+
+
+def _text(ids: TokenIds, decode: Decode, *, whole: bool) -> str:
+    text = decode(ids)
+    # A character whose other half is still to come belongs to whoever completed it.
+    return text if whole else text.rstrip("\ufffd")
+
+
+def as_json(one: DumpedTrajectory) -> dict[str, Any]:
+    """What is in its line; `sample_id` comes first."""
+    trajectory, score = one.trajectory, one.score
+    told = {
+        "sample_id": str(one.sample_id),
+        "trajectory": one.number,
+        "num_trajectories": one.num_trajectories,
+        "run": one.run,
+        "at": one.at,
+        "data_source": one.data_source,
+        "ground_truth": one.ground_truth,
+        "finish_reason": str(trajectory.finish_reason),
+        "reward": score.reward,
+        "reward_extra": score.extra,
+        "turn_rewards": score.turn_rewards,
+        "scores": trajectory.scores,
+        "metrics": trajectory.metrics,
+        "generate_s": one.generate_s,
+        "reward_s": one.reward_s,
+        "baseline_reward": one.baseline_reward,
+        "replayed_from": one.replayed_from,
+        "substituted": one.substituted,
+        "messages": trajectory.messages,
+        "turns": [
+            {**_values(turn), "calls": [_values(call) for call in turn.calls], "text": text}
+            for turn, text in zip(trajectory.turns, one.texts or ((),) * len(trajectory.turns), strict=True)
+        ],
+    }
+    recorded = one.recorded_spans or ((),) * len(trajectory.rows)
+    rows = [_row_as_json(row, spans) for row, spans in zip(trajectory.rows, recorded, strict=True)]
+    return {**plain(told), "rows": rows}
+
+
+def to_line(one: DumpedTrajectory) -> bytes:
+    """Its line, newline included."""
+    text = json.dumps(as_json(one), ensure_ascii=False, allow_nan=False)
+    # A half of a character, as a cut text may have it, is no UTF-8, and so is escaped.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def parse(line: bytes) -> DumpedTrajectory:
+    """What `to_line` was given; what was no JSON then is its repr now.
+
+    Raises:
+        ValueError: it is no such line.
+    """
+    try:
+        return _parse(json.loads(line))
+    except _NO_SUCH_LINE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """`value` in JSON types: numbers that are not finite become null, and what is no JSON its repr."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, np.generic):
+        return plain(value.item(), depth + 1) if depth < MAX_DEPTH else _shown(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if depth < MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {str(key): plain(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner, depth + 1) for inner in value]
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  code of whoever made the data set
+        return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text):,} characters)"
+
+
+def _values(value: TurnInfo | ToolCall) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _row_as_json(row: TokenRow, recorded: Sequence[Span]) -> dict[str, Any]:
+    told = {
+        "prompt_ids": row.prompt_ids.tolist(),
+        "response_ids": row.response_ids.tolist(),
+        "response_mask": [[int(value), count] for value, count in mask_runs(row.response_mask)],
+        "rollout_log_probs": _log_probs_as_json(row.rollout_log_probs),
+        "spans": [list(span) for span in row.spans],
+    }
+    return {**told, "recorded_spans": [list(span) for span in recorded]} if recorded else told
+
+
+def _log_probs_as_json(log_probs: LogProbs) -> list[float | None]:
+    rounded = np.round(log_probs.astype(np.float64), LOG_PROB_DIGITS)
+    listed: list[float | None] = rounded.tolist()
+    if not np.isfinite(rounded).all():
+        return [value if value is not None and math.isfinite(value) else None for value in listed]
+    return listed
+
+
+def mask_runs(mask: NDArray[np.bool_]) -> list[tuple[bool, int]]:
+    """Run lengths: the value, and how many neighbours have it."""
+    if not len(mask):
+        return []
+    starts = np.flatnonzero(np.concatenate([[True], mask[1:] != mask[:-1]]))
+    lengths = np.diff(np.append(starts, len(mask)))
+    return list(zip(mask[starts].tolist(), lengths.tolist(), strict=True))
+
+
+def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
+    rows = tuple(_parse_row(row) for row in raw["rows"])
+    turns = tuple(_parse_turn(turn, rows) for turn in raw["turns"])
+    if not turns:
+        raise ValueError("it has no turn")
+    recorded = tuple(_spans(row.get("recorded_spans", ())) for row in raw["rows"])
+    messages = tuple({**message} for message in raw["messages"])
+    trajectory = Trajectory(
+        rows, turns, FinishReason(raw["finish_reason"]), messages, _numbers(raw["scores"]), _numbers(raw["metrics"])
+    )
+    baseline, replayed_from = raw["baseline_reward"], raw["replayed_from"]
+    return DumpedTrajectory(
+        sample_id=SampleId.parse(raw["sample_id"]),
+        number=int(raw["trajectory"]),
+        num_trajectories=int(raw["num_trajectories"]),
+        run=str(raw["run"]),
+        at=float(raw["at"]),
+        trajectory=trajectory,
+        score=Score(
+            _number(raw["reward"]), _numbers(raw["reward_extra"]), tuple(_number(each) for each in raw["turn_rewards"])
+        ),
+        texts=tuple(tuple(Piece(int(version), str(text)) for version, text in turn["text"]) for turn in raw["turns"]),
+        data_source=str(raw["data_source"]),
+        ground_truth=raw["ground_truth"],
+        generate_s=_number(raw["generate_s"]),
+        reward_s=_number(raw["reward_s"]),
+        baseline_reward=None if baseline is None else float(baseline),
+        replayed_from=None if replayed_from is None else int(replayed_from),
+        substituted=bool(raw["substituted"]),
+        recorded_spans=recorded if any(recorded) else (),
+    )
+
+
+def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
+    runs = raw["response_mask"]
+    mask = np.repeat(np.array([bool(value) for value, _ in runs], np.bool_), [int(count) for _, count in runs])
+    log_probs = np.array([_number(value) for value in raw["rollout_log_probs"]], np.float32)
+    prompt_ids, response_ids = (np.array(raw[name], np.int32).reshape(-1) for name in ("prompt_ids", "response_ids"))
+    if not len(response_ids) == len(mask) == len(log_probs):
+        raise ValueError("a row's tokens, mask and log-probs are of different lengths")
+    spans = _spans(raw["spans"])
+    if len(response_ids) and (not spans or spans[0].first_token):
+        raise ValueError("a row's first tokens have no version")
+    return TokenRow(prompt_ids, response_ids, mask, log_probs, spans)
+
+
+def _parse_turn(raw: Mapping[str, Any], rows: Sequence[TokenRow]) -> TurnInfo:
+    calls = tuple(ToolCall(**{**_measured(call), "metrics": _numbers(call["metrics"])}) for call in raw["calls"])
+    values = {name: value for name, value in _measured(raw).items() if name != "text"}
+    turn = TurnInfo(**{**values, "calls": calls, "finish_reason": FinishReason(raw["finish_reason"])})
+    end = turn.first_token + turn.num_tokens
+    if turn.row not in range(len(rows)) or not 0 <= turn.first_token <= end <= len(rows[turn.row].response_ids):
+        raise ValueError("a turn lies outside of its row")
+    return turn
+
+
+def _measured(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) if name in _MEASURED else value for name, value in raw.items()}
+
+
+def _spans(raw: Any) -> tuple[Span, ...]:
+    return tuple(Span(*span) for span in spans_from_json(raw))
+
+
+def _number(raw: Any) -> float:
+    return math.nan if raw is None else float(raw)
+
+
+def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(value) for name, value in raw.items()}

@@ -1,0 +1,1 @@
+"""The built-in agent: one conversation at a time, request by request."""

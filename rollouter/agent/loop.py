@@ -1,0 +1,340 @@
+"""One conversation: the policy's turns, and what tools and users say between them.
+
+    reset ─▶ ask for a turn ─▶ parse ─┬─ calls ─▶ tools, all at once ─▶ their answers as tokens ──┐
+             ▲                        ├─ none, and there is an environment ─▶ step ─▶ its reply ──┤
+             │                        └─ none ─▶ the end                                          │
+             └────────────────────────────────────────────────────────────────────────────────────┘
+
+Each conversation is one task, so a slow tool holds up its own conversation only. What happens next is decided by
+`rollouter.agent.state`; which tokens that makes, by `rollouter.agent.chat`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import numpy as np
+
+from asyncrl.config.schema import Config, MultiTurnConfig
+from asyncrl.failures import BugError, DataError, first_failure
+from asyncrl.trajectory import ToolCall, Trajectory, TurnInfo
+from asyncrl.types import FinishReason, Prompt, SampleId, Turn
+from rollouter.agent.asking import AskTurn, TurnRequest
+from rollouter.agent.chat import Chat
+from rollouter.agent.parsing import CallParser, Parsed, assistant_message, call_id, tool_message
+from rollouter.agent.state import Limits, Machine, Phase
+from rollouter.agent.tokens import ConversationTokens
+from rollouter.drops import TooLongError
+from rollouter.interactions.base import EpisodeContext, Message
+from rollouter.interactions.loading import Interactions
+from rollouter.interactions.session import InteractionSession
+from rollouter.tools.base import ToolContext
+from rollouter.tools.box import ToolBox, ToolSession
+
+logger = logging.getLogger(__name__)
+
+
+class MismatchError(DataError):
+    """A finished conversation has other tokens than the chat template gives it, and that is not to be trained on."""
+
+
+@dataclass(slots=True)
+class AgentCounts:
+    """Cumulative, of this process."""
+
+    turns: int = 0
+    rewrites: int = 0
+    """Conversations that the template's rewriting has forked into rows."""
+    mismatches: int = 0
+    """Conversations that differ from a full re-tokenization."""
+
+
+@dataclass(slots=True)
+class _Course:
+    """What has happened in one conversation so far."""
+
+    messages: list[Message]
+    tokens: ConversationTokens
+    turns: list[TurnInfo] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    forks: int = 0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Of several calls, the sum counts."""
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+class Agent:
+    """Holds conversations, any number at a time. Its tools are open while it is used."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        chat: Chat,
+        parser: CallParser,
+        schemas: Sequence[Mapping[str, Any]] = (),
+        tools: ToolBox | None,
+        interactions: Interactions | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            schemas: Of the tools.
+            tools: None: the model has none.
+            interactions: None: nobody answers the model.
+        """
+        self._settings: MultiTurnConfig = config.rollout.multi_turn
+        self._limits = Limits(
+            max_assistant_turns=self._settings.max_assistant_turns,
+            max_user_turns=self._settings.max_user_turns,
+            max_model_len=config.max_model_len,
+            max_response_tokens=config.rollout.response_length,
+            has_environment=interactions is not None,
+        )
+        self._template_kwargs = config.model.chat_template_kwargs
+        self._chat = chat
+        self._parser = parser
+        self.schemas = tuple(schemas)
+        self._tools = tools
+        self._interactions = interactions
+        self._clock = clock
+        self._waiting: Callable[[str], AbstractContextManager[None]] = lambda edge: nullcontext()
+        self._told_mismatch = False
+        self.counts = AgentCounts()
+
+    async def __aenter__(self) -> Self:
+        """Conversations are held while it is open. Raises as the tools do."""
+        if self._tools is not None:
+            await self._tools.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._interactions is not None:
+                await self._interactions.aclose()
+        finally:
+            if self._tools is not None:
+                await self._tools.__aexit__(kind, error, trace)
+
+    def watch(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
+        """See `Converser.watch`."""
+        self._waiting = waiting
+
+    def status(self) -> Mapping[str, float]:
+        """Cumulative counts of this process, by the names of their metrics (`rollouter/…`)."""
+        told: dict[str, float] = {
+            "turns": self.counts.turns,
+            "rewrites": self.counts.rewrites,
+            "token_mismatches": self.counts.mismatches,
+        }
+        if self._tools is not None:
+            counts = dict(self._tools.counts())
+            told |= {"tool_calls": counts.pop("calls", 0), "tool_s": self._tools.tool_s}
+            told |= {f"tool_calls/{status}": count for status, count in counts.items()}
+        return told
+
+    def identity(self) -> Mapping[str, Any]:
+        """What its conversations depend on besides prompt and sampling, as JSON values by name."""
+        settings = self._settings.model_dump(mode="json", exclude={"tools", "interactions", "enable", "timeout_s"})
+        return {
+            **settings,
+            "tools": list(self.schemas),
+            "chat_template_kwargs": self._template_kwargs,
+            "interactions": [one.model_dump(mode="json") for one in self._settings.interactions],
+        }
+
+    async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:
+        """One trajectory, from the prompt to its end.
+
+        Args:
+            sample_id: Of training; of validation, its name.
+            number: The trajectory's, within the sample.
+            ask: Gets a turn from the engines.
+
+        Raises:
+            ToolFailedError: a tool or an environment failed, and the model was not to be told.
+            TooLongError: no turn was completed in `multi_turn.timeout_s`.
+            MismatchError: see `tokenization_sanity_check_mode`.
+            DataError: the template refuses a message, or the prompt leaves no room; what `ask` raises.
+        """
+        machine = Machine(self._limits)
+        course = _Course(list(prompt.messages), ConversationTokens(prompt.prompt_ids))
+        about = (sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        async with AsyncExitStack() as stack:
+            tools = await stack.enter_async_context(self._tools.session(ToolContext(*about))) if self._tools else None
+            user = None
+            if self._interactions is not None:
+                user = await stack.enter_async_context(self._interactions.session(EpisodeContext(*about)))
+            with anyio.move_on_after(self._settings.timeout_s) as scope:
+                await self._begin(machine, course, prompt, user)
+                while machine.phase is Phase.RUNNING:
+                    await self._turn(machine, course, ask, tools, user)
+            if scope.cancelled_caught:
+                machine.time_out()
+            if machine.phase is Phase.FAILED:
+                raise TooLongError(
+                    f"{sample_id}, trajectory {number}: no turn was complete within rollout.multi_turn.timeout_s = "
+                    f"{self._settings.timeout_s:g} s; raise it, or lower rollout.response_length"
+                )
+            scores: dict[str, float] = dict(await tools.scores()) if tools else {}
+            if user is not None and (score := await user.score()) is not None:
+                scores["environment"] = score
+        return self._finished(machine, course, scores)
+
+    async def _begin(self, machine: Machine, course: _Course, prompt: Prompt, user: InteractionSession | None) -> None:
+        prompt_ids = prompt.prompt_ids
+        said = await user.reset() if user is not None else ()
+        if said:
+            course.messages += said
+            prompt_ids = np.asarray(self._chat.prompt(course.messages), dtype=np.int32)
+            course.tokens = ConversationTokens(prompt_ids)
+        machine.start(len(prompt_ids))
+        if machine.room < 1:
+            raise DataError(
+                f"the conversation begins with {len(prompt_ids)} tokens and the model's context is "
+                f"{self._limits.max_model_len} (rollout.max_model_len): there is no room for a turn"
+            )
+
+    async def _turn(
+        self,
+        machine: Machine,
+        course: _Course,
+        ask: AskTurn,
+        tools: ToolSession | None,
+        user: InteractionSession | None,
+    ) -> None:
+        """One turn of the policy, and what is said to it."""
+        number, started = machine.assistant_turns, self._clock()
+        turn = await ask(TurnRequest(number, course.tokens.context, machine.room))
+        row, first = course.tokens.add_turn(turn)
+        generate_s = self._clock() - started
+        parsed = self._parser.parse(turn.response_ids.tolist())
+        course.messages.append(assistant_message(parsed, turn=number))
+        machine.sampled(len(turn.response_ids), turn.finish_reason, num_calls=len(parsed.calls) + parsed.malformed)
+        calls = machine.phase is Phase.TOOL_CALLING
+        reason = FinishReason.TOOL_CALL if calls else turn.finish_reason
+        course.turns.append(TurnInfo(row, first, len(turn.response_ids), reason, generate_s))
+        self.counts.turns += 1
+        if calls:
+            assert tools is not None  # whoever has no tools has no parser that finds calls
+            await self._call_tools(machine, course, parsed, tools, turn)
+        elif machine.phase is Phase.INTERACTING:
+            assert user is not None  # `Limits.has_environment`
+            await self._step(machine, course, parsed, user, turn)
+
+    async def _call_tools(
+        self, machine: Machine, course: _Course, parsed: Parsed, tools: ToolSession, turn: Turn
+    ) -> None:
+        number = len(course.turns) - 1
+        outcomes: list[ToolCall] = []
+        done = False
+        if parsed.malformed:
+            outcomes.append(tools.malformed(parsed.content))
+        limit = self._settings.max_parallel_calls
+        made: list[Any] = [None] * len(parsed.calls)
+
+        async def call(place: int) -> None:
+            one = parsed.calls[place]
+            with self._waiting("tool"):
+                made[place] = await tools.call(one.name, one.arguments_json, turn=number)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for place in range(min(limit, len(parsed.calls))):
+                    group.start_soon(call, place)
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        for place, one in enumerate(parsed.calls):
+            if place < limit:
+                outcomes.append(made[place].call)
+                done = done or made[place].done
+            else:
+                outcomes.append(tools.refused(one.name, one.arguments_json, limit))
+        settings = self._settings
+        outcomes = [
+            replace(
+                outcome,
+                result=self._chat.cut(
+                    outcome.result, settings.max_tool_response_length, settings.tool_response_truncate_side
+                ),
+            )
+            for outcome in outcomes
+        ]
+        reward = course.turns[-1].reward + sum(outcome.reward for outcome in outcomes)
+        course.turns[-1] = replace(course.turns[-1], calls=tuple(outcomes), reward=reward)
+        for outcome in outcomes:
+            course.add(outcome.metrics)
+        ids = [call_id(number, place) for place in range(len(outcomes))]
+        answers = [tool_message(each, told.name, told.result) for each, told in zip(ids, outcomes, strict=True)]
+        self._say(machine, course, answers, turn, done=done)
+
+    async def _step(
+        self, machine: Machine, course: _Course, parsed: Parsed, user: InteractionSession, turn: Turn
+    ) -> None:
+        started = self._clock()
+        with self._waiting("user"):
+            reply = await user.step(parsed.content, tuple(course.messages))
+        course.turns[-1] = replace(
+            course.turns[-1], reward=course.turns[-1].reward + reply.reward, user_s=self._clock() - started
+        )
+        course.add(reply.metrics)
+        self._say(machine, course, [{"role": "user", "content": reply.text}], turn, done=reply.done)
+
+    def _say(self, machine: Machine, course: _Course, new: Sequence[Message], turn: Turn, *, done: bool) -> None:
+        """Put what was answered before the policy, if it has a turn left to read it."""
+        if done:
+            machine.end()
+            return
+        extension = self._chat.extend(course.messages, new, turn.response_ids.tolist())
+        rewritten = len(extension.ids) if extension.rewritten else None
+        if not machine.answered(0 if extension.rewritten else len(extension.ids), context_tokens=rewritten):
+            return
+        course.messages += new
+        if extension.rewritten:
+            course.tokens.fork(extension.ids)
+            course.forks += 1
+        else:
+            course.tokens.add_told(extension.ids)
+
+    def _finished(self, machine: Machine, course: _Course, scores: Mapping[str, float]) -> Trajectory:
+        reason = machine.finish_reason
+        if reason is None or machine.phase is not Phase.COMPLETED:
+            raise BugError(f"a conversation ended while it was {machine.phase}")
+        rows = course.tokens.rows()
+        self.counts.rewrites += course.forks > 0
+        trajectory = Trajectory(rows, tuple(course.turns), reason, tuple(course.messages), scores, dict(course.metrics))
+        # Of what was sampled last, the messages may hold no more than a part: a turn cut short by its length.
+        if self._settings.tokenization_sanity_check_mode != "off" and reason is not FinishReason.LENGTH:
+            self._check(trajectory)
+        return trajectory
+
+    def _check(self, trajectory: Trajectory) -> None:
+        row = trajectory.rows[-1]
+        ids = np.concatenate([row.prompt_ids, row.response_ids]).tolist()
+        difference = self._chat.difference(ids, _up_to_last_turn(trajectory.messages))
+        if difference is None:
+            return
+        self.counts.mismatches += 1
+        told = f"a conversation has other tokens than the chat template gives it: {difference}"
+        if self._settings.tokenization_sanity_check_mode == "strict":
+            raise MismatchError(f"{told} (rollout.multi_turn.tokenization_sanity_check_mode=strict)")
+        log = logger.debug if self._told_mismatch else logger.warning
+        self._told_mismatch = True
+        log("%s. What is trained on are the tokens that were sampled; such conversations are counted", told)
+
+
+def _up_to_last_turn(messages: Sequence[Message]) -> Sequence[Message]:
+    """Rows end with the last turn of the assistant."""
+    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]

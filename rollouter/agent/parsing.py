@@ -1,0 +1,261 @@
+"""What the model sampled, as content, reasoning and tool calls: vLLM's own parsers, chosen by name.
+
+Nothing that a model writes raises here. What was meant as a call and is none is `malformed`, so that the model can be
+told, and the turn does not pass for an answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.failures import ConfigError
+from rollouter.user_code import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+NO_TOOLS = "no_tools"
+"""The format of models that call nothing: all is content."""
+KEY = "rollout.multi_turn.format"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    name: str
+    arguments_json: str
+    """As the parser gives them; of no certain type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One turn of the model."""
+
+    content: str
+    """Without reasoning, calls and the end-of-turn token. With `malformed`, all that was written."""
+    calls: tuple[ParsedCall, ...] = ()
+    malformed: bool = False
+    """It holds what looks like a call and cannot be read as one."""
+    reasoning: str = ""
+    """What stood in a leading `<think>…</think>`, or before `</think>` where the prompt had opened it."""
+    text: str = ""
+    """All of it but the end-of-turn token, as written."""
+
+
+class CallParser:
+    """Reads the turns of one model. One vLLM parser is made for each turn, since they keep state."""
+
+    def __init__(
+        self,
+        format: str,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        """Load vLLM's parser; that takes seconds the first time.
+
+        Args:
+            format: The name of a parser of vLLM, or `no_tools`.
+            tokenizer: The model's.
+            tools: OpenAI function schemas of what it may call.
+            end_ids: Tokens that end a turn besides the tokenizer's own.
+
+        Raises:
+            ConfigError: there is no parser of that name, or it is for another tokenizer.
+        """
+        self._tokenizer = tokenizer
+        self._end_ids = {*end_ids, tokenizer.eos_token_id}
+        self._warned: set[str] = set()
+        self._vllm = None
+        if format != NO_TOOLS:
+            check_format(format)
+            self._vllm = _VllmParser(format, tokenizer, tools)
+
+    def parse(self, ids: Sequence[int]) -> Parsed:
+        """Read one turn, its end-of-turn token included or not."""
+        text = self._text(ids)
+        reasoning, content = _split_reasoning(text)
+        if self._vllm is None or not content.strip():
+            return Parsed(content, reasoning=reasoning, text=text)
+        try:
+            told, calls = self._vllm.extract(content)
+        except Exception as error:  # noqa: BLE001  # of a parser, on a model's text
+            kind = type(error).__name__
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("%s: the parser raised %s: %s; such turns count as malformed calls", KEY, kind, error)
+            return Parsed(content, malformed=True, reasoning=reasoning, text=text)
+        if calls:
+            return Parsed(told.rstrip(), calls, reasoning=reasoning, text=text)
+        malformed = self._vllm.looks_like_call(content)
+        return Parsed(content, malformed=malformed, reasoning=reasoning, text=text)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        tokens = [int(token) for token in ids]
+        while tokens and tokens[-1] in self._end_ids:
+            tokens.pop()
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._vllm is None)
+        assert isinstance(text, str)
+        return text
+
+
+class _VllmParser:
+    """One parser class of vLLM, and what it asks for."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tokenizers.hf import get_cached_tokenizer
+        from vllm.tool_parsers import ToolParserManager
+
+        # Its parsers log a traceback for each call that a model gets wrong; here these are counted.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        self._class = ToolParserManager.get_tool_parser(name)
+        self._tokenizer = get_cached_tokenizer(tokenizer)
+        self._request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools] or None)
+        try:
+            self._parser().extract_tool_calls("a", self._request)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{KEY}: vLLM's parser {name!r} reads no text, only the messages of vLLM's own chat API. Name another "
+                "one that fits the model, or connect an agent to the run's endpoint (rollout.agent)"
+            ) from error
+        except Exception as error:
+            raise ConfigError.wrap(
+                f"{KEY}: {name!r} does not fit this model's tokenizer: {error}. Name the parser of the model's family",
+                error,
+            ) from error
+        self._marker = re.compile("|".join([*map(re.escape, _markers(self._parser())), *_SHAPES.get(name, ())]) or _ANY)
+
+    def _parser(self) -> Any:
+        return self._class(self._tokenizer, self._request.tools)
+
+    def extract(self, text: str) -> tuple[str, tuple[ParsedCall, ...]]:
+        """What is no call in `text`, and the calls.
+
+        Raises:
+            Exception: whatever the parser raises.
+        """
+        result = self._parser().extract_tool_calls(text, self._request)
+        calls = tuple(ParsedCall(call.function.name, call.function.arguments) for call in result.tool_calls)
+        return result.content or "", calls if result.tools_called else ()
+
+    def looks_like_call(self, text: str) -> bool:
+        return self._marker.search(text) is not None
+
+
+_BEGINS = re.compile(r"^(?!response|think|arg).*(?:start|begin|bot)\w*_token$|^bot_token$|^tc_start$")
+_JSON_CALL = r"\A\s*\{\s*\"(?:name|type|function|arguments|parameters)\""
+_PYTHON_CALL = r"\A\s*\[\s*[A-Za-z_][\w.]*\("
+_SHAPES = {
+    "llama3_json": (_JSON_CALL,),
+    "llama4_json": (_JSON_CALL,),
+    "pythonic": (_PYTHON_CALL,),
+    "llama4_pythonic": (_PYTHON_CALL,),
+    "olmo3": (_PYTHON_CALL,),
+    "xlam": (r"\[TOOL_CALLS\]", r"<tool_call>", r"\A\s*\[?\s*\{\s*\"name\""),
+}
+"""Families whose calls need no token of their own: how they begin."""
+_ANY = r"<\W{0,3}(?:tool|function|plugin|action|invoke)"
+"""How calls begin with parsers that keep it to themselves."""
+
+
+def _markers(parser: Any) -> list[str]:
+    """Texts with which a parser's calls begin, as far as it tells."""
+    names = {name for name in dir(parser) if _BEGINS.search(name)}
+    values: list[Any] = [getattr(parser, name, None) for name in names]
+    engine = getattr(parser, "_parser_engine", None)
+    terminals = getattr(getattr(engine, "parser_engine_config", None), "terminals", {})
+    for name, spellings in terminals.items():
+        if name.startswith("TOOL") and not name.endswith(("END", "ERROR")):
+            values += [spellings] if isinstance(spellings, str) else spellings
+    return sorted({value for value in values if isinstance(value, str) and value.strip()})
+
+
+def known_formats() -> list[str]:
+    """Names of vLLM's parsers, read from its source: importing it would take seconds. Empty: it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        source = Path(place, "tool_parsers", "__init__.py")
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source.is_file() else ():
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                return sorted(ast.literal_eval(node.value))
+    return []
+
+
+def check_format(format: str) -> None:
+    """Refuse a name that no parser has. Cheap; without vLLM nothing is refused.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    known = known_formats()
+    if known and format not in (*known, NO_TOOLS):
+        raise ConfigError(
+            f"{KEY}: vLLM has no tool parser {format!r}, so no call would be understood{nearest(format, known)}\n"
+            f"    It has: {', '.join(known)}; {NO_TOOLS} is for models that call nothing"
+        )
+
+
+def assistant_message(parsed: Parsed, *, turn: int = 0) -> dict[str, Any]:
+    """The turn as a message. A call whose arguments are no JSON object stays text in the content.
+
+    `turn`: which one of the conversation, so that its calls have ids of their own. The key `text`, there if the turn
+    is more than its content, is all that was written: `Chat` needs it where a template has no place for the rest.
+    """
+    content, calls = parsed.content, []
+    for number, call in enumerate(parsed.calls):
+        arguments = call_arguments(call)
+        if arguments is None:
+            content += f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_json}}}'
+            continue
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"type": "function", "id": call_id(turn, number), "function": function})
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    if parsed.reasoning or parsed.calls:
+        message["text"] = parsed.text
+    return message
+
+
+def call_arguments(call: ParsedCall) -> dict[str, Any] | None:
+    """The arguments; None: they are no JSON object."""
+    try:
+        arguments = json.loads(call.arguments_json)
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def call_id(turn: int, number: int) -> str:
+    """Of a turn's call: nine letters and digits, which is what the strictest templates want. The same every time."""
+    return hashlib.sha256(f"{turn}/{number}".encode()).hexdigest()[:9]
+
+
+def tool_message(call_id: str, name: str, text: str) -> dict[str, Any]:
+    """What a tool answers to a call."""
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+
+
+def _split_reasoning(text: str) -> tuple[str, str]:
+    """Reasoning and the rest. Reasoning that was cut takes all."""
+    begin = re.match(r"\s*<think>", text)
+    head, close, tail = text.partition("</think>")
+    if begin:
+        return head[begin.end() :], tail
+    if close and "<think>" not in head:
+        return head, tail
+    return "", text

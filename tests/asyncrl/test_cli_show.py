@@ -1,0 +1,506 @@
+"""`asyncrl show` on dumps that the Rollouter wrote, on payloads, and where there is neither."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from asyncrl.cli import conversation
+from asyncrl.cli.main import BAD_CONFIG, main
+from asyncrl.journal import Journal
+from asyncrl.payload_files import FilePayloads
+from asyncrl.ports import Score
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.trajectory_files import file_name
+from asyncrl.trajectory_lines import DumpedTrajectory, Piece
+from asyncrl.types import DropReason, FinishReason, Prompt, Replay, SampleId, Span, Turn, sample_meta
+from rollouter.dump import TrajectoryDump
+from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
+from tests.fakes.queues import end
+
+QUICKSTART = "asyncrl://quickstart"
+PAYLOAD = "1-3.safetensors"
+"""Of the first sample of `kept`."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run that was started in `tmp_path`, the working directory, and dumps into `dump` there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    path = tmp_path / "runs" / "quickstart" / "20260102-030405"
+    path.mkdir(parents=True)
+    configure(path)
+    return path
+
+
+def configure(run_dir: Path, dump_dir: str | None = "dump", model: str = QUICKSTART, **more: Any) -> None:
+    config = {"rollout": {"dump_dir": dump_dir}, "model": {"path": model}, **more}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def write(
+    run_dir: Path,
+    index: int = 42,
+    trajectories: Sequence[Trajectory] | None = None,
+    scores: Sequence[Score] = SCORES,
+    *,
+    at: float = 0.5,
+    prompt: Prompt = prompt(),  # noqa: B008  it is immutable
+    replay: Replay | None = None,
+) -> Path:
+    """What the Rollouter does at the end of a sample; the file."""
+    trajectories = group() if trajectories is None else trajectories
+    dump = TrajectoryDump(Path("dump").absolute(), run_dir, decode, lambda: at)
+    anyio.run(dump.write, sample(index, trajectories, replay=replay), prompt, trajectories, scores)
+    assert dump.status() == {"written": 1, "failed": 0}
+    return Path("dump", file_name(index)).absolute()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["show", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+CONVERSATION = """\
+sample_0_42 · trajectory 0 of 2 · arithmetic
+
+system · prompt of 11 tokens
+Use the calculator.
+
+user
+6*7?
+
+assistant · turn 0 · 14 tokens · v3→v4 · 0.5 s · 28 tok/s · reward +0.25
+calculate⟨v4⟩(6*7)
+→ calculator({"expression": "6*7"})  ok · 12 ms · waited 0.5 s · reward +0.25 · calls 1
+
+tool · calculator · 10 tokens
+42
+
+assistant · turn 1 · 9 tokens · v4 · 0.2 s · 36 tok/s
+It is 42.
+
+reward       1.25   rule 1
+of turns     +0.25  +0
+scores       calc_reward 1
+metrics      calculator/calls 1
+finish       stop · 23 tokens in 2 turns · v3–v4
+ground truth 42
+sample       generated in 1.5 s, scored in 50 ms
+dumped       1970-01-01 00:00:00
+"""
+TABLE = """\
+ trajectory  turns  tool calls  tokens  versions  reward  finish
+          0      2           1      23  v3–v4       1.25  stop
+          1      1           0       9  v4             0  length
+
+"""
+GUESS = """\
+sample_0_42 · trajectory 1 of 2 · arithmetic
+
+system · prompt of 11 tokens
+Use the calculator.
+
+user
+6*7?
+
+assistant · turn 0 · 9 tokens · v4 · length
+It is 41.
+
+reward       0   rule 0
+finish       length · 9 tokens in 1 turn · v4
+ground truth 42
+sample       generated in 1.5 s, scored in 50 ms
+dumped       1970-01-01 00:00:00
+"""
+
+
+def plain(text: str) -> str:
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", [(42,), ("quickstart", "sample_0_42"), ("runs/quickstart/20260102-030405", "42")])
+def test_a_conversation_without_colour(run_dir: Path, capsys: pytest.CaptureFixture[str], name: tuple[Any]) -> None:
+    write(run_dir)
+    code, out, err = run(capsys, *name)
+    assert (code, err) == (0, "")
+    assert plain(out) == TABLE + CONVERSATION
+
+
+def test_one_trajectory(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir)
+    assert plain(run(capsys, 42, "--trajectory", 0)[1]) == CONVERSATION
+    assert plain(run(capsys, 42, "-t", 1)[1]) == GUESS
+    code, _, err = run(capsys, 42, "-t", 2)
+    assert code == BAD_CONFIG
+    assert "--trajectory=2: sample_0_42 has no such trajectory; there are 0, 1" in err
+
+
+def test_one_trajectory_needs_no_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir, trajectories=[calculation()], scores=SCORES[:1])
+    assert plain(run(capsys, 42)[1]) == CONVERSATION.replace("0 of 2", "0 of 1")
+
+
+def drawn(*lines: Any) -> str:
+    console = Console(force_terminal=True, color_system="standard", width=200, highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        for line in lines:
+            console.print(line)
+    return capture.get()
+
+
+def test_in_colour_every_other_version_has_another_shade() -> None:
+    one = DumpedTrajectory(
+        SampleId(0, 1), 0, 1, "", 0.0, calculation(), SCORES[0],
+        ((Piece(3, "calculate"), Piece(4, "(6*7)")), (Piece(4, "It is 42."),)),
+    )  # fmt: skip
+    text = drawn(*conversation.conversation(one))
+    assert "\x1b[32mcalculate\x1b[0m" in text
+    assert "\x1b[92m(6*7)\x1b[0m" in text
+    assert "\x1b[92mIt is 42.\x1b[0m" in text
+    assert re.search(r"\x1b\[(37|38;5;\d+)m42\x1b", text), "what it was told is dim"
+    assert "\x1b[32mok\x1b[0m" in text
+    failed = replace(calculation().turns[0].calls[0], status="timeout")
+    turns = (replace(calculation().turns[0], calls=(failed,)), calculation().turns[1])
+    text = drawn(*conversation.conversation(replace(one, trajectory=replace(calculation(), turns=turns))))
+    assert "\x1b[31mtimeout\x1b[0m" in text
+
+
+def test_no_color_is_plain_on_a_terminal_too(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    write(run_dir)
+    assert "\x1b[" in run(capsys, 42)[1]
+    assert plain(run(capsys, 42, "--no-color")[1]) == TABLE + CONVERSATION
+
+
+def test_json_is_what_was_dumped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(run_dir)
+    dumped = [json.loads(line) for line in path.read_bytes().splitlines()]
+    code, out, _ = run(capsys, 42, "--json")
+    assert (code, json.loads(out)) == (0, dumped)
+    assert len(out.splitlines()) == 4, "a trajectory a line"
+    assert json.loads(run(capsys, 42, "--json", "-t", 1)[1]) == dumped[1]
+
+
+def test_tokens_one_by_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = TokenRow(
+        np.array([40, 41], np.int32), np.array([5, 6, 7], np.int32), np.array([True, False, True]),
+        np.array([-0.5, 0.0, -1.25], np.float32), (Span(0, 3), Span(2, 4)),
+    )  # fmt: skip
+    turns = (TurnInfo(0, 0, 1, FinishReason.STOP), TurnInfo(0, 2, 1, FinishReason.STOP))
+    write(run_dir, trajectories=[Trajectory((row,), turns, FinishReason.STOP)], scores=SCORES[1:])
+    from transformers import AutoTokenizer
+
+    from asyncrl.assets import resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(QUICKSTART))
+    text = {token: json.dumps(tokenizer.decode([token]), ensure_ascii=False) for token in (40, 41, 5, 6, 7)}
+    code, out, _ = run(capsys, 42, "--tokens")
+    assert code == 0
+    assert plain(out).splitlines()[1:8] == [
+        "row 0 · 2 tokens of prompt, 3 of response, 2 of them sampled",
+        "  place       id   mask  version   log-prob  text",
+        f"      0       40 prompt                      {text[40]}",
+        f"      1       41 prompt                      {text[41]}",
+        f"      0        5      1       v3   -0.50000  {text[5]}",
+        f"      1        6      0                      {text[6]}",
+        f"      2        7      1       v4   -1.25000  {text[7]}",
+    ]
+
+
+def test_tokens_need_the_tokenizer_of_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir)
+    configure(run_dir, model="nowhere/model")
+    code, out, err = run(capsys, 42, "--tokens")
+    assert (code, out) == (BAD_CONFIG, "")
+    assert "model.path: no tokenizer can be loaded from 'nowhere/model' on this machine" in err
+    assert run(capsys, 42)[0] == 0, "a conversation needs none"
+
+
+def test_a_rewritten_history_begins_a_row(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = calculation()
+    first = replace(
+        one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
+        rollout_log_probs=np.zeros(14, np.float32),
+    )  # fmt: skip
+    second = TokenRow(
+        ids("user: 6*7? [42] "), ids("It is 42."), np.ones(9, np.bool_), np.zeros(9, np.float32), (Span(0, 4),)
+    )
+    turns = (one.turns[0], replace(one.turns[1], row=1, first_token=0))
+    write(run_dir, trajectories=[replace(one, rows=(first, second), turns=turns)], scores=SCORES[:1])
+    out = run(capsys, 42)[1]
+    assert "── the chat template rewrote the history: row 1 begins, with 16 tokens ──" in out
+    assert "tool · calculator\n" in out, "what it was told is in the new prompt"
+
+
+def test_a_call_that_ended_the_conversation_tells_its_result(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = calculation()
+    row = replace(
+        one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
+        rollout_log_probs=np.zeros(14, np.float32),
+    )  # fmt: skip
+    ended = replace(
+        one, rows=(row,), turns=one.turns[:1], messages=one.messages[:3], finish_reason=FinishReason.TOOL_CALL
+    )
+    write(run_dir, trajectories=[ended], scores=[Score(1.0)])
+    out = run(capsys, 42)[1]
+    assert "calls 1\n42\n\nreward       1\n" in plain(out)
+    assert "finish       tool_call · 14 tokens in 1 turn" in out
+
+
+def test_examples_in_the_prompt_are_no_turns(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *prompt().messages)
+    write(run_dir, trajectories=group()[1:], scores=SCORES[1:], prompt=replace(prompt(), messages=few))
+    out = plain(run(capsys, 42)[1])
+    assert "user · prompt of 11 tokens\n1+1?\n\nassistant\n2\n\nsystem\n" in out
+    assert "assistant · turn 0 · 9 tokens" in out
+
+
+def test_turns_whose_message_is_gone_are_shown_in_their_order(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An agent may rewrite its history."""
+    kept = (*prompt().messages, {"role": "user", "content": "Shorter, please."}, calculation().messages[-1])
+    write(run_dir, trajectories=[replace(calculation(), messages=kept)], scores=SCORES[:1])
+    out = plain(run(capsys, 42)[1])
+    assert out.index("Shorter") < out.index("turn 0") < out.index("calculate⟨v4⟩(6*7)") < out.index("turn 1")
+
+
+def test_messages_may_be_more_than_text(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500}}
+    messages = ({"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]},)
+    write(run_dir, prompt=replace(prompt(), messages=messages, ground_truth={"is": ["a", 1]}))
+    out = run(capsys, 42, "-t", 1)[1]
+    assert 'What is this?\n[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA' in out
+    assert "A" * 100 not in out
+    assert 'ground truth {"is": ["a", 1]}' in out
+
+
+def test_nothing_that_a_model_wrote_reaches_the_terminal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07\x9b2J[bold]no markup[/bold]\r\udc80"
+    turn = Turn(ids(evil), np.zeros(len(evil), np.float32), (Span(0, 1),), FinishReason.STOP)
+    row = TokenRow(ids("x"), turn.response_ids, np.ones(len(evil), np.bool_), turn.rollout_log_probs, turn.spans)
+    made = Trajectory((row,), (TurnInfo(0, 0, len(evil), FinishReason.STOP),), FinishReason.STOP)
+    named = {"role": "\x1b[2Jrole", "name": "\x1b[2J", "content": evil}
+    write(run_dir, trajectories=[made], scores=SCORES[:1], prompt=Prompt(ids("x"), (named,), evil, evil))
+    code, out, _ = run(capsys, 42)
+    assert code == 0
+    assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\udc80"}
+    assert "␛]0;title␇�2J[bold]no markup[/bold]␍�" in out
+
+
+def test_a_replayed_sample_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir, replay=Replay(7, True, ((Span(0, 1),), (Span(0, 4),))))
+    out = run(capsys, 42)[1]
+    assert "14 tokens · v3→v4 · recorded v1 · " in out
+    assert "replayed     from the record of step 7, which is of something else than was asked" in out
+
+
+def test_what_it_was_trained_in(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir)
+    lines = [
+        {"lineage": 0, "step": 7, "version": 4, "samples": ["sample_0_42", "sample_0_43"]},
+        {"lineage": 0, "step": 9, "version": 5, "samples": ["sample_0_44"]},
+    ]
+    trained = run_dir / "trained.jsonl"
+    trained.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "then         trained in step 7, which began from v4: staleness 1" in run(capsys, 42)[1]
+    again = [{"lineage": 1, "rewound_to_step": 6}, {"lineage": 1, "step": 8, "version": 6, "samples": ["sample_0_42"]}]
+    trained.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *again]))
+    assert "then         trained in step 8, which began from v6: staleness 3" in run(capsys, 42)[1]
+    trained.write_text("damaged\n")
+    assert "then " not in run(capsys, 42)[1]
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_the_dump_is_found_from_elsewhere(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative directory was meant from where the run was started, which is above its own."""
+    write(run_dir)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert plain(run(capsys, run_dir, 42)[1]) == TABLE + CONVERSATION
+    configure(run_dir, str(tmp_path / "dump"))
+    assert run(capsys, run_dir, 42)[0] == 0
+
+
+def test_what_is_damaged_is_a_note(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(run_dir)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:-200])
+    code, out, err = run(capsys, 42)
+    assert code == 0 and plain(out) == CONVERSATION
+    assert "line 2 of" in err and "was cut off" in err and "1 of its 2 trajectories could be read" in err
+    path.write_bytes(lines[0][:-200])
+    code, out, err = run(capsys, 42)
+    assert (code, out) == (BAD_CONFIG, "")
+    assert "there are no trajectories of sample 42 to show" in err and "was cut off" in err
+
+
+def test_a_sample_of_another_epoch_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(run_dir)
+    code, _, err = run(capsys, "sample_3_42")
+    assert (code, "the run has no sample_3_42: its sample of this feed index is sample_0_42" in err) == (2, True)
+
+
+def test_a_dump_that_cannot_be_read_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(run_dir)
+    path.unlink()
+    path.mkdir()
+    code, _, err = run(capsys, 42)
+    assert (code, "cannot be read: Is a directory" in err) == (BAD_CONFIG, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nothing", "42"), "there is no run 'nothing'"),
+        (("sample_42",), "SAMPLE=sample_42: not a sample id"),
+        (("0",), "SAMPLE=0: not a sample id"),
+        (("a", "b", "c"), "expected [RUN] SAMPLE, got 3 arguments"),
+        ((), "Missing argument"),
+        (("42", "--json", "--tokens"), "--json has all tokens"),
+        (("42", "-t", "-1"), "-1"),
+    ],
+)
+def test_what_cannot_be_asked(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, told in err) == (BAD_CONFIG, "", True)
+
+
+# ------------------------------------------------------------------------------------------------ without a dump
+
+
+@pytest.fixture
+def kept(run_dir: Path) -> Path:
+    """No dump; of five samples the first is READY with its payload, the second trained, the third stale, the fourth
+    failed before it was scored, and the fifth running."""
+    configure(run_dir, None)
+
+    async def write_it() -> None:
+        journal = Journal.open(run_dir / "journal.db", num_prompts=10, identity={})
+        queue = LocalSampleQueue(QueueOptions(10, Pacing(5, 0.0)), journal=journal, state=journal.state)
+        payloads = FilePayloads(run_dir, 1)
+        found = (await queue.admit(5, timeout_s=1)).sample_ids
+        for sample_id in found[1:3]:
+            made = sample(sample_id.index)
+            await queue.offer(sample_meta(made), await payloads.put(made))
+        lease = await queue.lease(1, trainer_version=4, timeout_s=1)
+        await queue.commit(lease.lease_id, found[1:2])
+        await queue.drop(found[2], DropReason.STALE)
+        await queue.drop(found[3], DropReason.FAILED)
+        await queue.mark(1)
+        await queue.covered(1)
+        made = sample(1)
+        await queue.offer(sample_meta(made), await payloads.put(made))
+        await end(journal)
+
+    anyio.run(write_it)
+    return run_dir
+
+
+def test_a_payload_is_shown_while_it_is_there(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, 1)
+    assert code == 0
+    assert "note: it is not in a dump; this is its payload" in err
+    headers = [line for line in plain(out).splitlines() if " · " in line]
+    assert headers == [
+        "sample_0_1 · trajectory 0 of 2 · arithmetic",
+        "prompt · prompt of 11 tokens",
+        "assistant · turn 0 · 14 tokens · v3→v4 · reward +0.25",
+        "told · 10 tokens",
+        "assistant · turn 1 · 9 tokens · v4",
+        "finish       stop · 23 tokens in 2 turns · v3–v4",
+    ]
+    assert "then         it became ready at " in out
+    assert "reward       1.25   rule 1" in out
+    told = json.loads(run(capsys, 1, "--json")[1])
+    assert [one["trajectory"] for one in told] == [0, 1]
+    assert told[0]["rows"][0]["response_mask"] == [[1, 14], [0, 10], [1, 9]]
+
+
+def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(kept, None, model="nowhere/model")
+    code, out, err = run(capsys, 1, "-t", 1)
+    assert code == 0
+    assert "no tokenizer can be loaded from 'nowhere/model'" in err
+    assert f"\n{' '.join(map(str, ids('It is 41.').tolist()))}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        (2, "sample 2 to show in 20260102-030405: it was trained on at "),
+        (3, "it was dropped (stale) at "),
+        (4, "it was dropped (failed) at "),
+        (5, "it was fed at "),
+        (6, "it was never fed; the last one fed is sample 5"),
+    ],
+)
+def test_what_became_of_a_sample_of_which_nothing_is_left(
+    kept: Path, capsys: pytest.CaptureFixture[str], index: int, told: str
+) -> None:
+    code, out, err = run(capsys, index)
+    assert (code, out) == (BAD_CONFIG, "")
+    assert told in err
+    assert ("no payload of it" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
+    assert ("No trajectory of it has been scored" in err) == (index in (4, 5))
+
+
+def test_a_record_of_the_sample_is_pointed_at(kept: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    role = {"enable": True, "dump_dir": str(tmp_path / "skip")}
+    configure(kept, None, project_name="p", experiment_name="e", skip={"async_rollout": role})
+    record = tmp_path / "skip" / "p" / "e" / "async_rollout" / "2"
+    assert "Launch with rollout.dump_dir=DIR" in run(capsys, 2)[2]
+    record.mkdir(parents=True)
+    assert f"asyncrl skip show {record}" in run(capsys, 2)[2]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda run_dir: (run_dir / "samples" / PAYLOAD).unlink(), f"{PAYLOAD} cannot be read: No such file"),
+        (lambda run_dir: (run_dir / "samples" / PAYLOAD).write_bytes(b"x" * 999), f"{PAYLOAD} is damaged: "),
+        (lambda run_dir: (run_dir / "journal.db").write_bytes(b"no database, but long enough" * 99), "is damaged"),
+        (lambda run_dir: (run_dir / "journal.db").unlink(), "the run keeps no journal"),
+    ],
+)
+def test_damage_is_told(
+    kept: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], told: str
+) -> None:
+    damage(kept)
+    code, out, err = run(capsys, 1)
+    assert (code, out, told in err) == (BAD_CONFIG, "", True)
+
+
+def test_a_configuration_that_cannot_be_read_is_none(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (kept / "config.yaml").write_text("{")
+    code, _, err = run(capsys, 1)
+    assert (code, "names no model.path, so there is no tokenizer for texts" in err) == (0, True)

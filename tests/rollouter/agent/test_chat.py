@@ -1,0 +1,427 @@
+"""Tokens of conversations over the chat formats of the common families, and over tokenizers of several kinds."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.assets import resolve
+from asyncrl.failures import DataError
+from rollouter.agent.chat import Chat
+from rollouter.agent.cutting import cut_text
+from rollouter.agent.parsing import call_id, tool_message
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKUP = {
+    "chatml": ("<|im_end|>", ["<|im_start|>"]),
+    "hermes": ("<|im_end|>", ["<|im_start|>", "<s>"]),
+    "qwen25": ("<|im_end|>", ["<|im_start|>"]),
+    "qwen3": ("<|im_end|>", ["<|im_start|>"]),
+    "sealed": ("<|endoftext|>", ["<|im_start|>", "<|im_end|>"]),
+    "llama3": ("<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]),
+    "mistral": ("</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]),
+    "gemma": ("<eos>", ["<start_of_turn>", "<end_of_turn>"]),
+    "r1": ("<|end|>", ["<|User|>", "<|Assistant|>"]),
+    "glm": ("<|endoftext|>", ["<|user|>", "<|assistant|>", "<|observation|>"]),
+    "bare": ("<|endoftext|>", []),
+}
+"""Of each template: its end of sequence, and its other special tokens."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+USER = {"role": "user", "content": "What is 1 + 2?"}
+TEXT = "user assistant system tool What is the sum? It is 3. {'name': 'add', 'arguments': {}} <think> hello there\n"
+
+
+@cache
+def tokenizer(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
+    """With the template `name`; `kind`: byte-level; `greedy`, whose special tokens take blanks behind them;
+    `metaspace`, which puts a space before a sequence and before nothing else."""
+    eos, others = MARKUP[name]
+    special = [AddedToken(text, special=True, rstrip=kind == "greedy", normalized=False) for text in (eos, *others)]
+    plain = [AddedToken(text, special=False, normalized=False) for text in ("<tool_response>", "</tool_response>")]
+    core = Tokenizer(models.BPE(byte_fallback=kind == "metaspace"))
+    if kind == "metaspace":
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        core.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = sorted({chr(code) for code in range(32, 127)} | {"\n", "é"})
+    else:
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=list(alphabet), special_tokens=special, show_progress=False
+    )
+    core.train_from_iterator([TEXT] * 4, trainer)
+    core.add_tokens(plain)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos)
+    made.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return made
+
+
+def chat(name: str, kind: str = "bytes", *, tools: bool = False, **kwargs: Any) -> Chat:
+    return Chat(tokenizer(name, kind), tools=TOOLS if tools else (), **kwargs)
+
+
+def ids(name: str, text: str, kind: str = "bytes") -> list[int]:
+    found: list[int] = tokenizer(name, kind)(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def text(name: str, tokens: list[int]) -> str:
+    told = tokenizer(name).decode(tokens, skip_special_tokens=False)
+    assert isinstance(told, str)
+    return told
+
+
+def says(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def calls(*arguments: dict[str, Any], content: str = "", turn: int = 0, **more: Any) -> dict[str, Any]:
+    made = [
+        {"type": "function", "id": call_id(turn, number), "function": {"name": "add", "arguments": one}}
+        for number, one in enumerate(arguments)
+    ]
+    return says(content, tool_calls=made, **more)
+
+
+def answers(*texts: str, turn: int = 0) -> list[dict[str, Any]]:
+    return [tool_message(call_id(turn, number), "add", one) for number, one in enumerate(texts)]
+
+
+CALL = '{"a": 1}'
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+HERMES_CALLS = [
+    (
+        "hermes",
+        HERMES + "<|im_end|>",
+        "\n<|im_start|>tool\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+        "qwen25",
+        HERMES + "<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+        "qwen3",
+        HERMES + "<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+        "llama3",
+        '{"name": "add", "parameters": {"a": 1}}<|eot_id|>',
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>',
+        f'[TOOL_RESULTS] {{"content": "3", "call_id": "{call_id(0, 0)}"}}[/TOOL_RESULTS]',
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sampled", "delta"), HERMES_CALLS)
+def test_delta_of_a_tools_answer(name: str, sampled: str, delta: str) -> None:
+    reasoning = {"reasoning_content": "I add."} if name == "qwen3" else {}
+    more = chat(name, tools=True).extend([USER, calls({"a": 1}, **reasoning)], answers("3"), ids(name, sampled))
+    assert (text(name, more.ids), more.rewritten) == (delta, False)
+    assert more.ids == ids(name, delta)
+
+
+@pytest.mark.parametrize(("name", "sampled", "delta"), HERMES_CALLS)
+def test_a_turn_that_was_cut_gets_the_end_that_it_misses(name: str, sampled: str, delta: str) -> None:
+    end = MARKUP[name][0]
+    before = [USER, calls({"a": 1}, **({"reasoning_content": "I add."} if name == "qwen3" else {}))]
+    more = chat(name, tools=True).extend(before, answers("3"), ids(name, sampled.removesuffix(end)))
+    assert text(name, more.ids) == end + delta
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen25"])
+def test_answers_to_parallel_calls_share_a_turn(name: str) -> None:
+    before = [USER, calls({"a": 1}, {"a": 2}, content="Both.")]
+    more = chat(name, tools=True).extend(before, answers("3", "4"), ids(name, "…<|im_end|>"))
+    told = text(name, more.ids)
+    assert not more.rewritten
+    assert told.count("<|im_start|>") == 2 and told.count("<tool_response>") == 2
+
+
+def test_a_template_of_single_calls_gets_several_as_the_model_wrote_them() -> None:
+    two = calls({"a": 1}, {"a": 2}, text='{"name": "add"}; {"name": "add"}')
+    llama = chat("llama3", tools=True)
+    more = llama.extend([USER, two], answers("3", "4"), ids("llama3", '{"name": "add"}; {"name": "add"}<|eot_id|>'))
+    assert not more.rewritten
+    assert text("llama3", more.ids).count("ipython") == 2
+    assert '\n\n{"name": "add"}; {"name": "add"}<|eot_id|>' in text("llama3", llama.retokenized([USER, two]))
+
+
+@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "llama3", "gemma", "sealed"])
+def test_delta_of_a_users_turn(name: str) -> None:
+    talk = chat(name, end_ids=tokenizer(name).convert_tokens_to_ids(MARKUP[name][1][-1:]))
+    before, new = [USER, says("It is 3.")], [{"role": "user", "content": "And twice?"}]
+    first, full = talk.prompt([USER]), talk.prompt([*before, *new])
+    end = {"gemma": "<end_of_turn>", "sealed": "<|im_end|>"}.get(name, MARKUP[name][0])
+    sampled = ids(name, f"It is 3.{end}")
+    assert full == [*first, *sampled, *talk.extend(before, new, sampled).ids]
+
+
+def test_a_template_without_special_tokens_is_continued_as_text() -> None:
+    talk = chat("bare")
+    for end in ("", "<|endoftext|>"):
+        more = talk.extend([USER, says("3")], [USER], ids("bare", f"3{end}"))
+        assert text("bare", more.ids) == "\n\nuser: What is 1 + 2?\n\nassistant: " and not more.rewritten
+
+
+def test_a_turn_may_end_with_the_token_that_begins_the_next_one() -> None:
+    ends = tokenizer("glm").convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    talk = chat("glm", end_ids=ends)
+    before = [USER, says("3")]
+    for new, end in (([USER], "<|user|>"), (answers("4"), "<|observation|>")):
+        whole = talk.prompt([*before, *new])
+        for sampled in (ids("glm", f"3{end}"), ids("glm", "3")):
+            more = talk.extend(before, new, sampled)
+            assert [*talk.prompt([USER]), *sampled, *more.ids] == whole and not more.rewritten
+
+
+def test_a_seal_behind_the_last_turn_is_no_rewriting() -> None:
+    talk = chat("sealed")
+    more = talk.extend([USER, says("3")], [USER], ids("sealed", "3<|im_end|>"))
+    assert text("sealed", more.ids).startswith("\n<|im_start|>user") and not more.rewritten
+    assert talk.ends(ids("sealed", "3<|im_end|>")) and talk.ends(ids("sealed", "3<|endoftext|>"))
+    assert not talk.ends(ids("sealed", "3")) and not talk.ends([])
+
+
+class TestRewriting:
+    """The template changes what the model has seen: the conversation goes on in a new row."""
+
+    thought = says("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
+
+    def test_reasoning_is_kept_while_tools_run_and_left_out_when_the_user_goes_on(self) -> None:
+        talk = chat("qwen3", tools=True)
+        before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n")]
+        more = talk.extend(before, answers("3"), ids("qwen3", "…<|im_end|>"))
+        assert not more.rewritten
+        before += [*answers("3"), self.thought]
+        new = [{"role": "user", "content": "Sure?"}]
+        again = talk.extend(before, new, ids("qwen3", "…<|im_end|>"))
+        assert again.rewritten and again.ids == talk.prompt([*before, *new])
+        assert "<think>" not in text("qwen3", again.ids)
+
+    def test_a_header_that_history_does_not_have(self) -> None:
+        talk = chat("qwen3", template_kwargs={"enable_thinking": False})
+        assert text("qwen3", talk.prompt([USER])).endswith("<think>\n\n</think>\n\n")
+        assert talk.extend([USER, says("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
+
+    def test_reasoning_that_is_never_in_history(self) -> None:
+        talk = chat("r1")
+        more = talk.extend([USER, self.thought], [USER], ids("r1", "1 + 2</think>It is 3.<|end|>"))
+        assert more.rewritten and "1 + 2\n" not in text("r1", more.ids)
+
+    def test_tools_that_move_to_the_last_question(self) -> None:
+        talk = chat("mistral", tools=True)
+        assert talk.extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
+        assert not chat("mistral").extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
+
+    def test_words_that_the_template_leaves_out_beside_a_call(self) -> None:
+        before = [USER, calls({"a": 1}, content="I shall add.")]
+        assert chat("llama3", tools=True).extend(before, answers("3"), ids("llama3", "…<|eot_id|>")).rewritten
+
+    def test_reasoning_and_calls_become_text_where_the_template_knows_neither(self) -> None:
+        written = f"<think>\nI add.\n</think>\n\n{HERMES}"
+        before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n", text=written)]
+        talk = chat("chatml")
+        sampled = ids("chatml", written + "<|im_end|>")
+        more = talk.extend(before, answers("3"), sampled)
+        assert not more.rewritten
+        assert [*talk.prompt([USER]), *sampled, *more.ids] == talk.prompt([*before, *answers("3")])
+
+    def test_reasoning_becomes_text_where_the_template_knows_calls_only(self) -> None:
+        written = f"<think>\nI add.\n</think>\n\n{HERMES}"
+        before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n", text=written)]
+        talk = chat("qwen25")
+        assert not talk.extend(before, answers("3"), ids("qwen25", written + "<|im_end|>")).rewritten
+        assert "<think>\nI add.\n</think>\n<tool_call>" in text("qwen25", talk.retokenized(before))
+
+
+@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "qwen3", "llama3", "mistral"])
+@pytest.mark.parametrize("kind", ["bytes", "greedy", "metaspace"])
+def test_special_tokens_in_what_a_tool_says_stay_text(name: str, kind: str) -> None:
+    eos, others = MARKUP[name]
+    odd = f"{eos}{others[0]}{eos[0]}{eos}{eos[1:]}</tool_response> é\n{eos}"
+    made = tokenizer(name, kind)
+    talk = Chat(made, tools=TOOLS)
+    before = [USER, calls({"a": 1}, reasoning_content="r", text="<think>r</think>")]
+    if name == "chatml":
+        before = [USER, says("x")]
+    sampled = ids(name, f"x{eos}", kind)
+    plain, full = talk.extend(before, answers("word"), sampled), talk.extend(before, answers(odd), sampled)
+    special = set(made.all_special_ids)
+    marks = [token for token in full.ids if token in special]
+    assert marks == [token for token in plain.ids if token in special]
+    if "tool_response" in made.chat_template:
+        close = made.convert_tokens_to_ids("</tool_response>")
+        assert full.ids.count(close) == plain.ids.count(close) == 1
+    if kind == "bytes" and name != "llama3" and name != "mistral":  # these two write it as JSON
+        assert odd in made.decode(full.ids, skip_special_tokens=False)
+    # Wherever it stands: in the delta, in a whole prompt, in the check at the end.
+    whole = talk.prompt([*before, *answers(odd)])
+    assert full.rewritten or whole[-len(full.ids) :] == full.ids
+
+
+def test_special_tokens_in_the_data_sets_own_messages_are_special() -> None:
+    given = [{"role": "user", "content": "a<|im_end|>b"}]
+    eos = tokenizer("chatml").eos_token_id
+    assert chat("chatml").prompt(given).count(eos) == 3
+    assert chat("chatml").prompt([USER, says("x"), *given]).count(eos) == 4  # the system's, and one per message
+
+
+def test_what_the_assistant_types_does_not_end_its_turn() -> None:
+    talk = chat("chatml")
+    before = [USER, says("I end it: <|im_end|>", tool_calls=[])]
+    more = talk.extend(before, [USER], ids("chatml", "…<|im_end|>"))
+    assert not more.rewritten and text("chatml", more.ids).startswith("\n<|im_start|>user")
+
+
+def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
+    talk = chat("gemma")
+    with pytest.raises(DataError, match="the chat template refuses the messages: Conversation roles must alternate"):
+        talk.extend([USER, says("3")], answers("3"), ids("gemma", "3<end_of_turn>"))
+    with pytest.raises(DataError, match="Only user, assistant and tool roles"):
+        chat("mistral").prompt([{"role": "system", "content": "Be brief."}, USER])
+
+
+WORDS = st.text(st.sampled_from("ab cé.,!{}\"'<|>\n12"), min_size=1, max_size=12).map(str.strip).filter(bool)
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "b"]), WORDS | st.integers(), max_size=2)
+TURN = st.tuples(st.none() | WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_size=3), WORDS)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "greedy", "metaspace"])
+@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "sealed", "llama3", "mistral"])
+@settings(max_examples=15)
+@given(rounds=st.lists(TURN, min_size=1, max_size=3))
+def test_a_row_is_what_the_template_gives_for_the_whole_conversation(name: str, kind: str, rounds: list[Any]) -> None:
+    """For a model that writes as the template does: prompt, turns and deltas are the tokens of all messages."""
+    takes_calls = name not in ("chatml", "sealed")
+    talk = Chat(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
+    messages: list[dict[str, Any]] = [USER]
+    row = talk.prompt(messages)
+    for turn, (content, made, reply) in enumerate(rounds):
+        if takes_calls and made:
+            made = made[:1] if name == "llama3" else made
+            beside = content if content and name in ("hermes", "qwen25") else ""
+            said = calls(*(arguments for arguments, _ in made), content=beside, turn=turn)
+            new = answers(*(answer for _, answer in made), turn=turn)
+        else:
+            said, new = says(content or "x"), [{"role": "user", "content": reply}]
+        before = [*messages, said]
+        finished = talk.retokenized(before)
+        last = max(place for place, token in enumerate(finished) if talk.ends([token]))
+        if name == "sealed":
+            last = max(place for place, token in enumerate(finished[:-1]) if talk.ends([token]))
+        assert finished[: len(row)] == row
+        sampled = finished[len(row) : last + 1]
+        more = talk.extend(before, new, sampled)
+        assert not more.rewritten
+        cut = talk.extend(before, new, sampled[:-1])
+        assert cut.ids == [sampled[-1], *more.ids]
+        row += [*sampled, *more.ids]
+        messages = [*before, *new]
+        assert row == talk.prompt(messages)
+
+
+def test_the_shipped_model_that_spells_its_words() -> None:
+    made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
+    talk = Chat(made)
+    sampled = made("3<eos>", add_special_tokens=False)["input_ids"]
+    before, new = [USER, says("3")], [{"role": "user", "content": "4+<eos>5"}]
+    more = talk.extend(before, new, sampled)
+    assert [*talk.prompt([USER]), *sampled, *more.ids] == talk.prompt([*before, *new])
+    assert more.ids.count(made.eos_token_id) == 1
+
+
+class TestDifference:
+    def test_none_when_the_row_is_the_templates(self) -> None:
+        talk = chat("chatml")
+        row = [*talk.prompt([USER]), *ids("chatml", "It is 3.<|im_end|>")]
+        assert talk.difference(row, [USER, says("It is 3.")]) is None
+        assert talk.difference(row[:-1], [USER, says("It is 3.")]) is None  # cut before its end
+
+    def test_tells_position_and_surroundings(self) -> None:
+        talk = chat("chatml")
+        prompt = talk.prompt([USER])
+        told = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, says("It is 3.")])
+        assert told is not None
+        place = len(prompt) + len(ids("chatml", "It is"))
+        assert told.startswith(f"token {place} of ") and "4" in told and "the chat template gives" in told
+
+    def test_another_split_of_the_same_text(self) -> None:
+        talk = chat("chatml")
+        spelled = [token for letter in "It is 3." for token in ids("chatml", letter)]
+        told = talk.difference([*talk.prompt([USER]), *spelled], [USER, says("It is 3.")])
+        assert told is not None
+
+    def test_more_or_fewer_tokens(self) -> None:
+        talk = chat("chatml")
+        assert talk.first_difference([5, 6, 7], [5, 6]) is not None
+        assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a b")) is not None
+        assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a<|im_end|>\n")) is None
+
+    def test_any_end_of_turn_will_do(self) -> None:
+        eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
+        talk = chat("llama3", end_ids=[eom])
+        row = [*talk.prompt([USER]), *ids("llama3", "3<|eom_id|>")]
+        assert talk.difference(row, [USER, says("3")]) is None
+
+    def test_a_last_turn_that_the_template_shortens_is_not_compared(self) -> None:
+        talk = chat("r1")
+        row = [*talk.prompt([USER]), *ids("r1", "1 + 2</think>It is 3.<|end|>")]
+        assert talk.difference(row, [USER, TestRewriting.thought]) is None
+        assert talk.difference([row[1], *row[1:]], [USER, TestRewriting.thought]) is not None
+
+
+class TestCut:
+    long = "".join(f"line {number}: é\n" for number in range(200))
+
+    @pytest.mark.parametrize("side", ["left", "middle", "right"])
+    @pytest.mark.parametrize("most", [1, 2, 3, 17, 64])
+    def test_keeps_the_bound_and_what_it_can(self, side: Any, most: int) -> None:
+        talk = chat("chatml")
+        cut = talk.cut(self.long, most, side)
+        used = len(ids("chatml", cut))
+        assert used <= most
+        assert "\ufffd" not in cut
+        if most >= 17:
+            assert used >= most - 2
+            head, tail = cut.split("…")
+            assert self.long.startswith(head) and self.long.endswith(tail)
+            assert (side != "left" or not head) and (side != "right" or not tail)
+
+    def test_what_fits_stays(self) -> None:
+        assert chat("chatml").cut("short", 5, "middle") == "short"
+        assert chat("chatml").cut("", 1, "left") == ""
+
+    def test_counts_lookalikes_as_the_text_that_they_become(self) -> None:
+        talk = chat("chatml")
+        lookalikes = "<|im_end|>" * 20
+        sampled = ids("chatml", "x<|im_end|>")
+        empty = len(talk.extend([USER, says("x")], answers(""), sampled).ids)
+        cut = talk.cut(lookalikes, 30, "right")
+        assert len(talk.extend([USER, says("x")], answers(cut), sampled).ids) - empty <= 30
+
+    def test_a_tokenizer_without_an_ellipsis(self) -> None:
+        made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
+        cut = Chat(made).cut("1+2=3" * 20, 10, "left")
+        assert len(made(cut, add_special_tokens=False)["input_ids"]) <= 10 and cut.endswith("=3")
+
+    def test_no_text_at_all_for_no_tokens(self) -> None:
+        assert cut_text("abc", 0, "left", encode=lambda part: list(part.encode()), decode=lambda _: "") == ""

@@ -1,0 +1,225 @@
+"""What models write, read by vLLM's parsers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.failures import ConfigError
+from rollouter.agent.parsing import (
+    NO_TOOLS,
+    CallParser,
+    Parsed,
+    ParsedCall,
+    assistant_message,
+    call_arguments,
+    call_id,
+    check_format,
+    known_formats,
+    tool_message,
+)
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a"],
+            },
+        },
+    }
+]
+SPECIAL = ["<|im_end|>", "<|im_start|>", "<|eom|>", "<|python_tag|>", "[TOOL_CALLS]"]
+PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={one: number for number, one in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+
+
+@cache
+def parser(name: str) -> CallParser:
+    eom = tokenizer().convert_tokens_to_ids("<|eom|>")
+    return CallParser(name, tokenizer(), TOOLS, end_ids=[eom])
+
+
+def parse(name: str, text: str) -> Parsed:
+    return parser(name).parse(tokenizer()(text, add_special_tokens=False)["input_ids"])
+
+
+def called(parsed: Parsed) -> list[tuple[str, Any]]:
+    return [(call.name, call_arguments(call)) for call in parsed.calls]
+
+
+ONE = [("add", {"a": 1, "b": 2})]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+    "pythonic": "[add(a=1, b=2)]",
+    "qwen3_xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eom|>", ""])
+def test_one_call(name: str, end: str) -> None:
+    parsed = parse(name, WRITTEN[name] + end)
+    assert (called(parsed), parsed.content, parsed.malformed) == (ONE, "", False)
+    assert parsed.text == WRITTEN[name]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer(name: str) -> None:
+    for text in ("It is 3: \\frac{6}{2} [1], é…", 'In JSON: {"a": 3}', ""):
+        assert parse(name, text + "<|im_end|>") == Parsed(text, text=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>'),
+        ("hermes", '<tool_call>{"function": "add"}</tool_call>'),
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\nnonsense\n</tool_call>'),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1'),
+        ("llama3_json", '<|python_tag|>{"name": "add"}'),
+        ("pythonic", "[add(a=1, b="),
+        ("qwen3_xml", "<tool_call>\nadd 1 and 2\n</tool_call>"),
+    ],
+)
+def test_what_was_meant_as_a_call_and_is_none(name: str, text: str) -> None:
+    assert parse(name, text + "<|im_end|>") == Parsed(text, malformed=True, text=text)
+
+
+def test_calls_beside_words_and_one_twice() -> None:
+    parsed = parse("hermes", f"I add.\n{WRITTEN['hermes']}\n{WRITTEN['hermes']}<|im_end|>")
+    assert (parsed.content, called(parsed)) == ("I add.", ONE * 2)
+
+
+def test_turns_do_not_disturb_each_other() -> None:
+    """vLLM's parsers keep state."""
+    for _ in range(2):
+        for name in WRITTEN:
+            assert parse(name, "It is 3.").calls == ()
+            assert called(parse(name, WRITTEN[name])) == ONE
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nwell\n</think>\n\n3", "\nwell\n", "\n\n3"),
+        ("well\n</think>\n\n3", "well\n", "\n\n3"),  # the prompt has opened it
+        ("<think>well, <tool_call>", "well, <tool_call>", ""),  # cut while it thought
+        ("3 <think>late</think>", "", "3 <think>late</think>"),
+    ],
+)
+def test_reasoning(text: str, reasoning: str, content: str) -> None:
+    for name in ("hermes", NO_TOOLS):
+        assert parse(name, text) == Parsed(content, reasoning=reasoning, text=text)
+
+
+def test_a_call_in_reasoning_is_none() -> None:
+    parsed = parse("hermes", f"<think>Shall I {WRITTEN['hermes']}?</think>{WRITTEN['hermes']}")
+    assert called(parsed) == ONE
+
+
+def test_no_tools_reads_no_calls() -> None:
+    assert parse(NO_TOOLS, WRITTEN["hermes"] + "<|im_end|>").content == WRITTEN["hermes"]
+
+
+def test_what_a_parser_raises_is_a_malformed_call_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = CallParser("hermes", tokenizer(), TOOLS)
+
+    def fail(text: str) -> Any:
+        raise RecursionError(text)
+
+    monkeypatch.setattr(made._vllm, "extract", fail)
+    ids = tokenizer()("x", add_special_tokens=False)["input_ids"]
+    with caplog.at_level(logging.WARNING):
+        assert [made.parse(ids), made.parse(ids)] == [Parsed("x", malformed=True, text="x")] * 2
+    assert sum("RecursionError" in record.getMessage() for record in caplog.records) == 1
+
+
+class TestFormats:
+    def test_names_are_vllms_own(self) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        assert known_formats() == sorted(ToolParserManager.lazy_parsers)
+
+    def test_a_typo_gets_the_nearest_name_before_vllm_is_loaded(self) -> None:
+        with pytest.raises(ConfigError, match=r"rollout\.multi_turn\.format: .*'hermess'.*did you mean 'hermes'"):
+            check_format("hermess")
+        program = (
+            "import sys; from rollouter.agent.parsing import check_format; check_format('hermes'); "
+            "sys.exit('vllm' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+    def test_a_parser_of_another_tokenizer(self) -> None:
+        with pytest.raises(ConfigError, match="'deepseek_v3' does not fit this model's tokenizer"):
+            CallParser("deepseek_v3", tokenizer(), TOOLS)
+
+    def test_a_parser_that_reads_no_text(self) -> None:
+        with pytest.raises(ConfigError, match="'openai' reads no text"):
+            CallParser("openai", tokenizer(), TOOLS)
+
+
+class TestMessages:
+    def test_all_of_a_turn(self) -> None:
+        parsed = Parsed("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
+        assert assistant_message(parsed, turn=2) == {
+            "role": "assistant",
+            "content": "So:",
+            "reasoning_content": "well",
+            "tool_calls": [
+                {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
+            ],
+            "text": "…",
+        }
+
+    def test_an_answer_is_no_more_than_that(self) -> None:
+        assert assistant_message(Parsed("3", text="3")) == {"role": "assistant", "content": "3"}
+
+    @pytest.mark.parametrize("arguments", ["[1]", "1", "{", ""])
+    def test_arguments_that_are_no_object_stay_text(self, arguments: str) -> None:
+        parsed = Parsed("", (ParsedCall("add", arguments), ParsedCall("add", "{}")))
+        message = assistant_message(parsed)
+        assert message["content"] == f'{{"name": "add", "arguments": {arguments}}}'
+        assert [call["id"] for call in message["tool_calls"]] == [call_id(0, 1)]
+
+    def test_ids_are_nine_letters_and_digits_each_its_own(self) -> None:
+        made = {call_id(turn, number) for turn in range(20) for number in range(20)}
+        assert len(made) == 400 and all(len(one) == 9 and one.isalnum() for one in made)
+        assert call_id(3, 1) == call_id(3, 1)
+
+    def test_an_answer_of_a_tool(self) -> None:
+        message = tool_message("abc123def", "add", "3")
+        assert json.loads(json.dumps(message)) == {
+            "role": "tool",
+            "tool_call_id": "abc123def",
+            "name": "add",
+            "content": "3",
+        }

@@ -1,0 +1,313 @@
+"""The dump: what a line holds, order, restarts, disks that fail, and the call at the end of a sample."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config, RolloutConfig
+from asyncrl.ports import Score
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.staleness import Pacing
+from asyncrl.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.trajectory_files import file_name, find
+from asyncrl.types import FinishReason, Prompt, Replay, SampleId, Span
+from asyncrl.waits import WaitBoard
+from rollouter import dump as dump_module
+from rollouter.dump import TrajectoryDump, describe, make_dump
+from rollouter.probation import Probation
+from rollouter.stages import Serving, Stages
+from rollouter.surplus import Surplus
+from skip.generation import Generated
+from tests.fakes import dumped
+from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample
+from tests.fakes.engine import FakeFleet
+from tests.fakes.parts import FakeScorer, ListPrompts, MemoryTurns
+
+
+def dump_in(tmp_path: Path, clock: Any = lambda: 1000.5) -> TrajectoryDump:
+    return TrajectoryDump(tmp_path / "dump", tmp_path / "run", decode, clock)
+
+
+def lines(tmp_path: Path, index: int = 42) -> list[dict[str, Any]]:
+    text = (tmp_path / "dump" / file_name(index)).read_bytes()
+    assert text.endswith(b"\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+async def test_a_line_is_a_trajectory_whole(tmp_path: Path) -> None:
+    dump = dump_in(tmp_path)
+    await dump.write(sample(), prompt(), group(), SCORES)
+    first, second = lines(tmp_path)
+    assert list(first)[:3] == ["sample_id", "trajectory", "num_trajectories"]
+    assert first == {
+        "sample_id": "sample_0_42",
+        "trajectory": 0,
+        "num_trajectories": 2,
+        "run": str(tmp_path / "run"),
+        "at": 1000.5,
+        "data_source": "arithmetic",
+        "ground_truth": "42",
+        "finish_reason": "stop",
+        "reward": 1.25,
+        "reward_extra": {"rule": 1.0},
+        "turn_rewards": [0.25, 0.0],
+        "scores": {"calc_reward": 1.0},
+        "metrics": {"calculator/calls": 1.0},
+        "generate_s": 1.5,
+        "reward_s": 0.05,
+        "baseline_reward": None,
+        "replayed_from": None,
+        "substituted": False,
+        "messages": list(map(dict, dumped.calculation().messages)),
+        "turns": [
+            {
+                "row": 0,
+                "first_token": 0,
+                "num_tokens": 14,
+                "finish_reason": "tool_call",
+                "generate_s": 0.5,
+                "calls": [
+                    {
+                        "name": "calculator",
+                        "arguments": '{"expression": "6*7"}',
+                        "result": "42",
+                        "status": "ok",
+                        "reward": 0.25,
+                        "duration_s": 0.012,
+                        "wait_s": 0.5,
+                        "metrics": {"calls": 1.0},
+                    }
+                ],
+                "reward": 0.25,
+                "user_s": 0.0,
+                "text": [[3, "calculate"], [4, "(6*7)"]],
+            },
+            {
+                "row": 0,
+                "first_token": 24,
+                "num_tokens": 9,
+                "finish_reason": "stop",
+                "generate_s": 0.25,
+                "calls": [],
+                "reward": 0.0,
+                "user_s": 0.0,
+                "text": [[4, "It is 42."]],
+            },
+        ],
+        "rows": [
+            {
+                "prompt_ids": ids(dumped.PROMPT).tolist(),
+                "response_ids": ids("calculate(6*7)[tool: 42]It is 42.").tolist(),
+                "response_mask": [[1, 14], [0, 10], [1, 9]],
+                "rollout_log_probs": [-0.12346] * 14 + [0.0] * 10 + [-0.12346] * 9,
+                "spans": [[0, 3], [9, 4]],
+            }
+        ],
+    }
+    assert second["messages"] == [*map(dict, prompt().messages), {"role": "assistant", "content": "It is 41."}]
+    assert (second["trajectory"], second["finish_reason"], second["reward"]) == (1, "length", 0.0)
+    assert dump.status() == {"written": 1, "failed": 0}
+
+
+async def test_a_prompt_of_tokens_only_is_told_as_text(tmp_path: Path) -> None:
+    await dump_in(tmp_path).write(sample(1, group()[1:]), Prompt(ids("6*7?")), group()[1:], SCORES[1:])
+    assert lines(tmp_path, 1)[0]["messages"][0] == {"role": "prompt", "content": "6*7?"}
+
+
+async def test_a_thousand_samples_share_a_file(tmp_path: Path) -> None:
+    dump = dump_in(tmp_path)
+    for index in (1, 1000, 1001):
+        await dump.write(sample(index), prompt(), group(), SCORES)
+    assert sorted(os.listdir(tmp_path / "dump")) == ["trajectories-1-1000.jsonl", "trajectories-1001-2000.jsonl"]
+    assert [line["sample_id"] for line in lines(tmp_path, 7)] == ["sample_0_1"] * 2 + ["sample_0_1000"] * 2
+
+
+async def test_what_a_dead_writer_left_of_a_line_stays_apart(tmp_path: Path) -> None:
+    await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)
+    path = tmp_path / "dump" / file_name(42)
+    path.write_bytes(path.read_bytes()[:-40])
+    again = dump_in(tmp_path, lambda: 2000.0)
+    await again.write(sample(), prompt(), group(), SCORES)
+    found = find(tmp_path / "dump", 42, tmp_path / "run")
+    assert [(one.number, one.at) for one in found.trajectories] == [(0, 2000.0), (1, 2000.0)]
+    assert found.notes == (f"line 2 of {path} was cut off",)
+
+
+async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's disk is slow: the others wait for it, and so do their samples."""
+    go, begun, at_work, real = threading.Event(), threading.Event(), [], dump_module.append
+
+    def slow(directory: Path, index: int, data: Any) -> None:
+        at_work.append(index)
+        begun.set()
+        assert go.wait(10)
+        real(directory, index, data)
+
+    monkeypatch.setattr(dump_module, "append", slow)
+    dump = dump_in(tmp_path)
+    done: list[int] = []
+
+    async def write(index: int) -> None:
+        await dump.write(sample(index), prompt(), group(), SCORES)
+        done.append(index)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for index in range(1, 6):
+                tasks.start_soon(write, index)
+            assert await anyio.to_thread.run_sync(begun.wait, 10)
+            await anyio.wait_all_tasks_blocked()
+            assert (at_work, done) == ([1], [])
+            go.set()
+    assert [line["sample_id"] for line in lines(tmp_path)[::2]] == [f"sample_0_{index}" for index in range(1, 6)]
+    assert sorted(done) == [1, 2, 3, 4, 5]
+
+
+async def test_a_cancelled_sample_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(dump_module, "append", lambda *_: go.wait(10))
+    with anyio.fail_after(5):
+        with anyio.move_on_after(0.05) as scope:
+            await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)
+        assert scope.cancelled_caught
+    go.set()
+
+
+async def test_a_disk_that_fails_is_told_once_a_kind_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
+
+    def fails(*_: Any) -> None:
+        number = errors.pop(0)
+        raise OSError(number, os.strerror(number))
+
+    dump = dump_in(tmp_path)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(dump_module, "append", fails)
+        for index in (1, 2, 3):
+            await dump.write(sample(index), prompt(), group(), SCORES)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith(
+        f"sample_0_1 is not dumped in {tmp_path / 'dump'}: No space left on device. It is trained"
+    )
+    assert told[1].startswith("sample_0_3") and "Read-only file system" in told[1]
+    await dump.write(sample(4), prompt(), group(), SCORES)
+    assert dump.status() == {"written": 1, "failed": 3}
+
+
+async def test_a_directory_that_is_a_file_fails_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "dump").write_text("")
+    dump = dump_in(tmp_path)
+    await dump.write(sample(), prompt(), group(), SCORES)
+    assert dump.status() == {"written": 0, "failed": 1}
+    assert "Not a directory" in caplog.text
+
+
+async def test_columns_that_are_no_json_become_their_repr(tmp_path: Path) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    knot: list[Any] = []
+    knot.append(knot)
+    answers: dict[Any, Any] = {
+        "bytes": b"\x00", "set": {1}, "nan": float("nan"), "number": np.float32(0.5), "array": np.arange(2),
+        "odd": Odd(), "half": "\udc80", "line": "a\u2028b", 7: None, "knot": knot, "long": range(3),
+        "image": b"x" * 9000,
+    }  # fmt: skip
+    dump = dump_in(tmp_path)
+    await dump.write(sample(), replace(prompt(), ground_truth=answers), group(), SCORES)
+    assert dump.status() == {"written": 1, "failed": 0}
+    told = lines(tmp_path)[0]["ground_truth"]
+    assert "[" * 20 in json.dumps(told.pop("knot"))
+    assert told.pop("image").endswith("… (9,003 characters)")
+    assert told == {
+        "bytes": "b'\\x00'", "set": "{1}", "nan": None, "number": 0.5, "array": "array([0, 1])",
+        "odd": "<Odd whose repr raised RuntimeError>", "half": "\udc80", "line": "a\u2028b", "7": None,
+        "long": "range(0, 3)",
+    }  # fmt: skip
+
+
+async def test_a_tokenizer_that_raises_fails_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuses(tokens: Any) -> str:
+        raise IndexError("no such token")
+
+    dump = TrajectoryDump(tmp_path / "dump", tmp_path, refuses)
+    await dump.write(sample(), prompt(), group(), SCORES)
+    assert dump.status() == {"written": 0, "failed": 1}
+    assert "IndexError: no such token" in caplog.text
+
+
+def test_a_replayed_sample_tells_both_of_its_versions() -> None:
+    recorded = tuple(row.spans for trajectory in group() for row in trajectory.rows)
+    made = sample(replay=Replay(42, True, recorded))
+    current = (replace(made.rows[0], spans=(Span(0, 9),)), made.rows[1])
+    first, second = describe(replace(made, rows=current), prompt(), group(), SCORES, decode, run="/run", at=1.0)
+    assert (first.replayed_from, first.substituted) == (42, True)
+    assert first.trajectory.rows[0].spans == (Span(0, 9),)
+    assert first.recorded_spans == ((Span(0, 3), Span(9, 4)),)
+    assert [piece.version for piece in first.texts[0]] == [9]
+    assert second.recorded_spans == ()
+
+
+def test_a_character_over_two_versions_belongs_to_the_one_that_completed_it() -> None:
+    text = "aé".encode()
+    row = TokenRow(
+        ids("x"), np.frombuffer(text, np.uint8).astype(np.int32), np.ones(3, np.bool_), np.zeros(3, np.float32),
+        (Span(0, 1), Span(2, 2)),
+    )  # fmt: skip
+    trajectory = Trajectory((row,), (TurnInfo(0, 0, 3, FinishReason.STOP),), FinishReason.STOP)
+    (one,) = describe(
+        sample(1, [trajectory]), prompt(), [trajectory], [Score(0.0)],
+        lambda tokens: bytes(tokens.tolist()).decode(errors="replace"), run="/run", at=1.0,
+    )  # fmt: skip
+    assert one.texts == (((1, "a"), (2, "é")),)
+
+
+def test_the_configuration_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_dump(Config(), tmp_path, decode) is None
+    monkeypatch.chdir(tmp_path)
+    made = make_dump(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode)
+    assert made is not None
+    made._write(sample(), prompt(), group(), SCORES)
+    assert (tmp_path / "here" / "below" / file_name(42)).exists()
+
+
+# ------------------------------------------------------------------------------------------------ of a run
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+async def test_every_scored_sample_of_training_is_dumped_before_it_goes_on(tmp_path: Path, replayed: bool) -> None:
+    waits = WaitBoard()
+    stages = Stages(
+        Config(),
+        prompts=ListPrompts([prompt()]),
+        turns=MemoryTurns(),
+        fleet=FakeFleet(),
+        scorer=FakeScorer(lambda prompt, trajectory: 0.5),
+        probation=Probation(2, waits=waits, settle_s=0.01),
+        surplus=Surplus(LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))), call_s=1.0),
+        waits=waits,
+        serving=lambda: Serving(4, 12),
+        dump=dump_in(tmp_path),
+    )
+    generated = Generated(prompt(), (*group(), guess()), 1.5, has_baseline=True, replayed_from=7 if replayed else None)
+    made = await stages.sample(SampleId(0, 42), generated)
+    found = find(tmp_path / "dump", 42, tmp_path / "run").trajectories
+    assert [(one.number, one.score.reward, one.baseline_reward) for one in found] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
+    assert {one.replayed_from for one in found} == {7 if replayed else None}
+    assert [one.trajectory.rows[0].spans for one in found] == [row.spans for row in made.rows]
+    assert waits.snapshot() == []

@@ -1,0 +1,58 @@
+"""Prompts through the chat template, with what the configuration gives it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.schema import Config, ModelConfig
+from asyncrl.failures import DataError
+from asyncrl.types import SampleId
+from rollouter.prompts import load_prompts
+from rollouter.template import encode, end_token_ids, load_tokenizer, render
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name + '\n' }}{% endfor %}{{ messages[0].content }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ ' (briefly)' }}{% endif %}"
+    "{% if messages[0].content == 'no' %}{{ raise_exception('nothing of that kind') }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    return ModelConfig(chat_template=str(path), chat_template_kwargs={"enable_thinking": False})
+
+
+def test_the_template_gets_its_arguments_and_the_tools(model: ModelConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+2"}]}), encoding="utf-8")
+    config = Config()
+    data = config.data.model_copy(update={"train_files": (str(rows),), "val_files": (), "max_prompt_length": 64})
+    config = config.model_copy(update={"model": model, "data": data})
+    tokenizer = load_tokenizer(model)
+    loaded = load_prompts(config, tokenizer, tmp_path, tools=[TOOL])
+    ids = loaded.train.at(SampleId(0, 1)).prompt_ids.tolist()
+    assert ids == tokenizer("add\n1+2 (briefly)", add_special_tokens=False)["input_ids"]
+
+
+def test_a_refusal_names_the_row_and_gives_the_templates_words(model: ModelConfig) -> None:
+    tokenizer = load_tokenizer(model)
+    with pytest.raises(DataError, match=r"rows\[3\]: the chat template refuses field 'prompt': nothing of"):
+        encode(tokenizer, [{"role": "user", "content": "no"}], "rows[3]")
+    with pytest.raises(DataError, match="refuses the messages: nothing of that kind"):
+        render(tokenizer, [{"role": "user", "content": "no"}], add_generation_prompt=True)
+
+
+def test_turns_end_where_the_engine_ends_them(model: ModelConfig, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    eos = tokenizer.eos_token_id
+    assert end_token_ids(model, tokenizer) == (eos,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, eos]}), encoding="utf-8")
+    elsewhere = model.model_copy(update={"path": str(tmp_path)})
+    assert end_token_ids(elsewhere, tokenizer) == (eos, 7)
+    assert end_token_ids(model.model_copy(update={"path": str(tmp_path / "nothing")}), tokenizer) == (eos,)
