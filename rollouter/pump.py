@@ -115,14 +115,16 @@ class Pump:
 
     async def _admit(self, group: TaskGroup) -> None:
         while True:
-            slots = await self._take_slots()
+            slots = await self._free_slots()
             with self._waits.waiting("permit"):
                 admission = await self._queue.admit(slots, timeout_s=self._config.timeouts.call_s)
-            for _ in range(slots - len(admission.sample_ids)):
-                self._slots.release()
             for sample_id in admission.sample_ids:
                 self._in_flight[sample_id] = self._clock()
-                group.start_soon(self._run_sample, sample_id, name=str(sample_id))
+                # Nothing is held while it waits for permits: a sample that was cut may have taken a slot since.
+                has_slot = self._slots.value > 0
+                if has_slot:
+                    self._slots.acquire_nowait()
+                group.start_soon(self._run_sample, sample_id, has_slot, name=str(sample_id))
             if admission.closed:
                 return
 
@@ -147,7 +149,7 @@ class Pump:
             # it, or what is left at the end of the run.
             for sample_id in sample_ids:
                 await self._slots.acquire()
-                group.start_soon(self._run_sample, sample_id, name=str(sample_id))
+                group.start_soon(self._run_sample, sample_id, True, name=str(sample_id))
             return
         self._batched_step = step
         SkipManager.set_step(step)
@@ -196,22 +198,21 @@ class Pump:
             raise PartialBatchError([outcome for outcome in outcomes if outcome is not None])
         return generated
 
-    async def _take_slots(self) -> int:
-        """Wait for a free slot and take all that are free."""
+    async def _free_slots(self) -> int:
+        """Wait until there are some; how many."""
         with self._waits.waiting("slot"):
             await self._slots.acquire()
-        slots = 1
-        while True:
-            try:
-                self._slots.acquire_nowait()
-            except anyio.WouldBlock:
-                return slots
-            slots += 1
+        self._slots.release()
+        return self._slots.value
 
-    async def _run_sample(self, sample_id: SampleId) -> None:
-        """One that has a slot."""
+    async def _take_slot(self) -> None:
+        with self._waits.waiting("slot"):
+            await self._slots.acquire()
 
+    async def _run_sample(self, sample_id: SampleId, has_slot: bool) -> None:
         async def make() -> Sample:
+            if not has_slot:
+                await self._take_slot()
             while True:
                 # The slot is held for generation only: slow files or rewards don't keep the engines waiting.
                 slot = Slot(self._slots)
@@ -223,7 +224,7 @@ class Pump:
                         raise
                 with self._waits.waiting("surplus"):
                     await self._surplus.over()
-                await self._slots.acquire()
+                await self._take_slot()
 
         await self._finish_sample(sample_id, make)
 

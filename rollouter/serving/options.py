@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config, RewardModelConfig
 DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
 WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
+ROUTER = "rollouter.serving.routing.SessionRouter"
 
 
 UNANSWERED_CHECKS = 3
@@ -88,6 +89,7 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
     return {
         **_replicas(options.probe_s),
         "num_replicas": options.num_replicas,
+        "request_router_config": {"request_router_class": ROUTER},
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": 0, "runtime_env": {"env_vars": options.env_vars}},

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config.schema import (
     AlgorithmConfig,
     Config,
+    OverSampleConfig,
     RecoveryConfig,
     RewardConfig,
     RolloutConfig,
@@ -29,6 +30,7 @@ from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.types import FinishReason, Prompt, Sample, Turn
 from asyncrl.waits import WaitBoard
+from rollouter.agent.asking import Converser
 from rollouter.drops import DropRule, OverlongError, TooLongError
 from rollouter.meters import BusyMeter
 from rollouter.probation import Probation, time_limit
@@ -63,6 +65,8 @@ class Rig:
         skip: SkipConfig | None = None,
         mode: Literal["fully_async", "sync"] = "fully_async",
         trainer: TrainerConfig | None = None,
+        over_sample: OverSampleConfig | None = None,
+        agent: Converser | None = None,
     ) -> None:
         self.config = Config(
             mode=mode,
@@ -72,12 +76,16 @@ class Rig:
             recovery=RecoveryConfig(max_crashes=max_crashes),
             algorithm=algorithm or AlgorithmConfig(),
             rollout=RolloutConfig(
-                n=n, response_length=16, max_model_len=32, max_concurrent_samples=max_concurrent_samples
+                n=n,
+                response_length=16,
+                max_model_len=32,
+                max_concurrent_samples=max_concurrent_samples,
+                over_sample=over_sample or OverSampleConfig(),
             ),
             reward=reward or RewardConfig(),
         )
         prompts = prompts or [make_prompt(*range(1, 2 + k % 7)) for k in range(NUM_PROMPTS)]
-        self.pacing = Pacing(samples_per_version=permits, staleness_threshold=0, total_samples=total)
+        self.pacing = Pacing(permits, 0, total, over_sample=self.config.rollout.over_sample.samples)
         self.queue = LocalSampleQueue(QueueOptions(len(prompts), self.pacing))
         self.turns = turns or MemoryTurns()
         self.fleet = fleet or FakeFleet(hold=True)
@@ -101,6 +109,7 @@ class Rig:
             surplus=surplus,
             waits=self.waits,
             serving=lambda: self.serving,
+            agent=agent,
             clock=self.clock,
         )
         self.pump = Pump(
