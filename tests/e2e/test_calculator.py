@@ -1,0 +1,117 @@
+"""Conversations with a tool, as a user runs them: what was said, sampled and trained, and that it is learned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.assets import resolve
+from tests.e2e.launches import Launch, balanced, start
+
+SHORT = ("data.max_val_samples=16", "logging.console=plain", "rollout.multi_turn.tokenization_sanity_check_mode=strict")
+
+
+def finished(run: Launch, *, timeout_s: float = 240.0) -> dict[str, Any]:
+    assert run.wait(timeout_s) == 0, run.output()
+    summary = run.summary()
+    assert summary["status"] == "completed" and summary["error"] is None
+    assert balanced(summary["samples"])
+    assert run.survivors() == []
+    return summary
+
+
+def dumped(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(directory.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Of the response, and which of them were sampled."""
+    runs = row["response_mask"]
+    mask = np.concatenate([np.full(length, bool(value)) for value, length in runs])
+    return np.array(row["response_ids"]), mask
+
+
+@pytest.mark.timeout(300)
+def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from rollouter.agent.chat import Chat
+
+    dump = tmp_path / "dump"
+    run = start(tmp_path, *SHORT, "trainer.total_training_steps=6", f"rollout.dump_dir={dump}", recipe="calculator")
+    run.wait_for("step 2/6")
+    run.kill("rollouter")
+    summary = finished(run)
+    assert summary["samples"]["trained"] == 6 * 16
+
+    trajectories = dumped(dump)
+    assert {one["sample_id"] for one in trajectories} >= {f"sample_0_{index}" for index in range(1, 97)}
+    tokenizer = AutoTokenizer.from_pretrained(resolve("asyncrl://calculator"))
+    chat = Chat(tokenizer)
+    called = 0
+    for one in trajectories:
+        if one["finish_reason"] == "length":
+            continue  # its last message is cut
+        (row,) = one["rows"]
+        ids, mask = tokens(row)
+        # What the model saw is what the template makes of the messages, and nothing of it was sampled by anybody else.
+        assert [*row["prompt_ids"], *ids] == chat.retokenized(one["messages"])[: len(row["prompt_ids"]) + len(ids)]
+        assert mask.sum() == sum(turn["num_tokens"] for turn in one["turns"])
+        said = [message["content"] for message in one["messages"] if message["role"] == "tool"]
+        told = tokenizer.decode(ids[~mask].tolist()) if (~mask).any() else ""
+        assert all(text in told for text in said)
+        assert len(row["rollout_log_probs"]) == len(ids)
+        assert all(value <= 0 for value in np.array(row["rollout_log_probs"])[mask])
+        assert not np.array(row["rollout_log_probs"])[~mask].any()
+        right = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True).endswith(one["ground_truth"])
+        assert one["reward"] == float(right)
+        called += len(one["turns"]) > 1
+    assert 0.1 < called / len(trajectories) < 0.9
+    last = run.steps()[-1]
+    counts = Counter({name: last[name] for name in last if name.startswith("rollouter/tool_calls/")})
+    assert last["rollouter/tool_calls"] == sum(counts.values()) > 0
+    assert counts.most_common(1)[0][0] == "rollouter/tool_calls/ok"
+    assert last["rollouter/turns"] > last["rollouter/tool_calls"]
+    assert 1 < last["reward/extra/turns"] < 3
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "asyncrl", "show", str(run.run_dir), "sample_0_7", "--no-color"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "assistant" in shown.stdout and "ground truth" in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    run = start(tmp_path, "logging.console=plain", recipe="calculator")
+    finished(run, timeout_s=560)
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    first, last = validations[0], validations[-1]
+    assert first["validation/tool_call_share"] < 0.5 and last["validation/tool_call_share"] > 0.9
+    assert last["validation/reward/mean"] - first["validation/reward/mean"] > 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("unfinished", ["drop", "keep_partial"])
+def test_a_synchronous_run_may_over_sample(tmp_path: Path, unfinished: str) -> None:
+    run = start(
+        tmp_path, *SHORT, "trainer.total_training_steps=5", "rollout.over_sample.samples=0.25",
+        f"rollout.over_sample.unfinished={unfinished}", "rollout.over_sample.trajectories=1",
+        "rollout.max_concurrent_samples=6", mode="sync", recipe="calculator",
+    )  # fmt: skip
+    summary = finished(run)
+    samples = summary["samples"]
+    assert samples["trained"] == 5 * 16
+    assert samples["fed"] == samples["trained"] + sum(samples["dropped"].values())
+    if unfinished == "drop":
+        assert samples["dropped"]["surplus"] > 0
