@@ -27,6 +27,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "I32": np.dtype(np.int32),
     "F32": np.dtype(np.float32),
     "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BEGIN = b'{"__metadata__":{"crc32":"'
@@ -99,7 +100,8 @@ class Blob:
 
 
 def encode(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> list[memoryview]:
-    """`arrays`, 1-D and contiguous, of int32, float32 or bool, and `texts`, as bytes to be written one after another.
+    """`arrays`, 1-D and contiguous, of int32, float32, bool or uint8, and `texts`, as bytes to be written one after
+    another.
 
     The arrays are not copied.
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.blobs import Blob
-from asyncrl.types import FinishReason, LogProbs, Mask, Replay, Row, Sample, SampleId, Span, TokenIds
+from asyncrl.types import FinishReason, LogProbs, Mask, Media, Replay, Row, Sample, SampleId, Span, TokenIds
 
 
 class FileRef(NamedTuple):
@@ -49,6 +49,7 @@ class PackedSample(NamedTuple):
     reward_s: float
     baseline_reward: float | None
     replay: _Replay | None
+    media: tuple[Media, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -81,6 +82,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
             sample.reward_s,
             sample.baseline_reward,
             _pack_replay(sample.replay),
+            sample.media,
         )
         for sample in samples
     )
@@ -102,6 +104,7 @@ def _unpack(sample: PackedSample, chunks: Sequence[Chunk] | Mapping[int, Chunk])
         sample.reward_s,
         sample.baseline_reward,
         _unpack_replay(sample.replay),
+        sample.media,
     )
 
 
@@ -112,6 +115,7 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         for number, chunk in enumerate(packed.chunks)
         for field, array in zip(Chunk._fields, chunk, strict=True)
     }
+    stored: dict[bytes, int] = {}
     samples = [
         {
             "sample_id": sample.sample_id,
@@ -129,10 +133,20 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
                 )
                 for row in sample.rows
             ],
+            **_media_data(sample, stored),
         }
         for sample in packed.samples
     ]
+    arrays |= {f"media.{number}": np.frombuffer(data, np.uint8) for data, number in stored.items()}
     return arrays, {"trajectory": _ROW_FIELDS, "samples": json.dumps(samples, separators=(",", ":"))}
+
+
+def _media_data(sample: PackedSample, stored: dict[bytes, int]) -> dict[str, Any]:
+    """What a description says of a sample's media: their kinds, and which arrays they are. Those that several samples
+    have are stored once."""
+    if not sample.media:
+        return {}
+    return {"media": [(kind, stored.setdefault(data, len(stored))) for kind, data in sample.media]}
 
 
 _ROW_FIELDS = (
@@ -168,10 +182,22 @@ class PackedBlob:
         """
         if position not in range(len(self._samples)):
             raise ValueError(f"it has {len(self._samples)} samples and none at {position}")
-        sample = _parse(self._samples[position])
+        description = self._samples[position]
+        sample = _parse(description)
+        if "media" in description:
+            sample = sample._replace(media=self._media(description["media"]))
         for row in sample.rows:
             _check_row(row, self._chunk(row[0]))
         return _unpack(sample, self._chunks)
+
+    def _media(self, told: Any) -> tuple[Media, ...]:
+        match told:
+            case [*pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                if all(kind in ("image", "video") and type(number) is int for kind, number in pairs):
+                    return tuple(
+                        [Media(kind, self._blob.array(f"media.{at}", np.uint8).tobytes()) for kind, at in pairs]
+                    )
+        raise ValueError("the description of a sample's media is none")
 
     def _chunk(self, number: int) -> Chunk:
         if number not in self._chunks:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.failures import EngineCrashError
 from asyncrl.trajectory import Trajectory
-from asyncrl.types import DropReason, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
+from asyncrl.types import DropReason, Media, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
 
 PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
 """What can be restarted while the rest lives on. A rank that dies takes the Trainer with it."""
@@ -328,6 +328,8 @@ class GenerateRequest:
     """Keyword arguments of vLLM's SamplingParams, `max_tokens` included."""
     so_far: Turn | None = None
     """Tokens an aborted call already produced; the engine goes on behind them, within the same `max_tokens`."""
+    media: tuple[Media, ...] = ()
+    """Whose placeholders are in `prompt_ids`, in this order."""
 
 
 OnTurn = Callable[[int, Turn], Awaitable[None]]

@@ -158,7 +158,26 @@ def journal_identity(config: Config) -> dict[str, Any]:
         **{f"reward.{key}": value for key, value in scoring.items()},
         "reward model in the reward": [model.path, model.weight] if served else None,
         "greedy baseline": config.algorithm.adv_estimator == "remax",
+        **_conversations(config),
     }
+
+
+def _conversations(config: Config) -> dict[str, Any]:
+    """How trajectories are held, where they are more than one turn."""
+    rollout = config.rollout
+    told: dict[str, Any] = {}
+    if rollout.multi_turn.enable:
+        # Deadlines and places in line change no conversation.
+        limits = {"timeout_s", "max_concurrency", "max_per_s", "on_error"}
+        turns = rollout.multi_turn.model_dump(
+            mode="json",
+            exclude={"timeout_s": True, "tools": {"__all__": limits}, "interactions": {"__all__": limits}},
+        )
+        told |= {f"rollout.multi_turn.{key}": value for key, value in turns.items()}
+        told["model.chat_template_kwargs"] = config.model.chat_template_kwargs
+    if rollout.agent.enabled:
+        told["rollout.agent"] = [rollout.agent.program, list(rollout.agent.command)]
+    return told
 
 
 # ------------------------------------------------------------------------------------------------ which one

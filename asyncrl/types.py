@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,18 +73,28 @@ class DropReason(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+class Media(NamedTuple):
+    """An image or a video of a prompt, as stored."""
+
+    kind: Literal["image", "video"]
+    data: bytes
+    """A file that pillow reads; each page of a video's is a frame."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One row of the data set, templated and tokenized once."""
 
     prompt_ids: TokenIds
-    """int32 `[P]`."""
+    """int32 `[P]`, with all placeholders of `media`: as many as the model has features."""
     messages: tuple[Mapping[str, Any], ...] = ()
     data_source: str = "default"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Free columns of the row. `extra_info["sampling_params"]`, a mapping, may say where responses end: `max_tokens`,
     `stop`, `stop_token_ids`, `ignore_eos`."""
+    media: tuple[Media, ...] = ()
+    """In the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +178,8 @@ class Sample:
     """Of one more response to the prompt, drawn greedily and not trained on (ReMax); None with other estimators."""
     replay: Replay | None = None
     """None: it was generated."""
+    media: tuple[Media, ...] = ()
+    """Of the prompt, and so of every row."""
 
     @property
     def provenance(self) -> Provenance:
@@ -200,7 +212,8 @@ def sample_meta(sample: Sample) -> SampleMeta:
         payload_bytes=sum(
             row.prompt_ids.nbytes + row.response_ids.nbytes + row.response_mask.nbytes + row.rollout_log_probs.nbytes
             for row in rows
-        ),
+        )
+        + sum(len(media.data) for media in sample.media),
         provenance=sample.provenance,
     )
 

@@ -18,6 +18,8 @@ import numpy as np
 from asyncrl.assets import resolve
 from asyncrl.config.schema import ReasoningGymConfig
 from asyncrl.failures import ConfigError, DataError, UserCodeError
+from asyncrl.types import Media
+from rollouter.media import extract, has_media
 
 RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
 """`seed` kills the CPU engine; the others are what the trajectory format rests on."""
@@ -34,6 +36,9 @@ class Rows(Protocol):
     def where(self, index: int) -> str:
         """Where people find this row: file and row number."""
 
+    def directory(self, index: int) -> Path | None:
+        """What paths in the row are relative to; None: the working directory."""
+
 
 class PromptRow(NamedTuple):
     """One row, checked."""
@@ -42,10 +47,15 @@ class PromptRow(NamedTuple):
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
+    media: tuple[Media, ...] = ()
 
 
-def parse_row(row: Mapping[str, Any], where: str) -> PromptRow:
+def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = None, seen: bool = False) -> PromptRow:
     """Check a raw row. Only `prompt` is required: chat messages, or a string that becomes one user message.
+
+    Args:
+        directory: What paths of images and videos are relative to (`rollouter.media`).
+        seen: The row was parsed before: its images need not be decoded once more.
 
     Raises:
         DataError: a field is missing or of the wrong type; names the row and the field.
@@ -55,11 +65,16 @@ def parse_row(row: Mapping[str, Any], where: str) -> PromptRow:
     extra_info = dict(_mapping(row.get("extra_info"), "extra_info", where))
     if extra_info.get("sampling_params") is not None:
         extra_info["sampling_params"] = _sampling_params(extra_info["sampling_params"], where)
+    messages = _messages(row.get("prompt"), where)
+    media: tuple[Media, ...] = ()
+    if has_media(row, messages):
+        messages, media = extract(row, messages, directory, where, seen=seen)
     return PromptRow(
-        messages=_messages(row.get("prompt"), where),
+        messages=messages,
         data_source="default" if source is None else str(source),
         ground_truth=reward_model.get("ground_truth"),
         extra_info=extra_info,
+        media=media,
     )
 
 
@@ -135,12 +150,16 @@ class FileRows:
         file, at = self._locate(index)
         return file.where(at)
 
+    def directory(self, index: int) -> Path | None:
+        return self._locate(index)[0].directory
+
 
 class _File:
     """One memory-mapped file."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name = name
+        self.directory = Path(resolve(name)).parent
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -247,6 +266,9 @@ class GymRows:
 
     def where(self, index: int) -> str:
         return f"reasoning-gym {self._task}, entry {index}"
+
+    def directory(self, index: int) -> Path | None:
+        return None
 
 
 def _create_task(config: ReasoningGymConfig, size: int, seed: int) -> Any:

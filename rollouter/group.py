@@ -35,6 +35,9 @@ class GroupEvents(Protocol):
     async def crashed(self, session: str, error: EngineCrashError) -> None:
         """An engine died with them. They are tried again once this returns."""
 
+    def answered(self, session: str) -> None:
+        """The session's requests are complete. It may have others later: a conversation's next turn."""
+
     def ended(self, key: str, trajectory: Trajectory) -> None:
         """A trajectory is whole, others may not be."""
 
@@ -53,6 +56,9 @@ class Unheard:
 
     async def crashed(self, session: str, error: EngineCrashError) -> None:
         raise error
+
+    def answered(self, session: str) -> None:
+        pass
 
     def ended(self, key: str, trajectory: Trajectory) -> None:
         pass
@@ -181,7 +187,7 @@ class _Run:
         wanted = group.wanted()
         keys = list(wanted)
         requests = [
-            GenerateRequest(f"{group.name}/{key}", prompt.prompt_ids, params, so_far=self._completed.get(key))
+            GenerateRequest(f"{group.name}/{key}", prompt.prompt_ids, params, self._completed.get(key), prompt.media)
             for key, params in wanted.items()
         ]
 
@@ -211,7 +217,9 @@ class _Run:
                 return known
             limit = min(sampling["max_tokens"], wanted.max_tokens)
             request_id = session if wanted.number == 0 else f"{session}.{wanted.number}"
-            request = GenerateRequest(request_id, wanted.context, {**sampling, "max_tokens": limit}, known)
+            request = GenerateRequest(
+                request_id, wanted.context, {**sampling, "max_tokens": limit}, known, group.prompt.media
+            )
             (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
             check_turn(request_id, turn)
             await self._events.turn(place, turn)
@@ -238,6 +246,7 @@ class _Run:
             on_crash=on_crash,
             on_cut=on_cut,
         )
+        self._events.answered(session)
         if len(turns) != len(requests):
             raise BugError(f"{session}: the fleet returned {len(turns)} turns for {len(requests)} requests")
         return turns

@@ -70,6 +70,9 @@ class PumpCounts:
     """Generated, scored and offered to the queue."""
     generated_tokens: int = 0
     """Response tokens of turns completed here, of dropped samples too, and of samples that are not complete yet."""
+    surplus_tokens: int = 0
+    """Made for samples and trajectories that were over-sampled and do not count; the last second of those that were cut
+    may be missing."""
     generate_s: float = 0.0
     """Sum over samples, from dispatch to the last token of the group."""
     max_generate_s: float = 0.0

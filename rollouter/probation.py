@@ -110,6 +110,11 @@ class Probation:
         self._quarantine.left(name)
         self._tell()
 
+    def suspended(self, name: str) -> None:
+        """It was cut, and is gone on with later."""
+        self._quarantine.suspended(name)
+        self._tell()
+
     def figures(self) -> Mapping[str, int | str]:
         """See `Quarantine.figures`."""
         return self._quarantine.figures()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,16 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config, SamplingConfig
-from asyncrl.failures import ConfigError
+from asyncrl.failures import ConfigError, DataError
 from asyncrl.types import Prompt, SampleId
-from rollouter.dataset import FileRows, GymRows, Rows, parse_row
+from rollouter.dataset import FileRows, GymRows, PromptRow, Rows, parse_row
+from rollouter.media import WithMedia
 from rollouter.sampling import refuse_own_distribution
 from rollouter.template import Overlong, encode, fit
+from rollouter.vision import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+CUTTING = ("left", "right", "middle")
+"""Ways with long prompts that take tokens out."""
 
 
 class PromptSet:
@@ -43,6 +48,7 @@ class PromptSet:
         train_sampling: SamplingConfig | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        vision: Vision | None = None,
     ) -> None:
         """Check and tokenize every row.
 
@@ -50,22 +56,38 @@ class PromptSet:
             train_sampling: Of a set that is trained on, how it is sampled.
             tools: Schemas of what the model may call, for the chat template.
             template_kwargs: `model.chat_template_kwargs`.
+            vision: How the model sees; None: rows with images or videos are refused.
 
         Raises:
-            DataError: a row is malformed, asks for another distribution than `train_sampling`, or is too long and
-                `overlong` is `error`; names file, row and field.
+            DataError: a row is malformed, asks for another distribution than `train_sampling`, is too long and
+                `overlong` is `error`, or would have images cut; names file, row and field.
+            ConfigError: rows have images, and the model's processor cannot be loaded.
         """
         self._rows = rows
+        self._vision = vision
         kept, flat, ends = array("q"), array("i"), array("q", [0])
         self.num_overlong = 0
         """Rows longer than `max_prompt_length`, whatever was done about them."""
         num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
         for index in range(num_rows):
             where = rows.where(index)
-            row = parse_row(rows.row(index), where)
+            row = self._row(index)
             if train_sampling is not None:
                 refuse_own_distribution(row.extra_info, where, train_sampling)
-            full = encode(tokenizer, row.messages, where, tools=tools, template_kwargs=template_kwargs)
+            full = encode(
+                tokenizer,
+                row.messages,
+                where,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                to_ids=partial(vision.encode, media=row.media, where=where) if vision and row.media else None,
+            )
+            if row.media and overlong in CUTTING and len(full) > max_prompt_length:
+                raise DataError(
+                    f"{where}: the prompt has {len(full)} tokens, more than data.max_prompt_length = "
+                    f"{max_prompt_length}, and one with images or videos cannot be cut; raise it, or set "
+                    "data.overlong_prompts to filter"
+                )
             ids = fit(full, max_prompt_length, overlong, where)
             self.num_overlong += len(full) > max_prompt_length
             if ids is None:
@@ -82,15 +104,25 @@ class PromptSet:
         return len(self._kept)
 
     def __getitem__(self, number: int) -> Prompt:
-        index = int(self._kept[number])
-        row = parse_row(self._rows.row(index), self._rows.where(index))
+        row = self._row(int(self._kept[number]), seen=True)
         return Prompt(
             prompt_ids=self._flat[self._ends[number] : self._ends[number + 1]],
             messages=row.messages,
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
+            media=row.media,
         )
+
+    def _row(self, index: int, *, seen: bool = False) -> PromptRow:
+        where = self._rows.where(index)
+        row = parse_row(self._rows.row(index), where, directory=self._rows.directory(index), seen=seen)
+        if not row.media:
+            return row
+        if self._vision is None:
+            raise DataError(f"{where}: it has images or videos, and nothing here can see them")
+        messages, media = self._vision.fitted(WithMedia(row.messages, row.media), where)
+        return row._replace(messages=messages, media=media)
 
 
 class ShuffledPrompts:
@@ -148,6 +180,7 @@ def load_prompts(
         DataError: a malformed row, or one with sampling of its own.
     """
     data = config.data
+    vision = Vision(config.model, tokenizer)
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
         key = f"data.{split}_files"
@@ -168,6 +201,7 @@ def load_prompts(
             train_sampling=config.rollout.sampling if split == "train" else None,
             tools=tools,
             template_kwargs=config.model.chat_template_kwargs,
+            vision=vision,
         )
         if prompts.num_overlong:
             logger.warning(

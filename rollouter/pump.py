@@ -201,9 +201,12 @@ class Pump:
     async def _free_slots(self) -> int:
         """Wait until there are some; how many."""
         with self._waits.waiting("slot"):
-            await self._slots.acquire()
-        self._slots.release()
-        return self._slots.value
+            while True:
+                await self._slots.acquire()
+                self._slots.release()
+                # It is none if somebody else has waited for this one.
+                if self._slots.value:
+                    return self._slots.value
 
     async def _take_slot(self) -> None:
         with self._waits.waiting("slot"):

@@ -151,6 +151,12 @@ class Quarantine:
         self.placed(name, "")
         self._call_next()
 
+    def suspended(self, name: str) -> None:
+        """It was cancelled, and will be tried again: until then it keeps its strikes and stands in no lane."""
+        self._suspects.pop(name, None)
+        self.placed(name, "")
+        self._call_next()
+
     def figures(self) -> Mapping[str, int | str]:
         """Crashes seen, and how many of them a verdict explains; how many samples were found guilty, have strikes and
         wait for the lane now, and who is in it."""

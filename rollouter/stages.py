@@ -183,9 +183,14 @@ class Stages:
             if self._unfinished != "drop":
                 made = events.kept(partial=self._unfinished == "keep_partial")
                 self._kept[asked.sample_id] = {**completed, **made}
+                events.suspended()
+            else:
+                self.counts.surplus_tokens += events.num_tokens
             raise
         finally:
             events.left()
+        kept = sum(one.num_sampled for one in trajectories)
+        self.counts.surplus_tokens += max(0, events.num_tokens - kept)
         generate_s = self._clock() - started
         self.counts.generate_s += generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
@@ -231,6 +236,7 @@ class Stages:
             reward_s=reward_s,
             baseline_reward=None if baseline is None else baseline.reward,
             replay=replay,
+            media=prompt.media,
         )
         if self._dump is not None:
             with self._waits.waiting("dump"):
@@ -282,6 +288,10 @@ class _Events:
         self._sessions.add(session)
         await self._stages.probation.crashed(session, error, self._limit)
 
+    def answered(self, session: str) -> None:
+        self._sessions.discard(session)
+        self._stages.probation.left(session)
+
     def ended(self, key: str, trajectory: Trajectory) -> None:
         if self._ended is not None:
             self._ended(trajectory)
@@ -293,6 +303,16 @@ class _Events:
         """What was made: the turns that are complete, or all."""
         return {key: turn for key, turn in self._turns.items() if partial or is_complete(turn)}
 
+    @property
+    def num_tokens(self) -> int:
+        """Made since this began, in turns that are complete or were cut."""
+        return sum(len(turn.response_ids) for turn in self._turns.values())
+
+    def suspended(self) -> None:
+        for session in self._sessions:
+            self._stages.probation.suspended(session)
+        self._sessions.clear()
+
     def left(self) -> None:
         for session in self._sessions:
             self._stages.probation.left(session)
@@ -302,7 +322,8 @@ def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:
     """The rows of the sample's `number`th trajectory, as they are trained on."""
     told = dict(score.extra)
     if trajectory.messages:
-        told |= {"turns": float(len(trajectory.turns)), "tool_calls": float(trajectory.num_calls), **trajectory.metrics}
+        counts = {"num_turns": float(len(trajectory.turns)), "num_tool_calls": float(trajectory.num_calls)}
+        told |= {**counts, **trajectory.metrics}
     rewards = score.turn_rewards or (0.0,) * len(trajectory.turns)
     return [
         Row(

@@ -83,8 +83,12 @@ def encode(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    to_ids: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
     """The token ids of a prompt, up to where the assistant's turn begins.
+
+    Args:
+        to_ids: What makes tokens of the text; None: the tokenizer.
 
     Raises:
         DataError: the chat template refuses the messages.
@@ -93,7 +97,7 @@ def encode(
         text = render(tokenizer, messages, add_generation_prompt=True, tools=tools, template_kwargs=template_kwargs)
     except DataError as error:
         raise DataError(f"{where}: the chat template refuses field 'prompt': {error.__cause__}") from error
-    ids = encode_text(tokenizer, text)
+    ids = encode_text(tokenizer, text) if to_ids is None else to_ids(text)
     if not ids:
         raise DataError(f"{where}: field 'prompt' has no tokens after the chat template")
     return ids

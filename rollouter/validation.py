@@ -202,6 +202,10 @@ class _Events:
         self._sessions.add(session)
         await self._probation.crashed(session, error, self._limit)
 
+    def answered(self, session: str) -> None:
+        self._sessions.discard(session)
+        self._probation.left(session)
+
     def ended(self, key: str, trajectory: Trajectory) -> None:
         pass
 

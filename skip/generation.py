@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from dataclasses import field as field_of
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.failures import BugError
+from asyncrl.media import digest
 from asyncrl.payloads import spans_from_json
 from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
-from asyncrl.types import FinishReason, Prompt, SampleId, Span
+from asyncrl.types import FinishReason, Media, Prompt, SampleId, Span
 from skip.base import BaseSkip, Call, Served
 from skip.fingerprint import Fingerprint, field
 from skip.identity import model_identity, tokenizer_identity
@@ -82,6 +83,7 @@ class _Generation(BaseSkip):
             "baseline": field(asked.baseline) if asked.baseline is not None else "null",
             "extra": field(asked.extra),
             **{f"agent.{name}": field(value) for name, value in sorted(asked.agent.items())},
+            **({"media": field([digest(media) for media in asked.prompt.media])} if asked.prompt.media else {}),
             "dtype": field(self.run.rollout.dtype),
             **self._model,
         }
@@ -99,7 +101,8 @@ class _Generation(BaseSkip):
         if longest is not None and any(turn.num_tokens > longest for each in one.trajectories for turn in each.turns):
             raise ValueError(f"it has responses of more than max_tokens={longest}")
         # Of the same prompt, the answer of now counts.
-        if np.array_equal(one.prompt.prompt_ids, asked.prompt.prompt_ids):
+        same_media = one.prompt.media == asked.prompt.media
+        if same_media and np.array_equal(one.prompt.prompt_ids, asked.prompt.prompt_ids):
             one = replace(one, prompt=asked.prompt)
         elif not one.knows_columns:
             raise ValueError("its prompt's columns could not be kept, so it is of use for the same prompt only")
@@ -186,6 +189,7 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
     `tokenizer`: where it is, for people who look at the record.
     """
     rows = [(one, row) for one in results for trajectory in one.trajectories for row in trajectory.rows]
+    stored = {digest(media): media for one in results for media in one.prompt.media}
     own = [row.prompt_ids for one, row in rows if _has_own_prompt(one, row)]
     return Content(
         {
@@ -194,6 +198,7 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
             "response_ids": _joined([row.response_ids for _, row in rows], np.int32),
             "response_mask": _joined([row.response_mask for _, row in rows], np.bool_),
             "rollout_log_probs": _joined([row.rollout_log_probs for _, row in rows], np.float32),
+            **{f"media.{name}": np.frombuffer(media.data, np.uint8) for name, media in stored.items()},
         },
         {
             "tokenizer": tokenizer,
@@ -201,6 +206,7 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
                 {
                     "prompt_tokens": len(one.prompt.prompt_ids),
                     "columns": _columns(one.prompt),
+                    **_media_data(one.prompt),
                     "has_baseline": one.has_baseline,
                     "generate_s": float(one.generate_s),
                     "trajectories": [_trajectory_data(one, trajectory) for trajectory in one.trajectories],
@@ -217,14 +223,15 @@ def from_content(content: Content) -> list[Generated]:
     Raises:
         ValueError, KeyError, TypeError: it is no such content.
     """
-    readers = {name: _Reader(array) for name, array in content.arrays.items()}
+    readers = {name: _Reader(array) for name, array in content.arrays.items() if not name.startswith("media.")}
     results = []
     for sample in content.data["samples"]:
         prompt_ids, columns = readers["prompt_ids"].take(sample["prompt_tokens"]), sample["columns"]
-        prompt = Prompt(prompt_ids)
+        media = tuple(Media(kind, content.arrays[f"media.{name}"].tobytes()) for kind, name in sample.get("media", ()))
+        prompt = Prompt(prompt_ids, media=media)
         if columns is not None:
             messages, data_source, ground_truth, extra_info = (columns[name] for name in _COLUMNS)
-            prompt = Prompt(prompt_ids, tuple(messages), data_source, ground_truth, extra_info)
+            prompt = Prompt(prompt_ids, tuple(messages), data_source, ground_truth, extra_info, media)
         trajectories = tuple(_trajectory(each, prompt_ids, readers) for each in sample["trajectories"])
         results.append(
             Generated(
@@ -236,9 +243,22 @@ def from_content(content: Content) -> list[Generated]:
     return results
 
 
+def _media_data(prompt: Prompt) -> dict[str, Any]:
+    return {"media": [[media.kind, digest(media)] for media in prompt.media]} if prompt.media else {}
+
+
 def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
     """Rewritten history, or what an environment said first."""
     return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
+
+
+def _turn_data(turn: TurnInfo) -> dict[str, Any]:
+    calls = [{**_fields(call), "metrics": dict(call.metrics)} for call in turn.calls]
+    return {**_fields(turn), "finish_reason": str(turn.finish_reason), "calls": calls}
+
+
+def _fields(value: TurnInfo | ToolCall) -> dict[str, Any]:
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
@@ -251,7 +271,7 @@ def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
             }
             for row in trajectory.rows
         ],
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [_turn_data(turn) for turn in trajectory.turns],
         "finish_reason": str(trajectory.finish_reason),
         "messages": [dict(message) for message in trajectory.messages],
         "scores": dict(trajectory.scores),

@@ -37,7 +37,7 @@ from trainer.algorithms.trajectories import Trajectories
 from trainer.placement import reference_is_actor
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample
-from trainer.tensors import to_batch
+from trainer.tensors import MEDIA_KEYS, to_batch
 from trainer.worker import NEEDED
 
 
@@ -90,7 +90,7 @@ class ExperienceBuilder:
 
     async def _ask(self, batch: TensorDict) -> None:
         """Add what the roles say to `batch`. One after the other: most roles share their ranks."""
-        asked = batch.select(*NEEDED)  # what a forward pass takes; the rest need not travel
+        asked = batch.select(*NEEDED, *MEDIA_KEYS, strict=False)  # what a forward pass takes; the rest need not travel
         # In bypass mode the behaviour policy is the proximal one, so nobody has to compute it.
         batch["old_log_probs"] = batch["rollout_log_probs"]
         if not self._config.algorithm.rollout_correction.bypass_mode:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.failures import DataError
 from asyncrl.records import Metrics
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Provenance, Row, Sample, SampleId, TokenIds, versions_per_token
+from asyncrl.types import DropReason, Media, Provenance, Row, Sample, SampleId, TokenIds, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
 
@@ -49,6 +49,8 @@ class TrainRow:
     reward_extra: Mapping[str, float] = field(default_factory=dict)
     baseline_reward: float | None = None
     """Score of the greedy response to the same prompt (ReMax)."""
+    media: tuple[Media, ...] = ()
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +132,7 @@ def _train_row(sample: Sample, row: Row, stale: NDArray[np.bool_]) -> TrainRow:
         turn_rewards=row.turn_rewards,
         reward_extra=row.reward_extra,
         baseline_reward=sample.baseline_reward,
+        media=sample.media,
     )
 
 

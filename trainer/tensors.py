@@ -18,6 +18,7 @@ masks; nothing is learned from it, and engines drop it before they compute (`tra
 | rewards           | float64 `[B]`    | score of the whole trajectory, the same in all its rows               |
 | turn_rewards      | float64 `[B, R]` | only if there are any: parts of it, on the last token of their turn   |
 | baseline_rewards  | float64 `[B]`    | ReMax only: score of the greedy response to the same prompt           |
+| media             | uint8 `[B, W]`   | only if there are any: images and videos (`asyncrl.media.join`)       |
 
 What the Trainer adds before it trains, all float32 `[B, R]`: `old_log_probs` (proximal policy), `ref_log_probs`,
 `values`, `returns`, `advantages`, `is_weights` (off-policy correction, multiplied into the policy loss), `token_ages`
@@ -35,7 +36,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.media import join
+from asyncrl.types import Media
 from trainer.rows import TrainRow
+
+MEDIA_KEYS = ("media",)
+"""What a model takes besides tokens, if there are any."""
 
 
 def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
@@ -82,7 +88,22 @@ def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
         batch["turn_rewards"] = _turn_rewards(rows, longest)
     if rows[0].baseline_reward is not None:
         batch["baseline_rewards"] = torch.tensor([row.baseline_reward for row in rows], dtype=torch.float64)
+    if any(row.media for row in rows):
+        batch["media"] = _media(rows)
     return batch
+
+
+def _media(rows: Sequence[TrainRow]) -> Tensor:
+    """uint8 `[B, W]`, zeros behind the end."""
+    joined: dict[tuple[Media, ...], Tensor] = {}
+    for row in rows:
+        if row.media and row.media not in joined:
+            joined[row.media] = torch.frombuffer(bytearray(join(row.media)), dtype=torch.uint8)
+    table = torch.zeros(len(rows), max(len(part) for part in joined.values()), dtype=torch.uint8)
+    for index, row in enumerate(rows):
+        if row.media:
+            table[index, : len(joined[row.media])] = joined[row.media]
+    return table
 
 
 def _turn_rewards(rows: Sequence[TrainRow], width: int) -> Tensor:

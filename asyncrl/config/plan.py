@@ -82,7 +82,9 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
     steps_per_version = config.steps_per_lease * config.async_training.trigger_parameter_sync_step
     # An admission needs fed - dropped < bound, so a fractional bound rounds up.
     unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
-    generating = min(unconsumed, config.rollout.max_concurrent_samples)
+    over = config.rollout.over_sample
+    under_way = unconsumed + math.ceil(over.samples * config.samples_per_version)
+    generating = min(under_way, config.rollout.max_concurrent_samples)
     return Plan(
         parts=tuple(_parts(config, machine, num_parameters)),
         machine=machine,
@@ -97,7 +99,7 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
         samples_per_version=config.samples_per_version,
         max_unconsumed_samples=unconsumed,
         max_generating_samples=generating,
-        max_generating_trajectories=generating * config.rollout.n,
+        max_generating_trajectories=generating * (config.rollout.n + over.trajectories),
         max_model_len=config.max_model_len,
         validation=config.has_validation,
     )

@@ -65,6 +65,8 @@ class _Course:
     turns: list[TurnInfo] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     forks: int = 0
+    has_media: bool = False
+    """Its tokens are those of a processor, which the chat template alone does not give."""
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Of several calls, the sum counts."""
@@ -169,7 +171,7 @@ class Agent:
             DataError: the template refuses a message, or the prompt leaves no room; what `ask` raises.
         """
         machine = Machine(self._limits)
-        course = _Course(list(prompt.messages), ConversationTokens(prompt.prompt_ids))
+        course = _Course(list(prompt.messages), ConversationTokens(prompt.prompt_ids), has_media=bool(prompt.media))
         about = (sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         async with AsyncExitStack() as stack:
             tools = await stack.enter_async_context(self._tools.session(ToolContext(*about))) if self._tools else None
@@ -196,6 +198,7 @@ class Agent:
         prompt_ids = prompt.prompt_ids
         said = await user.reset() if user is not None else ()
         if said:
+            _refuse_media(course, "an environment that speaks first makes the prompt anew")
             course.messages += said
             prompt_ids = np.asarray(self._chat.prompt(course.messages), dtype=np.int32)
             course.tokens = ConversationTokens(prompt_ids)
@@ -302,6 +305,7 @@ class Agent:
             return
         course.messages += new
         if extension.rewritten:
+            _refuse_media(course, "the chat template rewrites history, which makes the prompt anew")
             course.tokens.fork(extension.ids)
             course.forks += 1
         else:
@@ -315,7 +319,8 @@ class Agent:
         self.counts.rewrites += course.forks > 0
         trajectory = Trajectory(rows, tuple(course.turns), reason, tuple(course.messages), scores, dict(course.metrics))
         # Of what was sampled last, the messages may hold no more than a part: a turn cut short by its length.
-        if self._settings.tokenization_sanity_check_mode != "off" and reason is not FinishReason.LENGTH:
+        checked = self._settings.tokenization_sanity_check_mode != "off" and not course.has_media
+        if checked and reason is not FinishReason.LENGTH:
             self._check(trajectory)
         return trajectory
 
@@ -332,6 +337,15 @@ class Agent:
         log = logger.debug if self._told_mismatch else logger.warning
         self._told_mismatch = True
         log("%s. What is trained on are the tokens that were sampled; such conversations are counted", told)
+
+
+def _refuse_media(course: _Course, why: str) -> None:
+    """
+    Raises:
+        DataError: there are images or videos in the prompt.
+    """
+    if course.has_media:
+        raise DataError(f"a conversation about images or videos: {why}, and that is done for text only")
 
 
 def _up_to_last_turn(messages: Sequence[Message]) -> Sequence[Message]:

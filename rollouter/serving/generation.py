@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
+from vllm.inputs.engine import EngineInput, tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from asyncrl.failures import AsyncRLError, BugError, DataError, EngineCrashError, InfraError
 from asyncrl.ports import GenerateRequest
 from rollouter.serving.health import Health
+from rollouter.serving.media import with_media
 from rollouter.serving.own_log import own_log
 from rollouter.serving.pieces import Piece, Taken
 from rollouter.serving.running import FINISH, Running
@@ -102,7 +103,10 @@ class Generation:
             raise InfraError(health.broken)
         # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
         # older version computed, even where running requests (`keep`) forbid emptying the cache.
-        prompt = tokens_input(prompt_ids, cache_salt=f"{health.edition.lineage}-{health.edition.version}")
+        salt = f"{health.edition.lineage}-{health.edition.version}"
+        prompt: EngineInput = tokens_input(prompt_ids, cache_salt=salt)
+        if request.media:
+            prompt = await self._with_media(request, prompt_ids, salt)
         try:
             try:
                 run.collector = await self._llm.add_request(request.request_id, prompt, params)
@@ -136,6 +140,12 @@ class Generation:
         reason = run.output.outputs[0].finish_reason
         if not run.output.finished or reason not in FINISH:
             raise InfraError(f"request {request.request_id}: the engine ended it with {reason!r}")
+
+    async def _with_media(self, request: GenerateRequest, prompt_ids: Sequence[int], salt: str) -> EngineInput:
+        try:
+            return await with_media(self._llm.renderer, prompt_ids, request.media, salt)
+        except DataError as error:
+            raise DataError.wrap(f"request {request.request_id}: {error}", error) from error
 
     def _resolve(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
         """Prompt and parameters of the engine call; tokens so far join the prompt and leave the budget."""

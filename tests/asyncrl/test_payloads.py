@@ -18,7 +18,7 @@ from asyncrl import payload_objects
 from asyncrl.blobs import DamageError, decode, encode
 from asyncrl.failures import DeadlineError
 from asyncrl.payloads import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
-from asyncrl.types import FinishReason, Row, Sample, SampleId, Span
+from asyncrl.types import FinishReason, Media, Row, Sample, SampleId, Span
 from tests.fakes.samples import assert_same_sample, make_sample, samples
 
 LONG = make_sample(7, tokens=JOIN_BELOW_TOKENS + 3)
@@ -101,3 +101,40 @@ async def test_an_object_store_that_does_not_take_a_payload_is_not_waited_for_wi
             await payload_objects.RayPayloads(0.05).put(make_sample(1))
     finally:
         full.set()
+
+
+# ------------------------------------------------------------------------------------------------ images and videos
+
+
+def test_an_image_that_several_samples_have_is_stored_once() -> None:
+    image, other = Media("image", b"\x89PNG" * 100), Media("video", b"GIF")
+    originals = [replace(make_sample(1), media=(image, other)), replace(make_sample(2), media=(image,)), make_sample(3)]
+    arrays, _ = to_blob(pack(originals))
+    assert sorted(name for name in arrays if name.startswith("media")) == ["media.0", "media.1"]
+    packed = through_bytes(originals)
+    for position, original in enumerate(originals):
+        assert_same_sample(packed.unpack(position), original)
+
+
+def test_samples_without_images_are_written_as_if_there_were_none() -> None:
+    arrays, texts = to_blob(pack([make_sample(1)]))
+    assert "media" not in texts["samples"] and not any(name.startswith("media") for name in arrays)
+
+
+@pytest.mark.parametrize("told", [5, [5], [["image"]], [["sound", 0]], [["image", "0"]], {"image": 0}])
+def test_a_description_of_media_that_is_none_is_refused(told: Any) -> None:
+    original = replace(make_sample(1), media=(Media("image", b"x"),))
+    _, texts = to_blob(pack([original]))
+    samples_ = json.loads(texts["samples"])
+    samples_[0]["media"] = told
+    with pytest.raises(ValueError, match="media is none"):
+        through_bytes([original], {"samples": json.dumps(samples_)}).unpack(0)
+
+
+def test_media_whose_bytes_are_not_there_are_damage() -> None:
+    original = replace(make_sample(1), media=(Media("image", b"x"),))
+    _, texts = to_blob(pack([original]))
+    samples_ = json.loads(texts["samples"])
+    samples_[0]["media"] = [["image", 7]]
+    with pytest.raises(DamageError, match=r"no media\.7"):
+        through_bytes([original], {"samples": json.dumps(samples_)}).unpack(0)

@@ -79,7 +79,7 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
     assert last["rollouter/tool_calls"] == sum(counts.values()) > 0
     assert counts.most_common(1)[0][0] == "rollouter/tool_calls/ok"
     assert last["rollouter/turns"] > last["rollouter/tool_calls"]
-    assert 1 < last["reward/extra/turns"] < 3
+    assert 1 < last["reward/extra/num_turns"] < 3
 
     shown = subprocess.run(
         [sys.executable, "-m", "asyncrl", "show", str(run.run_dir), "sample_0_7", "--no-color"],

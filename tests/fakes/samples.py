@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.types import FinishReason, Replay, Row, Sample, SampleId, Span, Turn
+from asyncrl.types import FinishReason, Media, Replay, Row, Sample, SampleId, Span, Turn
 
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 
@@ -34,6 +34,9 @@ def rows(draw: st.DrawFn) -> Row:
 
 _spans = st.lists(st.builds(Span, st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
 _replays = st.builds(Replay, st.integers(0, 99), st.booleans(), st.lists(_spans, max_size=3).map(tuple))
+_media = st.lists(
+    st.builds(Media, st.sampled_from(["image", "video"]), st.binary(min_size=1, max_size=9)), max_size=2
+).map(tuple)
 
 
 @st.composite
@@ -46,6 +49,7 @@ def samples(draw: st.DrawFn) -> Sample:
         reward_s=draw(_rewards),
         baseline_reward=draw(st.none() | _rewards),
         replay=draw(st.none() | _replays),
+        media=draw(_media),
     )
 
 
@@ -71,8 +75,9 @@ def make_turn(seed: int, tokens: int = 4) -> Turn:
 
 def assert_same_sample(sample: Sample | None, expected: Sample) -> None:
     assert sample is not None
-    for field in ("sample_id", "data_source", "generate_s", "reward_s", "baseline_reward", "replay", "provenance"):
+    for field in ("sample_id", "data_source", "generate_s", "reward_s", "baseline_reward", "replay", "media"):
         assert getattr(sample, field) == getattr(expected, field), field
+    assert sample.provenance == expected.provenance
     for row, expected_row in zip(sample.rows, expected.rows, strict=True):
         for field in ("spans", "finish_reason", "reward", "reward_extra", "trajectory", "turn_rewards"):
             assert getattr(row, field) == getattr(expected_row, field), field

@@ -21,6 +21,7 @@ def check(world: World) -> None:
     state = QueueState.begin(setup.num_prompts, keeps_payloads=True)
     told = told_by(transitions)
     drift = setup.config.async_training
+    over_sampled = setup.config.rollout.over_sample.samples > 0
     for transition in transitions:
         lives.see(0.0, transition)
         state.apply(transition)
@@ -33,6 +34,8 @@ def check(world: World) -> None:
         generated_anew=told.anew | world.let_go,
         rewinds=told.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
+        # Of more samples than are needed, one that was given back may not be needed again.
+        completed=not over_sampled,
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
     broken = violations(accounts)
@@ -74,10 +77,13 @@ def _check_validations(world: World) -> None:
 def _check_poison(world: World, accounts: Accounts) -> None:
     """Who crashes every engine is convicted, and nobody else is where nothing else goes wrong."""
     setup = world.setup
-    limit = setup.config.recovery.max_crashes + 1
+    # Conversations of one sample are suspects by themselves.
+    suspects = setup.config.rollout.n + setup.config.rollout.over_sample.trajectories if setup.max_turns > 1 else 1
+    limit = setup.config.recovery.max_crashes * suspects + 1
     over = {name: count for name, count in world.poisoned_by.items() if count > limit}
-    # A Rollouter that is replaced forgets who was there.
-    assert not over or setup.faults, f"poison that has crashed more than {limit} engines: {over}"
+    # A Rollouter that is replaced forgets who was there, and who is cut stands in no lane.
+    cut = setup.config.rollout.over_sample.samples > 0 and setup.config.rollout.over_sample.unfinished != "drop"
+    assert not over or setup.faults or cut, f"poison that has crashed more than {limit} engines: {over}"
     if not setup.faults and setup.stragglers == 0 and setup.reward_fails == 0:
         failed = [fate.sample_id for fate in accounts.fates if fate.reason == DropReason.FAILED]
         innocent = [sample_id for sample_id in failed if not world.is_poisonous(sample_id)]
@@ -89,5 +95,6 @@ def _check_staleness(world: World) -> None:
     first = [age for lineage, age in world.staleness if lineage == 0]
     if drift.max_staleness is not None:
         assert max(first, default=0) <= drift.max_staleness, f"staleness {max(first)} beyond {drift.max_staleness}"
-    if drift.staleness_threshold == 0:
+    # What was over-sampled is trained a version later.
+    if drift.staleness_threshold == 0 and not world.setup.config.rollout.over_sample.samples:
         assert max(first, default=0) == 0, f"on-policy pacing, and a sample was {max(first)} versions old"

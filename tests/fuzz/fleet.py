@@ -272,7 +272,8 @@ class Engines:
 
     def _piece(self, replica: Replica, number: int, request: GenerateRequest, made: list[int]) -> Piece:
         name = request.request_id.rpartition("-")[0]
-        length = self._lengths.setdefault(name, self._world.rng.randint(1, self._config.rollout.response_length))
+        drawn = self._lengths.setdefault(name, self._world.rng.randint(1, self._config.rollout.response_length))
+        length = min(drawn, request.sampling["max_tokens"])
         size = min(self._chunk, max(0, length - made[number]))
         made[number] += size
         replica.generated_tokens += size

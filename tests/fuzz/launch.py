@@ -118,7 +118,8 @@ class LaunchOfRun:
 
     def _make_queue(self) -> ActorHost:
         drift = self.config.async_training
-        pacing = Pacing(self.config.samples_per_version, drift.staleness_threshold, self.total_samples)
+        over = self.config.rollout.over_sample.samples
+        pacing = Pacing(self.config.samples_per_version, drift.staleness_threshold, self.total_samples, over)
         options = QueueOptions(
             self.setup.num_prompts,
             pacing,

@@ -24,6 +24,7 @@ from tests.fuzz.process import Process
 from tests.fuzz.remote import Gated
 from tests.fuzz.setup import PROBE_S, START_S
 from tests.fuzz.store import Publisher
+from tests.fuzz.talk import Talker
 from tests.fuzz.training import Checkpoints, PlainExperience, Ranks
 from tests.fuzz.world import POISON, VALIDATES, World
 from trainer.intake import Intake
@@ -112,9 +113,12 @@ class RolloutPart(FuzzPart):
             return Gated(port, process.gate, world.pause)
 
         validation = ListPrompts([make_prompt(VALIDATES, 4, number) for number in range(2)])
-        task = Task(
-            launch.prompts, validation if launch.config.has_validation else None, ShakyScorer(world), lambda ids: ""
-        )
+        setup = world.setup
+        agent = None
+        if setup.max_turns > 1:
+            agent = Talker(setup.max_turns, launch.config.rollout.response_length, forks=setup.forks)
+        val_prompts = validation if launch.config.has_validation else None
+        task = Task(launch.prompts, val_prompts, ShakyScorer(world), lambda ids: "", agent)
         world.watched.append([])
         feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
         rollouter = Rollouter(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, OverSampleConfig
 from tests.fakes.configurations import changed
 
 FaultKind = Literal[
@@ -60,6 +60,10 @@ class Setup:
     poison: int | None
     """The prompt that crashes every engine."""
     faults: tuple[Fault, ...]
+    max_turns: int = 1
+    """Of a conversation; 1: there are none."""
+    forks: bool = False
+    """Every turn begins another row."""
 
     def __str__(self) -> str:
         training, drift = self.config.trainer, self.config.async_training
@@ -71,6 +75,8 @@ class Setup:
             f"{drift.max_staleness}{', in feed order' if drift.deterministic else ''}, {training.ppo_epochs} epochs, "
             f"n {self.config.rollout.n}, "
             f"{self.config.rollout.max_concurrent_samples} at once, checkpoint every {training.save_freq}, "
+            f"over-sampled {self.config.rollout.over_sample}, "
+            f"{self.max_turns} turns{' in rows' if self.forks else ''}, "
             f"{self.num_replicas} replicas, calls of {self.call_s:g} s, poison {self.poison}, validation every "
             f"{training.test_freq if self.config.has_validation else 'never'}; {faults}"
         )
@@ -87,8 +93,18 @@ def draw(seed: int) -> Setup:
     call_s = rng.choice([LONG_S, LONG_S, LONG_S, SHORT_S])
     poison = rng.randrange(6) if rng.random() < 0.2 else None
     validates = rng.random() < 0.3
+    deterministic = random.Random(f"order {seed}").random() < 0.2
+    # Drawn apart, so that seeds of before mean what they meant.
+    more = random.Random(f"conversations {seed}")
+    max_turns, forks = more.choice([1, 1, 2, 3]), more.random() < 0.3
+    over_sample = OverSampleConfig(
+        samples=0.0 if deterministic else more.choice([0.0, 0.0, 0.5, 1.0]),
+        trajectories=more.choice([0, 0, 1]),
+        unfinished=more.choice(["drop", "keep_finished", "keep_partial"]),
+    )
     changes: dict[str, dict[str, Any]] = {
         "rollout": {
+            "over_sample": over_sample,
             "n": rng.randint(1, 2),
             "max_concurrent_samples": rng.randint(1, 6),
             "response_length": 8,
@@ -100,8 +116,7 @@ def draw(seed: int) -> Setup:
             "partial_rollout": mode == "d",
             "partial_mode": rng.choice(["keep", "abort"]),
             "max_staleness": max_staleness,
-            # Drawn apart, so that seeds of before mean what they meant.
-            "deterministic": random.Random(f"order {seed}").random() < 0.2,
+            "deterministic": deterministic,
         },
         "trainer": {
             "total_training_steps": rng.randint(2, 6),
@@ -124,11 +139,14 @@ def draw(seed: int) -> Setup:
         num_prompts=rng.randint(6, 9),
         num_replicas=rng.randint(1, 2),
         reward_fails=rng.choice([0.0, 0.0, 0.1]),
-        stragglers=rng.choice([0.0, 0.0, 0.05]),
+        # Conversations draw for every turn of each of them.
+        stragglers=rng.choice([0.0, 0.0, 0.05]) / (1 if max_turns == 1 else 4 * max_turns),
         mean_s=rng.choice([0.02, 0.1, 0.4]),
         step_s=rng.choice([0.02, 0.1, 0.4]),
         call_s=call_s,
         poison=poison,
+        max_turns=max_turns,
+        forks=forks,
         faults=tuple(
             sorted(
                 (Fault(rng.expovariate(1 / 1.5), rng.choice(FAULTS)) for _ in range(num_faults)),

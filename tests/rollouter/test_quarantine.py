@@ -297,3 +297,20 @@ def test_crashes_below_the_limit_that_no_prompt_is_to_blame_for_cost_nothing(
     )
     crowd.run()
     assert not crowd.dropped
+
+
+def test_who_is_cut_keeps_its_strikes_and_holds_up_nobody() -> None:
+    quarantine = Quarantine(max_crashes=1)
+    for name in ("a", "b"):
+        quarantine.placed(name, "r")
+    crash = quarantine.crashed("a", "died", "r", 0.0)
+    quarantine.crashed("b", "died", "r", 0.0)
+    quarantine.judge(crash)
+    assert (quarantine.standing("a"), quarantine.standing("b")) == ("in the lane", "waiting")
+    quarantine.suspended("a")
+    assert quarantine.standing("b") == "in the lane"
+    quarantine.left("b")
+    quarantine.placed("a", "s")
+    again = quarantine.crashed("a", "died", "s", 1.0)
+    quarantine.judge(again)
+    assert quarantine.standing("a") == "guilty", "its strike of before counts"

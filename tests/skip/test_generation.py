@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from asyncrl.assets import resolve
 from asyncrl.config.schema import Config, ModelConfig
 from asyncrl.failures import BugError
 from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from asyncrl.types import FinishReason, Media, Prompt, SampleId, Span, Turn
 from rollouter.agent.tokens import ConversationTokens
 from skip import Call, SkipManager
 from skip.fingerprint import differing
@@ -35,7 +36,11 @@ def turns(draw: st.DrawFn) -> Turn:
     return Turn(np.array(tokens, dtype=np.int32), log_probs, spans, draw(st.sampled_from(FinishReason)))
 
 
-calls = st.builds(ToolCall, st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), duration_s=st.floats(0, 9))
+# As tools give them: a mapping of any kind.
+metrics = st.sampled_from([MappingProxyType({}), MappingProxyType({"found": 2.0}), {"found": 1.0}])
+calls = st.builds(
+    ToolCall, st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), duration_s=st.floats(0, 9), metrics=metrics
+)
 
 
 @st.composite
@@ -66,6 +71,11 @@ def generated(draw: st.DrawFn) -> Generated:
         draw(st.text(max_size=3)),
         draw(st.sampled_from([None, "7", {"answer": [1, 2]}])),
         {"index": draw(st.integers(0, 5))},
+        draw(
+            st.lists(st.builds(Media, st.sampled_from(["image", "video"]), st.binary(max_size=3)), max_size=2).map(
+                tuple
+            )
+        ),
     )
     return Generated(prompt, tuple(draw(st.lists(conversations(prompt), max_size=3))), draw(st.floats(0, 10)))
 
@@ -93,7 +103,7 @@ def same(one: Generated, other: Generated) -> bool:
         prompt.prompt_ids.tolist() == another.prompt_ids.tolist()
         and all(
             getattr(prompt, name) == getattr(another, name)
-            for name in ("messages", "data_source", "ground_truth", "extra_info")
+            for name in ("messages", "data_source", "ground_truth", "extra_info", "media")
         )
         and len(one.trajectories) == len(other.trajectories)
         and all(map(same_trajectory, one.trajectories, other.trajectories))
@@ -144,6 +154,7 @@ def skip_of(tmp_path: Path, role: str = "async_rollout", **sections: Any) -> Any
         ({"baseline": {"temperature": 0.0}}, ("baseline",)),
         ({"agent": {"tools": [{"name": "search"}]}}, ("agent.tools",)),
         ({"extra": 2}, ("extra",)),
+        ({"prompt": Prompt(np.array([1, 2, 3], dtype=np.int32), media=(Media("image", b"a"),))}, ("media",)),
     ],
 )
 def test_what_changes_the_answer_changes_the_fingerprint(

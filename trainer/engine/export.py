@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "chat_template*",
+    "*processor_config.json",
     "*.model",
 )
 

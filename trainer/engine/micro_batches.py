@@ -79,7 +79,7 @@ class MicroBatches:
             lengths,
             max_tokens=min(limit, CPU_MICRO_BATCH_TOKENS) if self._device.type == "cpu" else limit,
             overhead_tokens=OVERHEAD_TOKENS[self._device.type],
-            packed=self._scorer.packed,
+            packed=self._scorer.packed and "media" not in batch,
         )
         parts = cut() if lengths else []
         most = dist.all_max(len(parts), self._device)

@@ -10,8 +10,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -56,9 +59,12 @@ def load_model(
     try:
         source = resolve(path)
         with quiet():
+            settings = _settings(source, model_type, trust_remote_code)
+            if model_type == "language_model" and _sees(settings):
+                kind = AutoModelForImageTextToText
             model, report = kind.from_pretrained(
                 source,
-                config=_settings(source, model_type, trust_remote_code),
+                config=settings,
                 dtype=dtype,
                 use_safetensors=True,  # never a pickle from disk
                 attn_implementation=attn_implementation,
@@ -166,9 +172,15 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _sees(settings: PretrainedConfig) -> bool:
+    """A vision-language model, which transformers does not count among the language models."""
+    kind = type(settings)
+    return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
 def _settings(source: str, model_type: ModelType, trust_remote_code: bool) -> PretrainedConfig:
     settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    for part in (settings, settings.get_text_config()):
+    for part in (settings, settings.get_text_config(), *filter(None, [getattr(settings, "vision_config", None)])):
         for key, value in vars(part).items():
             if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
                 setattr(part, key, 0.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from asyncrl.media import split
+from asyncrl.types import Media
 from trainer.engine.base import AggMode, Tokens
 
 
@@ -36,12 +38,18 @@ class MicroBatch:
     """int64 `[N]`: each scored token's row, as an index into `rows`."""
     offset: Tensor
     """int64 `[N]`: each scored token's place in its response."""
+    media: tuple[tuple[Media, ...], ...] | None = None
+    """Padded only: images and videos of each row; None: no row of the batch has any."""
+    prompt_lens: Tensor | None = None
+    """With `media`: int64 `[B]`. Behind the prompt there are no placeholders."""
 
 
 def lay_out(
     batch: TensorDict, rows: Sequence[int], mask: Tensor, *, packed: bool = False, multiple: int = 1
 ) -> MicroBatch:
     """Score response tokens: each is read from the position before it, so that the last token is not computed.
+
+    A batch with media is never packed.
 
     Args:
         batch: see `trainer.tensors`.
@@ -51,6 +59,10 @@ def lay_out(
     """
     numbers = torch.as_tensor(rows, dtype=torch.int64)
     row, offset = mask[numbers].nonzero(as_tuple=True)
+    if "media" in batch:
+        micro = _lay_out(batch, numbers, row, offset, last=False, packed=False, multiple=1)
+        media = tuple(split(one.numpy().tobytes()) for one in batch["media"][numbers])
+        return replace(micro, media=media, prompt_lens=batch["prompt_lens"][numbers])
     return _lay_out(batch, numbers, row, offset, last=False, packed=packed, multiple=multiple)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrl.failures import ConfigError
+from asyncrl.failures import ConfigError, DataError
 from trainer.engine.attention import Packing
 from trainer.engine.base import ModelType, TokenScores
 from trainer.engine.logits import behind_head, score_logits
+from trainer.engine.media import Eyes, embedded
 from trainer.engine.models import head_of
 from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends
 from trainer.engine.ulysses import KEY, Shard, check_heads, gather_scores
@@ -42,6 +43,7 @@ class Scorer:
         autocast: dtype of the forward pass; None: that of the weights.
         packed: sequences without padding; only if `attention.enable_packing(model)` said that it can.
         sp_group: ranks that share each sequence (`trainer.engine.ulysses`); needs `packed`.
+        eyes: what makes features of images and videos; None: rows with some are refused.
 
     Raises:
         ConfigError: the model has no head of that type, or the ranks of `sp_group` cannot share its sequences.
@@ -58,6 +60,7 @@ class Scorer:
         temperature: float = 1.0,
         packed: bool = False,
         sp_group: dist.ProcessGroup | None = None,
+        eyes: Eyes | None = None,
     ) -> None:
         if sp_group is not None:
             _check_shareable(model, packed, dist.get_world_size(sp_group))
@@ -68,6 +71,8 @@ class Scorer:
         self._autocast = autocast
         self._temperature = temperature
         self._sp_group = sp_group
+        self._eyes = eyes
+        self._embedding = model.get_input_embeddings()
         self._pass: _Pass | None = None
         if model_type == "language_model":
             head, self._behind_head = model.get_output_embeddings(), behind_head(model)
@@ -90,7 +95,16 @@ class Scorer:
             hook.remove()
 
     def lay_out(self, batch: TensorDict, rows: Sequence[int], mask: Tensor) -> MicroBatch:
-        """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says."""
+        """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says.
+
+        Raises:
+            DataError: there are images or videos, and this model cannot see.
+        """
+        if "media" in batch and self._eyes is None:
+            raise DataError(
+                f"a {self._model_type.replace('_', ' ')} sees no images or videos, and there are rows with some; train "
+                "without one, or take these rows out of the data"
+            )
         multiple = dist.get_world_size(self._sp_group) if self._sp_group is not None else 1
         if self._model_type == "reward_model":
             return lay_out_ends(batch, rows, packed=self.packed, multiple=multiple)
@@ -103,9 +117,10 @@ class Scorer:
         its backward pass gives its share of the gradient: the sum over the group is the whole (`gather_scores`).
         """
         inputs, positions, targets, counts = self._inputs(micro)
+        sampled = inputs.pop("sampled", None)
         self._pass = current = _Pass(positions, targets, inputs["input_ids"].shape[:2], entropy_gradient)
         try:
-            with self._precision():
+            with self._precision(), embedded(self._embedding, sampled):
                 logits = self.module(**inputs, use_cache=False).logits
         finally:
             self._pass = None
@@ -123,6 +138,8 @@ class Scorer:
     def _inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor, Tensor, list[int] | None]:
         """Keyword arguments of the model; this rank's scored positions and targets; how many each rank has."""
         device, counts = self._device, None
+        if micro.media is not None:
+            return *self._seen(micro), micro.targets.to(device), None
         ids, places, positions, targets = micro.input_ids, micro.position_ids, micro.positions, micro.targets
         inputs: dict[str, Any] = {}
         if places is not None:
@@ -134,6 +151,17 @@ class Scorer:
                 positions, targets = positions[mine] - shard.start, targets[mine]
             inputs["position_ids"] = places.to(device)
         return inputs | {"input_ids": ids.to(device)}, positions.to(device), targets.to(device), counts
+
+    def _seen(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor]:
+        """Keyword arguments of the model, and `sampled` for its embedding; scored positions."""
+        if self._sp_group is not None:
+            raise ConfigError(f"trainer.{KEY}: ranks cannot share sequences with images or videos; set it to 1")
+        assert self._eyes is not None, "rows with media were laid out"
+        seen, device = self._eyes.see(micro), self._device
+        width, wider = micro.input_ids.shape[1], seen.input_ids.shape[1]
+        positions = micro.positions // width * wider + micro.positions % width
+        inputs = {"input_ids": seen.input_ids, "sampled": seen.sampled, **seen.features}
+        return {key: value.to(device) for key, value in inputs.items() if value is not None}, positions.to(device)
 
     def _pick_scored(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the head: of all hidden states `[B, T, H]` those of scored positions, `[1, N, H]`."""

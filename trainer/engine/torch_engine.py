@@ -28,6 +28,7 @@ from trainer.engine import dist, export, lora, offload, state
 from trainer.engine.attention import enable_packing
 from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
 from trainer.engine.figures import Figures
+from trainer.engine.media import Eyes
 from trainer.engine.micro_batches import MicroBatches
 from trainer.engine.models import head_of, keep_float32, load_model, speed_up
 from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
@@ -293,6 +294,7 @@ class TorchEngine(BaseEngine, abstract=True):
             temperature=spec.temperature,
             packed=packed,
             sp_group=self._mesh.get_group("sequence") if self._mesh is not None else None,
+            eyes=Eyes(hf, spec.model, spec.path_key) if spec.model_type == "language_model" else None,
         )
         passes = MicroBatches(
             scorer,

@@ -28,9 +28,10 @@ class ToolConfig(Section):
     """A tool: exactly one of `class_name`, `function` and `mcp`."""
 
     class_name: str | None = None
-    """`module:Class` or `path/file.py:Class` of a `rollouter.tools.BaseTool`."""
+    """`calculator`, `python`, `search`, `gsm8k`, or your own `rollouter.tools.BaseTool`: `module:Class` or
+    `path/file.py:Class`."""
     function: str | None = None
-    """`module:function` or `path/file.py:function` of a typed function with a docstring."""
+    """`module:function` or `path/file.py:function`, a typed function with a docstring."""
     mcp: McpServerConfig | None = None
     """A server of tools."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -53,7 +54,8 @@ class InteractionConfig(Section):
     name: str = "default"
     """Rows choose by it: `extra_info.interaction_kwargs.name`; the first one is for those that do not."""
     class_name: str
-    """`module:Class` or `path/file.py:Class` of a `rollouter.interactions.Environment`."""
+    """`scripted`, `model`, `retry`, `reasoning_gym`, `verifiers`, or your own `rollouter.interactions.Environment`:
+    `module:Class` or `path/file.py:Class`."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     timeout_s: Seconds = 60.0
@@ -83,9 +85,9 @@ class MultiTurnConfig(Section):
     max_parallel_calls: Positive = 4
     """Calls of one turn that are made, all at once; those beyond are refused in a message to the model."""
     max_tool_response_length: Positive = 256
-    """Tokens of one tool's answer; what is more is cut."""
+    """Tokens of one tool's answer; a longer one is cut to as many."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Where it is cut."""
+    """Where it is cut: `left` keeps the end."""
     tokenization_sanity_check_mode: Literal["off", "warn", "strict"] = "warn"
     """Compare a finished trajectory with the chat template's own tokens of the same messages: `warn` tells of
     differences, `strict` drops the sample."""
@@ -98,17 +100,17 @@ class OverSampleConfig(Section):
     """Ask for more than is needed, and abort what is left when enough is done (docs/agents.md)."""
 
     samples: Share = 0.0
-    """More samples than a version is allowed, as a share of `S`; 0: none."""
+    """More samples than a version is allowed, as a share of the samples that one consumes; 0: none."""
     trajectories: NonNegative = 0
     """More trajectories per prompt than rollout.n."""
     unfinished: Literal["drop", "keep_finished", "keep_partial"] = "drop"
-    """Of samples that are aborted: drop them; or go on with them under the next version, from their finished turns, or
-    from all tokens there are. Of trajectories beyond rollout.n, `drop` drops all, the others only
-    those that are unfinished."""
+    """Of samples that are aborted: drop them; or go on with them under the next version, from their complete turns, or
+    from all tokens there are. Of trajectories beyond rollout.n, `drop` drops all, the others only those that are
+    unfinished."""
 
 
 class AgentConfig(Section):
-    """Your own agent in place of the built-in loop, at the run's OpenAI-compatible endpoint (docs/agents.md)."""
+    """Your own agent in place of the built-in loop, at the run's OpenAI-compatible endpoint (docs/agents-openai.md)."""
 
     program: str | None = None
     """`module:function` or `path/file.py:function`, called once per trajectory with an `AgentTask`; async or not."""

@@ -1,0 +1,81 @@
+"""One vLLM engine behind Ray Serve for everything that is measured here, and its own count of tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import ray
+
+from asyncrl.config.schema import Config
+from asyncrl.ports import EngineFleet, StoreStatus
+from asyncrl.weights.object_store import start_store
+from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL
+from benchmarks.agents.lag import measure_lag
+from benchmarks.agents.over_sampling import measure_over_sampling
+from benchmarks.agents.tools import measure_tools
+from benchmarks.skip.samples import Table, say
+from rollouter.serving.app import start_app, stop_app
+from rollouter.serving.fleet import ServeFleet
+
+NAMESPACE = "bench-agents"
+COUNT_S = 30.0
+"""For the engine to be empty, and to say so."""
+
+
+class Engine:
+    """A fleet of one."""
+
+    def __init__(self, fleet: EngineFleet, store: Any) -> None:
+        """`store`: a handle on the weight store, which replicas report to."""
+        self.fleet = fleet
+        self._store = store
+
+    async def generated_tokens(self) -> int:
+        """Sampled since its start, those of requests that were aborted included. Waits until nothing is in it."""
+        since = time.time() + 0.1
+        with anyio.fail_after(COUNT_S):
+            while True:
+                status: StoreStatus = await self._store.status.remote()
+                for report in status.replicas:
+                    if report.reported_at > since and not report.in_flight:
+                        return report.generated_tokens
+                await anyio.sleep(0.1)
+
+
+@asynccontextmanager
+async def running_engine() -> AsyncIterator[Engine]:
+    """Needs a connected Ray."""
+    config = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
+    store = start_store(NAMESPACE)
+    await start_app(config, namespace=NAMESPACE)
+    try:
+        yield Engine(ServeFleet(config, namespace=NAMESPACE), store)
+    finally:
+        await stop_app(NAMESPACE)
+
+
+def measure_on_engine(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
+    """The tables of `only` that need an engine; Ray is started for it, and stopped."""
+    ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        return anyio.run(partial(_measure, only, rounds, jitter))
+    finally:
+        ray.shutdown()
+
+
+async def _measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
+    say("starting the engine")
+    tables: dict[str, Table] = {}
+    async with running_engine() as engine:
+        if "tools" in only:
+            tables["tools"] = await measure_tools(engine.fleet, rounds, jitter=jitter)
+        if "lag" in only:
+            tables["lag"] = await measure_lag(engine.fleet, rounds)
+        if "over_sampling" in only:
+            tables["over_sampling"] = await measure_over_sampling(engine.fleet, engine.generated_tokens, rounds)
+    return tables

@@ -1,0 +1,103 @@
+"""Time to the same number of finished samples, in step with the versions, with and without over-sampling."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.ports import EngineFleet
+from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, N, Sums
+from benchmarks.agents.fleets import DrawnFleet, Lengths
+from benchmarks.agents.rollouts import Outcome, Work, take
+from benchmarks.skip.samples import Table, ratio, say
+
+SAMPLES = 16
+"""A version's."""
+VERSIONS = 3
+LENGTHS = Lengths(median=48, sigma=0.6, longest=600, prompt_sigma=0.6)
+"""68 tokens on average, and the longest of 128 has 397."""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "samples 20 %": {"samples": 0.2, "unfinished": "drop"},
+    f"n = {N} + 2": {"trajectories": 2, "unfinished": "drop"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way in one round."""
+
+    outcome: Outcome
+    generated: int
+    """Tokens, those of trajectories that nobody took included."""
+
+
+async def measure_over_sampling(
+    fleet: EngineFleet,
+    generated_tokens: Callable[[], Awaitable[int]],
+    rounds: int,
+    *,
+    samples: int = SAMPLES,
+    versions: int = VERSIONS,
+    lengths: Lengths = LENGTHS,
+) -> Table:
+    """A row for each way.
+
+    Args:
+        fleet: The engines.
+        generated_tokens: How many these have sampled since their start, aborted requests included.
+        samples: A version's.
+        versions: In each round.
+        lengths: Of responses.
+    """
+    configs = {way: _config(settings, samples) for way, settings in WAYS.items()}
+    prompts = Sums(configs["none"])
+    measured: dict[str, list[Measured]] = {way: [] for way in WAYS}
+    for number in range(-1, rounds):
+        say(f"over-sampling, round {number + 1} of {rounds}" if number >= 0 else "over-sampling, warming up")
+        for way, config in configs.items():
+            work = Work(config, prompts, DrawnFleet(fleet, lengths, seed=number))
+            if number < 0:
+                await take(work, 1)
+                break
+            before = await generated_tokens()
+            outcome = await take(work, versions)
+            measured[way].append(Measured(outcome, await generated_tokens() - before))
+    return [_row(way, measured) for way in WAYS]
+
+
+def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": MODEL},
+            "rollout": {
+                "n": N,
+                "response_length": MAX_MODEL_LEN - 64,
+                "max_model_len": MAX_MODEL_LEN,
+                "max_concurrent_samples": 2 * samples,
+                "over_sample": over_sample,
+            },
+            "trainer": {"ppo_mini_batch_size": samples},
+            "async_training": {"staleness_threshold": 0.0},
+        }
+    )
+
+
+def _row(way: str, measured: Mapping[str, list[Measured]]) -> dict[str, Any]:
+    """`tokens` are those of a response that was taken, `wasted` all others."""
+    mine = measured[way]
+    seconds = {name: [one.outcome.seconds for one in some] for name, some in measured.items()}
+    tokens, generated = sum(one.outcome.sampled_tokens for one in mine), sum(one.generated for one in mine)
+    return {
+        "over-sampling": way,
+        "s": statistics.median(seconds[way]),
+        "least": min(seconds[way]),
+        "most": max(seconds[way]),
+        "faster": ratio(seconds["none"], seconds[way]),
+        "tokens": tokens / sum(one.outcome.trajectories for one in mine),
+        "wasted": generated - tokens,
+        "wasted %": 100 * (generated - tokens) / generated,
+    }

@@ -1,0 +1,290 @@
+"""The benchmark of agents on engines that are none: what is compared is what it says, and its tables are complete."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import DataError, InfraError
+from asyncrl.ports import GenerateRequest
+from asyncrl.types import FinishReason, SampleId, Turn
+from benchmarks.agents import __main__ as benchmark
+from benchmarks.agents import conversations
+from benchmarks.agents.conversations import MODEL, N, SlowTool, Sums, conversing
+from benchmarks.agents.cost import measure_cost
+from benchmarks.agents.fleets import SHORTEST, BarrierFleet, DrawnFleet, Lengths
+from benchmarks.agents.lag import TICK_S, lateness, measure_lag, percentiles_ms
+from benchmarks.agents.over_sampling import WAYS, measure_over_sampling
+from benchmarks.agents.rollouts import Work, take
+from benchmarks.agents.tools import IN_FLIGHT, measure_tools
+from rollouter.agent.parsing import NO_TOOLS
+from rollouter.tools.base import ToolContext
+from tests.fakes.engine import FakeFleet
+
+LENGTHS = Lengths(median=20, sigma=0.6, longest=100, prompt_sigma=0.6)
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser takes seconds to load, and what it reads is of no interest."""
+    monkeypatch.setattr(conversations, "FORMAT", NO_TOOLS)
+
+
+def fleet(**settings: Any) -> FakeFleet:
+    """Answers with as many tokens as it is asked for."""
+    return FakeFleet(answer=lambda request: [5] * request.sampling["max_tokens"], **settings)
+
+
+def request(name: str, max_tokens: int = 1000) -> GenerateRequest:
+    return GenerateRequest(name, np.array([1, 2], dtype=np.int32), {"max_tokens": max_tokens, "temperature": 1.0})
+
+
+# ------------------------------------------------------------------------------------------------ fleets
+
+
+def test_lengths_are_the_seeds_and_have_a_tail_that_is_cut() -> None:
+    lengths = Lengths(median=20, sigma=1.0, longest=100)
+    drawn = [lengths.of(f"sample_0_1/{k}", seed=0) for k in range(2000)]
+    assert drawn == [lengths.of(f"sample_0_1/{k}", seed=0) for k in range(2000)]
+    assert drawn != [lengths.of(f"sample_0_1/{k}", seed=1) for k in range(2000)]
+    assert 18 < np.median(drawn) < 22 and max(drawn) == 100 and min(drawn) == SHORTEST
+    assert np.mean(drawn) > 1.2 * np.median(drawn)
+
+
+def test_responses_to_one_prompt_are_alike() -> None:
+    lengths = Lengths(median=50, sigma=0.0, longest=1000, prompt_sigma=1.0)
+    groups = [{lengths.of(f"sample_0_{index}/{k}", seed=0) for k in range(8)} for index in range(1, 20)]
+    assert all(len(group) == 1 for group in groups)
+    assert len(set.union(*groups)) > 10
+
+
+async def test_turns_have_the_length_that_is_drawn_and_end_by_themselves() -> None:
+    drawn, told = DrawnFleet(fleet(), LENGTHS, seed=3), list[tuple[int, Turn]]()
+
+    async def on_turn(number: int, turn: Turn) -> None:
+        told.append((number, turn))
+
+    names = [f"sample_0_1/{k}" for k in range(3)]
+    turns = await drawn.generate([request(name) for name in names], session="s", on_turn=on_turn)
+    assert [len(turn.response_ids) for turn in turns] == [LENGTHS.of(name, 3) for name in names]
+    assert {turn.finish_reason for turn in [*turns, *(turn for _, turn in told)]} == {FinishReason.STOP}
+    assert [number for number, _ in told] == [0, 1, 2]
+    (short,) = await drawn.generate([request(names[0], max_tokens=2)], session="s")
+    assert len(short.response_ids) == 2
+
+
+async def test_nobody_passes_a_barrier_before_all_are_there() -> None:
+    engines = fleet()
+    barrier = BarrierFleet(engines, 3)
+    passed: list[str] = []
+
+    async def ask(name: str, length: int) -> None:
+        for number in range(2):
+            (turn,) = await barrier.generate([request(f"{name}.{number}", length)], session=name)
+            assert len(turn.response_ids) == length
+            passed.append(name)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, "a", 1)
+        group.start_soon(ask, "b", 2)
+        await anyio.wait_all_tasks_blocked()
+        assert not passed and not engines.sessions
+        group.start_soon(ask, "c", 3)
+    assert engines.sessions == ["batch-1", "batch-2"]
+    assert [one.request_id for one in engines.requests[:3]] == ["a.0", "b.0", "c.0"]
+    assert sorted(passed[:3]) == sorted(passed[3:]) == ["a", "b", "c"]
+
+
+async def test_a_batch_that_fails_fails_for_all() -> None:
+    engines = fleet()
+    engines.fail("batch-1", InfraError("gone"))
+    barrier, errors = BarrierFleet(engines, 2), list[str]()
+
+    async def ask(name: str) -> None:
+        with pytest.raises(InfraError) as caught:
+            await barrier.generate([request(name)], session=name)
+        errors.append(caught.value.message)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "a")
+            group.start_soon(ask, "b")
+    assert sorted(errors) == ["gone", "the batch failed: gone"]
+
+
+# ------------------------------------------------------------------------------------------------ rollouts
+
+
+def make_work(engines: FakeFleet, **rollout: Any) -> Work:
+    config = Config.model_validate(
+        {
+            "model": {"path": MODEL},
+            "rollout": {"n": 2, "response_length": 100, "max_model_len": 200, **rollout},
+            "trainer": {"ppo_mini_batch_size": 3},
+            "async_training": {"staleness_threshold": 0.0},
+        }
+    )
+    return Work(config, Sums(config), DrawnFleet(engines, LENGTHS, seed=0))
+
+
+async def test_versions_are_taken_one_after_the_other() -> None:
+    engines = fleet()
+    outcome = await take(make_work(engines), 2)
+    assert len(outcome.samples) == 6 and outcome.trajectories == 12
+    assert outcome.sampled_tokens == engines.generated_tokens
+    assert engines.max_in_flight <= 3, "the next version's wait for it"
+    assert {str(sample.sample_id) for sample in outcome.samples[:3]} == {f"sample_0_{k}" for k in (1, 2, 3)}
+
+
+async def test_what_is_dropped_spoils_the_measurement() -> None:
+    engines = fleet()
+    engines.fail("sample_0_2", DataError("unreadable"))
+    with pytest.raises(SystemExit, match=r"samples were dropped.*failed"):
+        await take(make_work(engines), 1)
+
+
+async def test_a_tool_takes_its_time_give_or_take() -> None:
+    tool = SlowTool(0.5, jitter=0.2)
+    states = [await tool.create(ToolContext(SampleId(0, 1), number)) for number in (1, 1, 2)]
+    one, again, other = ([tool.seconds(state) for _ in range(50)] for state in states)
+    assert one == again != other
+    assert all(0.4 <= seconds <= 0.6 for seconds in one) and max(one) > 0.55 and min(one) < 0.45
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+@pytest.mark.usefixtures("no_vllm")
+async def test_the_barrier_is_one_call_a_turn_and_streaming_one_for_each() -> None:
+    engines = fleet()
+    barrier, streaming = await measure_tools(engines, 1, latency_s=0.01, batches=2, lengths=LENGTHS)
+    warm_up = IN_FLIGHT * conversations.TURNS
+    assert sum(session.startswith("batch-") for session in engines.sessions) == 2 * conversations.TURNS
+    assert len(engines.sessions) == 2 * conversations.TURNS + 2 * warm_up + warm_up
+    assert (barrier["way"], streaming["way"], barrier["ratio"]) == ("barrier", "streaming", 1.0)
+    assert barrier["trajectories"] == streaming["trajectories"] == 2 * IN_FLIGHT
+    assert complete([barrier, streaming])
+
+
+@pytest.mark.usefixtures("no_vllm")
+async def test_conversations_that_end_early_are_not_compared() -> None:
+    with pytest.raises(SystemExit, match=r"conversations of .* turns"):
+        await measure_tools(fleet(), 1, latency_s=0.0, batches=1, lengths=Lengths(500, 0.0, 500))
+
+
+@pytest.mark.usefixtures("no_vllm")
+async def test_lag_beside_every_kind_of_tool() -> None:
+    rows = await measure_lag(fleet(pace=lambda _: anyio.sleep(0.02)), 1, load_s=0.3, warm_up_s=0.05)
+    assert [row["beside"] for row in rows] == ["nothing", "async tools", "tools in threads"]
+    assert rows[0]["turns/s"] == 0 and all(row["turns/s"] > 0 for row in rows[1:])
+    assert all(0 <= row["p50 ms"] <= row["p99 ms"] <= row["max ms"] for row in rows)
+
+
+async def test_all_that_came_due_in_a_halt_is_late() -> None:
+    async def halt() -> None:
+        await anyio.sleep(0.05)
+        time.sleep(0.1)  # noqa: ASYNC251  the halt
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(halt)
+        late = await lateness(0.3)
+    assert max(late) > 0.09
+    assert sum(seconds > 0.05 for seconds in late) >= 0.8 * 0.05 / TICK_S
+    assert percentiles_ms([0.001] * 99 + [0.101])["max ms"] == pytest.approx(101)
+
+
+async def test_over_sampling_throws_tokens_away_and_takes_as_many_samples() -> None:
+    engines = fleet(chunk_tokens=10, pace=lambda _: anyio.sleep(0.005))
+
+    async def generated() -> int:
+        return engines.generated_tokens
+
+    rows = await measure_over_sampling(engines, generated, 1, samples=5, versions=2, lengths=LENGTHS)
+    none, samples, trajectories = rows
+    assert [row["over-sampling"] for row in rows] == list(WAYS)
+    assert (none["wasted"], none["wasted %"], none["faster"]) == (0, 0, 1)
+    for row in (samples, trajectories):
+        assert row["wasted"] > 0 and 0 < row["wasted %"] < 60
+    assert trajectories["tokens"] < none["tokens"], "the longest are those that are thrown away"
+
+
+def test_cost_of_calls_that_the_parser_understands() -> None:
+    alone, one, three = measure_cost(1, turns=(1, 3), groups=1)
+    assert [(row["agent"], row["turns"]) for row in (alone, one, three)] == [("no", 1), ("yes", 1), ("yes", 3)]
+    assert alone["parse"] == alone["extend"] == alone["check"] == one["extend"] == 0
+    assert all(value > 0 for value in figures(three).values())
+    parts = sum(three[name] for name in ("parse", "extend", "check", "rest"))
+    assert parts == pytest.approx(three["ms/turn"]) and three["ms/trajectory"] == pytest.approx(3 * parts)
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not isinstance(value, str)}
+
+
+def complete(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return all(math.isfinite(value) and value > 0 for row in rows for value in figures(row).values())
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Nothing is measured; what would have been."""
+    calls: list[Any] = []
+
+    def measure(only: Sequence[str], *args: Any) -> dict[str, list[dict[str, Any]]]:
+        calls.append((tuple(only), *args))
+        print("something that a library says")  # noqa: T201
+        return {name: [{"way": "one", "figure": 1.5}] for name in benchmark.ASPECTS if name in only}
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    return calls
+
+
+def test_json_alone_is_all_that_is_printed(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--only", "lag,tools", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert asked == [(("lag", "tools"), 3, 0.0)]
+    assert told["tools"] == told["lag"] == [{"way": "one", "figure": 1.5}]
+    assert "cost" not in told and told["aims"] == benchmark.AIMS and told["machine"]["cores"] > 0
+    assert told["load_before"] >= 0
+
+
+def test_tables_for_people_and_a_file(asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "deeper" / "agents.json"
+    benchmark.main(["--rounds", "2", "--jitter", "0.5", "--json", str(target)])
+    assert asked == [(benchmark.ASPECTS, 2, 0.5)]
+    out = " ".join(capsys.readouterr().out.split())  # titles of narrow tables have two lines
+    assert all(f"agents, {name}" in out for name in benchmark.ASPECTS) and "a library" not in out
+    assert set(benchmark.ASPECTS) < set(json.loads(target.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rounds", "0"], "--rounds: '0' is no number of 1 or more"),
+        (["--only", "tools,legs"], "--only: 'legs' is none of tools, lag, over_sampling, cost"),
+        (["--jitter", "2"], "--jitter: '2' is no number from 0 to 1"),
+        (["--jitter", "much"], "--jitter: 'much' is no number from 0 to 1"),
+        (["--json", "/proc/nowhere/x.json"], "--json: /proc/nowhere/x.json cannot be written"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(options)
+    assert told in capsys.readouterr().err
+
+
+def test_the_tools_configuration_is_one_that_loads() -> None:
+    config = Config.model_validate({"model": {"path": MODEL}, "rollout": conversing(latency_s=0.5)})
+    assert config.rollout.n == N and config.rollout.multi_turn.max_assistant_turns == conversations.TURNS

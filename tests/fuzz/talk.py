@@ -1,0 +1,54 @@
+"""Conversations for fuzzed runs: what is said between turns depends on nothing, so that logged turns count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.trajectory import Trajectory, TurnInfo
+from asyncrl.types import FinishReason, Prompt, SampleId
+from rollouter.agent.asking import AskTurn, TurnRequest
+from rollouter.agent.tokens import ConversationTokens
+
+TOLD = 3
+
+
+class Talker:
+    """`Converser`: up to so many turns, in one row or with a new one each time."""
+
+    def __init__(self, max_turns: int, max_tokens: int, *, forks: bool) -> None:
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._forks = forks
+
+    async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:
+        tokens = ConversationTokens(prompt.prompt_ids)
+        turns: list[TurnInfo] = []
+        room = self._max_tokens
+        while True:
+            turn = await ask(TurnRequest(len(turns), tokens.context, room))
+            row, first = tokens.add_turn(turn)
+            turns.append(TurnInfo(row, first, len(turn.response_ids), turn.finish_reason))
+            room -= len(turn.response_ids) + 1
+            if len(turns) == self._max_turns or turn.finish_reason is FinishReason.LENGTH or room < 1:
+                break
+            if self._forks:
+                tokens.fork([*prompt.prompt_ids, TOLD])
+            else:
+                tokens.add_told([TOLD])
+        return Trajectory(tokens.rows(), tuple(turns), turn.finish_reason, ({"role": "assistant", "content": ""},))
+
+    async def __aenter__(self) -> Talker:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    def identity(self) -> Mapping[str, Any]:
+        return {}
+
+    def status(self) -> Mapping[str, float]:
+        return {}
+
+    def watch(self, waiting: Any) -> None:
+        pass

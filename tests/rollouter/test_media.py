@@ -1,0 +1,295 @@
+"""Images and videos of the data set: what is accepted, what is refused and how it says so, and what becomes tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoProcessor
+
+from asyncrl.config.schema import Config, DataConfig, ModelConfig
+from asyncrl.failures import DataError
+from asyncrl.media import digest, frames_of, image_bytes, video_array, video_bytes
+from asyncrl.types import Media, Prompt, SampleId
+from rollouter import media as media_module
+from rollouter.dataset import PromptRow, parse_row
+from rollouter.prompts import load_prompts
+from rollouter.template import load_tokenizer
+from tests.fakes.vision_model import FEATURES, picture, png, write_vision_model
+
+PNG = png(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=str(write_vision_model(tmp_path_factory.mktemp("vision"))))
+
+
+def parse(prompt: Any, directory: Path | None = None, **columns: Any) -> PromptRow:
+    return parse_row({"prompt": prompt, **columns}, "data.jsonl, line 3", directory=directory)
+
+
+def of_part(part: Any, directory: Path | None = None) -> PromptRow:
+    return parse([{"role": "user", "content": [{"type": "text", "text": "what is "}, part]}], directory)
+
+
+def gif(*seeds: int) -> bytes:
+    written = io.BytesIO()
+    first, *others = [picture(seed) for seed in seeds]
+    first.save(written, "GIF", save_all=True, append_images=others)
+    return written.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ what is accepted
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "pictures/one.png"},
+        {"type": "image", "image": {"path": "pictures/one.png"}},
+        {"type": "image", "image": {"bytes": PNG, "path": None}},
+        {"type": "image", "image": PNG, "text": None},
+        {"type": "image_url", "image_url": {"url": "pictures/one.png"}},
+        {"type": "image_url", "image_url": "pictures/one.png"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(PNG).decode()}},
+    ],
+)
+def test_an_image_is_kept_as_it_was_stored(tmp_path: Path, part: Mapping[str, Any]) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "one.png").write_bytes(PNG)
+    row = of_part(part, tmp_path)
+    assert row.media == (Media("image", PNG),)
+    text, image = row.messages[0]["content"]
+    assert text == {"type": "text", "text": "what is "}
+    assert image["type"] == "image" and image["image"] in ("pictures/one.png", f"blake2b:{digest(row.media[0])}")
+    json.dumps(row.messages)
+
+
+def test_file_urls_and_absolute_paths_are_taken_as_they_are(tmp_path: Path) -> None:
+    (file := tmp_path / "one.png").write_bytes(PNG)
+    for name in (str(file), f"file://{file}"):
+        assert of_part({"type": "image", "image": name}, Path("/nowhere")).media == (Media("image", PNG),)
+
+
+def test_a_picture_in_memory_becomes_a_png() -> None:
+    (one,) = of_part({"type": "image", "image": picture(1)}).media
+    assert (np.asarray(frames_of(one)[0]) == np.asarray(picture(1))).all()
+
+
+def test_verls_columns_fill_the_places_in_the_text() -> None:
+    prompt = [{"role": "system", "content": "look"}, {"role": "user", "content": "<image>is it <image> or\n<video>?"}]
+    row = parse(prompt, images=[{"bytes": PNG}, png(2)], videos=[gif(3, 4)])
+    assert [one.kind for one in row.media] == ["image", "image", "video"]
+    assert row.media[1].data == png(2)
+    assert [part.get("text", part["type"]) for part in row.messages[1]["content"]] == [
+        "image", "is it ", "image", " or\n", "video", "?",
+    ]  # fmt: skip
+    assert row.messages[0]["content"] == [{"type": "text", "text": "look"}]
+
+
+def test_without_columns_the_words_are_just_words() -> None:
+    row = parse([{"role": "user", "content": "what does <image> mean?"}], images=None)
+    assert row.messages[0]["content"] == "what does <image> mean?" and row.media == ()
+    row = parse(
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a <image> tag, and "}, {"type": "image", "image": PNG}],
+            }
+        ]
+    )
+    assert row.messages[0]["content"][0]["text"] == "a <image> tag, and " and len(row.media) == 1
+
+
+def test_parts_of_text_alone_are_left_as_they_were() -> None:
+    content = [{"type": "text", "text": "hello", "more": 1}]
+    assert parse([{"role": "user", "content": content}]).messages[0]["content"] is content
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        gif(1, 2, 3),
+        [picture(1), picture(2), picture(3)],
+        [png(1), png(2), png(3)],
+        np.stack([np.asarray(picture(seed)) for seed in (1, 2, 3)]),
+        "clip.npy",
+    ],
+)
+def test_a_video_is_its_frames(tmp_path: Path, video: Any) -> None:
+    frames = np.stack([np.asarray(picture(seed)) for seed in (1, 2, 3)])
+    np.save(tmp_path / "clip.npy", frames)
+    (one,) = of_part({"type": "video", "video": video}, tmp_path).media
+    assert one.kind == "video" and video_array(one).shape == frames.shape
+    if not isinstance(video, bytes):  # a GIF has 256 colours
+        assert (video_array(one) == frames).all()
+
+
+def test_frames_that_are_alike_stay_apart() -> None:
+    still = video_bytes([picture(1)] * 4)
+    assert len(frames_of(Media("video", still))) == 4
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image", "image": "https://example.org/a.png"}, "lies on the network"),
+        ({"type": "image_url", "image_url": {"url": "HTTP://example.org/a.png"}}, "nothing is fetched"),
+        ({"type": "image", "image": "s3://bucket/a.png"}, "lies on the network"),
+        ({"type": "image", "image": "missing.png"}, "No such file"),
+        ({"type": "image", "image": b"no picture"}, "pillow cannot read it"),
+        ({"type": "image", "image": PNG[:200]}, "pillow cannot read it"),
+        ({"type": "image", "image": "data:image/png;base64,%%%"}, "base64 is damaged"),
+        ({"type": "image", "image": "data:image/png,abc"}, "base64"),
+        ({"type": "image"}, "missing"),
+        ({"type": "image", "image": 7}, "int"),
+        ({"type": "video", "video": np.zeros((2, 4, 4, 3), dtype=np.float32)}, "expected uint8"),
+        ({"type": "video", "video": []}, "list"),
+    ],
+)
+def test_what_is_none_is_refused_by_row_and_field(part: Any, why: str) -> None:
+    with pytest.raises(DataError, match=why) as refused:
+        of_part(part)
+    assert "data.jsonl, line 3: field 'prompt[0].content[1]'" in str(refused.value)
+
+
+def test_a_part_of_an_unknown_type_is_refused() -> None:
+    content = [{"type": "image", "image": PNG}, {"type": "audio", "audio": "a.wav"}]
+    with pytest.raises(DataError, match="'audio'; known are text, image"):
+        parse([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "why"),
+    [
+        ("<image><image>", [PNG], "more <image> than the column 'images' has"),
+        ("<image>", [PNG, PNG], "'images' has more items"),
+        ("<image>", PNG, "expected a list"),
+        ("<image>", 5, "expected a list"),
+    ],
+)
+def test_columns_and_places_have_to_agree(text: str, images: Any, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        parse([{"role": "user", "content": text}], images=images)
+
+
+def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(media_module, "MAX_MEDIA_BYTES", len(PNG) + 1)
+    assert of_part({"type": "image", "image": PNG}).media
+    (tmp_path / "big.png").write_bytes(PNG + b"\0" * 1000)
+    for content in ([{"type": "image", "image": PNG}] * 2, [{"type": "image", "image": "big.png"}]):
+        with pytest.raises(DataError, match="are allowed"):
+            parse([{"role": "user", "content": content}], tmp_path)
+
+
+def test_too_many_pixels_are_refused() -> None:
+    import PIL.Image
+
+    bomb = io.BytesIO()
+    PIL.Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
+    with pytest.raises(DataError, match=r"are allowed|decompression bomb"):
+        of_part({"type": "image", "image": bomb.getvalue()})
+
+
+# ------------------------------------------------------------------------------------------------ as tokens
+
+
+def load(tmp_path: Path, model: ModelConfig, *rows: Any, **data: Any) -> list[Prompt]:
+    path = tmp_path / "data" / "train.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    config = Config(model=model, data=DataConfig(train_files=(str(path),), shuffle=False, **data))
+    prompts = load_prompts(config, load_tokenizer(model), tmp_path / "cache").train
+    return [prompts.at(SampleId(0, number + 1)) for number in range(len(prompts))]
+
+
+def looking(*images: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": "look: " + "<image>" * len(images)}], "images": list(images)}
+
+
+def test_prompts_have_the_placeholders_of_the_models_processor(tmp_path: Path, model: ModelConfig) -> None:
+    """Paths are relative to the data file; the text between is tokenized as ever."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(PNG)
+    (tmp_path / "data" / "two.png").write_bytes(png(2))
+    plain = {"prompt": [{"role": "user", "content": "look: "}]}
+    both, text = load(tmp_path, model, looking("one.png", "two.png"), plain)
+    processor = AutoProcessor.from_pretrained(model.path)
+    written = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "text", "text": "look: "}, {"type": "image"}, {"type": "image"}]}],
+        add_generation_prompt=True,
+    )
+    expected = processor(text=written, images=[[picture(1), picture(2)]], add_special_tokens=False)["input_ids"][0]
+    assert both.prompt_ids.tolist() == list(expected)
+    assert both.media == (Media("image", PNG), Media("image", png(2)))
+    assert (both.prompt_ids == processor.image_token_id).sum() == 2 * FEATURES
+    assert text.media == () and processor.image_token_id not in text.prompt_ids
+
+
+def test_a_parquet_file_holds_images_as_bytes(tmp_path: Path, model: ModelConfig) -> None:
+    row = looking({"bytes": PNG, "path": None})
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    config = Config(model=model, data=DataConfig(train_files=(str(tmp_path / "train.parquet"),)))
+    prompts = load_prompts(config, load_tokenizer(model), tmp_path / "cache").train
+    assert prompts.at(SampleId(0, 1)).media == (Media("image", PNG),)
+
+
+def test_a_model_without_videos_gets_frames_as_images(tmp_path: Path, model: ModelConfig) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "clip.tiff").write_bytes(video_bytes([picture(1), picture(2)]))
+    row = {
+        "prompt": [
+            {"role": "user", "content": [{"type": "video", "video": "clip.tiff"}, {"type": "text", "text": "!"}]}
+        ]
+    }
+    (prompt,) = load(tmp_path, model, row)
+    frames = load(tmp_path, model, {"prompt": [{"role": "user", "content": "<image><image>!"}], "images": [
+        "data:image/png;base64," + base64.b64encode(image_bytes(picture(seed))).decode() for seed in (1, 2)
+    ]})[0]  # fmt: skip
+    assert prompt.prompt_ids.tolist() == frames.prompt_ids.tolist()
+    assert prompt.media == frames.media and all(one.kind == "image" for one in prompt.media)
+    assert prompt.messages[0]["content"][0] == {"type": "image", "image": "clip.tiff"}
+
+
+def test_a_text_model_refuses_rows_with_images(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(PNG)
+    plain = {"prompt": "1+1="}
+    with pytest.raises(DataError, match=r"train.jsonl, line 2: it has images .* takes text only; give a vision"):
+        load(tmp_path, ModelConfig(path="asyncrl://quickstart"), plain, looking("one.png"))
+
+
+@pytest.mark.parametrize("overlong", ["left", "middle", "right", "error"])
+def test_prompts_with_images_are_not_cut(tmp_path: Path, model: ModelConfig, overlong: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(PNG)
+    with pytest.raises(DataError, match=r"max_prompt_length = 9.*filter"):
+        load(tmp_path, model, looking("one.png"), max_prompt_length=9, overlong_prompts=overlong)
+
+
+def test_too_long_ones_are_filtered(tmp_path: Path, model: ModelConfig) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(PNG)
+    plain = {"prompt": "1"}
+    (only,) = load(tmp_path, model, looking("one.png"), plain, max_prompt_length=25)
+    assert only.media == ()
+
+
+def test_a_template_that_leaves_images_out_is_told(tmp_path: Path, model: ModelConfig) -> None:
+    (template := tmp_path / "template.jinja").write_text("{{ messages[0]['role'] }}: nothing to see")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(PNG)
+    with pytest.raises(DataError, match="line 1: the model's processor refuses the prompt with its 1 images"):
+        load(tmp_path, model.model_copy(update={"chat_template": str(template)}), looking("one.png"))

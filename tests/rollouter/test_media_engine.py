@@ -1,0 +1,161 @@
+"""Prompts with images through vLLM itself, and the Trainer's model on what came back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from asyncrl.config.schema import Config, EngineConfig, ModelConfig
+from asyncrl.failures import DataError
+from asyncrl.ports import Edition, GenerateRequest
+from asyncrl.types import FinishReason, Media, Prompt, Row, Sample, SampleId, Turn, join_turns
+from rollouter.serving.options import serving_options
+from rollouter.template import load_tokenizer
+from rollouter.vision import Vision
+from tests.fakes.vision_model import png, write_vision_model
+from trainer.engine.base import EngineSpec
+from trainer.engine.registry import EngineRegistry
+from trainer.rows import RowRules, prepare
+from trainer.tensors import to_batch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+ONE, TWO = Media("image", png(1)), Media("image", png(2))
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=str(write_vision_model(tmp_path_factory.mktemp("vision"))))
+
+
+class Replica:
+    """The part of a replica that runs requests, without Ray around it."""
+
+    def __init__(self, config: Config) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from rollouter.serving.generation import Generation
+        from rollouter.serving.health import Health
+
+        options = serving_options(config, namespace="test", gpus=False)
+        arguments = AsyncEngineArgs(model=config.model.path, **options.llm_config["engine_kwargs"])
+        self.llm = AsyncLLM.from_engine_args(arguments)
+        self.health = Health(replica="r", node_id="n", engine_s=60, store=None)
+        gate = asyncio.Event()
+        gate.set()
+        self._generation = Generation(self.llm, self.health, gate)
+        self._numbers = iter(range(1000))
+
+    async def run(self, *requests: GenerateRequest) -> list[Turn]:
+        turns: dict[int, Turn] = {}
+        named = [replace(request, request_id=f"{request.request_id}-{next(self._numbers)}") for request in requests]
+        async for told in self._generation.run(named):
+            if isinstance(told, list):
+                for piece in told:
+                    turns[piece.number] = join_turns(turns.get(piece.number), piece.turn)
+        return [turns[number] for number in range(len(requests))]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(model: ModelConfig) -> AsyncIterator[Replica]:
+    config = Config(model=model, rollout={"max_model_len": 256, "max_num_seqs": 4, "cpu_kv_cache_gib": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in serving_options(config, namespace="test", gpus=False).env_vars.items():
+            patch.setenv(name, value)
+        made = Replica(config)
+        await made.llm.update_weight_version("0")
+        yield made
+        made.llm.shutdown()
+
+
+def make_prompt(model: ModelConfig, *media: Media) -> Prompt:
+    tokenizer = load_tokenizer(model)
+    text = "<|im_start|>user\nlook: " + "<image>" * len(media) + "?<|im_end|>\n<|im_start|>assistant\n"
+    vision = Vision(model, tokenizer)
+    ids = vision.encode(text, media, "here") if media else tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Prompt(np.array(ids, dtype=np.int32), media=media)
+
+
+def request(prompt: Prompt, sampling: Mapping[str, object] = GREEDY, so_far: Turn | None = None) -> GenerateRequest:
+    return GenerateRequest("a", prompt.prompt_ids, sampling, so_far, prompt.media)
+
+
+def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndarray:
+    """As the Trainer computes them."""
+    mask = np.ones(len(turn.response_ids), dtype=np.bool_)
+    row = Row(
+        prompt.prompt_ids, turn.response_ids, mask, turn.rollout_log_probs, turn.spans, FinishReason.LENGTH, reward=0.0
+    )
+    sample = Sample(SampleId(0, 1), (row,), media=prompt.media)
+    rules = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
+    rows = prepare(sample, lease_id=1, trainer_version=0, rules=rules).rows
+    engine = EngineRegistry.new(EngineSpec("language_model", model, EngineConfig(device="cpu", strategy="local")))
+    return engine.infer(to_batch(rows))["log_probs"][0].numpy()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("media", [(ONE,), (ONE, TWO), ()])
+async def test_engine_and_trainer_agree(
+    model: ModelConfig, replica: Replica, media: tuple[Media, ...], sampling: Mapping[str, object]
+) -> None:
+    """The engine was given the very ids that are trained on: vLLM would refuse placeholders that are not its own."""
+    prompt = make_prompt(model, *media)
+    (turn,) = await replica.run(request(prompt, sampling))
+    assert len(turn.response_ids) == 12
+    np.testing.assert_allclose(turn.rollout_log_probs, trained_log_probs(model, prompt, turn), atol=2e-4)
+
+
+async def test_vllms_own_placeholders_are_the_same(model: ModelConfig, replica: Replica) -> None:
+    prompt = make_prompt(model, ONE, TWO)
+    plain = load_tokenizer(model)("<|im_start|>user\nlook: <image><image>?<|im_end|>\n<|im_start|>assistant\n")[
+        "input_ids"
+    ]
+    from asyncrl.media import frames_of
+
+    raw = {"prompt_token_ids": plain, "multi_modal_data": {"image": [frames_of(one)[0] for one in prompt.media]}}
+    (theirs,) = await replica.llm.renderer.render_cmpl_async([raw])
+    assert theirs["prompt_token_ids"] == prompt.prompt_ids.tolist()
+
+
+async def test_the_image_decides(model: ModelConfig, replica: Replica) -> None:
+    one, other = make_prompt(model, ONE), make_prompt(model, TWO)
+    assert (one.prompt_ids == other.prompt_ids).all()
+    turns = await replica.run(request(one), request(other), request(one))
+    np.testing.assert_array_equal(turns[0].response_ids, turns[2].response_ids)
+    assert np.abs(turns[0].rollout_log_probs[0] - turns[1].rollout_log_probs[0]) > 1e-3
+
+
+async def test_a_cut_turn_goes_on_with_its_image(model: ModelConfig, replica: Replica) -> None:
+    prompt = make_prompt(model, ONE)
+    (whole,) = await replica.run(request(prompt))
+    head = Turn(whole.response_ids[:5], whole.rollout_log_probs[:5], whole.spans, FinishReason.ABORTED)
+    (rest,) = await replica.run(request(prompt, so_far=head))
+    np.testing.assert_array_equal(rest.response_ids, whole.response_ids[5:])
+    np.testing.assert_allclose(rest.rollout_log_probs, whole.rollout_log_probs[5:], atol=2e-4)
+
+
+async def test_placeholders_that_are_not_its_own_are_refused(model: ModelConfig, replica: Replica) -> None:
+    prompt = make_prompt(model, ONE)
+    with pytest.raises(DataError, match="placeholders of 1 images as vLLM writes them, and 2 are given"):
+        await replica.run(request(replace(prompt, media=(ONE, TWO))))
+
+
+async def test_features_of_other_weights_are_not_reused(model: ModelConfig, replica: Replica) -> None:
+    from rollouter.serving.media import with_media
+
+    prompt = make_prompt(model, ONE)
+    inputs = [
+        await with_media(replica.llm.renderer, prompt.prompt_ids.tolist(), prompt.media, s) for s in ("0-1", "0-2")
+    ]
+    hashes = [told["mm_hashes"]["image"][0] for told in inputs]
+    assert hashes[0] != hashes[1] and all(told["prompt_token_ids"] == prompt.prompt_ids.tolist() for told in inputs)
+    replica.health.edition = Edition(0, 3)
+    before, after = await replica.run(request(prompt)), await replica.run(request(prompt))
+    np.testing.assert_array_equal(before[0].response_ids, after[0].response_ids)

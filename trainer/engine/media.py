@@ -1,0 +1,139 @@
+"""Images and videos on their way into a model: features of a micro-batch's media, beside its tokens.
+
+Every rank calls the parts of the model that see in every micro-batch of a batch with media: where a micro-batch has
+none, a row with a blank image keeps the others company. Sharded weights are gathered by all ranks or by none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.config.schema import ModelConfig
+from asyncrl.failures import ConfigError
+from asyncrl.media import image_bytes
+from asyncrl.types import Media
+from asyncrl.vision import load_processor, placeholder, placeholder_ids, process
+from trainer.engine.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+BLANK_SIZE, BLANK_GRAY = (32, 32), (200, 200, 200)
+"""Not of a gray that becomes 0 when it is normalized: some models take images of zeros for padding."""
+TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What a processor says of its text, of which there is none here that counts."""
+
+
+class Seen(NamedTuple):
+    """A micro-batch with media, as the model takes it."""
+
+    input_ids: Tensor
+    """int64 `[B', T']`: without what the policy sampled of placeholders; perhaps with a blank row, and wider for it."""
+    features: dict[str, Tensor]
+    """Keyword arguments of the model."""
+    sampled: Tensor | None
+    """int64 `[B', T']`: ids of placeholders that the policy sampled, -1 elsewhere; None: there are none."""
+
+
+class Eyes:
+    """What the processor of a model makes of media. It is loaded when the first ones come."""
+
+    def __init__(self, model: PreTrainedModel, settings: ModelConfig, path_key: str) -> None:
+        self._model = model
+        self._settings = settings
+        self._path_key = path_key
+
+    @cached_property
+    def _processor(self) -> ProcessorMixin:
+        processor = load_processor(self._settings)
+        if processor is None:
+            raise ConfigError(
+                f"{self._path_key}={self._settings.path}: this model takes text only, and there are images or videos "
+                "to train on; give a vision-language model"
+            )
+        return processor
+
+    @cached_property
+    def _blank(self) -> Media:
+        from PIL import Image
+
+        return Media("image", image_bytes(Image.new("RGB", BLANK_SIZE, BLANK_GRAY)))
+
+    @cached_property
+    def _ids(self) -> Tensor:
+        return torch.tensor(sorted(placeholder_ids(self._processor)), dtype=torch.int64)
+
+    @cached_property
+    def _takes_types(self) -> bool:
+        return "mm_token_type_ids" in inspect.signature(type(self._model).forward).parameters
+
+    def see(self, micro: MicroBatch) -> Seen:
+        """Features of `micro`, on CPU.
+
+        Raises:
+            ConfigError: the model takes text only, or its processor cannot be loaded.
+        """
+        assert micro.media is not None and micro.prompt_lens is not None
+        ids, sampled = self._apart(micro.input_ids, micro.prompt_lens)
+        media = [each for each in micro.media if each]
+        blank = not media
+        if blank:
+            media = [(self._blank,)]
+        texts = ["".join(placeholder(self._processor, one) for one in each) for each in media]
+        told = process(self._processor, texts, media)
+        if blank:
+            row = torch.tensor(told["input_ids"], dtype=torch.int64)
+            width = max(ids.shape[1], row.shape[1])
+            ids = torch.cat([_widened(ids, width, 0), _widened(row, width, 0)])
+            if sampled is not None:
+                sampled = torch.cat([_widened(sampled, width, -1), torch.full_like(ids[-1:], -1)])
+        features = {key: value for key, value in told.items() if key not in TOKEN_KEYS and isinstance(value, Tensor)}
+        if self._takes_types:
+            features["mm_token_type_ids"] = self._types(ids)
+        return Seen(ids, features, sampled)
+
+    def _apart(self, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A policy may sample the very token that holds a feature's place. To the model it then is one of text."""
+        behind = torch.arange(ids.shape[1]) >= prompt_lens[:, None]
+        odd = behind & torch.isin(ids, self._ids)
+        if not odd.any():
+            return ids, None
+        return ids.masked_fill(odd, 0), torch.where(odd, ids, -1)
+
+    def _types(self, ids: Tensor) -> Tensor:
+        """int64 `[B, T]`: 1 of an image's, 2 of a video's places: what rotary positions in three dimensions go by."""
+        types = torch.zeros_like(ids)
+        for number, kind in enumerate(("image", "video"), start=1):
+            token = getattr(self._processor, f"{kind}_token_id", None)
+            if isinstance(token, int):
+                types[ids == token] = number
+        return types
+
+
+@contextmanager
+def embedded(embedding: nn.Module, sampled: Tensor | None) -> Iterator[None]:
+    """Within, `embedding` gives what stands in `sampled` for what its input has in these places."""
+    if sampled is None:
+        yield
+        return
+
+    def put_back(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.where(sampled >= 0, sampled, inputs[0]), *inputs[1:])
+
+    hook = embedding.register_forward_pre_hook(put_back)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _widened(rows: Tensor, width: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
