@@ -4,7 +4,7 @@ queue      permit      free permits: the staleness gate, or the run's total
            samples     READY samples for a lease
 Rollouter  permit      an admission          slot        a place in generation
            engine      turns from replicas   probation   inside `engine`: which sample it is that crashes engines
-           tool, user, inside `engine`: what is said between the turns of conversations
+           tool, user, agent, inside `engine`: what is said between turns, and programs of the user that ask for them
            surplus     room for over-sampled samples that were cut    dump    files of trajectories
            reward      scores                weights     the next publication; holds nothing up
            records     files of recorded stages (`skip`); the Trainer's too

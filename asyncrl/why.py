@@ -74,6 +74,10 @@ def _when_last_asked(state: RunState) -> RunState:
     return replace(state, written_at=state.written_at - silent_s, unheard_s=unheard_s)
 
 
+_BETWEEN_TURNS = {"tool": "tool calls", "user": "answers of users or environments", "agent": "programs of agents"}
+"""What is under way inside a wait for engines."""
+
+
 class _Look:
     """One state, seen at one time. Every method returns the rest of the chain, or None where it has nothing to say."""
 
@@ -175,7 +179,7 @@ class _Look:
             more = "it generates nothing before that"
             return (Link("Rollouter", "applies a version", waits["apply"].since_s, more), *self._behind())
         others = [
-            wait for edge, wait in waits.items() if edge not in ("weights", "permit", "probation", "tool", "user")
+            wait for edge, wait in waits.items() if edge not in ("weights", "permit", "probation", *_BETWEEN_TURNS)
         ]
         if others:
             return (Link("Rollouter", f"waits on {others[0].edge}", others[0].since_s, _tasks(others[0]), "unknown"),)
@@ -202,8 +206,8 @@ class _Look:
         for held in self._waits("rollouter"):
             if held.edge == "probation":
                 more += f"{'; ' if more else ''}{held.count} held back since an engine crashed in their presence"
-            elif held.edge in ("tool", "user"):
-                what_for = "tool calls" if held.edge == "tool" else "answers of users or environments"
+            elif held.edge in ("tool", "user", "agent"):
+                what_for = _BETWEEN_TURNS[held.edge]
                 more += f"{'; ' if more else ''}{held.count} {what_for} under way, the longest for {held.since_s:.0f} s"
         return (Link("Rollouter", f"waits on {what}", wait.since_s, more), self._replicas())
 

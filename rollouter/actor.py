@@ -22,13 +22,19 @@ from asyncrl.turn_files import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import NoFleet, ToCome, first_uncovered
 from rollouter.dump import make_dump
+from rollouter.gateway.errors import unknown_key
+from rollouter.gateway.external import ExternalAgent
+from rollouter.gateway.responses import Answer
 from rollouter.rewards.combination import CombinedScorer
 from rollouter.rewards.model import ServedModel
 from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
+from rollouter.serving.agents import endpoint_url, rollouter_name
 from rollouter.serving.fleet import ServeFleet
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16
+AGENT_REQUESTS = 10_000
+"""Requests of agents at once, besides; the HTTP side lets no more through (`rollouter.serving.agents`)."""
 
 
 class RolloutActor:
@@ -88,6 +94,9 @@ class RolloutActor:
         namespace = ray.get_runtime_context().namespace
         served = ServedModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
+        if isinstance(task.agent, ExternalAgent) and start.has_engines:
+            url = await to_thread.run_sync(endpoint_url, namespace, abandon_on_cancel=True)
+            task.agent.serve_at(url, self._incarnation)
         turns: FileTurns | NoTurns = FileTurns(run_dir, self._incarnation) if config.journal == "on" else NoTurns()
         self._rollouter = Rollouter(
             config,
@@ -109,6 +118,14 @@ class RolloutActor:
         finally:
             await scorer.aclose()
         await turns.aclose()
+
+    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> Answer:
+        """A request with a trajectory's key, see `Gateway.answer`."""
+        agent = self._task.agent if self._task is not None else None
+        if not isinstance(agent, ExternalAgent):
+            refusal = unknown_key()
+            return Answer(refusal.status, refusal.body)
+        return await agent.gateway.answer(key, path, body)
 
     async def stop(self) -> None:
         """End `run` soon, without a last apply. For an orderly end close the queue instead."""
@@ -133,5 +150,11 @@ def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
     """
     actor: Any = ray.remote(RolloutActor)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    shell = actor.options(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENCY, scheduling_strategy=here)
+    shell = actor.options(
+        name=rollouter_name(incarnation),
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=MAX_CONCURRENCY + AGENT_REQUESTS * config.rollout.agent.enabled,
+        scheduling_strategy=here,
+    )
     return shell.remote(config, incarnation)

@@ -34,6 +34,7 @@ from rollouter.agent.loading import load_agent
 from rollouter.agent.loop import Agent
 from rollouter.drops import DropRule
 from rollouter.dump import TrajectoryDump
+from rollouter.gateway.external import ExternalAgent
 from rollouter.probation import SETTLE_S, Probation
 from rollouter.prompts import load_prompts
 from rollouter.pump import Pump
@@ -54,7 +55,7 @@ class Task(NamedTuple):
     scorer: RewardScorer
     """The reward function; see `rewards.combination` for the whole reward."""
     decode: Decode
-    agent: Agent | None = None
+    agent: Agent | ExternalAgent | None = None
     """Holds conversations of several turns; None: every trajectory is one."""
     num_filtered: int = 0
     num_val_filtered: int = 0
@@ -111,6 +112,7 @@ class Rollouter:
     ) -> None:
         self.waits = WaitBoard(clock)
         self._scope = anyio.CancelScope()
+        self._config = config
         self._agent = task.agent
         if task.agent is not None:
             task.agent.watch(self.waits.waiting)
@@ -119,7 +121,7 @@ class Rollouter:
         )
         probation = Probation(config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock)
         surplus = Surplus(queue, call_s=config.timeouts.call_s)
-        stages = Stages(
+        self._stages = stages = Stages(
             config,
             prompts=task.prompts,
             turns=turns,
@@ -200,6 +202,14 @@ class Rollouter:
                 raise error from None
             raise BugError.wrap(f"the Rollouter failed with {type(error).__name__}: {error}", error) from None
 
+    def _agent_status(self) -> Mapping[str, float]:
+        """Cumulative counts, by the names of their metrics (`rollouter/…`)."""
+        told: dict[str, float] = dict(self._agent.status()) if self._agent is not None else {}
+        over = self._config.rollout.over_sample
+        if over.samples or over.trajectories:
+            told["surplus_tokens"] = self._stages.counts.surplus_tokens
+        return told
+
     def stop(self) -> None:
         """End now: cancel what is in flight and apply nothing more. `run` returns."""
         self._scope.cancel()
@@ -208,7 +218,7 @@ class Rollouter:
         """Plain values, at once, whatever state the engines are in: the pump's, the version served, open waits."""
         return {
             **self._pump.status(),
-            "agent": dict(self._agent.status()) if self._agent is not None else {},
+            "agent": self._agent_status(),
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
             "version": self._versions.edition.version,
             "lineage": self._versions.edition.lineage,

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterator
 
 from asyncrl.config.problems import Given, Problem, Rule, warning
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.multi_turn import MultiTurnConfig
 
 _TURNS = "rollout.multi_turn"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_AGENTS_TOO = ("format", "tokenization_sanity_check_mode")
+"""Settings of conversations that count for agents of the user's own as well."""
+_LOOP_ONLY = tuple(f"{name}*" for name in MultiTurnConfig.model_fields if name not in (*_AGENTS_TOO, "enable"))
 
 
 def _conversations(config: Config, given: Given) -> Iterator[Problem]:
@@ -45,7 +50,7 @@ def _conversations(config: Config, given: Given) -> Iterator[Problem]:
                 "hangs is given up",
                 "lower it, or raise timeouts.sample_s",
             )
-    if turns.max_tool_response_length >= config.rollout.response_length:
+    if turns.tools and turns.max_tool_response_length >= config.rollout.response_length:
         yield warning(
             f"{_TURNS}.max_tool_response_length",
             turns.max_tool_response_length,
@@ -81,6 +86,17 @@ def _agents(config: Config, given: Given) -> Iterator[Problem]:
         )
 
 
+def _endpoint(config: Config, given: Given) -> Iterator[Problem]:
+    if config.rollout.agent.enabled and config.serve.host not in _LOOPBACK and not config.serve.api_key_env:
+        yield Problem(
+            "serve.host",
+            config.serve.host,
+            "agents are served at this address, and anybody who reaches it could use the model",
+            "set serve.api_key_env to the environment variable that holds an API key, or serve.host=127.0.0.1; the "
+            "agents themselves have keys of their trajectories",
+        )
+
+
 def _over_sampling(config: Config, given: Given) -> Iterator[Problem]:
     over = config.rollout.over_sample
     key = "rollout.over_sample.samples"
@@ -103,9 +119,16 @@ def _over_sampling(config: Config, given: Given) -> Iterator[Problem]:
         )
 
 
+def _no_conversation(config: Config) -> bool:
+    return not config.rollout.multi_turn.enable and not config.rollout.agent.enabled
+
+
 Idle = tuple[str, Callable[[Config], bool], str, str]
 
 IDLE: tuple[Idle, ...] = (
+    *((f"{_TURNS}.{name}", lambda c: c.rollout.agent.enabled,
+       "your agent (rollout.agent) has its own tools and limits", "set them there")
+      for name in _LOOP_ONLY),
     (f"{_TURNS}.interactions*", lambda c: not c.rollout.multi_turn.enable,
      f"{_TURNS}.enable is false", f"set {_TURNS}.enable=true"),
     (f"{_TURNS}.max_user_turns", lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.interactions,
@@ -113,8 +136,12 @@ IDLE: tuple[Idle, ...] = (
     *((f"{_TURNS}.{name}", lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.tools,
        "the model has no tools", f"set {_TURNS}.tools")
       for name in ("format", "max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")),
-    (f"{_TURNS}.*", lambda c: not c.rollout.multi_turn.enable,
-     f"{_TURNS}.enable is false", f"set {_TURNS}.enable=true"),
+    *((f"{_TURNS}.{name}", _no_conversation,
+       f"{_TURNS}.enable is false, and there is no agent of your own (rollout.agent)", f"set {_TURNS}.enable=true")
+      for name in _AGENTS_TOO),
+    *((f"{_TURNS}.{name}", lambda c: not c.rollout.multi_turn.enable,
+       f"{_TURNS}.enable is false", f"set {_TURNS}.enable=true")
+      for name in _LOOP_ONLY),
     ("rollout.agent.timeout_s", lambda c: not c.rollout.agent.enabled,
      "there is no agent of your own", "set rollout.agent.program or rollout.agent.command"),
     ("rollout.agent.max_concurrency", lambda c: not c.rollout.agent.enabled,
@@ -123,4 +150,4 @@ IDLE: tuple[Idle, ...] = (
      lambda c: not c.rollout.over_sample.samples and not c.rollout.over_sample.trajectories,
      "nothing is over-sampled", "set rollout.over_sample.samples or rollout.over_sample.trajectories"),
 )  # fmt: skip
-RULES: tuple[Rule, ...] = (_conversations, _agents, _over_sampling)
+RULES: tuple[Rule, ...] = (_conversations, _agents, _endpoint, _over_sampling)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 
 import anyio
 import ray
@@ -20,6 +22,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DeadlineError, InfraError
 from rollouter.rewards.model import build_reward_app
+from rollouter.serving.agents import route_prefix
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
 from rollouter.serving.replica import RolloutReplica
 
@@ -29,7 +32,7 @@ STATUS_PERIOD_S = 0.2
 """Serve has no call that waits for a deployment's fate; its own client asks again and again as well."""
 
 
-def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Application:
+def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: bool = False) -> serve.Application:
     """The application for `config`; needs a connected Ray.
 
     Args:
@@ -37,6 +40,7 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
         namespace: Ray namespace of the weight store.
         http: Add Ray's OpenAI-compatible ingress. Without it, only handles reach the replicas, and the driver need
             not import vLLM.
+        agents: With it, and the way of the run's agents to the Rollouter.
 
     Raises:
         ConfigError: the address asks for an API key and there is none.
@@ -45,7 +49,12 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool) -> serve.Ap
     if http:
         from rollouter.serving.http import build_http_app
 
-        return build_http_app(options, _api_key(config))
+        return build_http_app(
+            options,
+            _api_key(config),
+            call_format=config.rollout.multi_turn.format,
+            trajectories=agents,
+        )
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(RolloutReplica)
     return deployment.bind(options)
 
@@ -56,7 +65,8 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
     Args:
         config: The run.
         namespace: Its Ray namespace.
-        http: `asyncrl serve`: engines with an HTTP side, and nothing that scores.
+        http: `asyncrl serve`: engines with an HTTP side, and nothing that scores. In a run, `rollout.agent` gives them
+            one.
         engines: False: only the reward model.
 
     Raises:
@@ -97,14 +107,18 @@ def delete_app(namespace: str) -> None:
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
     # Serve tells about each start at INFO, on a terminal that belongs to the live view.
     logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
+    agents = config.rollout.agent.enabled and engines and not http
     if http:
         serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
+    elif agents:
+        serve.start(http_options=HTTPOptions(host=config.serve.host, port=_port(config)))
     else:
         serve.start(proxy_location="Disabled")
     targets = []
     if engines:
-        app = build_rollout_app(config, namespace=namespace, http=http)
-        targets.append(serve.RunTarget(target=app, name=app_name(namespace), route_prefix="/" if http else None))
+        app = build_rollout_app(config, namespace=namespace, http=http or agents, agents=agents)
+        prefix = route_prefix(namespace) if agents else "/" if http else None
+        targets.append(serve.RunTarget(target=app, name=app_name(namespace), route_prefix=prefix))
     if config.reward_model.placement == "serve" and not http:
         reward = build_reward_app(config, gpus=_gpus())
         targets.append(serve.RunTarget(target=reward, name=app_name(namespace, "reward"), route_prefix=None))
@@ -112,6 +126,19 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except RayServeException as error:
         raise InfraError.wrap(f"Ray Serve refuses the application: {error}", error) from error
+
+
+def _port(config: Config) -> int:
+    """For agents, who are told of it: any free one of this machine, if `serve.port` is taken. On a cluster of others
+    Serve's own counts."""
+    wanted = (config.serve.port, 0) if config.ray.address is None else ()
+    for port in wanted:
+        family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((config.serve.host, port))
+            return int(probe.getsockname()[1])
+    return config.serve.port
 
 
 def _gpus() -> bool:

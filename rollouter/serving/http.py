@@ -1,27 +1,31 @@
-"""The OpenAI-compatible side of `asyncrl serve`: Ray's own ingress in front of the same replicas.
+"""The HTTP side of `asyncrl serve`, and of a launch with agents of the user's: who is let in, and where requests go.
 
-Not Ray's development ingress, which would put pause, sleep and weight updates on HTTP; and no CORS headers, so that a
-web page in the user's browser cannot reach a server on loopback.
+    trajectory's key ──▶ the Rollouter that gave it (`rollouter.gateway`)    recorded
+    everybody else ───▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
+
+`ray.serve.llm` imports vLLM when it is imported (7 s on CPU, and its messages on the terminal). The driver binds this
+without it; only the processes that Serve starts pay.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress, make_fastapi_ingress
-from ray.llm._internal.serve.core.ingress.middleware import SetRequestIdMiddleware, add_exception_handling_middleware
-from ray.serve.llm import LLMConfig
+from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollouter.serving.engine import OpenAIEngine
+from asyncrl.failures import AsyncRLError, InfraError
+from rollouter.agent.parsing import NO_TOOLS, check_format
+from rollouter.gateway.asgi import TrajectoryKeys
+from rollouter.serving.agents import RolloutCalls
 from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, deployment_options
-from rollouter.serving.server import RolloutServer
+from rollouter.serving.replica import RolloutReplica
 
 
 class RequireKey:
@@ -41,26 +45,89 @@ class RequireKey:
         await self._app(scope, receive, send)
 
 
-def build_http_app(options: ServingOptions, api_key: str | None) -> serve.Application:
-    """Replicas behind the OpenAI-compatible ingress; `api_key` None: open to whoever reaches the address."""
-    llm_config = LLMConfig(**options.llm_config)
-    replicas = serve.deployment(RolloutServer, name=DEPLOYMENT_NAME, **deployment_options(options)).bind(
-        llm_config, options=options, engine_cls=OpenAIEngine
-    )
-    ingress: Any = make_fastapi_ingress(OpenAiIngress, app=_web_app(api_key))
-    return serve.deployment(
-        ingress, name="openai", max_ongoing_requests=1_000_000, ray_actor_options={"num_cpus": 0}
-    ).bind(
-        llm_deployments={llm_config.model_id: replicas},
-        model_cards={llm_config.model_id: to_model_metadata(llm_config.model_id, llm_config)},
-    )
+class OpenAIReplica(RolloutReplica):
+    """A replica whose engine has vLLM's OpenAI front end. What Ray's ingress calls is `LLMServer`'s."""
+
+    async def __init__(self, options: ServingOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Start the engine.
+
+        Raises:
+            InfraError: it does not start; the engine's own error is the cause.
+        """
+        try:
+            from ray.serve.llm import LLMConfig
+
+            from rollouter.serving.engine import OpenAIEngine
+            from rollouter.serving.server import RolloutServer
+
+            self._server = RolloutServer.__new__(RolloutServer)
+            made = self._server.__init__(LLMConfig(**options.llm_config), options=options, engine_cls=OpenAIEngine)  # type: ignore[misc]
+            await made  # Serve awaits asynchronous constructors; plain Python does not
+        except AsyncRLError:
+            raise
+        except Exception as error:  # noqa: BLE001  of any library, and typed here before it leaves the process
+            model = options.llm_config["model_loading_config"]["model_source"]
+            raise InfraError.wrap(f"the engine for {model} did not start", error) from None
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.chat(request, raw_request_info)
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.completions(request, raw_request_info)
+
+    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.embeddings(request, raw_request_info)
+
+    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.score(request, raw_request_info)
+
+    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.tokenize(request, raw_request_info)
+
+    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        return await self._server.detokenize(request, raw_request_info)
 
 
-def _web_app(api_key: str | None) -> FastAPI:
-    app = FastAPI(title="asyncrl serve")
-    # Middleware runs from the last added to the first.
-    add_exception_handling_middleware(app)
-    app.add_middleware(SetRequestIdMiddleware)
-    if api_key is not None:
-        app.add_middleware(RequireKey, key=api_key)
-    return app
+class Front:
+    """The HTTP side itself; Serve starts one."""
+
+    def __init__(
+        self, replicas: DeploymentHandle[Any], options: ServingOptions, api_key: str | None, trajectories: bool
+    ) -> None:
+        self._replicas = replicas
+        self._options = options
+        self._api_key = api_key
+        self._trajectories = trajectories
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Serve, once, in the process that serves it."""
+        from rollouter.serving.openai_app import openai_app
+
+        app: ASGIApp = openai_app(self._options, self._replicas)
+        if self._api_key is not None:
+            app = RequireKey(app, key=self._api_key)
+        return TrajectoryKeys(app, call=RolloutCalls(self._options.namespace)) if self._trajectories else app
+
+
+def build_http_app(
+    options: ServingOptions, api_key: str | None, *, call_format: str, trajectories: bool = False
+) -> serve.Application:
+    """Replicas behind the OpenAI API.
+
+    Args:
+        options: Of the replicas.
+        api_key: None: open to whoever reaches the address.
+        call_format: The name of vLLM's tool parser.
+        trajectories: Requests with a trajectory's key are the Rollouter's.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    kwargs = dict(options.llm_config["engine_kwargs"])
+    if call_format != NO_TOOLS:
+        check_format(call_format)
+        kwargs = {"enable_auto_tool_choice": True, "tool_call_parser": call_format, **kwargs}
+    options = replace(options, llm_config={**options.llm_config, "engine_kwargs": kwargs})
+    deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(OpenAIReplica)
+    front = serve.deployment(name="openai", max_ongoing_requests=1_000_000, ray_actor_options={"num_cpus": 0})
+    return front(serve.ingress()(Front)).bind(deployment.bind(options), options, api_key, trajectories)

@@ -115,7 +115,7 @@ class RayConfig(Section):
 
 
 class ServeConfig(Section):
-    """The HTTP side of `asyncrl serve`."""
+    """The HTTP side of `asyncrl serve`, and of launches with `rollout.agent` (there another free port may be taken)."""
 
     host: str = "127.0.0.1"
     """Loopback unless you say otherwise, and then `api_key_env` is needed."""

@@ -1,0 +1,101 @@
+"""The HTTP side: requests that carry a trajectory's key leave the way of the others here.
+
+Authorization: Bearer asyncrl-1-…   ──▶ the Rollouter that gave the key       recorded
+anything else                       ──▶ the app inside (`ray.serve.llm`)      not recorded
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollouter.gateway.errors import RequestError
+from rollouter.gateway.gateway import incarnation_of
+from rollouter.gateway.responses import Answer, events
+
+Call = Callable[[str, str, Mapping[str, Any]], Awaitable[Answer]]
+"""Key, path behind `/v1/`, body."""
+MAX_BODY_BYTES = 32 << 20
+_FINAL = {"x-should-retry": "false"}
+"""The official clients would try some refusals again, and get the same."""
+_POSTED = frozenset({"chat/completions", "completions", "reward"})
+
+
+class TrajectoryKeys:
+    """ASGI middleware. Must be the outermost one: trajectory keys are no API keys."""
+
+    def __init__(self, app: ASGIApp, *, call: Call) -> None:
+        self._app = app
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _bearer(scope) if scope["type"] == "http" else ""
+        if incarnation_of(key) is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await self._respond(key, request)
+        except RequestError as refusal:
+            response = JSONResponse(refusal.body, refusal.status, headers=_FINAL)
+        except ClientDisconnect:
+            return
+        await response(scope, receive, send)
+
+    async def _respond(self, key: str, request: Request) -> Response:
+        path = _path(request.scope)
+        wanted = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
+        if request.method != wanted:
+            raise RequestError(f"/v1/{path} takes {wanted} requests", status=405, code="method_not_allowed")
+        body = await _read(request) if request.method == "POST" else {}
+        answer = await self._call(key, path, body)
+        if answer.status >= 400:
+            headers = _FINAL if answer.status < 500 else None
+            return JSONResponse(answer.body, answer.status, headers=headers)
+        if body.get("stream") and "choices" in answer.body:
+            options = body.get("stream_options")
+            usage = isinstance(options, Mapping) and bool(options.get("include_usage"))
+            chunks = list(events(answer.body, include_usage=usage))
+            return StreamingResponse(_each(chunks), media_type="text/event-stream")
+        return JSONResponse(answer.body)
+
+
+async def _each(chunks: list[bytes]) -> Any:
+    for chunk in chunks:
+        yield chunk
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """
+    Raises:
+        RequestError: the body is no JSON object, or too long.
+    """
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413)
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def _bearer(scope: Scope) -> str:
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _path(scope: Scope) -> str:
+    """What stands behind `/v1/`, wherever the app is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")).removeprefix("/v1/").strip("/")

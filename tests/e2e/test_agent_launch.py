@@ -1,0 +1,144 @@
+"""A run's OpenAI endpoint on the real engine, without a trajectory's key; and agents with keys, in real launches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from asyncrl.config.schema import Config
+from tests.e2e.launches import balanced, start
+
+pytestmark = pytest.mark.timeout(400)
+
+NAMESPACE = "e2e-agents"
+KEY_NAME = "ASYNCRL_TEST_API_KEY"
+KEY = "the-run's-own-key"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUESTION: Any = [{"role": "user", "content": "3*4="}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}},
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    """Of a started application, as a launch with an agent has it."""
+    import ray
+
+    from asyncrl.weights.object_store import start_store
+    from rollouter.serving.agents import endpoint_url
+    from rollouter.serving.app import start_app, stop_app
+
+    config = Config.model_validate(
+        {
+            "model": {"path": "asyncrl://calculator"},
+            "rollout": {"max_model_len": 128, "agent": {"program": "my:agent"}},
+            "serve": {"port": 18231, "api_key_env": KEY_NAME},
+            "timeouts": {"start_s": 240},
+        }
+    )
+    os.environ[KEY_NAME] = KEY
+    ray.init(
+        address="local", num_cpus=2, namespace=NAMESPACE, include_dashboard=False, object_store_memory=300 << 20,
+        log_to_driver=False,
+    )  # fmt: skip
+    try:
+        start_store(NAMESPACE)
+        anyio.run(partial(start_app, config, namespace=NAMESPACE))
+        url = endpoint_url(NAMESPACE)
+        assert url == f"http://127.0.0.1:18231/{NAMESPACE}-agents/v1"
+        with openai.OpenAI(base_url=url, api_key=KEY, timeout=60, max_retries=0) as one:
+            yield one
+        anyio.run(stop_app, NAMESPACE)
+    finally:
+        del os.environ[KEY_NAME]
+        ray.shutdown()
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["calculator"]
+
+
+def test_chat_completions_and_streams(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model="calculator", messages=QUESTION, max_tokens=8, temperature=0)
+    text = client.completions.create(
+        model="calculator", prompt="<user>3*4=<eos><assistant>", max_tokens=8, temperature=0
+    )
+    stream = client.chat.completions.create(
+        model="calculator", messages=QUESTION, max_tokens=8, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(pieces) == chat.choices[0].message.content
+    assert chat.choices[0].message.content and text.choices[0].text
+
+
+def test_the_models_calls_are_read_as_tool_calls(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "946*89="}]
+    for _ in range(40):
+        choice = client.chat.completions.create(model="calculator", messages=messages, tools=TOOLS).choices[0]
+        if choice.message.tool_calls:
+            call: Any = choice.message.tool_calls[0]
+            assert (call.function.name, choice.finish_reason) == ("calc", "tool_calls")
+            assert "x" in json.loads(call.function.arguments)
+            return
+    raise AssertionError("it calls its tool three times out of ten")
+
+
+def test_other_keys_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+        client.with_options(api_key="sk-1").models.list()
+    stranger = client.with_options(api_key=f"asyncrl-7-{'x' * 43}")
+    with pytest.raises(openai.AuthenticationError, match="no trajectory has this key"):
+        stranger.chat.completions.create(model="calculator", messages=QUESTION)
+    answer = httpx.get(f"{client.base_url}models")
+    assert answer.status_code == 401
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["openai_agent", "subprocess_agent"])
+def test_an_agent_of_ones_own_is_trained(tmp_path: Path, example: str) -> None:
+    agent = EXAMPLES / example / "agent.py"
+    own = f"rollout.agent.program={agent}:solve"
+    if example == "subprocess_agent":
+        own = f"rollout.agent.command=[python,{agent}]"
+    run = start(
+        tmp_path, own, "trainer.total_training_steps=3", "data.max_val_samples=8", "rollout.n=4",
+        "trainer.ppo_mini_batch_size=8", "logging.console=plain",
+        "rollout.multi_turn.tokenization_sanity_check_mode=strict",
+        f"rollout.dump_dir={tmp_path / 'dump'}", recipe=str(EXAMPLES / example / "config.yaml"),
+    )  # fmt: skip
+    assert run.wait(360) == 0, run.output()
+    summary = run.summary()
+    assert summary["status"] == "completed" and summary["samples"]["trained"] == 24
+    assert balanced(summary["samples"]) and summary["samples"]["dropped"].get("failed", 0) == 0
+    lines = [json.loads(line) for file in (tmp_path / "dump").rglob("*.jsonl") for line in file.open(encoding="utf-8")]
+    assert any(len(line["turns"]) > 1 and line["scores"] for line in lines), "some call the tool"
+    assert run.survivors() == []
+
+
+@pytest.mark.slow
+def test_agents_go_on_when_the_rollouter_is_replaced(tmp_path: Path) -> None:
+    agent = EXAMPLES / "openai_agent" / "agent.py"
+    run = start(
+        tmp_path, f"rollout.agent.program={agent}:solve", "trainer.total_training_steps=8", "data.val_files=[]",
+        "rollout.n=4", "trainer.ppo_mini_batch_size=8", "logging.console=plain",
+        recipe=str(EXAMPLES / "openai_agent" / "config.yaml"),
+    )  # fmt: skip
+    run.wait_for("step 2/")
+    run.kill("rollouter")
+    assert run.wait(360) == 0, run.output()
+    summary = run.summary()
+    assert summary["restarts"]["rollouter"] == 1 and summary["samples"]["trained"] == 64
+    assert balanced(summary["samples"]) and run.survivors() == []

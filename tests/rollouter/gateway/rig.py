@@ -1,0 +1,138 @@
+"""An agent of the user's between a scripted policy and the real HTTP side, all in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from openai import AsyncOpenAI
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
+
+from asyncrl.config.schema import Config
+from asyncrl.trajectory import Trajectory
+from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from rollouter.agent.asking import TurnRequest
+from rollouter.gateway.asgi import TrajectoryKeys
+from rollouter.gateway.chats import ChatBook
+from rollouter.gateway.external import ExternalAgent
+from rollouter.gateway.program import FunctionProgram, Program
+from rollouter.gateway.task import AgentTask
+from rollouter.template import load_tokenizer
+
+MODEL = "tiny"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "calc", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}},
+    }
+]
+QUESTION = {"role": "user", "content": "3*4="}
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "3*4"}}\n</tool_call>'
+
+FIRST = SampleId(0, 1)
+Line = str | BaseException | Callable[[TurnRequest], Awaitable[str]]
+
+
+class Rig:
+    """The policy says its lines in the order in which it is asked; `…` at the end of one means cut by length."""
+
+    def __init__(self, *lines: Line, template: str | None = None, **agent: Any) -> None:
+        rollout = agent.pop("rollout", {})
+        more = agent.pop("config", {})
+        self.config = Config.model_validate(
+            {
+                "model": {"path": "asyncrl://calculator"},
+                "reward": {"function": "none"},
+                "rollout": {
+                    "response_length": 200,
+                    "max_model_len": 260,
+                    "multi_turn": {"tokenization_sanity_check_mode": "strict"},
+                    **rollout,
+                    "agent": {"program": "examples:agent", "timeout_s": 20, **agent},
+                },
+                **more,
+            }
+        )
+        self.tokenizer = load_tokenizer(self.config.model)
+        if template is not None:
+            self.tokenizer.chat_template = template
+        self.book = ChatBook(
+            self.tokenizer,
+            format=self.config.rollout.multi_turn.format,
+            template_kwargs={},
+            end_ids=(self.tokenizer.eos_token_id,),
+        )
+        self.lines = list(lines)
+        self.asked: list[TurnRequest] = []
+        self.agent: ExternalAgent
+        self.tasks: list[AgentTask] = []
+
+    def text(self, ids: Sequence[int] | Any) -> str:
+        text = self.tokenizer.decode(list(ids))
+        assert isinstance(text, str)
+        return text
+
+    def app(self) -> ASGIApp:
+        """The HTTP side, in front of something that is not recorded."""
+
+        async def call(key: str, path: str, body: Any) -> Any:
+            return await self.agent.gateway.answer(key, path, body)
+
+        return TrajectoryKeys(PlainTextResponse("not recorded"), call=call)
+
+    def http(self, task: AgentTask | None = None) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {task.api_key}"} if task is not None else {}
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.app(), root_path="/prefix"),
+            base_url="http://run/prefix/v1/",
+            headers=headers,
+        )
+
+    def client(self, task: AgentTask) -> AsyncOpenAI:
+        """The official client."""
+        return AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, http_client=self.http(), max_retries=0)
+
+    async def ask(self, request: TurnRequest) -> Turn:
+        self.asked.append(request)
+        version = len(self.asked)
+        line = self.lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        text = line if isinstance(line, str) else await line(request)
+        ids = self.tokenizer(text.removesuffix("…"), add_special_tokens=False)["input_ids"]
+        finish = FinishReason.STOP
+        if text.endswith("…"):
+            finish = FinishReason.LENGTH
+        else:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        if len(ids) > request.max_tokens:
+            ids, finish = ids[: request.max_tokens], FinishReason.LENGTH
+        log_probs = -np.arange(1, len(ids) + 1, dtype=np.float32) - 100 * version
+        return Turn(np.array(ids, dtype=np.int32), log_probs, (Span(0, version),), finish)
+
+    def prompt(self) -> Prompt:
+        messages = (QUESTION,)
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(np.array(ids, dtype=np.int32), messages, ground_truth="12")
+
+    def made(self, program: Callable[[AgentTask], Any] | Program) -> ExternalAgent:
+        if callable(program):
+            function = program
+
+            async def run(task: AgentTask) -> Any:
+                self.tasks.append(task)
+                return await function(task)
+
+            program = FunctionProgram("test", run, 4)
+        self.agent = ExternalAgent(self.config, program, self.book, model=MODEL)
+        self.agent.serve_at("http://run/prefix/v1", incarnation=3)
+        return self.agent
+
+    async def converse(
+        self, program: Callable[[AgentTask], Any] | Program, *, sample_id: SampleId | str = FIRST
+    ) -> Trajectory:
+        return await self.made(program).converse(sample_id, 0, self.prompt(), self.ask)

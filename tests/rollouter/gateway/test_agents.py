@@ -1,0 +1,485 @@
+"""Agents with the official client, over the real HTTP side: what is recorded of them, and how they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import openai
+import pytest
+
+from asyncrl.failures import DataError, InfraError, UserCodeError
+from asyncrl.trajectory import Trajectory
+from asyncrl.types import FinishReason, Span, versions_per_token
+from rollouter.agent.asking import TurnRequest
+from rollouter.agent.loop import MismatchError
+from rollouter.agent.parsing import Parsed
+from rollouter.drops import TooLongError
+from rollouter.gateway.program import FunctionProgram
+from rollouter.gateway.task import AgentTask
+from tests.rollouter.gateway.rig import CALL, MODEL, QUESTION, TOOLS, Rig
+
+
+def mask_text(rig: Rig, one: Trajectory, row: int = 0) -> list[str]:
+    """What was sampled in a row, and what was told, alternately."""
+    tokens = one.rows[row]
+    cuts = np.flatnonzero(np.diff(tokens.response_mask.astype(int))) + 1
+    return [rig.text(part) for part in np.split(tokens.response_ids, cuts)]
+
+
+async def with_calculator(rig: Rig, task: AgentTask, *, reward: float | None = 1.0) -> Any:
+    """What everybody's first agent looks like."""
+    client = rig.client(task)
+    messages: list[Any] = [dict(message) for message in task.messages]
+    while True:
+        answer = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            return reward
+        for call in message.tool_calls:
+            x = json.loads(call.function.arguments)["x"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(eval(x))})
+
+
+async def test_a_conversation_with_a_tool_is_one_row_token_by_token() -> None:
+    rig = Rig(CALL, "12")
+    one = await rig.converse(lambda task: with_calculator(rig, task))
+    (row,) = one.rows
+    assert np.array_equal(row.prompt_ids, rig.prompt().prompt_ids)
+    assert mask_text(rig, one) == [CALL + "<eos>", "<tool>12<eos><assistant>", "12<eos>"]
+    sampled = row.response_mask
+    log_probs = row.rollout_log_probs[sampled]
+    calls = len(rig.book.tokens(CALL)) + 1
+    assert log_probs[:calls].tolist() == [-100.0 - n for n in range(1, calls + 1)]
+    assert log_probs[calls:].tolist() == [-200.0 - n for n in range(1, len(log_probs) - calls + 1)]
+    assert (row.rollout_log_probs[~sampled] == 0).all()
+    assert set(versions_per_token(row.spans, len(row.response_ids))[sampled].tolist()) == {1, 2}
+    assert row.spans[0] == Span(0, 1)
+    assert one.scores == {"agent": 1.0} and one.finish_reason is FinishReason.STOP
+    assert [turn.finish_reason for turn in one.turns] == [FinishReason.TOOL_CALL, FinishReason.STOP]
+    assert one.turns[0].calls[0].name == "calc" and one.turns[0].calls[0].result == "12"
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "assistant"]
+    assert np.array_equal(rig.asked[1].context, np.concatenate([row.prompt_ids, row.response_ids[:-3]]))
+    assert rig.agent.status() == {"turns": 2, "rewrites": 0, "token_mismatches": 0, "tool_calls": 1}
+
+
+async def test_streams_give_the_same_in_chunks() -> None:
+    rig = Rig(CALL, "12")
+
+    async def agent(task: AgentTask) -> float:
+        client = rig.client(task)
+        stream = await client.chat.completions.create(
+            model=task.model, messages=[QUESTION], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )  # fmt: skip
+        chunks = [chunk async for chunk in stream]
+        (call,) = [
+            chunk.choices[0].delta.tool_calls[0]
+            for chunk in chunks
+            if chunk.choices and chunk.choices[0].delta.tool_calls
+        ]
+        assert json.loads(call.function.arguments) == {"x": "3*4"} and call.index == 0
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(rig.book.tokens(CALL)) + 1
+        async with client.chat.completions.stream(model=task.model, messages=[QUESTION]) as events:
+            final = await events.get_final_completion()
+        assert final.choices[0].message.content == "12" and final.choices[0].finish_reason == "stop"
+        return 0.0
+
+    one = await rig.converse(agent)
+    assert len(one.turns) == 2 and len(one.rows) == 2, (
+        "the second request has other tools, so it is another conversation"
+    )
+
+
+async def test_models_completions_logprobs_and_usage() -> None:
+    rig = Rig("12", "+5=", "7")
+
+    async def agent(task: AgentTask) -> float:
+        client = rig.client(task)
+        assert [model.id async for model in await client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        chat = await client.chat.completions.create(model=MODEL, messages=[QUESTION], logprobs=True)
+        content = chat.choices[0].logprobs.content
+        assert [(token.token, token.logprob) for token in content] == [("1", -101), ("2", -102), ("<eos>", -103)]
+        assert chat.usage.prompt_tokens == len(rig.prompt().prompt_ids) and chat.usage.completion_tokens == 3
+        text = await client.completions.create(model=MODEL, prompt="2", logprobs=0)
+        assert text.choices[0].text == "+5=" and text.choices[0].logprobs.token_logprobs[0] == -201
+        ids = await client.completions.create(model=MODEL, prompt=[5, 6, 7])
+        assert ids.choices[0].text == "7"
+        return 1.0
+
+    one = await rig.converse(agent)
+    assert [row.prompt_ids.tolist() for row in one.rows][1:] == [rig.book.tokens("2"), [5, 6, 7]]
+    assert all(row.response_mask.all() for row in one.rows)
+
+
+async def test_other_histories_and_parallel_conversations_are_rows_of_their_own() -> None:
+    both = anyio.Event()
+    waiting = 0
+
+    async def together(request: TurnRequest) -> str:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 2:
+            both.set()
+        await both.wait()
+        return "8" if rig.text(request.context).endswith("2*4=<eos><assistant>") else "9"
+
+    rig = Rig(together, together, "1", "2", "3", "4")
+
+    async def agent(task: AgentTask) -> float:
+        client = rig.client(task)
+
+        async def say(*texts: str) -> str:
+            messages: list[Any] = []
+            for place, text in enumerate(texts):
+                messages.append({"role": "assistant" if place % 2 else "user", "content": text})
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            return answer.choices[0].message.content or ""
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(say, "2*4=")
+            group.start_soon(say, "3*3=")
+        assert await say("2*4=", "8", "+1=") == "1"
+        assert await say("2*4=", "8", "+2=") == "2", "from the middle of a row"
+        assert await say("2*4=", "9", "+3=") == "3", "a history that the model did not say"
+        assert await say("3*3=", " 9\n", "+4=") == "4", "clients may strip what was said"
+        return 1.0
+
+    one = await rig.converse(agent)
+    assert len(one.rows) == 4 and len(one.turns) == 6
+    texts = [(rig.text(row.prompt_ids), mask_text(rig, one, number)) for number, row in enumerate(one.rows)]
+    start = "<bos><user>{}=<eos><assistant>"
+    assert texts == [
+        (start.format("2*4"), ["8<eos>", "<user>+1=<eos><assistant>", "1<eos>"]),
+        (start.format("3*3"), ["9<eos>", "<user>+4=<eos><assistant>", "4<eos>"]),
+        (start.format("2*4") + "8<eos><user>+2=<eos><assistant>", ["2<eos>"]),
+        (start.format("2*4") + "9<eos><user>+3=<eos><assistant>", ["3<eos>"]),
+    ]  # fmt: skip
+    sampled = sum(int(row.response_mask.sum()) for row in one.rows)
+    assert sampled == one.num_sampled == 12, "every turn is in one row only"
+    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "what was said last"
+    assert rig.text(one.turn_ids()) == "4<eos>"
+
+
+async def test_a_template_that_rewrites_history_makes_a_new_row() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last or m.role != 'assistant' else '0' }}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    rig = Rig("5", "6", template=template)
+
+    async def agent(task: AgentTask) -> float:
+        client = rig.client(task)
+        more: list[Any] = [QUESTION]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=MODEL, messages=more)
+            more += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "1"}]
+        return 0.5
+
+    one = await rig.converse(agent)
+    assert [rig.text(row.prompt_ids) for row in one.rows] == [
+        "<user>3*4=<eos><assistant>",
+        "<user>3*4=<eos><assistant>0<eos><user>1<eos><assistant>",
+    ]
+    assert rig.agent.status()["rewrites"] == 1
+
+
+async def test_stop_and_max_tokens_end_turns() -> None:
+    rig = Rig("12=34=56", "123456")
+
+    async def agent(task: AgentTask) -> float:
+        client = rig.client(task)
+        first = await client.chat.completions.create(model=MODEL, messages=[QUESTION], stop="4=")
+        assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("12=3", "stop")
+        more: list[Any] = [QUESTION, first.choices[0].message, {"role": "user", "content": "1"}]
+        second = await client.chat.completions.create(model=MODEL, messages=more, max_completion_tokens=3)
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("123", "length")
+        return 0.0
+
+    one = await rig.converse(agent)
+    assert mask_text(rig, one) == ["12=34=", "<eos><user>1<eos><assistant>", "123"]
+    assert rig.asked[1].max_tokens == 3 and one.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"temperature": 0.5}, "rollout.sampling.temperature = 1.0"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"n": 2}, "n=2"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 0}, "positive"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "critic", "content": "1"}]}, "role is 'critic'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"model": "gpt-4o"}, "the run trains 'tiny'"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_trained_on_is_refused_with_the_reason(body: dict[str, Any], said: str) -> None:
+    rig = Rig("12", "12")
+
+    async def agent(task: AgentTask) -> float:
+        async with rig.http(task) as http:
+            refused = await http.post("chat/completions", json={"model": MODEL, "messages": [QUESTION], **body})
+            assert refused.status_code == (404 if body.get("model") else 400)
+            assert said in refused.json()["error"]["message"]
+            fine = {
+                "temperature": 1.0,
+                "top_p": 1,
+                "n": 1,
+                "seed": 7,
+                "user": "me",
+                "response_format": {"type": "text"},
+            }
+            taken = await http.post("chat/completions", json={"messages": [QUESTION], **fine})
+            assert taken.status_code == 200
+        return 1.0
+
+    assert len((await rig.converse(agent)).turns) == 1
+
+
+async def test_validation_passes_over_what_agents_say_of_sampling() -> None:
+    rig = Rig("12")
+
+    async def agent(task: AgentTask) -> float:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION], temperature=0.3)
+        return 1.0
+
+    assert (await rig.converse(agent, sample_id="val_0")).scores == {"agent": 1.0}
+
+
+async def test_keys_are_of_one_trajectory_while_it_lasts() -> None:
+    rig = Rig("12", "12")
+    other_done = anyio.Event()
+
+    async def agent(task: AgentTask) -> float:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        if task.trajectory == 0:
+            await other_done.wait()
+            return 0.0
+        return 1.0
+
+    agents = rig.made(agent)
+    trajectories: dict[int, Trajectory] = {}
+
+    async def one(number: int) -> None:
+        trajectories[number] = await agents.converse("val", number, rig.prompt(), rig.ask)
+        if number == 1:
+            other_done.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(one, 0)
+        group.start_soon(one, 1)
+    assert [len(trajectories[number].turns) for number in (0, 1)] == [1, 1]
+    first, second = rig.tasks
+    assert first.api_key != second.api_key and first.api_key.startswith("asyncrl-3-")
+    with pytest.raises(openai.ConflictError, match="is over"):
+        await rig.client(first).chat.completions.create(model=MODEL, messages=[QUESTION])
+    async with rig.http() as http:
+        unknown = {"authorization": f"Bearer asyncrl-3-{'A' * 43}"}
+        assert (await http.post("chat/completions", json={}, headers=unknown)).status_code == 401
+        assert (
+            await http.post("chat/completions", json={}, headers={"authorization": "Bearer sk-1"})
+        ).text == "not recorded"
+        assert (await http.get("models")).text == "not recorded"
+    with pytest.raises(RuntimeError, match="is over"):
+        first.post_reward(1.0)
+
+
+async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
+    rig = Rig("12", "12")
+
+    async def agent(task: AgentTask) -> None:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        async with rig.http(task) as http:
+            bad = await http.post("reward", json={"reward": "much"})
+            assert bad.status_code == 400 and "finite number" in bad.json()["error"]["message"]
+            await http.post("reward", json={"reward": 0.25, "metrics": {"a": 1}})
+            task.post_reward(0.75, metrics={"b": 2})
+            told = await http.post("reward", json={"metrics": {"c": 3}, "done": True})
+            assert told.json() == {"object": "reward", "reward": 0.75, "metrics": {"a": 1, "b": 2, "c": 3}}
+            late = await http.post("chat/completions", json={"messages": [QUESTION]})
+            assert late.status_code == 409 and late.headers["x-should-retry"] == "false"
+        raise RuntimeError("what comes after does not count")
+
+    one = await rig.converse(agent)
+    assert one.scores == {"agent": 0.75} and one.metrics == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert one.finish_reason is FinishReason.STOP
+
+
+async def test_a_program_in_a_thread_posts_too() -> None:
+    rig = Rig("12")
+
+    def agent(task: AgentTask) -> dict[str, Any]:
+        anyio.from_thread.run(rig.agent.gateway.answer, task.api_key, "chat/completions", {"messages": [QUESTION]})
+        task.post_reward(0.5, metrics={"seen": 1})
+        return {"metrics": {"returned": 2}}
+
+    one = await rig.converse(FunctionProgram("thread", agent, 2))
+    assert one.scores == {"agent": 0.5} and one.metrics == {"seen": 1.0, "returned": 2.0}
+
+
+async def test_out_of_time_keeps_what_there_is_if_it_is_scored() -> None:
+    async def agent(task: AgentTask) -> None:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        if task.trajectory:
+            task.post_reward(0.5)
+        await anyio.sleep_forever()
+
+    rig = Rig("12", "12", timeout_s=0.3)
+    with pytest.raises(TooLongError, match="no reward was posted"):
+        await rig.converse(agent)
+    one = await rig.agent.converse("s", 1, rig.prompt(), rig.ask)
+    assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {"agent": 0.5}
+    rig = Rig("12", timeout_s=0.3, config={"reward": {"function": "exact_match"}})
+    one = await rig.converse(agent)
+    assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {}, "the function scores it"
+    rig = Rig(timeout_s=0.2)
+    with pytest.raises(TooLongError, match="no turn was complete"):
+        await rig.converse(lambda task: anyio.sleep_forever())
+
+
+async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
+    cancelled = anyio.Event()
+
+    async def slow(request: TurnRequest) -> str:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    rig = Rig("12", slow, timeout_s=0.4, config={"reward": {"function": "exact_match"}})
+
+    async def agent(task: AgentTask) -> None:
+        for _ in range(2):
+            await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+
+    one = await rig.converse(agent)
+    assert cancelled.is_set() and len(one.turns) == 1
+
+
+async def test_a_client_that_goes_away_cancels_its_turn_only() -> None:
+    cancelled = anyio.Event()
+
+    async def slow(request: TurnRequest) -> str:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    rig = Rig(slow, "12")
+
+    async def agent(task: AgentTask) -> float:
+        with anyio.move_on_after(0.2):
+            await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        with anyio.fail_after(5):
+            await cancelled.wait()
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        return 1.0
+
+    assert len((await rig.converse(agent)).turns) == 1
+
+
+async def test_no_room_is_told_and_an_agent_that_fails_of_it_ends_by_length() -> None:
+    async def agent(task: AgentTask) -> None:
+        client = rig.client(task)
+        messages: list[Any] = [QUESTION]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "1"}]
+
+    rollout = {"response_length": 13, "max_model_len": 60}
+    rig = Rig("1234567", "12345678901234", rollout=rollout, config={"reward": {"function": "exact_match"}})
+    one = await rig.converse(agent)
+    assert rig.asked[1].max_tokens == 1 and len(rig.asked) == 2
+    assert one.finish_reason is FinishReason.LENGTH and sum(len(row.response_ids) for row in one.rows) == 13
+    rig = Rig("1234567", "12345678901234", rollout=rollout)
+    with pytest.raises(UserCodeError, match="context_length_exceeded") as failed:
+        await rig.converse(agent)
+    assert "BadRequestError" in failed.value.cause
+
+
+async def test_failures_are_told_for_what_they_are() -> None:
+    async def silent(task: AgentTask) -> float:
+        return 1.0
+
+    async def unscored(task: AgentTask) -> None:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+
+    async def broken(task: AgentTask) -> None:
+        await unscored(task)
+        raise ZeroDivisionError("by me")
+
+    async def strange(task: AgentTask) -> str:
+        await unscored(task)
+        return "good"
+
+    async def unusable(task: AgentTask) -> None:
+        raise DataError("this row is empty")
+
+    rig = Rig("12", "12", "12")
+    with pytest.raises(UserCodeError, match="without a turn of the model"):
+        await rig.converse(silent)
+    with pytest.raises(UserCodeError, match="gave no reward"):
+        await rig.converse(unscored)
+    with pytest.raises(UserCodeError, match="ZeroDivisionError: by me"):
+        await rig.converse(broken)
+    with pytest.raises(UserCodeError, match='no reward: reward is "good"'):
+        await rig.converse(strange)
+    with pytest.raises(DataError, match="row is empty"):
+        await rig.converse(unusable)
+
+
+async def test_engines_that_fail_fail_the_trajectory() -> None:
+    rig = Rig(InfraError("no replica"))
+    seen: list[int] = []
+
+    async def agent(task: AgentTask) -> float:
+        async with rig.http(task) as http:
+            seen.append((await http.post("chat/completions", json={"messages": [QUESTION]})).status_code)
+        return 1.0
+
+    with pytest.raises(InfraError, match="no replica"):
+        await rig.converse(agent)
+    assert seen in ([], [503])
+
+
+async def test_a_row_that_the_template_would_write_in_another_way_is_noticed() -> None:
+    async def agent(task: AgentTask) -> float:
+        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        return 1.0
+
+    class Sloppy:
+        def parse(self, ids: Sequence[int]) -> Parsed:
+            return Parsed("13", text="13")
+
+    rig = Rig("12")
+    make = rig.book._make
+    rig.book._make = lambda request: make(request)._replace(parser=Sloppy())
+    with pytest.raises(MismatchError, match="strict"):
+        await rig.converse(agent)
+
+
+async def test_http_requests_that_are_none() -> None:
+    rig = Rig("12")
+
+    async def agent(task: AgentTask) -> float:
+        async with rig.http(task) as http:
+            assert (await http.get("chat/completions")).status_code == 405
+            assert (await http.post("embeddings", json={})).status_code == 404
+            assert (await http.post("chat/completions", content=b"{")).status_code == 400
+            assert (await http.post("chat/completions", content=b"[]")).status_code == 400
+            await http.post("chat/completions", json={"messages": [QUESTION]})
+        return 1.0
+
+    assert len((await rig.converse(agent)).turns) == 1

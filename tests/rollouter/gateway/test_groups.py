@@ -1,0 +1,90 @@
+"""Groups of agents on a fake fleet, over the real HTTP side: turns are the fleet's, surplus ones are ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from asyncrl.ports import GenerateRequest
+from asyncrl.types import SampleId, Turn
+from rollouter.gateway.task import AgentTask
+from rollouter.group import Group, Unheard, generate_group
+from tests.fakes.engine import FakeFleet
+from tests.rollouter.gateway.rig import MODEL, QUESTION, Rig
+
+
+class Heard(Unheard):
+    """Keeps what is told of turns."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, Turn] = {}
+
+    async def turn(self, key: str, turn: Turn) -> None:
+        self.turns[key] = turn
+
+
+def group(rig: Rig, *, n: int, extra: int = 0) -> Group:
+    sampling = {"max_tokens": 50, "temperature": 1.0}
+    return Group("sample_0_1", SampleId(0, 1), rig.prompt(), sampling, n, extra=extra)
+
+
+def fleet_of(rig: Rig, text: str, **more: Any) -> FakeFleet:
+    def answer(request: GenerateRequest) -> Sequence[int]:
+        return [*rig.book.tokens(text), rig.tokenizer.eos_token_id][: request.sampling["max_tokens"]]
+
+    return FakeFleet(answer=answer, **more)
+
+
+async def asks_twice(rig: Rig, task: AgentTask) -> float:
+    client = rig.client(task)
+    messages: list[Any] = [QUESTION]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=MODEL, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "1"}]
+    return float(task.trajectory)
+
+
+async def test_each_trajectory_is_a_run_of_the_agent() -> None:
+    rig = Rig()
+    fleet, heard = fleet_of(rig, "12"), Heard()
+    agent = rig.made(lambda task: asks_twice(rig, task))
+    made = await generate_group(fleet, group(rig, n=3), heard, agent=agent)
+    assert [one.scores["agent"] for one in made] == [0.0, 1.0, 2.0]
+    assert [len(one.turns) for one in made] == [2, 2, 2] and len({task.api_key for task in rig.tasks}) == 3
+    assert sorted(fleet.sessions) == sorted(f"sample_0_1/{k}" for k in range(3) for _ in range(2))
+    assert {request.sampling["max_tokens"] for request in fleet.requests} == {50}
+    assert sorted(key.split(".")[0] for key in heard.turns) == ["0", "0", "1", "1", "2", "2"]
+
+
+async def test_logged_turns_are_not_asked_for_again() -> None:
+    rig = Rig()
+    heard, fleet = Heard(), fleet_of(rig, "12")
+    agent = rig.made(lambda task: asks_twice(rig, task))
+    (first,) = await generate_group(fleet, group(rig, n=1), heard, agent=agent)
+    idle = fleet_of(rig, "99")
+    (again,) = await generate_group(idle, group(rig, n=1), Heard(), agent=agent, completed=heard.turns)
+    assert idle.requests == []
+    assert again.rows[0].response_ids.tolist() == first.rows[0].response_ids.tolist()
+
+
+async def test_agents_beyond_what_is_needed_are_ended() -> None:
+    rig = Rig()
+    ended: list[int] = []
+
+    async def agent(task: AgentTask) -> float:
+        if task.trajectory == 1:
+            try:
+                await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+                await anyio.sleep_forever()
+            finally:
+                ended.append(task.trajectory)
+        return await asks_twice(rig, task)
+
+    agents = rig.made(agent)
+    with anyio.fail_after(10):
+        made = await generate_group(fleet_of(rig, "12"), group(rig, n=2, extra=1), Heard(), agent=agents)
+    assert [one.scores["agent"] for one in made] == [0.0, 2.0] and ended == [1]
+    late = await agents.gateway.answer(rig.tasks[1].api_key, "models", {})
+    assert late.status == 409

@@ -1,0 +1,196 @@
+"""The pure parts, case by case."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.types import FinishReason, Span, Turn
+from rollouter.gateway.errors import RequestError
+from rollouter.gateway.gateway import Gateway, incarnation_of
+from rollouter.gateway.messages import fingerprint, to_template
+from rollouter.gateway.program import load_program, read_result
+from rollouter.gateway.requests import Reader
+from rollouter.gateway.stopping import cut_at, text_before
+
+SAID = {
+    "role": "assistant",
+    "content": "so",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": 2}'}}],
+}
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {**more, "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({**SAID, "refusal": None, "annotations": [], "audio": None, "function_call": None}, True),
+        ({**SAID, "content": [{"type": "text", "text": "so"}]}, True),
+        ({**SAID, "content": "\nso "}, True),
+        ({**SAID, "reasoning_content": "hm"}, True),
+        ({**SAID, "name": "agent"}, True),
+        ({**SAID, "tool_calls": [call('{"y":2,"x":1}', id="b", index=0)]}, True),
+        ({**SAID, "tool_calls": [call({"x": 1, "y": 2})]}, True),
+        ({**SAID, "content": "no"}, False),
+        ({**SAID, "content": None}, False),
+        ({**SAID, "role": "user"}, False),
+        ({**SAID, "tool_calls": [call('{"x": 1, "y": 3}')]}, False),
+        ({**SAID, "tool_calls": [call('{"x": 1, "y": 2')]}, False),
+        ({**SAID, "tool_calls": []}, False),
+        ({**SAID, "tool_calls": [call({"x": 1, "y": 2}), call({})]}, False),
+    ],
+)
+def test_what_clients_add_or_drop_makes_no_other_message(other: dict[str, Any], same: bool) -> None:
+    assert (fingerprint(to_template([other])[0]) == fingerprint(to_template([SAID])[0])) is same
+
+
+def test_blanks_count_in_what_others_say() -> None:
+    one, two = to_template([{"role": "user", "content": "a"}, {"role": "user", "content": "a "}])
+    assert fingerprint(one) != fingerprint(two)
+
+
+def test_messages_get_the_form_that_templates_want() -> None:
+    tool = {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+    }
+    assert to_template([{"role": "developer", "content": "x"}, {**SAID, "content": None, "refusal": None}, tool]) == [
+        {"role": "system", "content": "x"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "a", "function": {"name": "f", "arguments": {"x": 1, "y": 2}}}],
+        },
+        {"role": "tool", "content": "1\n2", "tool_call_id": "a", "name": "f"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "hello",
+        [],
+        ["hello"],
+        [{"content": "x"}],
+        [{"role": "user", "content": 3}],
+        [{**SAID, "tool_calls": [{}]}],
+    ],
+)
+def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        to_template(messages)
+    assert refused.value.status == 400
+
+
+def turn(text: str, *spans: Span) -> Turn:
+    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+    return Turn(ids, -np.arange(len(ids), dtype=np.float32), spans or (Span(0, 1),), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("stops", "kept", "spans"),
+    [
+        ((), "one two three", 2),
+        (("four",), "one two three", 2),
+        (("two",), "one two", 2),
+        (("three", "ne"), "one", 1),
+        (("one two three",), "one two three", 2),
+    ],
+)
+def test_a_turn_is_cut_behind_the_token_that_completes_a_stop(stops: tuple[str, ...], kept: str, spans: int) -> None:
+    whole = turn("one two three", Span(0, 1), Span(4, 2))
+    cut = cut_at(whole, stops, lambda ids: bytes(ids).decode())
+    assert bytes(cut.response_ids.tolist()).decode() == kept
+    assert len(cut.rollout_log_probs) == len(kept) and len(cut.spans) == spans
+    assert (cut.finish_reason is FinishReason.STOP) is any(stop in "one two three" for stop in stops)
+
+
+def test_clients_do_not_see_the_stop() -> None:
+    assert text_before("one two three", ("three", "two")) == "one "
+    assert text_before("one", ()) == text_before("one", ("two",)) == "one"
+
+
+def test_requests_are_read() -> None:
+    reader = Reader("tiny", Config().rollout.sampling)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "x"}]
+    request = reader.chat(
+        {"messages": messages, "tools": tools, "max_tokens": 9, "max_completion_tokens": 4, "stop": "a"}
+    )
+    assert (
+        request.parse_calls
+        and not request.one_call
+        and request.wanted.max_tokens == 4
+        and request.wanted.stop == ("a",)
+    )
+    none = reader.chat({"messages": messages, "tools": tools, "tool_choice": "none", "parallel_tool_calls": False})
+    assert not none.parse_calls and none.one_call and none.scheme == request.scheme
+    other = reader.chat({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+    assert other.scheme not in (request.scheme, reader.chat({"messages": messages, "tools": None}).scheme)
+    assert reader.completion({"prompt": [[1, 2]]}).ids == (1, 2) and reader.completion({"prompt": ["a"]}).text == "a"
+    for prompt in (None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [-1], [True]):
+        with pytest.raises(RequestError, match="one text or one list"):
+            reader.completion({"prompt": prompt})
+
+
+def test_keys_say_which_rollouter_gave_them() -> None:
+    assert incarnation_of("sk-123") is None and incarnation_of("asyncrl-7-short") is None
+    assert incarnation_of(f"asyncrl-7-{'x' * 43}") == 7
+
+
+async def test_nobody_has_an_unknown_key() -> None:
+    answer = await Gateway().answer(f"asyncrl-1-{'x' * 43}", "models", {})
+    assert answer.status == 401 and answer.body["error"]["code"] == "invalid_api_key"
+    json.dumps(answer.body)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward", "metrics"),
+    [
+        (None, None, {}),
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        ({"reward": 0, "metrics": {"a": 1}}, 0.0, {"a": 1.0}),
+        ({"metrics": {"a": np.int64(2)}}, None, {"a": 2.0}),
+        ({}, None, {}),
+    ],
+)
+def test_results_of_programs(returned: Any, reward: float | None, metrics: dict[str, float]) -> None:
+    read = read_result(returned)
+    assert (read.reward, read.metrics, read.done) == (reward, metrics, False)
+
+
+@pytest.mark.parametrize(
+    "returned", ["1", float("nan"), {"rewards": 1}, {"metrics": {"a": "b"}}, {"metrics": [1]}, [1, 2], object()]
+)
+def test_results_that_are_none(returned: Any) -> None:
+    with pytest.raises(UserCodeError, match="no reward"):
+        read_result(returned)
+
+
+def two(one: Any, other: Any) -> None:
+    """Takes too much."""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (f"{__name__}:two", "called with one AgentTask"),
+        (f"{__name__}:SAID", "is dict"),
+        (f"{__name__}:too", "did you mean 'two'"),
+    ],
+)
+def test_programs_that_cannot_be_called_are_found_out_early(program: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_program(Config.model_validate({"rollout": {"agent": {"program": program}}}).rollout.agent)
