@@ -136,7 +136,7 @@ class LocalSampleQueue:
         return admission
 
     async def enough(self, known: bool, *, timeout_s: float, caller: Caller = ANYBODY) -> bool:
-        """See `ports.SampleQueue`. Unblocked by offer, drop, a version, rewind, close and attachments."""
+        """See `ports.SampleQueue`. Unblocked by offer, drop, an eviction, a version, rewind, close and attachments."""
         async with self._samples:
             self._check(caller)
             with anyio.move_on_after(timeout_s):
@@ -444,14 +444,19 @@ class LocalSampleQueue:
         """READY samples beyond the bound → DROPPED(stale), if so configured."""
         if stale := self._eviction.stale(trainer_version):
             self._do(Dropped(DropReason.STALE, stale))
-            self._permits.notify_all()
+            self._notify_both()
 
     def _no_more_to_come(self) -> bool:
         """Nothing runs, and nothing will be admitted unless a leased sample is given up."""
         if self._ledger.closed:
             return True
-        complete = self._pacing.is_complete(self._ledger.fed, self._ledger.num_dropped)
-        return complete and self._ledger.num_running == 0
+        ledger = self._ledger
+        if not self._pacing.is_complete(ledger.fed, ledger.num_dropped):
+            return False
+        # Of more than the run needs, what is still running is waited for by nobody.
+        return ledger.num_running == 0 or self._pacing.is_done(
+            ledger.fed, ledger.num_dropped, running=ledger.num_running
+        )
 
     def _notify_both(self) -> None:
         self._permits.notify_all()

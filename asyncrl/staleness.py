@@ -63,6 +63,10 @@ class Pacing:
         """With `over_sample`: as much is done as is allowed under `version`, and what is running is surplus."""
         return self.over_sample > 0 and fed - dropped - running >= self.limit(version)
 
+    def is_done(self, fed: int, dropped: int, *, running: int) -> bool:
+        """With `over_sample`: all that the run trains on is there, and what is running is surplus for good."""
+        return self.over_sample > 0 and self.total_samples is not None and fed - dropped - running >= self.total_samples
+
     def is_complete(self, fed: int, dropped: int) -> bool:
         """No version to come would admit another sample, unless one that is under way is dropped."""
         return self.total_samples is not None and fed - dropped >= self.total_samples

@@ -21,13 +21,17 @@ class ToolFailedError(UserCodeError):
         self.on_error: Literal["stop", "drop"] = on_error
 
 
+class MismatchError(DataError):
+    """A finished conversation has other tokens than the chat template gives it, and that is not to be trained on."""
+
+
 class TooLongError(DataError):
     """The sample was not generated within its time."""
 
 
 def lasts(error: DataError | UserCodeError) -> bool:
     """It is the prompt's own, and would be the same another time."""
-    return isinstance(error, DataError) and not isinstance(error, TooLongError | PoisonError)
+    return isinstance(error, DataError) and not isinstance(error, TooLongError | PoisonError | MismatchError)
 
 
 class Drop(NamedTuple):
@@ -88,6 +92,8 @@ class DropRule:
             return self._drop(DropReason.OVERLONG, "prompt over length")
         if isinstance(error, TooLongError):
             return self._drop(DropReason.FAILED, "took too long")
+        if isinstance(error, MismatchError):
+            return self._drop(DropReason.FAILED, "other tokens than the chat template's")
         if isinstance(error, PoisonError):
             return self._drop(DropReason.FAILED, "crashed engines")
         return self._drop(DropReason.FAILED, "unusable prompt")

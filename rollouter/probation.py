@@ -122,3 +122,38 @@ class Probation:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+class Sessions:
+    """The sessions of one sample, whose requests may be on several replicas: part of its `GroupEvents`."""
+
+    def __init__(self, probation: Probation, limit: TimeLimit) -> None:
+        self._probation = probation
+        self._limit = limit
+        self._sessions: set[str] = set()
+
+    def placed(self, session: str, replica: str) -> None:
+        """See `GroupEvents`."""
+        self._sessions.add(session)
+        self._probation.placed(session, replica)
+
+    async def crashed(self, session: str, error: EngineCrashError) -> None:
+        """See `GroupEvents`."""
+        self._sessions.add(session)
+        await self._probation.crashed(session, error, self._limit)
+
+    def answered(self, session: str) -> None:
+        """See `GroupEvents`."""
+        self._sessions.discard(session)
+        self._probation.left(session)
+
+    def suspended(self) -> None:
+        """The sample was cut, and is gone on with later."""
+        for session in self._sessions:
+            self._probation.suspended(session)
+        self._sessions.clear()
+
+    def left(self) -> None:
+        """Its generation is over, one way or another."""
+        for session in self._sessions:
+            self._probation.left(session)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import EngineCrashError, first_failure
+from asyncrl.failures import first_failure
 from asyncrl.ports import EngineFleet, PromptSource, RewardScorer, Score, TurnLog
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import Prompt, Replay, Row, Sample, SampleId, Span, Turn
@@ -25,7 +25,7 @@ from rollouter.agent.asking import Converser
 from rollouter.dump import TrajectoryDump
 from rollouter.group import Group, generate_group, is_complete
 from rollouter.meters import BusyMeter, PumpCounts
-from rollouter.probation import Probation, TimeLimit, time_limit
+from rollouter.probation import Probation, Sessions, TimeLimit, time_limit
 from rollouter.sampling import greedy, sampling_params
 from rollouter.surplus import Surplus
 from skip import SkipManager
@@ -158,10 +158,16 @@ class Stages:
             SurplusError: enough others are done.
         """
         limit_s = self._config.timeouts.sample_s
-        with slot, self._surplus.abortable(), time_limit(str(asked.sample_id), limit_s) as limit:
-            return await self._generate(asked, limit, ended)
+        with slot, self._surplus.abortable() as cut, time_limit(str(asked.sample_id), limit_s) as limit:
+            return await self._generate(asked, limit, cut, ended)
 
-    async def _generate(self, asked: Asked, limit: TimeLimit, ended: Callable[[Trajectory], None] | None) -> Generated:
+    async def _generate(
+        self,
+        asked: Asked,
+        limit: TimeLimit,
+        cut: anyio.CancelScope,
+        ended: Callable[[Trajectory], None] | None,
+    ) -> Generated:
         group = Group(
             str(asked.sample_id),
             asked.sample_id,
@@ -180,6 +186,8 @@ class Stages:
             with self._waits.waiting("engine"), self.generation.busy():
                 trajectories = await generate_group(self._fleet, group, events, agent=self._agent, completed=completed)
         except anyio.get_cancelled_exc_class():
+            if not cut.cancel_called:
+                raise  # out of time, or the run ends: it is gone on with by nobody
             if self._unfinished != "drop":
                 made = events.kept(partial=self._unfinished == "keep_partial")
                 self._kept[asked.sample_id] = {**completed, **made}
@@ -262,35 +270,22 @@ class Stages:
         return [replace(row, spans=now) for row in rows]
 
 
-class _Events:
+class _Events(Sessions):
     """`GroupEvents` of a training sample."""
 
     def __init__(
         self, stages: Stages, group: Group, limit: TimeLimit, ended: Callable[[Trajectory], None] | None
     ) -> None:
-        self._stages = stages
+        super().__init__(stages.probation, limit)
         assert isinstance(group.sample_id, SampleId)
+        self._stages = stages
         self._sample_id = group.sample_id
-        self._limit = limit
         self._ended = ended
-        self._sessions: set[str] = set()
         self._turns: dict[str, Turn] = {}
 
     async def turn(self, key: str, turn: Turn) -> None:
         self._turns[key] = turn
         await self._stages.keep_turn(self._sample_id, key, turn)
-
-    def placed(self, session: str, replica: str) -> None:
-        self._sessions.add(session)
-        self._stages.probation.placed(session, replica)
-
-    async def crashed(self, session: str, error: EngineCrashError) -> None:
-        self._sessions.add(session)
-        await self._stages.probation.crashed(session, error, self._limit)
-
-    def answered(self, session: str) -> None:
-        self._sessions.discard(session)
-        self._stages.probation.left(session)
 
     def ended(self, key: str, trajectory: Trajectory) -> None:
         if self._ended is not None:
@@ -307,15 +302,6 @@ class _Events:
     def num_tokens(self) -> int:
         """Made since this began, in turns that are complete or were cut."""
         return sum(len(turn.response_ids) for turn in self._turns.values())
-
-    def suspended(self) -> None:
-        for session in self._sessions:
-            self._stages.probation.suspended(session)
-        self._sessions.clear()
-
-    def left(self) -> None:
-        for session in self._sessions:
-            self._stages.probation.left(session)
 
 
 def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:

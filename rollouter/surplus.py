@@ -23,8 +23,6 @@ class Surplus:
         self._now = False
         self._over = anyio.Event()
         self._running: set[anyio.CancelScope] = set()
-        self.cuts = 0
-        """How often generation of a sample was cut."""
 
     async def watch(self) -> None:
         """Follow the queue for ever."""
@@ -38,8 +36,8 @@ class Surplus:
                 self._over = anyio.Event()
 
     @contextmanager
-    def abortable(self) -> Iterator[None]:
-        """What is inside, in one task, is cancelled when it becomes surplus.
+    def abortable(self) -> Iterator[anyio.CancelScope]:
+        """What is inside, in one task, is cancelled when it becomes surplus; the scope tells whether it was.
 
         Raises:
             SurplusError: it was.
@@ -49,11 +47,10 @@ class Surplus:
             if self._now:
                 scope.cancel()
             try:
-                yield
+                yield scope
             finally:
                 self._running.discard(scope)
         if scope.cancelled_caught:
-            self.cuts += 1
             raise SurplusError
 
     async def over(self) -> None:

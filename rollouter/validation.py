@@ -12,7 +12,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError, EngineCrashError, UserCodeError
+from asyncrl.failures import DataError, UserCodeError
 from asyncrl.ports import Edition, EngineFleet, RewardScorer, Score
 from asyncrl.records import Metrics, ValidationRecord
 from asyncrl.trajectory import Trajectory
@@ -21,7 +21,7 @@ from asyncrl.waits import WaitBoard
 from rollouter.agent.asking import Converser
 from rollouter.drops import DropRule, lasts
 from rollouter.group import Group, generate_group
-from rollouter.probation import Probation, TimeLimit, time_limit
+from rollouter.probation import Probation, Sessions, TimeLimit, time_limit
 from rollouter.sampling import sampling_params
 from rollouter.template import Decode
 from skip import SkipManager
@@ -182,39 +182,21 @@ class Validator:
         }
 
 
-class _Events:
+class _Events(Sessions):
     """`GroupEvents` of a validation prompt."""
 
     def __init__(self, validator: Validator, probation: Probation, limit: TimeLimit) -> None:
+        super().__init__(probation, limit)
         self._validator = validator
-        self._probation = probation
-        self._limit = limit
-        self._sessions: set[str] = set()
 
     async def turn(self, key: str, turn: Turn) -> None:
         self._validator.generated_tokens += len(turn.response_ids)
-
-    def placed(self, session: str, replica: str) -> None:
-        self._sessions.add(session)
-        self._probation.placed(session, replica)
-
-    async def crashed(self, session: str, error: EngineCrashError) -> None:
-        self._sessions.add(session)
-        await self._probation.crashed(session, error, self._limit)
-
-    def answered(self, session: str) -> None:
-        self._sessions.discard(session)
-        self._probation.left(session)
 
     def ended(self, key: str, trajectory: Trajectory) -> None:
         pass
 
     def cut(self, key: str, turn: Turn) -> None:
         pass
-
-    def left(self) -> None:
-        for session in self._sessions:
-            self._probation.left(session)
 
 
 def session_name(edition: Edition, number: int, ask: int = 1) -> str:

@@ -31,6 +31,8 @@ _CONTROLS = {
     0x7F: "␡",
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
+    # What changes the direction of all that is printed after it.
+    **dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
 }
 DecodeToken = Callable[[int], str]
 

@@ -123,6 +123,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollouter/generated_tokens", "tokens", "response tokens made for training since the start of the run"),
         Metric("rollouter/samples_done", "samples", "generated and scored since the launch"),
         Metric("rollouter/turns", "1", "turns of the assistant completed since the launch"),
+        Metric("rollouter/trajectories/<reason>", "1", "conversations ended since the launch, by finish reason"),
         Metric("rollouter/tool_calls", "1", "tool calls completed since the launch"),
         Metric("rollouter/tool_calls/<status>", "1", "of these, so many ended so: `ok`, `bad_json`, `timeout`, …"),
         Metric("rollouter/tool_s", "s", "time in tools since the launch, added up over all calls"),

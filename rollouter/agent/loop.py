@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import numpy as np
+from anyio import to_thread
 
 from asyncrl.config.schema import Config, MultiTurnConfig
 from asyncrl.failures import BugError, DataError, first_failure
@@ -31,7 +33,7 @@ from rollouter.agent.chat import Chat
 from rollouter.agent.parsing import CallParser, Parsed, assistant_message, call_id, tool_message
 from rollouter.agent.state import Limits, Machine, Phase
 from rollouter.agent.tokens import ConversationTokens
-from rollouter.drops import TooLongError
+from rollouter.drops import MismatchError, TooLongError
 from rollouter.interactions.base import EpisodeContext, Message
 from rollouter.interactions.loading import Interactions
 from rollouter.interactions.session import InteractionSession
@@ -40,9 +42,11 @@ from rollouter.tools.box import ToolBox, ToolSession
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-class MismatchError(DataError):
-    """A finished conversation has other tokens than the chat template gives it, and that is not to be trained on."""
+LONG_TOKENS = 2_000
+"""Texts of so many tokens take milliseconds to template and tokenize, which the event loop has not."""
+CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(slots=True)
@@ -54,6 +58,8 @@ class AgentCounts:
     """Conversations that the template's rewriting has forked into rows."""
     mismatches: int = 0
     """Conversations that differ from a full re-tokenization."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Conversations by finish reason; `failed`: something raised."""
 
 
 @dataclass(slots=True)
@@ -68,9 +74,10 @@ class _Course:
     has_media: bool = False
     """Its tokens are those of a processor, which the chat template alone does not give."""
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Of several calls, the sum counts."""
-        for name, value in metrics.items():
+    def add(self, source: str, metrics: Mapping[str, float]) -> None:
+        """As `<source>/<name>`; of several calls, the sum counts."""
+        for metric, value in metrics.items():
+            name = f"{source}/{metric}"
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
@@ -111,6 +118,7 @@ class Agent:
         self._clock = clock
         self._waiting: Callable[[str], AbstractContextManager[None]] = lambda edge: nullcontext()
         self._told_mismatch = False
+        self._texts = anyio.CapacityLimiter(1)
         self.counts = AgentCounts()
 
     async def __aenter__(self) -> Self:
@@ -140,6 +148,7 @@ class Agent:
             "rewrites": self.counts.rewrites,
             "token_mismatches": self.counts.mismatches,
         }
+        told |= {f"trajectories/{reason}": count for reason, count in self.counts.ended.items()}
         if self._tools is not None:
             counts = dict(self._tools.counts())
             told |= {"tool_calls": counts.pop("calls", 0), "tool_s": self._tools.tool_s}
@@ -172,6 +181,27 @@ class Agent:
         """
         machine = Machine(self._limits)
         course = _Course(list(prompt.messages), ConversationTokens(prompt.prompt_ids), has_media=bool(prompt.media))
+        try:
+            trajectory = await self._hold(machine, course, sample_id, number, prompt, ask)
+        except anyio.get_cancelled_exc_class():
+            machine.abort()
+            raise
+        except BaseException:
+            machine.fail()
+            raise
+        finally:
+            self.counts.ended[str(machine.finish_reason or "failed")] += 1
+        return trajectory
+
+    async def _hold(
+        self,
+        machine: Machine,
+        course: _Course,
+        sample_id: SampleId | str,
+        number: int,
+        prompt: Prompt,
+        ask: AskTurn,
+    ) -> Trajectory:
         about = (sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         async with AsyncExitStack() as stack:
             tools = await stack.enter_async_context(self._tools.session(ToolContext(*about))) if self._tools else None
@@ -192,7 +222,7 @@ class Agent:
             scores: dict[str, float] = dict(await tools.scores()) if tools else {}
             if user is not None and (score := await user.score()) is not None:
                 scores["environment"] = score
-        return self._finished(machine, course, scores)
+        return await self._finished(machine, course, scores)
 
     async def _begin(self, machine: Machine, course: _Course, prompt: Prompt, user: InteractionSession | None) -> None:
         prompt_ids = prompt.prompt_ids
@@ -200,7 +230,8 @@ class Agent:
         if said:
             _refuse_media(course, "an environment that speaks first makes the prompt anew")
             course.messages += said
-            prompt_ids = np.asarray(self._chat.prompt(course.messages), dtype=np.int32)
+            ids = await self._off_loop(len(prompt_ids), lambda: self._chat.prompt(course.messages))
+            prompt_ids = np.asarray(ids, dtype=np.int32)
             course.tokens = ConversationTokens(prompt_ids)
         machine.start(len(prompt_ids))
         if machine.room < 1:
@@ -222,7 +253,8 @@ class Agent:
         turn = await ask(TurnRequest(number, course.tokens.context, machine.room))
         row, first = course.tokens.add_turn(turn)
         generate_s = self._clock() - started
-        parsed = self._parser.parse(turn.response_ids.tolist())
+        ids = turn.response_ids.tolist()
+        parsed = await self._off_loop(len(ids), lambda: self._parser.parse(ids))
         course.messages.append(assistant_message(parsed, turn=number))
         machine.sampled(len(turn.response_ids), turn.finish_reason, num_calls=len(parsed.calls) + parsed.malformed)
         calls = machine.phase is Phase.TOOL_CALLING
@@ -264,23 +296,14 @@ class Agent:
                 done = done or made[place].done
             else:
                 outcomes.append(tools.refused(one.name, one.arguments_json, limit))
-        settings = self._settings
-        outcomes = [
-            replace(
-                outcome,
-                result=self._chat.cut(
-                    outcome.result, settings.max_tool_response_length, settings.tool_response_truncate_side
-                ),
-            )
-            for outcome in outcomes
-        ]
+        outcomes = [replace(outcome, result=await self._cut(outcome.result)) for outcome in outcomes]
         reward = course.turns[-1].reward + sum(outcome.reward for outcome in outcomes)
         course.turns[-1] = replace(course.turns[-1], calls=tuple(outcomes), reward=reward)
         for outcome in outcomes:
-            course.add(outcome.metrics)
+            course.add(outcome.name, outcome.metrics)
         ids = [call_id(number, place) for place in range(len(outcomes))]
         answers = [tool_message(each, told.name, told.result) for each, told in zip(ids, outcomes, strict=True)]
-        self._say(machine, course, answers, turn, done=done)
+        await self._say(machine, course, answers, turn, done=done)
 
     async def _step(
         self, machine: Machine, course: _Course, parsed: Parsed, user: InteractionSession, turn: Turn
@@ -291,15 +314,16 @@ class Agent:
         course.turns[-1] = replace(
             course.turns[-1], reward=course.turns[-1].reward + reply.reward, user_s=self._clock() - started
         )
-        course.add(reply.metrics)
-        self._say(machine, course, [{"role": "user", "content": reply.text}], turn, done=reply.done)
+        course.add("environment", reply.metrics)
+        await self._say(machine, course, [{"role": "user", "content": reply.text}], turn, done=reply.done)
 
-    def _say(self, machine: Machine, course: _Course, new: Sequence[Message], turn: Turn, *, done: bool) -> None:
+    async def _say(self, machine: Machine, course: _Course, new: Sequence[Message], turn: Turn, *, done: bool) -> None:
         """Put what was answered before the policy, if it has a turn left to read it."""
         if done:
             machine.end()
             return
-        extension = self._chat.extend(course.messages, new, turn.response_ids.tolist())
+        ids = turn.response_ids.tolist()
+        extension = await self._off_loop(machine.context_tokens, lambda: self._chat.extend(course.messages, new, ids))
         rewritten = len(extension.ids) if extension.rewritten else None
         if not machine.answered(0 if extension.rewritten else len(extension.ids), context_tokens=rewritten):
             return
@@ -311,7 +335,17 @@ class Agent:
         else:
             course.tokens.add_told(extension.ids)
 
-    def _finished(self, machine: Machine, course: _Course, scores: Mapping[str, float]) -> Trajectory:
+    async def _cut(self, text: str) -> str:
+        limit, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
+        return await self._off_loop(len(text) // CHARACTERS_PER_TOKEN, lambda: self._chat.cut(text, limit, side))
+
+    async def _off_loop(self, num_tokens: int, work: Callable[[], T]) -> T:
+        """Work on texts: here, or if they are long in a thread, one at a time."""
+        if num_tokens < LONG_TOKENS:
+            return work()
+        return await to_thread.run_sync(work, limiter=self._texts)
+
+    async def _finished(self, machine: Machine, course: _Course, scores: Mapping[str, float]) -> Trajectory:
         reason = machine.finish_reason
         if reason is None or machine.phase is not Phase.COMPLETED:
             raise BugError(f"a conversation ended while it was {machine.phase}")
@@ -321,13 +355,14 @@ class Agent:
         # Of what was sampled last, the messages may hold no more than a part: a turn cut short by its length.
         checked = self._settings.tokenization_sanity_check_mode != "off" and not course.has_media
         if checked and reason is not FinishReason.LENGTH:
-            self._check(trajectory)
+            await self._check(trajectory)
         return trajectory
 
-    def _check(self, trajectory: Trajectory) -> None:
+    async def _check(self, trajectory: Trajectory) -> None:
         row = trajectory.rows[-1]
         ids = np.concatenate([row.prompt_ids, row.response_ids]).tolist()
-        difference = self._chat.difference(ids, _up_to_last_turn(trajectory.messages))
+        messages = _up_to_last_turn(trajectory.messages)
+        difference = await self._off_loop(len(ids), lambda: self._chat.difference(ids, messages))
         if difference is None:
             return
         self.counts.mismatches += 1

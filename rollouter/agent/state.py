@@ -103,7 +103,8 @@ class Machine:
 
         Args:
             num_tokens: What the conversation grows by, to where the next turn begins.
-            context_tokens: The template has rewritten history, and this is how long the new row's prompt is.
+            context_tokens: The template has rewritten history, and this is how long the new row's prompt is. What was
+                said lies in that prompt, and does not count as response.
 
         Returns:
             Whether the answer is said to the policy: False where it has no turn left to read it.
@@ -141,15 +142,14 @@ class Machine:
         self.phase = Phase.COMPLETED if self.assistant_turns else Phase.FAILED
 
     def abort(self) -> None:
-        """Nobody wants it any more: live → FAILED."""
-        self._require(*LIVE)
+        """Nobody wants it any more: → FAILED, wherever it stood."""
         self.finish_reason = FinishReason.ABORTED
         self.phase = Phase.FAILED
 
     def fail(self) -> None:
-        """Something raised: live → FAILED."""
-        self._require(*LIVE)
+        """Something raised: → FAILED, wherever it stood."""
         self.phase = Phase.FAILED
+        self.finish_reason = None
 
     def _complete(self, reason: FinishReason) -> None:
         self.phase, self.finish_reason = Phase.COMPLETED, reason

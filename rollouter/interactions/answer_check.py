@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -31,8 +32,13 @@ class AnswerCheck:
         except ConfigError as error:
             # The loader names the keys of the run's own reward.
             raise ConfigError(error.message.removeprefix("reward."), error.cause) from error
+        if self._function.takes_trajectory:
+            raise ConfigError(
+                f"function: {function} wants the whole trajectory, and here it is asked in the middle of one"
+            )
         # Calls are bounded by the interaction's max_concurrency; an abandoned thread must not take a place for good.
         self._unbounded = anyio.CapacityLimiter(math.inf)
+        self._processes = anyio.CapacityLimiter(os.cpu_count() or 1)
 
     async def score(self, text: str, context: EpisodeContext) -> float:
         """What the function gives `text`. Functions that are not async run off the event loop.
@@ -53,7 +59,7 @@ class AnswerCheck:
         if function.is_async:
             result = await call()
         elif function.in_process:
-            result = await to_process.run_sync(call, cancellable=True, limiter=self._unbounded)
+            result = await to_process.run_sync(call, cancellable=True, limiter=self._processes)
         else:
             result = await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._unbounded)
         if function.batch:

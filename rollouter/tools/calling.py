@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from asyncrl.failures import UserCodeError
 RELEASE_S = 10.0
 """Longest that a `release` takes, and that it waits for a thread which is still at work on what it releases."""
 
-Late = Callable[[Any], Awaitable[None]]
+Late = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 class CallTimeoutError(Exception):
@@ -36,6 +36,10 @@ class Jobs:
 
     def discard(self, job: _Job) -> None:
         self._running.discard(job)
+
+    @property
+    def at_work(self) -> bool:
+        return bool(self._running)
 
     async def ended(self) -> None:
         """Wait until none is at work."""
@@ -72,6 +76,10 @@ class Caller:
         self._closing = True
         for job in self._jobs:
             job.scope.deadline = anyio.current_time() + RELEASE_S
+
+    def later(self, function: Late, state: Any) -> None:
+        """Call it besides; the box is not left before it has returned."""
+        self._group.start_soon(function, state)
 
     async def call(
         self,

@@ -155,7 +155,12 @@ class UsedTool:
         """Release its state, if it has one, within `RELEASE_S`; what it raises is only logged. To be shielded."""
         self._closed = True
         creation, self._creation = self._creation, None
-        if creation is not None and creation.made:
+        if creation is None or not creation.made:
+            return
+        if self._jobs.at_work:
+            # A thread that nobody waits for any more does not hold up its trajectory either.
+            self._caller.later(self._give_back, creation.state)
+        else:
             await self._give_back(creation.state)
 
     async def _told(self, attempt: Awaitable[ToolOutcome]) -> ToolOutcome:

@@ -12,8 +12,9 @@ import pytest
 from asyncrl.config.schema import OverSampleConfig
 from asyncrl.failures import UserCodeError
 from asyncrl.ports import GenerateRequest, Lease
+from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.trajectory import Trajectory, single_turn
-from asyncrl.types import Prompt, SampleId, Span, Turn
+from asyncrl.types import Prompt, SampleId, SampleMeta, Span, Turn
 from rollouter.agent.asking import AskTurn, TurnRequest
 from rollouter.agent.tokens import ConversationTokens
 from rollouter.group import Group, Unheard, generate_group
@@ -309,3 +310,57 @@ def rig_finish(length: int) -> Any:
     from asyncrl.types import FinishReason
 
     return FinishReason.LENGTH if length >= 4 else FinishReason.STOP
+
+
+# ------------------------------------------------------------------------------------------------ ends and failures
+
+
+@pytest.mark.parametrize("unfinished", ["drop", "keep_finished"])
+async def test_surplus_that_is_kept_does_not_keep_the_run_from_its_end(unfinished: Any) -> None:
+    """Three samples in all, two to a version: the last lease is a smaller one."""
+    rig = Rig(permits=2, total=3, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished=unfinished))
+    async with rig.running():
+        await rig.fleet.until_in_flight(name(1), name(2), name(3))
+        rig.fleet.release(name(1), name(2))
+        assert indices(await rig.lease(2)) == [1, 2]
+        await rig.queue.set_applied_version(1)
+        with anyio.fail_after(10):
+            while len(rig.fleet.calls) < 2:
+                await anyio.lowlevel.checkpoint()
+        rig.fleet.release(next(session for session in rig.fleet.calls))
+        lease = await rig.lease(2, trainer_version=1)
+        assert len(lease.samples) == 1 and lease.ended
+
+
+async def test_an_eviction_makes_room_at_once() -> None:
+    rig = Rig(permits=2, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished="keep_partial"))
+    options = QueueOptions(100, rig.pacing, max_staleness=0)
+    queue = LocalSampleQueue(options)
+    admitted = (await queue.admit(3, timeout_s=1)).sample_ids
+    for sample_id in admitted[:2]:
+        await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 1), None)
+    assert await queue.enough(False, timeout_s=1)
+    async with anyio.create_task_group() as group:
+        told: list[bool] = []
+
+        async def wait() -> None:
+            told.append(await queue.enough(True, timeout_s=60))
+
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        await queue.lease(1, trainer_version=1, timeout_s=0)
+        with anyio.fail_after(5):
+            while not told:
+                await anyio.lowlevel.checkpoint()
+    assert told == [False]
+
+
+async def test_what_fails_is_not_kept() -> None:
+    over_sample = OverSampleConfig(trajectories=1, unfinished="keep_partial")
+    rig = Rig(permits=2, total=2, n=1, sample_s=0.05, over_sample=over_sample)
+    async with rig.running():
+        with anyio.fail_after(10):
+            while (await rig.queue.status()).books.dropped["failed"] < 4:
+                await anyio.lowlevel.checkpoint()
+    assert not rig.stages._kept
+    assert rig.stages.counts.surplus_tokens == 0

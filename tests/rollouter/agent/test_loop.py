@@ -16,9 +16,9 @@ from asyncrl.trajectory import Trajectory
 from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
 from rollouter.agent.asking import TurnRequest
 from rollouter.agent.chat import Chat
-from rollouter.agent.loop import Agent, MismatchError
+from rollouter.agent.loop import Agent
 from rollouter.agent.parsing import Parsed, ParsedCall
-from rollouter.drops import ToolFailedError, TooLongError
+from rollouter.drops import MismatchError, ToolFailedError, TooLongError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
 from rollouter.interactions.loading import load_interactions
 from rollouter.template import load_tokenizer
@@ -216,7 +216,7 @@ async def test_a_call_is_answered_and_the_policy_goes_on() -> None:
     assert [turn.finish_reason for turn in one.turns] == [FinishReason.TOOL_CALL] * 2 + [FinishReason.STOP]
     assert [call.result for turn in one.turns for call in turn.calls] == ["2", "7"], "its state lives on"
     assert [turn.reward for turn in one.turns] == [0.25, 0.25, 0.0]
-    assert one.scores == {"add": 7.0} and one.metrics == {"added": 2.0}
+    assert one.scores == {"add": 7.0} and one.metrics == {"add/added": 2.0}
     assert Adder.released == Adder.made == [[2, 5]]
     # Every turn is sampled behind what was really there.
     assert rig.asked[2].context.tolist() == [*rig.prompt().prompt_ids, *rig.ids(said)[: one.turns[2].first_token]]

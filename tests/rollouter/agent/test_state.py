@@ -61,8 +61,8 @@ EVENTS: dict[str, tuple[Callable[[Machine], object], frozenset[Phase]]] = {
     "answered": (lambda m: m.answered(1), frozenset({Phase.TOOL_CALLING, Phase.INTERACTING})),
     "end": (lambda m: m.end(), frozenset({Phase.TOOL_CALLING, Phase.INTERACTING})),
     "time_out": (lambda m: m.time_out(), LIVE),
-    "abort": (lambda m: m.abort(), LIVE),
-    "fail": (lambda m: m.fail(), LIVE),
+    "abort": (lambda m: m.abort(), frozenset(Phase)),
+    "fail": (lambda m: m.fail(), frozenset(Phase)),
 }
 
 
@@ -74,7 +74,7 @@ def test_an_event_is_legal_in_its_phases_and_raises_in_all_others(phase: Phase, 
     do, legal = EVENTS[event]
     if phase in legal:
         do(machine)
-        assert machine.phase is not phase
+        assert machine.phase is not phase or (phase, event) in ((Phase.FAILED, "abort"), (Phase.FAILED, "fail"))
     else:
         with pytest.raises(BugError, match=f"a trajectory that is {phase}"):
             do(machine)
