@@ -92,8 +92,8 @@ class MultiTurnConfig(Section):
     """Compare a finished trajectory with the chat template's own tokens of the same messages: `warn` tells of
     differences, `strict` drops the sample."""
     timeout_s: Seconds | None = None
-    """A trajectory older than this, waits after a crashed engine included, ends with the turns it has, and is scored; null: only timeouts.sample_s counts, and
-    drops the sample."""
+    """A trajectory older than this, waits after a crashed engine included, ends with the turns it has, and is scored;
+    null: only timeouts.sample_s counts, and drops the sample."""
 
 
 class OverSampleConfig(Section):
