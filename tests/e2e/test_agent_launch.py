@@ -17,7 +17,7 @@ import pytest
 from asyncrl.config.schema import Config
 from tests.e2e.launches import balanced, start
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NAMESPACE = "e2e-agents"
 KEY_NAME = "ASYNCRL_TEST_API_KEY"
@@ -106,7 +106,6 @@ def test_other_keys_are_refused(client: openai.OpenAI) -> None:
     assert answer.status_code == 401
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("example", ["openai_agent", "subprocess_agent"])
 def test_an_agent_of_ones_own_is_trained(tmp_path: Path, example: str) -> None:
     agent = EXAMPLES / example / "agent.py"
@@ -128,7 +127,6 @@ def test_an_agent_of_ones_own_is_trained(tmp_path: Path, example: str) -> None:
     assert run.survivors() == []
 
 
-@pytest.mark.slow
 def test_agents_go_on_when_the_rollouter_is_replaced(tmp_path: Path) -> None:
     agent = EXAMPLES / "openai_agent" / "agent.py"
     run = start(
