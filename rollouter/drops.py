@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from asyncrl.failures import DataError, PoisonError, UserCodeError
+from asyncrl.failures import AsyncRLError, DataError, PoisonError, UserCodeError
 from asyncrl.types import DropReason, SampleId
 
 
@@ -52,6 +52,8 @@ class DropRule:
         self._in_a_row = 0
         self._user_errors = 0
         self._kinds: Counter[str] = Counter()
+        self.messages: list[str] = []
+        """Of the first sample of each kind, why it was dropped: for whoever runs it."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -81,7 +83,7 @@ class DropRule:
                     f"reward.max_errors = {self._max_errors}",
                     error.cause,
                 )
-            return self._drop(DropReason.FAILED, "user code failed")
+            return self._drop(sample_id, DropReason.FAILED, "user code failed", error)
         if self._in_a_row >= self._num_prompts:
             raise DataError(
                 f"{self._in_a_row} samples in a row were dropped, a whole epoch: no prompt gets through. The last one, "
@@ -89,15 +91,17 @@ class DropRule:
                 error.cause,
             )
         if isinstance(error, OverlongError):
-            return self._drop(DropReason.OVERLONG, "prompt over length")
+            return self._drop(sample_id, DropReason.OVERLONG, "prompt over length", error)
         if isinstance(error, TooLongError):
-            return self._drop(DropReason.FAILED, "took too long")
+            return self._drop(sample_id, DropReason.FAILED, "took too long", error)
         if isinstance(error, MismatchError):
-            return self._drop(DropReason.FAILED, "other tokens than the chat template's")
+            return self._drop(sample_id, DropReason.FAILED, "other tokens than the chat template's", error)
         if isinstance(error, PoisonError):
-            return self._drop(DropReason.FAILED, "crashed engines")
-        return self._drop(DropReason.FAILED, "unusable prompt")
+            return self._drop(sample_id, DropReason.FAILED, "crashed engines", error)
+        return self._drop(sample_id, DropReason.FAILED, "unusable prompt", error)
 
-    def _drop(self, reason: DropReason, kind: str) -> Drop:
+    def _drop(self, sample_id: SampleId | str, reason: DropReason, kind: str, error: AsyncRLError) -> Drop:
         self._kinds[kind] += 1
+        if self._kinds[kind] == 1:
+            self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; others are counted")
         return Drop(reason, kind, first=self._kinds[kind] == 1)

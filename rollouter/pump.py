@@ -277,7 +277,7 @@ class Pump:
             "oldest_in_flight": self._oldest(),
             "quarantine": self._probation.figures(),
             "skip": SkipManager.status(),
-            "skip_messages": SkipManager.messages(),
+            "messages": [*SkipManager.messages(), *self._drops.messages],
         }
 
     def _oldest(self) -> list[tuple[str, float]]:

@@ -120,7 +120,7 @@ class TrainerActor:
             "node_id": ray.get_runtime_context().get_node_id(),
             "ranks": self._trainer.ranks if self._trainer is not None else [],
             "skip": SkipManager.status(),
-            "skip_messages": SkipManager.messages(),
+            "messages": SkipManager.messages(),
         }
 
 

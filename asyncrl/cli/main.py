@@ -169,7 +169,9 @@ def why(run: str | None, as_json: bool) -> int:
 @click.argument("arguments", nargs=-1, required=True, metavar="[RUN] SAMPLE")
 @click.option("-t", "--trajectory", type=click.IntRange(0), metavar="K", help="This one of the sample; from 0.")
 @click.option("--tokens", is_flag=True, help="Token by token: id, mask, version, log-prob, text.")
-@click.option("--json", "as_json", is_flag=True, help="Print it as it was dumped, a trajectory a line.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print it as it was dumped, as a JSON array; with --trajectory, one object."
+)
 @click.option("--no-color", is_flag=True, help="Plain text, also on a terminal.")
 def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
     """Print a conversation: messages, tool calls, who sampled what and how fast, and rewards.

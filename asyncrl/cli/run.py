@@ -337,7 +337,7 @@ class Run:
 
     def _show_messages(self, status: Any) -> None:
         """What records could not be served or kept, each thing once in the run."""
-        for message in status.get("skip_messages", ()):
+        for message in status.get("messages", ()):
             if message not in self._shown:
                 self._shown.add(message)
                 self._view.message("warning", message)

@@ -6,8 +6,6 @@ milliseconds and loads nothing heavy, so it runs before Ray, torch or vLLM is im
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
 import socket
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from asyncrl.config import engine_checks, model_checks, places
+from asyncrl.config.code_checks import conversation_problems, importable, user_code
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.trainer_rules import epoch_steps, fits, too_few_prompts
@@ -36,6 +35,7 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
         *_data_files(config),
         *_length(config),
         *_reward(config),
+        *conversation_problems(config),
         *_skip(config),
         *model_checks.training_problems(config),
     ]
@@ -85,7 +85,7 @@ def _data_files(config: Config) -> Iterator[Problem]:
 
 def _skip(config: Config) -> Iterator[Problem]:
     for module in config.skip.modules:
-        if not _importable(module):
+        if not importable(module):
             yield Problem(
                 "skip.modules", module, "there is no module of this name to import",
                 "give its dotted name, and put it on the Python path or into this directory",
@@ -107,66 +107,16 @@ def _skip(config: Config) -> Iterator[Problem]:
 def _reward(config: Config) -> Iterator[Problem]:
     reward = config.reward
     if reward.function != "none":
-        yield from _reward_function("reward.function", reward.function)
+        yield from user_code("reward.function", reward.function, BUILTIN_REWARDS, "reward")
     for function in reward.functions:
         if function.function != "none":
-            yield from _reward_function("reward.functions.function", function.function)
+            yield from user_code("reward.functions.function", function.function, BUILTIN_REWARDS, "reward")
     variable = reward.judge.api_key_env
     if reward.judge.model is not None and variable is not None and not os.environ.get(variable):
         yield Problem(
             "reward.judge.api_key_env", variable, "the environment has no such variable, or it is empty",
             f"export {variable}=... first, or set reward.judge.api_key_env=null for an endpoint without keys",
         )  # fmt: skip
-
-
-def _reward_function(key: str, name: str) -> Iterator[Problem]:
-    place, _, function = name.rpartition(":")
-    if not place:
-        if name not in BUILTIN_REWARDS:
-            close = get_close_matches(name, BUILTIN_REWARDS, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            yield Problem(
-                key, name, "no built-in reward has this name",
-                f"{hint}Built in: {', '.join(BUILTIN_REWARDS)}; your own: module:function or path/file.py:function",
-            )  # fmt: skip
-    elif place.endswith(".py"):
-        yield from _reward_file(key, name, Path(place).expanduser(), function)
-    elif not _importable(place):
-        yield Problem(
-            key, name, f"there is no module {place} to import",
-            "check the name, install it into this environment, or give path/file.py:function",
-        )  # fmt: skip
-
-
-def _reward_file(key: str, name: str, file: Path, function: str) -> Iterator[Problem]:
-    if not file.is_file():
-        yield Problem(key, name, f"the file {file} is not there", places.like(file))
-        return
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
-    except (SyntaxError, ValueError) as error:
-        yield Problem(key, name, f"{file} is not Python that compiles: {error}", "mend the file")
-        return
-    defined = {
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imported = {a.asname or a.name for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
-    if function not in defined | bound | imported and "*" not in imported:
-        close = get_close_matches(function, defined, n=1)
-        names = ", ".join(sorted(defined)) or "nothing"
-        fix = f"did you mean {close[0]}?" if close else f"it defines {names}"
-        yield Problem(key, name, f"{file} has no function {function!r}", fix)
-
-
-def _importable(module: str) -> bool:
-    """Whether the top package of `module` is found; parents are not imported, so what lies below stays unchecked."""
-    top = module.partition(".")[0]
-    if not top.isidentifier():
-        return False
-    return (
-        importlib.util.find_spec(top) is not None or (Path.cwd() / top).is_dir() or (Path.cwd() / f"{top}.py").is_file()
-    )
 
 
 def _api_key(config: Config) -> Iterator[Problem]:

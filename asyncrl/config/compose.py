@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -19,7 +19,7 @@ from asyncrl.config import checks, rules
 from asyncrl.config.keys import all_keys, nearest, neighbours, unknown_keys
 from asyncrl.config.overrides import parse_overrides
 from asyncrl.config.problems import Problem, errors, report
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, Section
 from asyncrl.config.sources import CONF, QUICKSTART, SCHEMA_NODE, USER_NODE, Source, SourceError, read_source
 from asyncrl.failures import ConfigError
 
@@ -178,6 +178,9 @@ def _mistyped(error: pydantic.ValidationError) -> Iterator[Problem]:
         while names and ".".join(names) not in known:  # an item of a list, or a branch of a union
             names.pop()
         key = known.get(".".join(names))
+        if key is not None and _in_entry(detail["loc"]):
+            yield _mistyped_item(detail)
+            continue
         if key is None:
             yield Problem("configuration", "?", detail["msg"], "see docs/config.md")
             continue
@@ -194,6 +197,42 @@ def _mistyped(error: pydantic.ValidationError) -> Iterator[Problem]:
         default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
         consequence = f"it cannot be used: {detail['msg'][0].lower()}{detail['msg'][1:]}"
         yield Problem(key.name, detail["input"], consequence, fix + default)
+
+
+def _in_entry(loc: Sequence[str | int]) -> bool:
+    """It is in an entry of a list of sections, or such an entry."""
+    numbers = [place for place, part in enumerate(loc) if isinstance(part, int)]
+    return bool(numbers) and _section_at(loc[: numbers[0] + 1]) is not None
+
+
+def _mistyped_item(detail: Any) -> Problem:
+    """Of a key in an entry of a list, which tables of keys do not have."""
+    loc = [str(part) for part in detail["loc"]]
+    fix = "see docs/config.md"
+    if detail["type"] == "extra_forbidden" and (section := _section_at(detail["loc"][:-1])) is not None:
+        close = get_close_matches(loc[-1], section.model_fields, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(section.model_fields)}"
+        return Problem(".".join(loc), detail["input"], "there is no such key", fix)
+    if detail["type"] == "missing":
+        return Problem(".".join(loc), None, "it is required here and was not given", "give it")
+    consequence = f"it cannot be used: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return Problem(".".join(loc), detail["input"], consequence, fix)
+
+
+def _section_at(loc: Sequence[str | int]) -> type[Section] | None:
+    """The section that a place in the configuration holds."""
+    kind: Any = Config
+    for part in loc:
+        if isinstance(part, int):
+            kind = get_args(kind)[0] if get_args(kind) else None
+        elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
+            kind = kind.model_fields[part].annotation
+        else:
+            return None
+        options = [option for option in get_args(kind) if option is not type(None)]
+        if type(None) in get_args(kind) and len(options) == 1:
+            (kind,) = options
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _given(written: Mapping[str, Any]) -> set[str]:

@@ -69,7 +69,7 @@ def _checked(outcome: Outcome, agent: Agent) -> Outcome:
     Raises:
         SystemExit: the conversations were not those that were to be measured.
     """
-    turns = {row.reward_extra["turns"] for sample in outcome.samples for row in sample.rows}
+    turns = {row.reward_extra["num_turns"] for sample in outcome.samples for row in sample.rows}
     if turns != {float(TURNS)} or agent.counts.rewrites:
         raise SystemExit(f"conversations of {turns} turns, {agent.counts.rewrites} rewritten: {TURNS} and 0 expected")
     return outcome

@@ -63,7 +63,8 @@ def make_generated(size: Size, seed: int) -> Generated:
 def array_bytes(sample: Generated) -> int:
     """Of its arrays, whatever they are kept in."""
     rows = [row for each in sample.trajectories for row in each.rows]
-    return sample.prompt.prompt_ids.nbytes + sum(row.response_ids.nbytes + row.rollout_log_probs.nbytes for row in rows)
+    kept = [array for row in rows for array in (row.response_ids, row.response_mask, row.rollout_log_probs)]
+    return sample.prompt.prompt_ids.nbytes + sum(array.nbytes for array in kept)
 
 
 def recording(directory: Path, **sections: Any) -> Config:

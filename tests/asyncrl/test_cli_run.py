@@ -310,6 +310,6 @@ async def test_what_records_could_not_do_is_shown_once(tmp_path: Path, monkeypat
     monkeypatch.setattr(driver.run._view, "message", lambda level, text: shown.append((level, text)))
     waiting: dict[str, Any] = {"waits": [], "quarantine": {"explained": 0}}
     for messages in ([], ["no space"], ["no space", "damaged"]):
-        driver.run._heard_rollouter({**waiting, "skip_messages": messages})
-    driver.run._heard_trainer({"waits": [], "step": 0, "version": 0, "skip_messages": ["no space"]})
+        driver.run._heard_rollouter({**waiting, "messages": messages})
+    driver.run._heard_trainer({"waits": [], "step": 0, "version": 0, "messages": ["no space"]})
     assert shown == [("warning", "no space"), ("warning", "damaged")]

@@ -114,7 +114,7 @@ async def test_what_is_generated_again_is_no_replay(tmp_path: Path) -> None:
 def test_the_samples_differ_and_come_back() -> None:
     one, other = (make_generated(TINY[0], seed) for seed in (1, 2))
     (back,) = from_content(to_content([one]))
-    assert same(one, back) and not same(one, other) and not same(one, replace(one, turns=one.turns[:1]))
+    assert same(one, back) and not same(one, other) and not same(one, replace(one, trajectories=one.trajectories[:1]))
     assert array_bytes(one) == sum(array.nbytes for array in to_content([one]).arrays.values())
 
 
