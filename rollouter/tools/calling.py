@@ -70,6 +70,7 @@ class Caller:
         self._closing = False
         # Calls are bounded by their tools' limits; an abandoned thread must not take a place for good.
         self._unbounded = anyio.CapacityLimiter(math.inf)
+        self._starts = anyio.Semaphore(1)
 
     def close(self) -> None:
         """Threads still at work have `RELEASE_S` to end, as have those that begin yet, and are left behind then."""
@@ -136,6 +137,10 @@ class Caller:
         try:
             with job.scope:
                 try:
+                    # To start a thread takes milliseconds where all cores are busy, and the loop waits for it: of many
+                    # at once, one in each of its rounds.
+                    await self._starts.acquire()
+                    asyncio.get_running_loop().call_soon(self._starts.release)
                     job.result = await to_thread.run_sync(job.function, abandon_on_cancel=True, limiter=self._unbounded)
                 except anyio.get_cancelled_exc_class():
                     raise
