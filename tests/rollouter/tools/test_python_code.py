@@ -79,8 +79,23 @@ def names(directory: Path | str, pattern: str = "*") -> set[str]:
     return {path.name for path in Path(directory).glob(pattern)}
 
 
+_OTHERS: set[int] = set()
+"""Processes of the tests before: a worker that they have left, the resource tracker of multiprocessing."""
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    _OTHERS.update(_descendants())
+    yield
+    _OTHERS.clear()
+
+
 def descendants() -> set[int]:
-    """Processes that this one, or one it has started, is the parent of."""
+    """Processes that this one, or one it has started, is the parent of, since the test began."""
+    return _descendants() - _OTHERS
+
+
+def _descendants() -> set[int]:
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
