@@ -117,6 +117,8 @@ def _class(name: str, key: str) -> type[Environment]:
             raise ConfigError(
                 f"{key}: {kind.__name__}.{method} is not async, so it would hold up all trajectories; write `async def`"
             )
+    if kind.step is Environment.step:
+        raise ConfigError(f"{key}: {kind.__name__} has no step of its own, so it would answer nobody; write one")
     return kind
 
 

@@ -146,6 +146,8 @@ def _made(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any]:
         fix = "a function is named in function" if callable(found) else "derive it from rollouter.tools.BaseTool"
         fix = "derive it from rollouter.tools.BaseTool" if inspect.isclass(found) else fix
         raise ConfigError(f"{key}.class_name: {name} is no class of a tool; {fix}")
+    if found.execute is BaseTool.execute:
+        raise ConfigError(f"{key}.class_name: {name} has no execute of its own, so a call could do nothing; write one")
     signature = inspect.signature(found)
     try:
         signature.bind(**arguments)

@@ -14,11 +14,11 @@ import json
 import logging
 import math
 import re
-import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import anyio
+from anyio import to_thread
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
@@ -28,6 +28,7 @@ from mcp_types import Tool as ServedTool
 from asyncrl.config.schema import McpServerConfig
 from asyncrl.failures import AsyncRLError, ConfigError, InfraError, first_failure
 from rollouter.tools.base import BaseTool, ToolError
+from rollouter.tools.last_words import LastWords
 from rollouter.user_code import nearest
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class McpServer:
         await self._attempt.settled.wait()
         if isinstance(self._attempt.error, AsyncRLError):
             raise self._attempt.error
-        if self._attempt.error is not None:
-            raise InfraError.wrap(f"{self._key}: {self} failed: {self._attempt.error}", self._attempt.error)
+        if (error := self._attempt.error) is not None:
+            raise InfraError(f"{self._key}: {self} failed: {error or type(error).__name__}{self._attempt.words}")
         served = {tool.name: tool for tool in self._attempt.tools}
         for name in self._config.tools:
             if name not in served:
@@ -136,9 +137,11 @@ class McpServer:
         """Enter the client, and leave it when the attempt is left. What goes wrong before is the attempt's error."""
         config = self._config
         # The deadline is lifted once the server has told, not left: the client's own scopes are inside this one.
+        words = LastWords()
         with anyio.CancelScope(deadline=anyio.current_time() + config.start_s) as scope:
             try:
-                async with self._client() as client:
+                async with self._client(words.file) as client:
+                    words.close()
                     tools = await _all_tools(client)
                     scope.deadline = math.inf
                     attempt.settle(client=client, tools=tools)
@@ -152,19 +155,29 @@ class McpServer:
                         ConfigError(f"{self._key}.command: {config.command[0]!r} cannot be started: {error.strerror}")
                     )
                 else:
+                    attempt.words = await _ending(words)
                     attempt.settle(error)
+            finally:
+                words.close()
         if scope.cancelled_caught:
+            told = await _ending(words) if not attempt.settled.is_set() else ""
             attempt.settle(
-                InfraError(f"{self._key}: {self} has not told of its tools within start_s = {config.start_s:g} s")
+                InfraError(f"{self._key}: {self} has not told of its tools within start_s = {config.start_s:g} s{told}")
             )
 
-    def _client(self) -> Client:
+    def _client(self, errors: TextIO) -> Client:
         if self._config.url is not None:
             return Client(self._config.url, cache=None)
         program, *arguments = self._config.command
         parameters = StdioServerParameters(command=program, args=arguments, env=self._config.env)
-        # The process's own standard error: what stands in for it (a test's capture, say) may be no file.
-        return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr), cache=None)
+        return Client(stdio_client(parameters, errlog=errors), cache=None)
+
+
+async def _ending(words: LastWords) -> str:
+    """The end of a message about a server, with what it said last."""
+    words.close()
+    told = await to_thread.run_sync(words.told)
+    return f"; the last that it said:\n{told}" if told else ""
 
 
 class McpTool(BaseTool[None]):
@@ -192,6 +205,8 @@ class _Attempt:
         self.left = anyio.Event()
         """Nobody wants it any more."""
         self.error: Exception | BaseException | None = None
+        self.words = ""
+        """What a server that failed said last."""
         self.tools: list[ServedTool] = []
         self._client: Client | None = None
 

@@ -51,10 +51,20 @@ class Picky(Environment):
     async def reset(self, context: EpisodeContext, *, level: int) -> Sequence[Message]:
         return ()
 
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        return Reply("and then?")
+
 
 class Broken(Environment):
     def __init__(self) -> None:
         raise RuntimeError("no display")
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        return Reply("and then?")
+
+
+class Silent(Environment):
+    pass
 
 
 class Blocking(Environment):
@@ -87,6 +97,9 @@ class Sharing(Environment):
         if unpacked:
             return {"volum": volume}
         return {"shared": Shared(OSError("gone") if fails else None), "volume": volume}
+
+    async def step(self, text: str, messages: Sequence[Message]) -> Reply:
+        return Reply("and then?")
 
 
 class NotOne:

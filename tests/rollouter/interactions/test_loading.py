@@ -52,7 +52,10 @@ def test_there_may_be_none() -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("from rollouter.interactions import Environment\nclass Mine(Environment):\n    pass\n")
+    path.write_text(
+        "from rollouter.interactions import Environment\nclass Mine(Environment):\n"
+        "    async def step(self, text, messages): ...\n"
+    )
     assert load(interaction(f"{path}:Mine", name="mine")).names == ("mine",)
 
 
@@ -69,6 +72,7 @@ def test_built_in_names(name: str) -> None:
         ({"class_name": "NotOne"}, "NotOne is no subclass of rollouter.interactions.Environment"),
         ({"class_name": f"{HERE}:interaction"}, "interaction is no subclass"),
         ({"class_name": "Blocking"}, r"Blocking\.step is not async.*write `async def`"),
+        ({"class_name": "Silent"}, "Silent has no step of its own"),
         ({"config": {"call": []}}, r"config: Own\(.*does not take it.*'call'; did you mean 'calls'\?"),
         ({"class_name": "Broken", "config": {"x": 1}}, "config: Broken.*does not take it"),
         ({"class_name": "Sharing", "config": {"volume": 12}}, r"config\.volume: 12 is too loud"),

@@ -70,8 +70,6 @@ async def test_defaults_say_nothing() -> None:
     async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": {"level": 1}})) as session:
         assert await session.reset() == ()
         assert await session.score() is None
-        with pytest.raises(ToolFailedError, match=r"Picky\.step raised NotImplementedError"):
-            await session.step(*assistant("22"))
 
 
 @pytest.mark.parametrize("row", [{}, {"levl": 3}])

@@ -26,9 +26,16 @@ class Search(BaseTool):
         if depth < 0:
             raise ZeroDivisionError("no depth")
         self.index = index
+    def execute(self, state, arguments):
+        return self.index
 
 class Nameless(BaseTool):
-    pass
+    def execute(self, state, arguments):
+        return ""
+
+class Idle(BaseTool):
+    name = "idle"
+    schema = {"type": "function", "function": {"description": "Does nothing."}}
 
 def add(a: int, b: int) -> int:
     """Adds."""
@@ -67,6 +74,11 @@ def test_classes_are_found_by_every_way_of_writing(source: str) -> None:
         assert one.name == "search" and one.tool.index == "dogs"  # type: ignore[attr-defined]
         assert one.schema.schema["function"]["parameters"] == {"type": "object", "properties": {}}
     assert load(class_name="calculator").name == "calculator"
+
+
+def test_a_class_that_does_nothing_is_told(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"tools\.0\.class_name: .*:Idle has no execute of its own"):
+        load(class_name=f"{source}:Idle")
 
 
 def test_functions_are_found_whether_they_are_tools_already_or_not(source: str) -> None:

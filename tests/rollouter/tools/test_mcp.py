@@ -248,7 +248,11 @@ async def test_nothing_is_left_when_the_run_is_cancelled_or_fails(quick: str) ->
     ("server", "kind", "told"),
     [
         ({"command": ["no-such-program-anywhere"]}, ConfigError, r"tools\.0\.mcp\.command: 'no-such-program-anywhere'"),
-        ({"command": [sys.executable, "-c", "raise SystemExit(1)"]}, InfraError, r"tools\.0\.mcp: .* failed"),
+        (
+            {"command": [sys.executable, "-c", "raise SystemExit('no such library')"]},
+            InfraError,
+            r"tools\.0\.mcp: .* failed: .*; the last that it said:\nno such library$",
+        ),
         (
             {"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_s": 0.5},
             InfraError,
