@@ -217,9 +217,10 @@ class _Run:
                 return known
             limit = min(sampling["max_tokens"], wanted.max_tokens)
             request_id = session if wanted.number == 0 else f"{session}.{wanted.number}"
-            request = GenerateRequest(
-                request_id, wanted.context, {**sampling, "max_tokens": limit}, known, group.prompt.media
-            )
+            params = {**sampling, "max_tokens": limit}
+            if wanted.stop:
+                params["stop"] = [*params.get("stop", ()), *wanted.stop]
+            request = GenerateRequest(request_id, wanted.context, params, known, group.prompt.media)
             (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
             check_turn(request_id, turn)
             await self._events.turn(place, turn)

@@ -18,6 +18,8 @@ class TurnRequest(NamedTuple):
     context: TokenIds
     """int32: everything before it."""
     max_tokens: int
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, besides those of the run."""
 
 
 AskTurn = Callable[[TurnRequest], Awaitable[Turn]]

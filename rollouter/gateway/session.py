@@ -212,7 +212,7 @@ class Session:
             raise no_room(len(place.context), self._room.max_model_len, self._room.response_length)
         if wanted.max_tokens is not None:
             limit = min(limit, wanted.max_tokens)
-        request = TurnRequest(self._asked, place.context, limit)
+        request = TurnRequest(self._asked, place.context, limit, wanted.stop)
         self._asked += 1
         made: list[Body] = []
         failed: list[BaseException] = []

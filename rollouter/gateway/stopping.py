@@ -1,7 +1,7 @@
 """Turns that end at a text which the request named. Pure.
 
-The engine samples on; the turn is cut behind the token that completes the text, which is where an engine that had been
-told of it would have stopped. What is kept was sampled all the same, with the same log-probs.
+The engine is told of the texts and stops by itself. A turn that comes out of the log, or from an engine that decodes
+otherwise, is cut here, behind the token that completes the text. What is kept was sampled with the same log-probs.
 """
 
 from __future__ import annotations

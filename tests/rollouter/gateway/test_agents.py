@@ -203,6 +203,7 @@ async def test_stop_and_max_tokens_end_turns() -> None:
 
     one = await rig.converse(agent)
     assert mask_text(rig, one) == ["12=34=", "<eos><user>1<eos><assistant>", "123"]
+    assert [asked.stop for asked in rig.asked] == [("4=",), ()]
     assert rig.asked[1].max_tokens == 3 and one.finish_reason is FinishReason.LENGTH
 
 
