@@ -180,9 +180,9 @@ class Stages:
         )
         events = _Events(self, group, limit, ended)
         started = self._clock()
-        completed: dict[str, Turn] = {}
+        completed = self._kept.pop(asked.sample_id, {})
         try:
-            completed = {**await self._turns.completed(asked.sample_id), **self._kept.pop(asked.sample_id, {})}
+            completed = {**await self._turns.completed(asked.sample_id), **completed}
             with self._waits.waiting("engine"), self.generation.busy():
                 trajectories = await generate_group(self._fleet, group, events, agent=self._agent, completed=completed)
         except anyio.get_cancelled_exc_class():

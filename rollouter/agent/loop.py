@@ -251,10 +251,11 @@ class Agent:
         """One turn of the policy, and what is said to it."""
         number, started = machine.assistant_turns, self._clock()
         turn = await ask(TurnRequest(number, course.tokens.context, machine.room))
-        row, first = course.tokens.add_turn(turn)
         generate_s = self._clock() - started
         ids = turn.response_ids.tolist()
         parsed = await self._off_loop(len(ids), lambda: self._parser.parse(ids))
+        # From here on without an await: a conversation that runs out of time has all of a turn, or nothing.
+        row, first = course.tokens.add_turn(turn)
         course.messages.append(assistant_message(parsed, turn=number))
         machine.sampled(len(turn.response_ids), turn.finish_reason, num_calls=len(parsed.calls) + parsed.malformed)
         calls = machine.phase is Phase.TOOL_CALLING
