@@ -100,7 +100,7 @@ class Judge:
                 told = error.message
                 continue
             except InfraError as error:
-                raise UserCodeError(f"reward.judge: {error.message}", error.cause) from error
+                raise UserCodeError(f"reward.judge: {error.message}") from error
             number = self._number(answer)
             if number is not None:
                 return (number - self._config.min) / (self._config.max - self._config.min)
