@@ -80,6 +80,8 @@ format: setup ## apply ruff's fixes and format
 
 docs: setup ## regenerate the generated pages of docs/
 	@$(PY) -m asyncrl.config.docs docs/config.md
+	$(PY) -m asyncrl.telemetry.registry > docs/metrics.md
+	$(PY) -c 'from asyncrl.profiling.events import markdown; print(markdown(), end="")' > docs/events.md
 
 # torch itself is left out (it is installed first, from its own index), and so is what pyproject.toml overrides away.
 lock: setup ## resolve pyproject.toml anew into requirements/cpu.txt

@@ -29,6 +29,7 @@ from asyncrl.config.sections.rollout import RolloutConfig, SamplingConfig, ValSa
 from asyncrl.config.sections.run import (
     AsyncTrainingConfig,
     LoggingConfig,
+    ProfilerConfig,
     RayConfig,
     RecoveryConfig,
     ServeConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "OptimConfig",
     "OverSampleConfig",
     "OverlongBufferConfig",
+    "ProfilerConfig",
     "RayConfig",
     "ReasoningGymConfig",
     "RecoveryConfig",
@@ -124,6 +126,7 @@ class Config(Section):
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     logging: LoggingConfig = LoggingConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     skip: SkipConfig = SkipConfig()

@@ -55,6 +55,30 @@ class LoggingConfig(Section):
     """Of the log files in the run directory and of what reaches the terminal."""
 
 
+class ProfilerConfig(Section):
+    """Where the time goes: events of every part in the run directory, for `asyncrl report` and `asyncrl timeline`.
+    docs/profiling.md"""
+
+    level: Literal["off", "summary", "full"] = "summary"
+    """`summary`: steps, samples, trajectories, requests, tool calls, rewards, weight syncs. `full`: also what happens
+    inside of them and between. docs/events.md lists the events of each."""
+    buffer_events: Positive = 100_000
+    """What a process holds at most until its events are written or sent; more are dropped and counted."""
+    synchronize: bool = False
+    """Wait for the GPU at both ends of a rank's spans, so that they show what took the time and not who waited for it.
+    Costs speed."""
+    steps: tuple[Positive, ...] = ()
+    """Optimizer steps in which `tool` looks into the training processes; none: it does not run."""
+    ranks: tuple[NonNegative, ...] = (0,)
+    """The training processes it looks into."""
+    tool: Literal["torch", "nsys"] = "torch"
+    """`torch`: a trace of torch.profiler for each step and rank in profiles/ of the run directory. `nsys`: ranges that
+    Nsight Systems captures; the ranks are started under it."""
+    otlp_endpoint: str | None = None
+    """Events are sent there too, as OpenTelemetry spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces; needs
+    `pip install 'asyncrl[otlp]'`."""
+
+
 class TimeoutsConfig(Section):
     """Deadlines, in seconds."""
 

@@ -1,0 +1,98 @@
+"""`events/step_<step>/<part>.jsonl` of a run directory. Blocking; one thread at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "events"
+MAX_OPEN = 8
+"""Files at once: events of a few steps at a time come in."""
+
+
+class Line(NamedTuple):
+    part: str
+    event: Mapping[str, Any]
+
+
+def step_dir(directory: Path, step: int) -> Path:
+    """Of one step below `events/`; step 0 is everything before the first one."""
+    return directory / f"step_{step:06d}"
+
+
+class EventFiles:
+    """Appends. What cannot be written is told once and counted: events are no reason to end a run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self._told = False
+
+    def write(self, lines: Sequence[Line]) -> int:
+        """Returns how many were lost."""
+        texts: dict[tuple[int, str], list[str]] = {}
+        for line in lines:
+            step = int(line.event.get("step", 0))
+            text = json.dumps(line.event, separators=(",", ":"), default=_plain)
+            texts.setdefault((step, line.part), []).append(text)
+        lost = 0
+        for key, found in texts.items():
+            try:
+                self._append(key, ("\n".join(found) + "\n").encode())
+            except OSError as error:
+                lost += len(found)
+                if not self._told:
+                    logger.warning(
+                        "events cannot be written to %s (%s): reports of this run will lack them",
+                        self._directory,
+                        error,
+                    )
+                self._told = True
+            else:
+                self._told = False
+        return lost
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _append(self, key: tuple[int, str], data: bytes) -> None:
+        descriptor = self._open.get(key)
+        if descriptor is None:
+            descriptor = self._opened(key)
+        else:
+            self._open.move_to_end(key)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    def _opened(self, key: tuple[int, str]) -> int:
+        step, part = key
+        parent = step_dir(self._directory, step)
+        parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(parent / f"{part}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            os.write(descriptor, b"\n")  # behind the torn line of a process that was killed
+        self._open[key] = descriptor
+        if len(self._open) > MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
+
+
+def event_files(run_dir: Path) -> Iterator[Path]:
+    """All of a run, by step and part."""
+    yield from sorted((run_dir / DIRECTORY).glob("step_*/*.jsonl"))
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and the like."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
