@@ -25,6 +25,7 @@ from asyncrl.history import trained_since
 from asyncrl.journal_file import NO_SUCH_ROW, Damage, Whole, read_snapshot, row_crc, snapshot_row
 from asyncrl.journal_opening import GO_ON, create_journal, find_journal, open_to_write, take_lock
 from asyncrl.ports import QueueSnapshot
+from asyncrl.profiling import profile
 from asyncrl.recovery import QueueState
 from asyncrl.run_dir import disk_error
 from asyncrl.transitions import Reading, Row, Transition, from_row, to_row
@@ -154,7 +155,8 @@ class Journal:
                 await anyio.lowlevel.checkpoint()
                 rows, self._pending = self._pending, []
                 snapshot, self._snapshot = self._snapshot, None
-                await anyio.to_thread.run_sync(self._commit, rows, snapshot, limiter=self._thread)
+                with profile.span("queue.commit", transitions=len(rows)):
+                    await anyio.to_thread.run_sync(self._commit, rows, snapshot, limiter=self._thread)
                 self._durable = rows[-1][0]
         except (sqlite3.Error, OSError) as error:
             self._error = _write_error(self._path, self._durable, error)

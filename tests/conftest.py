@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from asyncrl.profiling import profile
 from skip import SkipManager
 
 # How long an example takes says something of the machine, and nothing of the code.
@@ -34,3 +35,11 @@ def nothing_skipped() -> Iterator[None]:
     """The step that a loop sets, and roles that a test enables, end with the test."""
     yield
     SkipManager.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_profiled() -> Iterator[None]:
+    """What a test records ends with it."""
+    yield
+    if profile.on:
+        profile.close()

@@ -163,6 +163,7 @@ class Profiler:
         self.place = (None, None)
         self._recorded = self._dropped = self._dropped_told = self._dropped_elsewhere = 0
         self._buffer.clear()
+        self._sinks.clear()
         self._files = None
         if setup.level != "off" and setup.directory is not None:
             self._files = EventFiles(setup.directory)

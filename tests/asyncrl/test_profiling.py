@@ -1,0 +1,344 @@
+"""Events: what is recorded, what it carries, what is written where, and what happens when there are too many."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.failures import BugError
+from asyncrl.profiling import Profiler, Setup
+from asyncrl.profiling import events as registry
+from asyncrl.profiling.files import event_files
+from asyncrl.profiling.profiler import MAX_DRAINED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def profiler(tmp_path: Path) -> Any:
+    profiler = Profiler()
+    profiler.configure("rollouter", Setup("full", tmp_path / "events"))
+    yield profiler
+    profiler.close()
+
+
+def written(profiler: Profiler, tmp_path: Path) -> list[dict[str, Any]]:
+    """What is in the files, in the order of the files and their lines; `file` says which."""
+    profiler.flush()
+    return [
+        {**json.loads(line), "file": f"{path.parent.name}/{path.stem}"}
+        for path in event_files(tmp_path)
+        for line in path.read_text().splitlines()
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ recording
+
+
+def test_a_span_says_what_took_how_long_when_and_for_whom(profiler: Profiler, tmp_path: Path) -> None:
+    before = time.time()
+    profiler.at(step=12, version=3)
+    with profiler.span("tool.execute", sample="sample_0_42", trajectory=1, turn=2, tool="search") as span:
+        time.sleep(0.02)
+        span.add(status="ok")
+    (event,) = written(profiler, tmp_path)
+    assert before <= event.pop("timestamp") <= time.time() - 0.02
+    assert 0.02 <= event.pop("duration_s") < 5
+    assert event == {
+        "event": "tool.execute",
+        "step": 12,
+        "version": 3,
+        "sample": "sample_0_42",
+        "trajectory": 1,
+        "turn": 2,
+        "tool": "search",
+        "status": "ok",
+        "file": "step_000012/rollouter",
+    }
+
+
+def test_a_span_that_fails_says_with_what_and_hides_nothing(profiler: Profiler, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), profiler.span("tool.execute"):
+        1 / 0  # noqa: B018
+    assert written(profiler, tmp_path)[0]["error"] == "ZeroDivisionError"
+
+
+async def test_the_async_twin(profiler: Profiler, tmp_path: Path) -> None:
+    async with profiler.span("user.step", interaction="tutor") as span:
+        await anyio.lowlevel.checkpoint()
+        span.add(turn=1)
+    event = written(profiler, tmp_path)[0]
+    assert (event["event"], event["interaction"], event["turn"]) == ("user.step", "tutor", 1)
+
+
+def test_moments_and_what_was_timed_elsewhere(profiler: Profiler, tmp_path: Path) -> None:
+    profiler.note("sample.ready", sample="sample_0_1", reward=np.float32(0.5), tokens=np.int64(3), versions=None)
+    profiler.record("sync.load", 1000.25, 2.5, version=7)
+    profiler.took("sample.generate", 4.0)
+    ready, load, generate = sorted(written(profiler, tmp_path), key=lambda event: event["duration_s"])
+    assert ready["duration_s"] == 0 and (ready["reward"], ready["tokens"]) == (0.5, 3) and "versions" not in ready
+    assert (load["timestamp"], load["duration_s"], load["version"]) == (1000.25, 2.5, 7)
+    assert abs(generate["timestamp"] + 4.0 - time.time()) < 5
+
+
+async def test_contexts_of_tasks_do_not_mix_and_reach_what_they_start(profiler: Profiler, tmp_path: Path) -> None:
+    started = anyio.Event()
+
+    async def tool(number: int) -> None:
+        await started.wait()
+        profiler.note("tool.execute", tool=str(number))
+
+    async def sample(number: int) -> None:
+        with profiler.context(sample=f"sample_0_{number}", trajectory=0):
+            async with anyio.create_task_group() as group:
+                for trajectory in range(2):
+                    with profiler.context(trajectory=trajectory):
+                        group.start_soon(tool, number)
+
+    async with anyio.create_task_group() as group:
+        for number in range(1, 20):
+            group.start_soon(sample, number)
+        await anyio.wait_all_tasks_blocked()
+        started.set()
+    profiler.note("sample.ready")
+    *events, last = written(profiler, tmp_path)
+    assert "sample" not in last
+    assert all(event["sample"] == f"sample_0_{event['tool']}" for event in events)
+    assert Counter(event["trajectory"] for event in events) == {0: 19, 1: 19}
+
+
+def test_ones_own_field_counts_more_than_the_context(profiler: Profiler, tmp_path: Path) -> None:
+    with profiler.context(sample="sample_0_1", version=1):
+        profiler.note("sample.ready", sample="sample_0_2")
+    event = written(profiler, tmp_path)[0]
+    assert (event["sample"], event["version"]) == ("sample_0_2", 1)
+
+
+@pytest.mark.parametrize("level", registry.LEVELS)
+def test_levels_record_what_belongs_to_them(level: registry.Level, tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.configure("x", Setup(level, tmp_path / "events"))
+    for name in registry.EVENTS:
+        with profiler.span(name) as span:
+            span.add(tokens=1)
+        profiler.note(name)
+        profiler.took(name, 0.0)
+        profiler.record(name, 0.0, 0.0)
+        with profiler.context(sample="x"):
+            assert profiler.records(name) == (name in registry.enabled(level))
+    counts = Counter(event["event"] for event in written(profiler, tmp_path))
+    assert counts == dict.fromkeys(registry.enabled(level), 4)
+    assert profiler.on == (level != "off")
+    profiler.close()
+    assert not profiler.on
+
+
+@pytest.mark.parametrize("level", registry.LEVELS)
+def test_a_name_that_nobody_could_look_up_is_refused(level: registry.Level, tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.configure("x", Setup(level, tmp_path))
+    for record in (
+        profiler.span,
+        profiler.note,
+        lambda name: profiler.took(name, 0.0),
+        lambda name: profiler.record(name, 0.0, 0.0),
+    ):
+        with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*events\.py"):
+            record("tool.exec")
+    profiler.close()
+
+
+def test_the_page_of_events_is_current_and_every_event_is_explained() -> None:
+    page = ROOT / "docs" / "events.md"
+    assert page.read_text(encoding="utf-8") == registry.markdown(), "docs/events.md is stale: make docs"
+    infos = [info for section in registry.SECTIONS.values() for info in section]
+    assert len(infos) == len(registry.EVENTS)
+    assert all(info.meaning and all(info.extras.values()) for info in infos)
+    assert not any(extra in registry.FIELDS for info in infos for extra in info.extras)
+
+
+# ------------------------------------------------------------------------------------------------ away and home
+
+
+def test_what_is_recorded_away_is_written_at_home(profiler: Profiler, tmp_path: Path) -> None:
+    away = Profiler()
+    away.configure("replica-a", Setup("summary"))
+    with away.span("request", request="sample_0_1/0-1", version=2):
+        pass
+    away.note("turn.parse")
+    sent = json.loads(json.dumps(away.drain()))
+    assert len(sent) == 1 and away.drain() == []
+    profiler.at(step=4, version=9)
+    profiler.take("replica-a", sent)
+    event = written(profiler, tmp_path)[0]
+    assert (event["file"], event["step"], event["version"]) == ("step_000004/replica-a", 4, 2)
+    assert profiler.drain() == []
+    away.close()
+
+
+def test_nothing_is_taken_where_nothing_is_recorded(tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.configure("rollouter", Setup("off", tmp_path / "events"))
+    profiler.take("replica-a", [{"event": "request", "timestamp": 0, "duration_s": 0}])
+    profiler.flush()
+    assert not (tmp_path / "events").exists()
+
+
+@given(st.lists(st.integers(min_value=0, max_value=30), max_size=20), st.integers(min_value=1, max_value=20))
+def test_too_many_are_counted_and_told(bursts: list[int], most: int) -> None:
+    """Between two answers a process holds `most`; every event is sent or told as dropped, once."""
+    profiler = Profiler()
+    profiler.configure("replica-a", Setup("summary", None, most))
+    recorded = sent = told = 0
+    for burst in [*bursts, 0, 0]:
+        for _ in range(burst):
+            profiler.note("request")
+        recorded += burst
+        for event in profiler.drain():
+            if event["event"] == "request":
+                sent += 1
+            else:
+                told += event["events"]
+    assert sent + told == recorded
+    assert profiler.status() == {"events": sent, "dropped": told}
+
+
+def test_an_answer_carries_so_many() -> None:
+    profiler = Profiler()
+    profiler.configure("replica-a", Setup("summary"))
+    for _ in range(MAX_DRAINED + 7):
+        profiler.note("request")
+    assert [len(profiler.drain()) for _ in range(3)] == [MAX_DRAINED, 7, 0]
+
+
+def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
+    profiler.take("replica-a", [{"event": "profiler.dropped", "timestamp": 0, "duration_s": 0, "events": 5}])
+    assert profiler.status() == {"events": 1, "dropped": 5}
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_each_step_has_its_directory_and_each_part_its_file(profiler: Profiler, tmp_path: Path) -> None:
+    profiler.note("sample.ready")
+    for step in range(1, 30):
+        profiler.at(step=step)
+        profiler.note("sample.ready")
+        profiler.take("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0}])
+    profiler.take("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0, "step": 3}])
+    files = Counter(event["file"] for event in written(profiler, tmp_path))
+    assert files["step_000000/rollouter"] == 1 and files["step_000003/rank-actor-0"] == 2
+    assert len(files) == 59 and sum(files.values()) == 60
+
+
+def test_a_thread_writes_without_being_asked(profiler: Profiler, tmp_path: Path) -> None:
+    profiler.note("sample.ready")
+    until = time.monotonic() + 30
+    while not list(event_files(tmp_path)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_is_left_is_written_at_the_end(tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.note("sample.ready")
+    profiler.close()
+    profiler.note("sample.ready")
+    assert len(written(profiler, tmp_path)) == 1
+
+
+def test_the_line_of_a_killed_process_does_not_damage_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "step_000000" / "x.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"event": "sample.re')
+    profiler = Profiler()
+    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.note("sample.ready")
+    profiler.close()
+    torn, whole = path.read_text().splitlines()
+    assert torn == '{"event": "sample.re' and json.loads(whole)["event"] == "sample.ready"
+
+
+def test_a_full_disk_costs_events_and_nothing_else(
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = True
+    write = os.write
+
+    def limited(descriptor: int, data: Any) -> int:
+        if full and threading.current_thread() is threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    profiler.close()
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
+    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    monkeypatch.setattr(os, "write", limited)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            profiler.note("sample.ready")
+            profiler.note("sample.ready")
+            profiler.flush()
+    assert len(caplog.records) == 1 and "events cannot be written" in caplog.text
+    full = False
+    profiler.note("sample.ready")
+    assert [event["event"] for event in written(profiler, tmp_path)] == ["sample.ready", "profiler.dropped"]
+    assert profiler.status()["dropped"] >= 6
+
+
+def test_many_threads_record_at_once(profiler: Profiler, tmp_path: Path) -> None:
+    def work(number: int) -> None:
+        with profiler.context(sample=f"sample_0_{number}"):
+            for turn in range(500):
+                with profiler.span("tool.execute", turn=turn):
+                    pass
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = Counter((event["sample"], event["turn"]) for event in written(profiler, tmp_path))
+    assert len(found) == 4000 and set(found.values()) == {1}
+
+
+def test_a_sink_is_given_what_is_written_and_one_that_fails_is_left_out(
+    profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[str] = []
+
+    def bad(lines: Any) -> None:
+        raise ConnectionError("gone")
+
+    profiler.add_sink(lambda lines: given.extend(line.event["event"] for line in lines))
+    profiler.add_sink(bad)
+    for _ in range(2):
+        profiler.note("sample.ready")
+        profiler.flush()
+    assert given == ["sample.ready"] * 2 and len(written(profiler, tmp_path)) == 2
+    assert caplog.text.count("could not be sent on") == 1
+
+
+def test_the_gpu_is_waited_for_only_where_it_is_asked_for(profiler: Profiler) -> None:
+    calls: list[int] = []
+    profiler.synchronize = lambda: calls.append(1)
+    with profiler.span("rank.forward"):
+        pass
+    assert calls == []
+    with profiler.span("rank.forward", sync=True):
+        assert len(calls) == 1
+    assert len(calls) == 2
