@@ -51,6 +51,9 @@ class Setup(NamedTuple):
         return cls(config.level, run_dir / DIRECTORY if run_dir is not None else None, config.buffer_events)
 
 
+OFF = Setup()
+
+
 class _Raw(NamedTuple):
     """As recorded; encoded later, in another thread."""
 

@@ -1,0 +1,64 @@
+"""The quickstart with everything recorded and with nothing, in turns: real launches in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LEVELS = ("off", "full")
+
+
+class Measured(NamedTuple):
+    wall_s: float
+    """From the end of the first step to the end of the last: start-up varies by seconds, whatever is recorded."""
+    whole_s: float
+    cpu_s: float
+    """Of all of the launch's processes that have ended by its end."""
+    events: int
+
+
+def measure_launches(directory: Path, rounds: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    found: dict[str, list[Measured]] = {level: [] for level in LEVELS}
+    for number in range(rounds):
+        # The order changes, so that neither always runs on the machine that the other has warmed up.
+        for level in LEVELS if number % 2 == 0 else LEVELS[::-1]:
+            found[level].append(_launch(directory / f"{level}-{number}", level, overrides))
+    ratios = [full.wall_s / off.wall_s for full, off in zip(found["full"], found["off"], strict=True)]
+    return [
+        {
+            "level": level,
+            "wall_s": statistics.median(one.wall_s for one in found[level]),
+            "whole_s": statistics.median(one.whole_s for one in found[level]),
+            "cpu_s": statistics.median(one.cpu_s for one in found[level]),
+            "events": statistics.median(one.events for one in found[level]),
+            "wall_to_off": statistics.median(ratios) if level == "full" else 1.0,
+            "rounds": " ".join(f"{one.wall_s:.1f}" for one in found[level]),
+        }
+        for level in LEVELS
+    ]
+
+
+def _launch(run_dir: Path, level: str, overrides: Sequence[str]) -> Measured:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [
+        *(sys.executable, "-m", "asyncrl", "launch", "fully_async", f"run_dir={run_dir}", f"profiler.level={level}"),
+        *("logging.console=plain", "trainer.save_last=false", *overrides),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the launch with profiler.level={level} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    times = [row["time_s"] for row in rows if row["kind"] == "step"]
+    events = sum(path.read_bytes().count(b"\n") for path in run_dir.glob("events/*/*.jsonl"))
+    if (events > 0) != (level != "off"):
+        raise RuntimeError(f"profiler.level={level} recorded {events} events")
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(times[-1] - times[0], summary["wall_s"], cpu_s, events)

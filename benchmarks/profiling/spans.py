@@ -1,0 +1,59 @@
+"""What a span costs its caller, and the process as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncrl.profiling import Profiler, Setup
+from asyncrl.profiling.events import LEVELS, Level
+
+BURST = 50_000
+"""Spans in a row; the buffer takes them all, so that none is cheap because it is dropped."""
+
+
+def measure_spans(directory: Path, rounds: int) -> list[dict[str, Any]]:
+    """Microseconds for one span of a tool call with its fields, inside the context of a sample. Levels take turns.
+
+    `caller`: by the clock of the event loop's thread that records it. `process`: CPU time of all threads, until the
+    event is in the file.
+    """
+    callers: dict[Level, list[float]] = {level: [] for level in LEVELS}
+    processes: dict[Level, list[float]] = {level: [] for level in LEVELS}
+    for number in range(rounds):
+        for level in LEVELS:
+            caller, process = asyncio.run(_burst(level, directory / f"{level}-{number}"))
+            callers[level].append(caller)
+            processes[level].append(process)
+    return [
+        {
+            "level": level,
+            "caller_us": statistics.median(callers[level]),
+            "worst_round_us": max(callers[level]),
+            "process_us": statistics.median(processes[level]),
+        }
+        for level in LEVELS
+    ]
+
+
+async def _burst(level: Level, directory: Path) -> tuple[float, float]:
+    profiler = Profiler()
+    profiler.configure("benchmark", Setup(level, directory, 2 * BURST))
+    profiler.at(step=1, version=0)
+    cpu, started = time.process_time(), time.perf_counter()
+    with profiler.context(sample="sample_0_1", trajectory=3):
+        for turn in range(BURST):
+            with profiler.span("tool.execute", turn=turn, tool="search") as span:
+                span.add(status="ok", wait_s=0.0)
+    caller = time.perf_counter() - started
+    profiler.flush()
+    process = time.process_time() - cpu
+    told = profiler.status()
+    profiler.close()
+    expected = 0 if level == "off" else BURST
+    if told != {"events": expected, "dropped": 0}:
+        raise RuntimeError(f"{level}: {told}, expected {expected} events")
+    return caller / BURST * 1e6, process / BURST * 1e6
