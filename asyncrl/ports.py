@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from asyncrl.failures import EngineCrashError
+from asyncrl.health.facts import EngineLoad, ProcessHealth
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import DropReason, Media, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
 
@@ -103,6 +104,8 @@ class QueueStatus:
     """What people should know of how the journal was found: a torn tail, damage, and what follows from it."""
     closed: bool = False
     """The Trainer has what it needs, or the run was stopped; only a rewind opens it again."""
+    health: ProcessHealth | None = None
+    """Of its process."""
 
 
 class SampleQueue(Protocol):
@@ -267,6 +270,12 @@ class ApplyReport:
     in_flight: int
     verified: bool
     lineage: int = 0
+    events: tuple[Mapping[str, Any], ...] = ()
+    """Of the profiler, on their way to the Rollouter, which takes them out."""
+    drain_s: float = 0.0
+    """From the wish to pause until no token is made: before `pause_s`."""
+    verify_s: float = 0.0
+    """Comparing checksums; generation goes on meanwhile."""
 
     @property
     def edition(self) -> Edition:
@@ -297,6 +306,11 @@ class ReplicaReport:
     """Wall clock."""
     told: str = ""
     """With `broken`: why."""
+    health: ProcessHealth | None = None
+    """Of its process."""
+    engine_health: ProcessHealth | None = None
+    """Of `engine_pids`, together."""
+    load: EngineLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +327,8 @@ class StoreStatus:
     at: float = 0.0
     """When it told this, by its own wall clock; the times in `replicas` are by that too. See `on_clock` in
     `asyncrl.weights.replica_reports`."""
+    health: ProcessHealth | None = None
+    """Of its process."""
 
 
 # ------------------------------------------------------------------------------------------------ generation

@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import ray
 from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
+from asyncrl.health.processes import OwnHealth
 from asyncrl.payload_files import make_payloads
+from asyncrl.profiling import Setup, profile
 from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
 from asyncrl.records import RecordSink, RunRecord
@@ -33,6 +36,8 @@ from rollouter.serving.fleet import ServeFleet
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16
+FLUSH_S = 5.0
+"""For events that are not on the disk when `run` ends."""
 AGENT_REQUESTS = 10_000
 """Requests of agents at once, besides; the HTTP side lets no more through (`rollouter.serving.agents`)."""
 
@@ -47,6 +52,7 @@ class RolloutActor:
         self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
         self._stopped = False
+        self._health = OwnHealth("rollouter") if ray.is_initialized() else None
 
     async def prepare(self, run_dir: str) -> Mapping[str, int]:
         """Load data, tokenizer and reward function; needs no engine, so it can run while they start.
@@ -57,6 +63,7 @@ class RolloutActor:
         Raises:
             ConfigError, DataError, UserCodeError: what is wrong with them.
         """
+        profile.configure("rollouter", Setup.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
         task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
         self._task, self._run_dir = task, Path(run_dir)
@@ -116,6 +123,8 @@ class RolloutActor:
         try:
             await self._rollouter.run()
         finally:
+            with anyio.move_on_after(FLUSH_S, shield=True):
+                await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
             await scorer.aclose()
         await turns.aclose()
 
@@ -134,13 +143,18 @@ class RolloutActor:
             self._rollouter.stop()
 
     async def status(self) -> Mapping[str, Any]:
-        """`incarnation`, `pid` and `node_id` of this process; from `run` on everything of `Rollouter.status` too."""
-        own = {
+        """`incarnation`, `pid`, `node_id`, and in a Ray run `health` (`ProcessHealth`) of this process; from `run` on
+        `profiler` (`Profiler.status`) and everything of `Rollouter.status` too."""
+        own: dict[str, Any] = {
             "incarnation": self._incarnation,
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         }
-        return {**own, **self._rollouter.status()} if self._rollouter is not None else own
+        if self._health is not None:
+            own["health"] = self._health.tell()
+        if self._rollouter is None:
+            return own
+        return {**own, "profiler": profile.status(), **self._rollouter.status()}
 
 
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:

@@ -15,19 +15,21 @@ import anyio
 
 from asyncrl.failures import BugError, EngineCrashError, InfraError
 from asyncrl.ports import GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn
+from asyncrl.profiling import Span, profile
 from asyncrl.types import FinishReason, Turn, join_turns
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.request_ids import call_id
+from rollouter.serving.pieces import Piece, Taken, Told
 
 FIRST_BACKOFF_S = 1.0
 
 
 class CallReplica(Protocol):
     """One call to one replica: who has taken it, then what it samples, piece by piece; its end is that of all its
-    requests."""
+    requests. In between, the replica's events (`profiling`)."""
 
     def __call__(
         self, requests: Sequence[GenerateRequest], *, session: str
-    ) -> AsyncGenerator[Taken | Sequence[Piece], None]: ...
+    ) -> AsyncGenerator[Taken | Told | Sequence[Piece], None]: ...
 
 
 async def generate(
@@ -94,17 +96,22 @@ async def _generate(
         batch = [_resubmission(requests[index], turns[index], calls) for index in pending]
         unended = set(pending)
         replica = ""
-        async with aclosing(call(batch, session=session)) as told:
+        async with _call_span(batch) as span, aclosing(call(batch, session=session)) as told:
             while True:
                 try:
                     news = await anext(told, None)
                 except InfraError as error:
                     failure = error
+                    span.add(error=type(error).__name__)
                     break
                 if isinstance(news, Taken):
                     replica = news.replica
+                    span.add(replica=replica)
                     if on_place is not None:
                         on_place(replica)
+                    continue
+                if isinstance(news, Told):
+                    profile.take(f"replica-{news.replica}", news.events)
                     continue
                 if news is None:
                     if unended:
@@ -143,9 +150,14 @@ async def _generate(
     return [_finished(turn, request) for turn, request in zip(turns, requests, strict=True)]
 
 
+def _call_span(batch: Sequence[GenerateRequest]) -> Span:
+    request_id = batch[0].request_id if len(batch) == 1 else None
+    return profile.span("generate.call", requests=len(batch), request=request_id)
+
+
 def _resubmission(request: GenerateRequest, so_far: Turn | None, calls: int) -> GenerateRequest:
     """The request with what it has so far, under an id of its own: an engine may still hold the one before."""
-    return replace(request, request_id=f"{request.request_id}-{calls}", so_far=so_far)
+    return replace(request, request_id=call_id(request.request_id, calls), so_far=so_far)
 
 
 def _done(turn: Turn | None, request: GenerateRequest) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from asyncrl.failures import AsyncRLError, DataError, PoisonError, UserCodeError
+from asyncrl.trajectory import CallStatus
 from asyncrl.types import DropReason, SampleId
 
 
@@ -15,6 +16,9 @@ class OverlongError(DataError):
 
 class ToolFailedError(UserCodeError):
     """A tool, a user or an environment failed, and was not to be told to the model."""
+
+    status: CallStatus = "raised"
+    """What became of a tool's call."""
 
     def __init__(self, message: str, cause: str = "", on_error: Literal["stop", "drop"] = "stop") -> None:
         super().__init__(message, cause)

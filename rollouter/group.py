@@ -7,6 +7,7 @@ its turns by itself. Where more are asked for than are wanted, the rest is abort
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +17,12 @@ import numpy as np
 
 from asyncrl.failures import BugError, DataError, EngineCrashError, first_failure
 from asyncrl.ports import EngineFleet, GenerateRequest, OnCut, OnTurn
+from asyncrl.profiling import profile
 from asyncrl.trajectory import Trajectory, single_turn
 from asyncrl.types import FinishReason, Prompt, SampleId, TokenIds, Turn
 from rollouter.agent.asking import Converser, TurnRequest
-
-BASELINE = "baseline"
+from rollouter.profiled import trajectory_fields
+from rollouter.request_ids import BASELINE, number_of, trajectory_id, turn_id
 
 
 class GroupEvents(Protocol):
@@ -187,18 +189,38 @@ class _Run:
         wanted = group.wanted()
         keys = list(wanted)
         requests = [
-            GenerateRequest(f"{group.name}/{key}", prompt.prompt_ids, params, self._completed.get(key), prompt.media)
+            GenerateRequest(
+                trajectory_id(group.name, key), prompt.prompt_ids, params, self._completed.get(key), prompt.media
+            )
             for key, params in wanted.items()
         ]
+        unended = {key: 0 for key in keys if not is_complete(self._completed.get(key))}
+        started = time.perf_counter()
 
         async def told(number: int, turn: Turn) -> None:
             key = keys[number]
             check_turn(requests[number].request_id, turn)
-            if not is_complete(self._completed.get(key)):
-                await self._events.turn(key, turn)
-            self._end(key, single_turn(prompt, turn))
+            with profile.context(trajectory=number_of(key)):
+                if not is_complete(self._completed.get(key)):
+                    await self._events.turn(key, turn)
+                trajectory = single_turn(prompt, turn)
+                unended.pop(key, None)
+                if profile.records("trajectory"):
+                    took_s = time.perf_counter() - started
+                    fields = {**trajectory_fields(trajectory), "generate_s": round(took_s, 6)}
+                    profile.took("trajectory", took_s, **fields)
+                self._end(key, trajectory)
 
-        turns = await self._call(group.name, requests, told, lambda number, turn: self._events.cut(keys[number], turn))
+        def cut(number: int, turn: Turn) -> None:
+            unended[keys[number]] = len(turn.response_ids)
+            self._events.cut(keys[number], turn)
+
+        try:
+            turns = await self._call(group.name, requests, told, cut)
+        except anyio.get_cancelled_exc_class():
+            for key, num_tokens in unended.items():
+                _note_aborted(key, time.perf_counter() - started, num_tokens)
+            raise
         for key, request, turn in zip(keys, requests, turns, strict=True):
             check_turn(request.request_id, turn)
             if key not in self._ended:  # it was complete before
@@ -208,7 +230,7 @@ class _Run:
         """One conversation."""
         assert self._agent is not None  # whoever has none asks for all at once
         group = self._group
-        session = f"{group.name}/{key}"
+        session = trajectory_id(group.name, key)
 
         async def ask(wanted: TurnRequest) -> Turn:
             place = turn_key(key, wanted.number, wanted.context, group.prompt)
@@ -216,18 +238,29 @@ class _Run:
             if known is not None and is_complete(known):
                 return known
             limit = min(sampling["max_tokens"], wanted.max_tokens)
-            request_id = session if wanted.number == 0 else f"{session}.{wanted.number}"
+            request_id = turn_id(session, wanted.number)
             params = {**sampling, "max_tokens": limit}
             if wanted.stop:
                 params["stop"] = [*params.get("stop", ()), *wanted.stop]
             request = GenerateRequest(request_id, wanted.context, params, known, group.prompt.media)
-            (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
-            check_turn(request_id, turn)
-            await self._events.turn(place, turn)
+            # Whoever asks may be a program's request, which comes from elsewhere.
+            with profile.context(sample=str(group.sample_id), trajectory=number_of(key), turn=wanted.number):
+                (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
+                check_turn(request_id, turn)
+                await self._events.turn(place, turn)
             return turn
 
         number = group.n + group.extra if key == BASELINE else int(key)
-        self._end(key, await self._agent.converse(group.sample_id, number, group.prompt, ask))
+        with profile.context(trajectory=number_of(key)):
+            with profile.span("trajectory") as span:
+                try:
+                    trajectory = await self._agent.converse(group.sample_id, number, group.prompt, ask)
+                except anyio.get_cancelled_exc_class():
+                    span.add(finish_reason=str(FinishReason.ABORTED))
+                    raise
+                if profile.records("trajectory"):
+                    span.add(**trajectory_fields(trajectory))
+            self._end(key, trajectory)
 
     async def _call(
         self,
@@ -251,6 +284,15 @@ class _Run:
         if len(turns) != len(requests):
             raise BugError(f"{session}: the fleet returned {len(turns)} turns for {len(requests)} requests")
         return turns
+
+
+def _note_aborted(key: str, duration_s: float, num_tokens: int) -> None:
+    """A trajectory of one turn that was cut. `num_tokens`: that are known of it."""
+    reason = str(FinishReason.ABORTED)
+    profile.took(
+        "trajectory", duration_s, trajectory=number_of(key), tokens=num_tokens, sampled_tokens=num_tokens,
+        finish_reason=reason, generate_s=round(duration_s, 6),
+    )  # fmt: skip
 
 
 def is_complete(turn: Turn | None) -> bool:

@@ -31,11 +31,13 @@ from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, UserCodeError, first_failure
-from asyncrl.ports import PayloadStore, SampleQueue, TurnLog
+from asyncrl.ports import Admission, PayloadStore, SampleQueue, TurnLog
+from asyncrl.profiling import profile
 from asyncrl.types import DropReason, Sample, SampleId, sample_meta
 from asyncrl.waits import WaitBoard
 from rollouter.drops import DropRule
 from rollouter.probation import Probation
+from rollouter.profiled import mean_reward
 from rollouter.stages import Slot, Stages
 from rollouter.surplus import Surplus, SurplusError
 from skip import SkipManager
@@ -116,8 +118,7 @@ class Pump:
     async def _admit(self, group: TaskGroup) -> None:
         while True:
             slots = await self._free_slots()
-            with self._waits.waiting("permit"):
-                admission = await self._queue.admit(slots, timeout_s=self._config.timeouts.call_s)
+            admission = await self._permits(slots)
             for sample_id in admission.sample_ids:
                 self._in_flight[sample_id] = self._clock()
                 # Nothing is held while it waits for permits: a sample that was cut may have taken a slot since.
@@ -131,15 +132,22 @@ class Pump:
     async def _admit_batches(self, group: TaskGroup) -> None:
         """Whatever is permitted at once is one batch: in a synchronous run, a version's samples."""
         while True:
-            with self._waits.waiting("permit"):
-                admission = await self._queue.admit(
-                    self._config.samples_per_version, timeout_s=self._config.timeouts.call_s
-                )
+            admission = await self._permits(self._config.samples_per_version)
             self._in_flight |= dict.fromkeys(admission.sample_ids, self._clock())
             if admission.sample_ids:
                 group.start_soon(self._run_batch, admission.sample_ids, group)
             if admission.closed:
                 return
+
+    async def _permits(self, most: int) -> Admission:
+        asked = time.perf_counter()
+        with self._waits.waiting("permit"), profile.span("rollout.permit") as span:
+            admission = await self._queue.admit(most, timeout_s=self._config.timeouts.call_s)
+            span.add(granted=len(admission.sample_ids))
+        wait_s = round(time.perf_counter() - asked, 6)
+        for sample_id in admission.sample_ids:
+            profile.note("sample.admitted", sample=str(sample_id), permit_wait_s=wait_s)
+        return admission
 
     async def _run_batch(self, sample_ids: Sequence[SampleId], group: TaskGroup) -> None:
         step = self._stages.serving().step + 1
@@ -148,7 +156,8 @@ class Pump:
             # In the place of samples of that batch that were dropped; or what a Rollouter before this one has left of
             # it, or what is left at the end of the run.
             for sample_id in sample_ids:
-                await self._slots.acquire()
+                with profile.span("sample.slot", sample=str(sample_id)):
+                    await self._slots.acquire()
                 group.start_soon(self._run_sample, sample_id, True, name=str(sample_id))
             return
         self._batched_step = step
@@ -179,11 +188,13 @@ class Pump:
         outcomes: list[Generated | DataError | UserCodeError | None] = [None] * len(batch)
 
         async def one(number: int, asked: Asked) -> None:
-            await self._slots.acquire()
             try:
-                slot = Slot(self._slots)
-                with slot:
-                    outcomes[number] = await self._stages.generate(asked, slot)
+                with profile.context(sample=str(asked.sample_id)):
+                    with profile.span("sample.slot"):
+                        await self._slots.acquire()
+                    slot = Slot(self._slots)
+                    with slot:
+                        outcomes[number] = await self._stages.generate(asked, slot)
             except (DataError, UserCodeError) as error:
                 outcomes[number] = error
 
@@ -209,7 +220,7 @@ class Pump:
                     return self._slots.value
 
     async def _take_slot(self) -> None:
-        with self._waits.waiting("slot"):
+        with self._waits.waiting("slot"), profile.span("sample.slot"):
             await self._slots.acquire()
 
     async def _run_sample(self, sample_id: SampleId, has_slot: bool) -> None:
@@ -225,7 +236,7 @@ class Pump:
                 except SurplusError:
                     if self._config.rollout.over_sample.unfinished == "drop":
                         raise
-                with self._waits.waiting("surplus"):
+                with self._waits.waiting("surplus"), profile.span("sample.surplus"):
                     await self._surplus.over()
                 await self._take_slot()
 
@@ -242,24 +253,39 @@ class Pump:
     async def _finish_sample(self, sample_id: SampleId, make: Callable[[], Awaitable[Sample]]) -> None:
         """Offer what is made, or drop what cannot be."""
         try:
-            sample = await make()
-        except SurplusError:
-            await self._queue.drop(sample_id, DropReason.SURPLUS)
-            await self._turns.forget(sample_id)
-        except (DataError, UserCodeError) as error:
-            drop = self._drops.failed(sample_id, error)
-            log = logger.warning if drop.first else logger.debug
-            log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
-            await self._queue.drop(sample_id, drop.reason)
-            await self._turns.forget(sample_id)
-        else:
-            self._drops.passed()
-            payload = await self._payloads.put(sample)
-            await self._queue.offer(sample_meta(sample), payload)
-            self._stages.counts.samples_done += 1
-            await self._turns.forget(sample_id)
+            with profile.context(sample=str(sample_id)):
+                try:
+                    sample = await make()
+                except SurplusError:
+                    await self._drop(sample_id, DropReason.SURPLUS)
+                except (DataError, UserCodeError) as error:
+                    drop = self._drops.failed(sample_id, error)
+                    log = logger.warning if drop.first else logger.debug
+                    log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
+                    await self._drop(sample_id, drop.reason)
+                else:
+                    await self._offer(sample)
         finally:
+            self._stages.forget(sample_id)
             del self._in_flight[sample_id]
+
+    async def _offer(self, sample: Sample) -> None:
+        self._drops.passed()
+        meta = sample_meta(sample)
+        with profile.span("sample.payload", bytes=meta.payload_bytes):
+            payload = await self._payloads.put(sample)
+        with profile.span("sample.offer"):
+            await self._queue.offer(meta, payload)
+        if profile.on:
+            versions = meta.newest_version - meta.oldest_version
+            profile.note("sample.ready", reward=mean_reward(sample), tokens=meta.response_tokens, versions=versions)
+        self._stages.counts.samples_done += 1
+        await self._turns.forget(sample.sample_id)
+
+    async def _drop(self, sample_id: SampleId, reason: DropReason) -> None:
+        await self._queue.drop(sample_id, reason)
+        profile.note("sample.dropped", reason=str(reason), tokens=self._stages.forget(sample_id))
+        await self._turns.forget(sample_id)
 
     def status(self) -> Mapping[str, Any]:
         """Cumulative counts of this process and what is going on now; seconds by the pump's clock."""

@@ -223,4 +223,5 @@ class Rollouter:
             "version": self._versions.edition.version,
             "lineage": self._versions.edition.lineage,
             "waits": self.waits.snapshot(),
+            "waited_s": {"permit": self.waits.total_s("permit")},
         }

@@ -18,6 +18,7 @@ import anyio
 from asyncrl.config.schema import Config
 from asyncrl.failures import first_failure
 from asyncrl.ports import EngineFleet, PromptSource, RewardScorer, Score, TurnLog
+from asyncrl.profiling import profile
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import Prompt, Replay, Row, Sample, SampleId, Span, Turn
 from asyncrl.waits import WaitBoard
@@ -26,6 +27,7 @@ from rollouter.dump import TrajectoryDump
 from rollouter.group import Group, generate_group, is_complete
 from rollouter.meters import BusyMeter, PumpCounts
 from rollouter.probation import Probation, Sessions, TimeLimit, time_limit
+from rollouter.profiled import ask_scorer
 from rollouter.sampling import greedy, sampling_params
 from rollouter.surplus import Surplus
 from skip import SkipManager
@@ -114,6 +116,8 @@ class Stages:
         self._unfinished = config.rollout.over_sample.unfinished
         self._kept: dict[SampleId, dict[str, Turn]] = {}
         """Of samples whose generation was cut: what they go on from."""
+        self._sampled: dict[SampleId, dict[str, int]] = {}
+        """Of samples in flight: tokens by turn, for what is told of them."""
         self.serving = serving
         self.generation = BusyMeter(clock)
         self.counts = PumpCounts()
@@ -133,7 +137,7 @@ class Stages:
 
         async def score(trajectory: Trajectory) -> None:
             with self._waits.waiting("reward"):
-                (scores[trajectory],) = await self._scorer.score(asked.prompt, [trajectory])
+                (scores[trajectory],) = await ask_scorer(self._scorer, asked.prompt, [trajectory])
 
         try:
             async with anyio.create_task_group() as scoring:
@@ -146,7 +150,12 @@ class Stages:
     async def keep_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         """One that was made now."""
         self.counts.generated_tokens += len(turn.response_ids)
-        await self._turns.record(sample_id, key, turn)
+        with profile.span("turnlog.write", tokens=len(turn.response_ids)):
+            await self._turns.record(sample_id, key, turn)
+
+    def forget(self, sample_id: SampleId) -> int:
+        """It is at its end. How many tokens were sampled for it here, as far as known."""
+        return sum(self._sampled.pop(sample_id, {}).values())
 
     @SkipManager.annotate(role="async_rollout")
     async def generate(self, asked: Asked, slot: Slot, ended: Callable[[Trajectory], None] | None = None) -> Generated:
@@ -179,6 +188,18 @@ class Stages:
             keep_surplus=self._unfinished != "drop",
         )
         events = _Events(self, group, limit, ended)
+        with profile.span("sample.generate") as span:
+            try:
+                trajectories, generate_s = await self._trajectories(asked, group, events, cut)
+            finally:
+                span.add(trajectories=asked.n + asked.extra, tokens=events.num_tokens)
+            span.add(trajectories=len(trajectories))
+        return Generated(asked.prompt, tuple(trajectories), generate_s, asked.baseline is not None)
+
+    async def _trajectories(
+        self, asked: Asked, group: Group, events: _Events, cut: anyio.CancelScope
+    ) -> tuple[list[Trajectory], float]:
+        """And the seconds that they took."""
         started = self._clock()
         completed = self._kept.pop(asked.sample_id, {})
         try:
@@ -188,6 +209,7 @@ class Stages:
         except anyio.get_cancelled_exc_class():
             if not cut.cancel_called:
                 raise  # out of time, or the run ends: it is gone on with by nobody
+            profile.note("sample.cut", tokens=events.num_tokens, kept=int(self._unfinished != "drop"))
             if self._unfinished != "drop":
                 made = events.kept(partial=self._unfinished == "keep_partial")
                 self._kept[asked.sample_id] = {**completed, **made}
@@ -197,12 +219,13 @@ class Stages:
             raise
         finally:
             events.left()
+            self._sampled.setdefault(asked.sample_id, {}).update(events.tokens)
         kept = sum(one.num_sampled for one in trajectories)
         self.counts.surplus_tokens += max(0, events.num_tokens - kept)
         generate_s = self._clock() - started
         self.counts.generate_s += generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
-        return Generated(asked.prompt, tuple(trajectories), generate_s, asked.baseline is not None)
+        return trajectories, generate_s
 
     async def sample(
         self,
@@ -213,6 +236,9 @@ class Stages:
     ) -> Sample:
         """Put the sample together, and score it if it has no `scores` yet, which is what a replayed one has not."""
         prompt, trajectories = generated.prompt, generated.trajectories
+        if generated.replayed_from is not None:
+            num_tokens = sum(one.num_sampled for one in trajectories)
+            profile.note("sample.generate", trajectories=len(trajectories), tokens=num_tokens, replayed=1)
         started = self._clock() if generated_at is None else generated_at
         if scores:
             told = [scores[trajectory] for trajectory in trajectories]
@@ -221,6 +247,7 @@ class Stages:
                 told = await self.score(sample_id, prompt, trajectories)
         reward_s = self._clock() - started
         self.counts.reward_s += reward_s
+        profile.took("sample.reward", reward_s)
         if generated.replayed_from is None:
             await self._note(sample_id, [score.reward for score in told])
         baseline = None
@@ -247,7 +274,7 @@ class Stages:
             media=prompt.media,
         )
         if self._dump is not None:
-            with self._waits.waiting("dump"):
+            with self._waits.waiting("dump"), profile.span("dump.write"):
                 await self._dump.write(sample, prompt, trajectories, told)
         return sample
 
@@ -259,7 +286,7 @@ class Stages:
     @SkipManager.annotate(role="reward")
     async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory. Raises as the scorer does."""
-        return await self._scorer.score(prompt, trajectories)
+        return await ask_scorer(self._scorer, prompt, trajectories)
 
     def _as_versions(self, rows: Sequence[Row]) -> list[Row]:
         """Replayed rows by the versions that they count as."""
@@ -301,7 +328,12 @@ class _Events(Sessions):
     @property
     def num_tokens(self) -> int:
         """Made since this began, in turns that are complete or were cut."""
-        return sum(len(turn.response_ids) for turn in self._turns.values())
+        return sum(self.tokens.values())
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The same, by turn."""
+        return {key: len(turn.response_ids) for key, turn in self._turns.items()}
 
 
 def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:

@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 from asyncrl.config.schema import Config
 from asyncrl.failures import DataError, UserCodeError
 from asyncrl.ports import Edition, EngineFleet, RewardScorer, Score
+from asyncrl.profiling import profile
 from asyncrl.records import Metrics, ValidationRecord
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import FinishReason, Prompt, Turn
@@ -22,6 +23,7 @@ from rollouter.agent.asking import Converser
 from rollouter.drops import DropRule, lasts
 from rollouter.group import Group, generate_group
 from rollouter.probation import Probation, Sessions, TimeLimit, time_limit
+from rollouter.profiled import ask_scorer
 from rollouter.sampling import sampling_params
 from rollouter.template import Decode
 from skip import SkipManager
@@ -116,7 +118,11 @@ class Validator:
                 superseded.append(error)
                 group.cancel_scope.cancel()
 
-        with self._waits.waiting("validation"), SkipManager.suspended():
+        with (
+            self._waits.waiting("validation"),
+            SkipManager.suspended(),
+            profile.span("validation", version=edition.version, prompts=len(self._prompts)),
+        ):
             async with anyio.create_task_group() as group:
                 for number in range(len(self._prompts)):
                     group.start_soon(answer, number, group)
@@ -138,9 +144,10 @@ class Validator:
     async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | DataError | UserCodeError:
         """An error: dropped for it, and logged."""
         try:
-            with time_limit(name, self._config.timeouts.sample_s) as limit:
-                trajectories = await self._generate(name, prompt, version, limit)
-            scores = await self._scorer.score(prompt, trajectories)
+            with profile.context(sample=name):
+                with time_limit(name, self._config.timeouts.sample_s) as limit:
+                    trajectories = await self._generate(name, prompt, version, limit)
+                scores = await ask_scorer(self._scorer, prompt, trajectories)
         except (DataError, UserCodeError) as error:
             drop = self._drops.failed(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)

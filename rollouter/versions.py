@@ -31,6 +31,7 @@ from anyio.abc import TaskStatus
 from asyncrl.config.plan import validation_due
 from asyncrl.failures import InfraError
 from asyncrl.ports import ApplyReport, Edition, EngineFleet, Publication, SampleQueue, WeightFeed
+from asyncrl.profiling import profile
 from asyncrl.records import ApplyRecord, RecordSink, ValidationRecord
 from asyncrl.waits import WaitBoard
 from rollouter.validation import Superseded, Validator
@@ -108,6 +109,8 @@ class VersionLoop:
         first = await self._feed.latest()
         if first is not None:
             await self._apply(first, again=True)
+        else:
+            profile.at(step=1, version=0)
         # Generation may begin: before, a resumed run would sample from the model's files.
         task_status.started()
         if self._validate_first or (first is not None and self._is_owed(first)):
@@ -144,6 +147,7 @@ class VersionLoop:
         else:
             publish_to_applied_s = self._clock() - learned
         self.edition, self.step, self._applied = publication.edition, publication.step, publication
+        profile.at(step=self.step + 1, version=self.edition.version)
         # Only now: the gate counts versions that every replica serves.
         await self._queue.set_applied_version(publication.version, lineage=publication.lineage)
         if again and not any(report.load_s for report in reports):
@@ -157,8 +161,12 @@ class VersionLoop:
         Raises:
             InfraError: one could not be brought there.
         """
-        with self._waits.waiting("apply", limit_s=self._apply_s):
+        with (
+            self._waits.waiting("apply", limit_s=self._apply_s),
+            profile.span("sync.apply", version=publication.version) as span,
+        ):
             reports = await self._fleet.apply(publication)
+            span.add(replicas=len(reports))
         # A replica that was replaced meanwhile may already serve a newer one; its tokens say so.
         if behind := [report for report in reports if report.edition < publication.edition]:
             raise InfraError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 
+from asyncrl.profiling import profile
 from skip.lane import lane
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def around(
         @functools.wraps(function)
         async def run_async(*args: Any, **kwargs: Any) -> Any:
             call, slot = call_of(args, kwargs), made.slot()
-            look = await in_lane("read", made, lambda: made.look(call, slot))
+            with profile.span("skip.read", role=made.role) as span:
+                look = await in_lane("read", made, lambda: made.look(call, slot))
+                span.add(found=int(look is not None and look.found is not None))
             if look is None:
                 made.count("late")
                 return await function(*args, **kwargs)
@@ -62,7 +65,8 @@ def around(
                 return look.found.result
             result = await function(*args, **kwargs)
             if (ask := look.ask) is not None:
-                kept = await in_lane("write", made, lambda: made.keep(ask, result))
+                with profile.span("skip.write", role=made.role):
+                    kept = await in_lane("write", made, lambda: made.keep(ask, result))
                 made.count("late" if kept is None else "recorded" if kept else "unrecorded")
             return result
 
@@ -70,13 +74,17 @@ def around(
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        look = made.look(call_of(args, kwargs), made.slot())
+        with profile.span("skip.read", role=made.role) as span:
+            look = made.look(call_of(args, kwargs), made.slot())
+            span.add(found=int(look.found is not None))
         if look.found is not None:
             made.served(look.found)
             return look.found.result
         result = function(*args, **kwargs)
         if look.ask is not None:
-            made.count("recorded" if made.keep(look.ask, result) else "unrecorded")
+            with profile.span("skip.write", role=made.role):
+                kept = made.keep(look.ask, result)
+            made.count("recorded" if kept else "unrecorded")
         return result
 
     return run

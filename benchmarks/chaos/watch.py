@@ -21,11 +21,11 @@ from asyncrl.failures import InfraError
 from asyncrl.ports import GenerateRequest
 from asyncrl.types import Turn
 from benchmarks.chaos.accounts import BrokenCall
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.pieces import Piece, Taken, Told
 
 Line = Mapping[str, Any]
 """See the module."""
-Call = AsyncGenerator[Taken | Sequence[Piece], None]
+Call = AsyncGenerator[Taken | Told | Sequence[Piece], None]
 """See `rollouter.client.CallReplica`."""
 
 
@@ -79,7 +79,7 @@ class Watch:
         async with aclosing(call):
             try:
                 async for news in call:
-                    for piece in () if isinstance(news, Taken) else news:
+                    for piece in () if isinstance(news, (Taken, Told)) else news:
                         have[piece.number] += _tokens(piece.turn)
                     yield news
             except InfraError:

@@ -26,6 +26,7 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config, MultiTurnConfig
 from asyncrl.failures import BugError, DataError, first_failure
+from asyncrl.profiling import profile
 from asyncrl.trajectory import ToolCall, Trajectory, TurnInfo
 from asyncrl.types import FinishReason, Prompt, SampleId, Turn
 from rollouter.agent.asking import AskTurn, TurnRequest
@@ -211,7 +212,8 @@ class Agent:
             with anyio.move_on_after(self._settings.timeout_s) as scope:
                 await self._begin(machine, course, prompt, user)
                 while machine.phase is Phase.RUNNING:
-                    await self._turn(machine, course, ask, tools, user)
+                    with profile.context(turn=machine.assistant_turns):
+                        await self._turn(machine, course, ask, tools, user)
             if scope.cancelled_caught:
                 machine.time_out()
             if machine.phase is Phase.FAILED:
@@ -230,7 +232,9 @@ class Agent:
         if said:
             _refuse_media(course, "an environment that speaks first makes the prompt anew")
             course.messages += said
-            ids = await self._off_loop(len(prompt_ids), lambda: self._chat.prompt(course.messages))
+            with profile.span("turn.tokenize") as span:
+                ids = await self._off_loop(len(prompt_ids), lambda: self._chat.prompt(course.messages))
+                span.add(tokens=len(ids))
             prompt_ids = np.asarray(ids, dtype=np.int32)
             course.tokens = ConversationTokens(prompt_ids)
         machine.start(len(prompt_ids))
@@ -253,7 +257,8 @@ class Agent:
         turn = await ask(TurnRequest(number, course.tokens.context, machine.room))
         generate_s = self._clock() - started
         ids = turn.response_ids.tolist()
-        parsed = await self._off_loop(len(ids), lambda: self._parser.parse(ids))
+        with profile.span("turn.parse", tokens=len(ids)):
+            parsed = await self._off_loop(len(ids), lambda: self._parser.parse(ids))
         # From here on without an await: a conversation that runs out of time has all of a turn, or nothing.
         row, first = course.tokens.add_turn(turn)
         course.messages.append(assistant_message(parsed, turn=number))
@@ -310,7 +315,7 @@ class Agent:
         self, machine: Machine, course: _Course, parsed: Parsed, user: InteractionSession, turn: Turn
     ) -> None:
         started = self._clock()
-        with self._waiting("user"):
+        with self._waiting("user"), profile.span("user.step", interaction=user.name):
             reply = await user.step(parsed.content, tuple(course.messages))
         course.turns[-1] = replace(
             course.turns[-1], reward=course.turns[-1].reward + reply.reward, user_s=self._clock() - started
@@ -324,7 +329,10 @@ class Agent:
             machine.end()
             return
         ids = turn.response_ids.tolist()
-        extension = await self._off_loop(machine.context_tokens, lambda: self._chat.extend(course.messages, new, ids))
+        with profile.span("turn.tokenize") as span:
+            before = machine.context_tokens
+            extension = await self._off_loop(before, lambda: self._chat.extend(course.messages, new, ids))
+            span.add(tokens=len(extension.ids))
         rewritten = len(extension.ids) if extension.rewritten else None
         if not machine.answered(0 if extension.rewritten else len(extension.ids), context_tokens=rewritten):
             return

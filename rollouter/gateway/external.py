@@ -19,6 +19,7 @@ from anyio.lowlevel import current_token
 from asyncrl.config.reward_rules import part_weights
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, UserCodeError, first_failure
+from asyncrl.profiling import profile
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import FinishReason, Prompt, SampleId
 from rollouter.agent.asking import AskTurn
@@ -149,7 +150,7 @@ class ExternalAgent:
                     session.begin(group)
                     group.start_soon(_end_soon, session, group.cancel_scope)
                     try:
-                        with self._waiting("agent"):
+                        with self._waiting("agent"), profile.span("agent.run"):
                             returned = read_result(await self._program.run(task))
                         if not session.done.is_set():
                             session.keep(returned)

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import anyio
 import ray
@@ -21,6 +22,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import ConfigError, DeadlineError, InfraError
+from asyncrl.profiling import OFF
 from rollouter.rewards.model import build_reward_app
 from rollouter.serving.agents import route_prefix
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
@@ -49,6 +51,8 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
     if http:
         from rollouter.serving.http import build_http_app
 
+        if not agents:
+            options = replace(options, profiler=OFF)  # there is no Rollouter that their events could go to
         return build_http_app(
             options,
             _api_key(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
@@ -10,18 +11,35 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from asyncrl.health.facts import EngineLoad
+
 
 class EngineGauges(StatLoggerBase):
-    """What the engine has made, told by vLLM after every step."""
+    """What the engine has made and how loaded it is, told by vLLM after every step."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.generated_tokens = 0
+        self.load = EngineLoad()
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if iteration_stats is not None:
             self.generated_tokens += iteration_stats.num_generation_tokens
+        preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+        if scheduler_stats is not None:
+            self.load = EngineLoad(
+                running=scheduler_stats.num_running_reqs,
+                waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+                kv_cache_usage=scheduler_stats.kv_cache_usage,
+                preemptions=self.load.preemptions + preempted,
+            )
+        elif preempted:
+            self.load = replace(self.load, preemptions=self.load.preemptions + preempted)
+
+    def load_with(self, in_flight: int) -> EngineLoad:
+        """The load, if the engine has so many requests: after the last one was aborted vLLM tells nothing more."""
+        return self.load if in_flight else EngineLoad(preemptions=self.load.preemptions)
 
     def log_engine_initialized(self) -> None:
         """Part of vLLM's interface; there is nothing to say."""

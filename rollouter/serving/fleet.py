@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -13,13 +14,14 @@ from ray import serve
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, DeadlineError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn, Publication
+from asyncrl.profiling import profile
 from asyncrl.types import Turn
 from asyncrl.weights.object_store import ObjectStoreFeed, find_store
 from rollouter import client
 from rollouter.serving.app import replicas_up
 from rollouter.serving.handles import items, typed
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.pieces import Piece, Taken, Told
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class ServeFleet:
 
     def _call(
         self, requests: Sequence[GenerateRequest], *, session: str
-    ) -> AsyncGenerator[Taken | Sequence[Piece], None]:
+    ) -> AsyncGenerator[Taken | Told | Sequence[Piece], None]:
         handle = self._handle.options(stream=True, session_id=session)
         what = f"a generate call of {len(requests)} requests"
         return items(
@@ -131,5 +133,13 @@ class ServeFleet:
             return [DeadlineError(f"{method}: not every replica answered within {limit_s:g} s")]
         except Exception as error:  # noqa: BLE001  typed, and the caller decides
             return [typed(error, method)]
-        failed = DeadlineError(f"{method}: Serve knows of no replica at the moment")
-        return [typed(one, method) if isinstance(one, BaseException) else one for one in outcomes] or [failed]
+        answers = [typed(one, method) if isinstance(one, BaseException) else _profiled(one) for one in outcomes]
+        return answers or [DeadlineError(f"{method}: Serve knows of no replica at the moment")]
+
+
+def _profiled(answer: Any) -> Any:
+    """The answer of a replica without the events that came with it."""
+    if isinstance(answer, ApplyReport) and answer.events:
+        profile.take(f"replica-{answer.replica}", answer.events)
+        return replace(answer, events=())
+    return answer

@@ -23,7 +23,9 @@ from asyncrl.ports import GenerateRequest
 from rollouter.serving.health import Health
 from rollouter.serving.media import with_media
 from rollouter.serving.own_log import own_log
+from rollouter.serving.phases import Pauses
 from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.request_events import RequestWatch
 from rollouter.serving.running import FINISH, Running
 
 TELL_EVERY_S = 1.0
@@ -38,11 +40,16 @@ CANCEL_S = 5.0
 class Generation:
     """What a replica does with requests."""
 
-    def __init__(self, llm: AsyncLLM, health: Health, gate: asyncio.Event) -> None:
-        """`gate`: requests wait until it is set."""
+    def __init__(self, llm: AsyncLLM, health: Health, gate: asyncio.Event, pauses: Pauses) -> None:
+        """
+        Args:
+            gate: Requests wait until it is set.
+            pauses: When the engine stood still, for what is told of requests.
+        """
         self._llm = llm
         self._health = health
         self._gate = gate
+        self._pauses = pauses
         self._max_model_len = llm.model_config.max_model_len
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Taken | list[Piece], None]:
@@ -96,11 +103,30 @@ class Generation:
             raise _first(failures) from None
 
     async def _generate(self, request: GenerateRequest, run: Running, news: asyncio.Event) -> None:
+        watch = RequestWatch(run, self._llm, self._health, self._pauses)
+        try:
+            await self._in_engine(request, run, news, watch)
+        except DataError:
+            raise  # it was in no engine
+        except BaseException as error:
+            watch.ended(error)
+            raise
+        watch.ended(None)
+        news.set()
+        reason = run.output.outputs[0].finish_reason if run.output is not None else None
+        if run.output is None or not run.output.finished or reason not in FINISH:
+            raise InfraError(f"request {request.request_id}: the engine ended it with {reason!r}")
+
+    async def _in_engine(
+        self, request: GenerateRequest, run: Running, news: asyncio.Event, watch: RequestWatch
+    ) -> None:
+        """Returns once the engine has told its end."""
         health = self._health
         prompt_ids, params = self._resolve(request)
         await self._gate.wait()
         if health.broken:
             raise InfraError(health.broken)
+        watch.admitted(len(prompt_ids))
         # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
         # older version computed, even where running requests (`keep`) forbid emptying the cache.
         salt = f"{health.edition.lineage}-{health.edition.version}"
@@ -136,10 +162,6 @@ class Generation:
             crash = EngineCrashError.wrap(told, error)
             crash.replica = health.replica
             raise crash from error
-        news.set()
-        reason = run.output.outputs[0].finish_reason
-        if not run.output.finished or reason not in FINISH:
-            raise InfraError(f"request {request.request_id}: the engine ended it with {reason!r}")
 
     async def _with_media(self, request: GenerateRequest, prompt_ids: Sequence[int], salt: str) -> EngineInput:
         try:

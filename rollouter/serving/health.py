@@ -20,6 +20,7 @@ import psutil
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from asyncrl.health.processes import OwnHealth, ProcessMeter
 from asyncrl.ports import Edition, ReplicaPhase, ReplicaReport
 from rollouter.serving.engine import OpenAIEngine
 from rollouter.serving.pulse import Pulse
@@ -61,6 +62,8 @@ class Health:
         self._ping: asyncio.Task[None] | None = None
         """One that is not answered. It was sent while the engine had no requests."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._own = OwnHealth(f"replica-{replica}")
+        self._engine_meter = ProcessMeter()
         self._reporter = None if store is None else Reporter(store, self._describe)
 
     @property
@@ -72,6 +75,7 @@ class Health:
         """The engine has started: watch it from now on."""
         self._engine_pids = await asyncio.to_thread(_engine_pids, engine.client)
         self._engine = engine
+        self._own.start()  # not before: the loop stands still while vLLM starts
         self.in_background(self._watch(engine))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -164,6 +168,7 @@ class Health:
         """Called in the reporter's thread, and while the engine starts."""
         engine = self._engine
         phase, since = self._phase
+        in_flight = 0 if engine is None else engine.client.output_processor.get_num_unfinished_requests()
         return ReplicaReport(
             replica=self.replica,
             node_id=self._node_id,
@@ -173,10 +178,13 @@ class Health:
             phase_since=since,
             lineage=self.edition.lineage,
             version=self.edition.version,
-            in_flight=0 if engine is None else engine.client.output_processor.get_num_unfinished_requests(),
+            in_flight=in_flight,
             generated_tokens=0 if engine is None else engine.gauges.generated_tokens,
             reported_at=time.time(),
             told=self.broken,
+            health=self._own.tell(),
+            engine_health=self._engine_meter.look(self._engine_pids),
+            load=None if engine is None else engine.gauges.load_with(in_flight),
         )
 
 

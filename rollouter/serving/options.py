@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config, RewardModelConfig
+from asyncrl.profiling import OFF, Setup
 
 DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
@@ -50,6 +51,8 @@ class ServingOptions:
     apply_s: float
     probe_s: float
     engine_s: float
+    profiler: Setup = OFF
+    """What the replicas record; their events come with their answers."""
 
 
 def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
@@ -81,6 +84,7 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         apply_s=config.timeouts.apply_s,
         probe_s=config.timeouts.probe_s,
         engine_s=config.timeouts.engine_s,
+        profiler=Setup.of(config.profiler, None),
     )
 
 

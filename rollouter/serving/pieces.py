@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,14 @@ class Taken:
     """A replica's engine has all requests of a call: what ends that replica from now on may be of their making."""
 
     replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Events of a replica (`asyncrl.profiling`), which has no run directory to write them to."""
+
+    replica: str
+    events: Sequence[Mapping[str, Any]]
 
 
 class Piece(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.failures import AsyncRLError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.pieces import Piece, Taken, Told
 
 if TYPE_CHECKING:
     from rollouter.serving.weights import PauseMode
@@ -37,7 +37,9 @@ class RolloutReplica:
             model = options.llm_config["model_loading_config"]["model_source"]
             raise InfraError.wrap(f"the engine for {model} did not start", error) from None
 
-    async def generate_tokens(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Taken | list[Piece], None]:
+    async def generate_tokens(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[Taken | Told | list[Piece], None]:
         async with aclosing(self._server.generate_tokens(requests)) as told:
             async for news in told:
                 yield news

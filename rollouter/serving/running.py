@@ -34,6 +34,15 @@ class Running:
     """Tokens that were told of."""
     closed: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """It has made so far."""
+        if (end := self._end()) is not None:
+            return len(end.token_ids)
+        if self.state is None or self.state.detokenizer is None:
+            return 0
+        return len(self.state.detokenizer.output_token_ids)
+
     def piece(self) -> Piece | None:
         """What there is since the last call; None: nothing.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import ray
 from ray import serve
@@ -18,12 +19,14 @@ from ray.serve.llm import LLMConfig
 
 from asyncrl.failures import InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.profiling import profile
 from asyncrl.weights.object_store import find_store
 from rollouter.serving.engine import RolloutEngine
 from rollouter.serving.generation import Generation
 from rollouter.serving.health import Health
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.pieces import Piece, Taken, Told
+from rollouter.serving.shipping import Shipping
 from rollouter.serving.weights import PauseMode, Weights
 
 
@@ -49,9 +52,12 @@ class RolloutServer(LLMServer):
         Raises:
             InfraError: the engine does not start.
         """
+        replica = serve.get_replica_context().replica_id.unique_id
+        profile.configure(f"replica-{replica}", options.profiler)
+        self._shipping = Shipping(replica)
         store = await asyncio.to_thread(find_store, options.namespace)
         self._health = Health(
-            replica=serve.get_replica_context().replica_id.unique_id,
+            replica=replica,
             node_id=ray.get_runtime_context().get_node_id(),
             engine_s=options.engine_s,
             store=store,
@@ -61,20 +67,28 @@ class RolloutServer(LLMServer):
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
         self._weights = Weights(llm, self._health, store, options)
-        self._generation = Generation(llm, self._health, self._weights.gate)
+        self._generation = Generation(llm, self._health, self._weights.gate, self._weights.pauses)
         await self._weights.start()
         self._health.up = True
         self._health.rest()
 
-    async def generate_tokens(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Taken | list[Piece], None]:
-        """See `Generation.run`."""
-        async with aclosing(self._generation.run(requests)) as told:
-            async for news in told:
-                yield news
+    async def generate_tokens(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[Taken | Told | list[Piece], None]:
+        """See `Generation.run`; and what this replica has recorded."""
+        with self._shipping.call():
+            async with aclosing(self._generation.run(requests)) as told:
+                async for news in told:
+                    yield news
+                    if (events := self._shipping.due()) is not None:
+                        yield events
+            if (events := self._shipping.due(at_end=True)) is not None:
+                yield events
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """See `Weights.apply`."""
-        return await self._weights.apply(publication, mode, clear_kv)
+        """See `Weights.apply`; and what this replica has recorded."""
+        report = await self._weights.apply(publication, mode, clear_kv)
+        return replace(report, events=tuple(profile.drain()))
 
     async def check_health(self) -> None:
         """Serve calls this; raising makes it replace the replica."""

@@ -14,17 +14,19 @@ import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ray
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.failures import BugError, InfraError
 from asyncrl.ports import ApplyReport, Edition, Publication
+from asyncrl.profiling import Span, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME
 from rollouter.serving.health import Health
 from rollouter.serving.options import ServingOptions
+from rollouter.serving.phases import Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,18 @@ FRESH_S = 15.0
 """So long after its start a replica may be unknown to whoever applies versions, and follows the store by itself."""
 
 
+class _Swap(NamedTuple):
+    """From one version to the next; seconds as in `ApplyReport`."""
+
+    drain_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    in_flight: int = 0
+
+
+_NO_SWAP = _Swap()
+
+
 class Weights:
     """The versions that a replica serves, one after another."""
 
@@ -48,6 +62,7 @@ class Weights:
         self.gate = asyncio.Event()
         """Requests wait while it is not set."""
         self.gate.set()
+        self.pauses = Pauses()
         self._llm = llm
         self._health = health
         self._store = store
@@ -100,15 +115,19 @@ class Weights:
             if health.broken:
                 raise InfraError(health.broken)
             if edition <= health.edition:
-                return self._report(0.0, 0.0, 0.0, 0)
+                return self._report()
             try:
-                fetch_s = await self._fetch(edition, until)
-                pause_s, load_s, in_flight = await self._swap(edition, mode, clear_kv, until)
+                with self._span("sync.fetch", edition):
+                    fetch_s = await self._fetch(edition, until)
+                swap = await self._swap(edition, mode, clear_kv, until)
+                loaded, verify_s = time.perf_counter(), 0.0
                 if self._verify == "every" or (self._verify == "first" and not self._verified):
-                    await self._check(publication)
+                    with self._span("sync.verify", edition):
+                        await self._check(publication)
+                    verify_s = time.perf_counter() - loaded
             finally:
                 health.rest()
-            return self._report(fetch_s, pause_s, load_s, in_flight)
+            return self._report(fetch_s, swap, verify_s)
         finally:
             self._lock.release()
 
@@ -204,21 +223,25 @@ class Weights:
             self._health.hangs("its engine did not answer")
             raise InfraError(self._health.broken) from None
 
-    async def _swap(self, edition: Edition, mode: PauseMode, clear_kv: bool, until: float) -> tuple[float, float, int]:
-        """Pause, load, resume. Returns pause seconds, load seconds, requests in flight at the pause."""
+    async def _swap(self, edition: Edition, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
+        """Pause, load, resume."""
         health = self._health
         self.gate.clear()
         health.enter("pausing")
         in_flight = self._llm.output_processor.get_num_unfinished_requests()
+        wished = time.perf_counter()
         try:
             async with asyncio.timeout_at(until):
                 # `AsyncLLM.pause_generation` is this and 20 ms of sleep, for callers that want outputs delivered first.
-                await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
+                with self._span("sync.drain", edition):
+                    await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
                 # The steps that were under way (all of a drain) made tokens until here.
                 started = time.perf_counter()
+                self.pauses.begin(time.monotonic())
                 health.paused = True
                 health.enter("loading")
-                load_s = max(await self._llm.collective_rpc("load_version", args=tuple(edition)))
+                with self._span("sync.load", edition):
+                    load_s = max(await self._llm.collective_rpc("load_version", args=tuple(edition)))
                 await self._llm.update_weight_version(str(edition.version))
                 health.edition = edition
                 await self._llm.resume_generation()
@@ -229,8 +252,14 @@ class Weights:
             raise
         finally:
             health.paused = False
+            self.pauses.end(time.monotonic())
             self.gate.set()
-        return time.perf_counter() - started, load_s, in_flight
+        pause_s = time.perf_counter() - started
+        profile.took("sync.pause", pause_s, version=edition.version, replica=health.replica, in_flight=in_flight)
+        return _Swap(started - wished, pause_s, load_s, in_flight)
+
+    def _span(self, name: str, edition: Edition) -> Span:
+        return profile.span(name, version=edition.version, replica=self._health.replica)
 
     async def _recover(self, version: int, error: BaseException) -> None:
         """After a failed swap: serve the old version if its weights are untouched, else wait to be replaced."""
@@ -265,9 +294,20 @@ class Weights:
             raise BugError(self._health.broken)
         self._verified = True
 
-    def _report(self, fetch_s: float, pause_s: float, load_s: float, in_flight: int) -> ApplyReport:
+    def _report(self, fetch_s: float = 0.0, swap: _Swap = _NO_SWAP, verify_s: float = 0.0) -> ApplyReport:
         lineage, version = self._health.edition
-        return ApplyReport(self._health.replica, version, fetch_s, pause_s, load_s, in_flight, self._verified, lineage)
+        return ApplyReport(
+            replica=self._health.replica,
+            version=version,
+            fetch_s=fetch_s,
+            pause_s=swap.pause_s,
+            load_s=swap.load_s,
+            in_flight=swap.in_flight,
+            verified=self._verified,
+            lineage=lineage,
+            drain_s=swap.drain_s,
+            verify_s=verify_s,
+        )
 
 
 def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import anyio
 
 from asyncrl.failures import BugError, DataError, UserCodeError
+from asyncrl.profiling import profile
 from asyncrl.trajectory import ToolCall
 from asyncrl.types import SampleId
 from rollouter.tools.base import ToolContext
@@ -71,18 +72,25 @@ class ToolSession:
         """
         if self._closed:
             raise BugError(f"{self._context.sample_id}: {name} is called after its trajectory has ended")
-        outcome = self._refusal(name, arguments) or await self._outcome(name, arguments, turn)
+        refusal = self._refusal(name, arguments)
+        outcome = refusal or await self._outcome(name, arguments, turn)
+        if refusal is not None or outcome.replayed:
+            _note_unmade(name, outcome)
         return Called(self._kept(name, arguments, outcome), outcome.done)
 
     def malformed(self, text: str) -> ToolCall:
         """A call that could not be read from what the model wrote."""
         told = f"Error: this is no tool call: {shorten(text)}"
-        return self._kept("", text, ToolOutcome(told, status="bad_json"))
+        outcome = ToolOutcome(told, status="bad_json")
+        _note_unmade("", outcome)
+        return self._kept("", text, outcome)
 
     def refused(self, name: str, arguments: str, limit: int) -> ToolCall:
         """A call that is not made, for there are more than `limit` in its turn."""
         told = f"Error: this call was not made: at most {limit} are made in one turn"
-        return self._kept(name, arguments, ToolOutcome(told, status="too_many"))
+        outcome = ToolOutcome(told, status="too_many")
+        _note_unmade(name, outcome)
+        return self._kept(name, arguments, outcome)
 
     async def scores(self) -> Mapping[str, float]:
         """What the trajectory earned with each tool that it used, by name (`calc_reward`). One whose state could not be
@@ -180,6 +188,11 @@ class ToolSession:
             wait_s=outcome.wait_s,
             metrics=outcome.metrics,
         )
+
+
+def _note_unmade(name: str, outcome: ToolOutcome) -> None:
+    """The event of a call that did not get as far as a tool."""
+    profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)
 
 
 def _rows_kwargs(context: ToolContext, name: str) -> Mapping[str, Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 import anyio
 
 from asyncrl.failures import BugError, ConfigError, UserCodeError
+from asyncrl.profiling import profile
 from asyncrl.trajectory import CallStatus
 from rollouter.drops import ToolFailedError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse
@@ -114,7 +115,13 @@ class UsedTool:
         asked = anyio.current_time()
         async with self._gate.place():
             began = anyio.current_time()
-            outcome = await self._told(attempt())
+            with profile.span("tool.execute", tool=self.name, wait_s=round(began - asked, 6)) as span:
+                try:
+                    outcome = await self._told(attempt())
+                except ToolFailedError as error:
+                    span.add(status=error.status)
+                    raise
+                span.add(status=outcome.status)
             duration_s = anyio.current_time() - began
         return outcome._replace(duration_s=duration_s, wait_s=began - asked)
 
@@ -198,7 +205,9 @@ class UsedTool:
         if on_error == "message":
             return ToolOutcome(f"Error: {shorten(told)}", status=status)
         self._tally.add(status)
-        raise ToolFailedError(f"tool {told}", "" if error is None else _trace(error), on_error)
+        failure = ToolFailedError(f"tool {told}", "" if error is None else _trace(error), on_error)
+        failure.status = status
+        raise failure
 
     # ------------------------------------------------------------------------------------------------ the state
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,6 +18,7 @@ import pytest
 
 from asyncrl.failures import BugError, DataError, EngineCrashError
 from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaReport
+from asyncrl.profiling import Setup, profile
 from asyncrl.types import FinishReason, Span, Turn, join_turns, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
 from rollouter.serving.pieces import Taken
@@ -91,6 +95,27 @@ async def test_tokens_log_probs_and_end_of_sequence(engine: Engine) -> None:
     assert stopped.finish_reason is FinishReason.STOP
 
 
+async def test_a_replica_tells_how_loaded_and_how_well_it_is(engine: Engine) -> None:
+    placed = anyio.Event()
+    async with anyio.create_task_group() as group:
+        group.start_soon(
+            partial(fleet_of(engine).generate, session="s", on_place=lambda replica: placed.set()), requests(4, LONG)
+        )
+        await until_generating(engine, placed)
+        (told,) = await replicas(engine)
+        while told.load is None or not told.load.running:
+            await anyio.sleep(0.1)
+            (told,) = await replicas(engine)
+        assert 1 <= told.load.running <= 5 and 0 < told.load.kv_cache_usage < 1 and told.load.preemptions == 0
+        assert told.health is not None and told.health.rss_bytes > 1 << 26 and told.health.lag_s is not None
+        assert told.engine_health is not None and told.engine_health.rss_bytes > 1 << 26
+        group.cancel_scope.cancel()
+    while told.load.running or told.load.kv_cache_usage:
+        await anyio.sleep(0.1)
+        (told,) = await replicas(engine)
+    assert told.load.waiting == 0
+
+
 async def test_stop_strings(engine: Engine) -> None:
     (turn,) = await fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s")
     assert turn.finish_reason is FinishReason.STOP
@@ -110,6 +135,65 @@ async def test_keep_carries_requests_across_the_swap(engine: Engine) -> None:
         np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
         assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
+
+
+async def test_requests_say_where_their_time_went(engine: Engine, tmp_path: Path) -> None:
+    """Told by the replica along with its answers, and written by the Rollouter."""
+    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
+    profile.at(step=5, version=engine.version)
+    fleet = fleet_of(engine)
+    named = [replace(request, request_id=f"sample_0_7/{k}.2") for k, request in enumerate(requests(3, LONG))]
+    turns: list[Turn] = []
+    placed = anyio.Event()
+
+    async def generate() -> None:
+        turns.extend(await fleet.generate(named, session="s", on_place=lambda replica: placed.set()))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        await until_generating(engine, placed)
+        (report,) = await fleet.apply(await publish(engine))
+    assert report.events == (), "they are taken out"
+    async with anyio.create_task_group() as group:  # cut by its caller: it is told of with the next answer
+        placed = anyio.Event()
+        cut_off = replace(named[0], request_id="sample_0_8/0")
+        group.start_soon(partial(fleet.generate, [cut_off], session="s", on_place=lambda replica: placed.set()))
+        await until_generating(engine, placed)
+        group.cancel_scope.cancel()
+    (short,) = requests(1, 5)
+    await fleet.generate([replace(short, request_id="sample_0_9/0")], session="s")
+    profile.flush()
+    lines = (tmp_path / "events" / "step_000005" / f"replica-{report.replica}.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    about = {(one.get("sample"), one.get("trajectory")): one for one in events if one["event"] == "request"}
+    for k, turn in enumerate(turns):
+        one = about["sample_0_7", k]
+        assert (one["turn"], one["request"], one["replica"]) == (2, f"sample_0_7/{k}.2-1", report.replica)
+        assert (one["prompt_tokens"], one["response_tokens"]) == (len(PROMPT), len(turn.response_ids))
+        assert (one["finish_reason"], one["version"], one["step"]) == ("length", engine.version - 1, 5)
+        assert one["prefill_s"] > 0 and one["decode_s"] > 0 and one["queued_s"] >= 0
+        assert 0 < one["paused_s"] <= report.pause_s + 1e-5
+        assert_adds_up(one)
+    cut, last = about["sample_0_8", 0], about["sample_0_9", 0]
+    assert cut["finish_reason"] == "aborted" and 0 < cut["response_tokens"] < LONG and "error" not in cut
+    assert last["response_tokens"] == 5 and last["version"] == engine.version and last["paused_s"] == 0
+    for one in (cut, last):
+        assert one["prefill_s"] > 0 and one["decode_s"] > 0
+        assert_adds_up(one)
+    syncs = {one["event"]: one for one in events if one["event"].startswith("sync.")}
+    assert syncs.keys() >= {"sync.fetch", "sync.drain", "sync.pause", "sync.load", "sync.verify"}
+    assert {one["version"] for one in syncs.values()} == {engine.version}
+    assert syncs["sync.pause"]["duration_s"] == pytest.approx(report.pause_s, abs=1e-3)
+    assert syncs["sync.load"]["duration_s"] <= syncs["sync.pause"]["duration_s"]
+    assert syncs["sync.pause"]["in_flight"] == report.in_flight >= 3
+
+
+def assert_adds_up(one: dict[str, Any]) -> None:
+    """To no more than the whole: there are ways in and out of the engine besides."""
+    assert (
+        sum(one[f"{phase}_s"] for phase in ("gate", "queued", "prefill", "decode", "paused"))
+        <= one["duration_s"] + 1e-5
+    )
 
 
 async def test_keep_with_its_cache_leaves_no_old_prefix_to_new_requests(engine: Engine) -> None:

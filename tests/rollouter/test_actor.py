@@ -19,6 +19,7 @@ from asyncrl.config.schema import (
 )
 from asyncrl.failures import BugError, ConfigError, FencedError, InfraError
 from asyncrl.ports import Edition
+from asyncrl.profiling import profile
 from asyncrl.records import ApplyRecord, RunRecord, ValidationRecord
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
@@ -214,6 +215,9 @@ async def test_prepare_counts_and_run_before_prepare_is_a_bug(tmp_path: Path) ->
             pass
     counts = await actor.prepare(str(tmp_path / "run"))
     assert counts == {"num_prompts": 6, "num_val_prompts": 2, "num_filtered": 1, "num_val_filtered": 0}
+    profile.note("sample.ready")
+    profile.flush()
+    assert (tmp_path / "run" / "events" / "step_000000" / "rollouter.jsonl").exists()
 
 
 def test_a_bad_reward_function_fails_before_data_is_read(tmp_path: Path) -> None:

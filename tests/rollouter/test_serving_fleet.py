@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,11 +18,12 @@ import ray
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, DeadlineError, EngineCrashError, InfraError
 from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.profiling import Setup, profile
 from asyncrl.types import FinishReason, Span, Turn
 from rollouter.serving import fleet as module
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.handles import answer, items
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.pieces import Piece, Taken, Told
 
 pytestmark = pytest.mark.asyncio
 DEAD = ray.exceptions.ActorDiedError()
@@ -217,6 +221,27 @@ async def test_whoever_is_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyP
         await make(monkeypatch, Handle(streams=[stream])).generate([request(8)], session="s")
     assert scope.cancelled_caught
     assert stream.cancelled
+
+
+async def test_what_replicas_tell_of_their_events_is_written_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
+    profile.at(step=2)
+
+    def event(name: str) -> dict[str, Any]:
+        return {"timestamp": 5.0, "event": name, "duration_s": 1.0, "replica": "a"}
+
+    whole = piece(0, 4, FinishReason.LENGTH)
+    stream = Stream(Taken("a"), Told("a", [event("request")]), [whole], Told("a", [event("loop.stall")]))
+    applied = replace(report("a", 3), events=(event("sync.load"), event("sync.pause")))
+    fleet = make(monkeypatch, Handle([[applied]], [stream]))
+    (turn,) = await fleet.generate([request(4)], session="s")
+    assert len(turn.response_ids) == 4
+    assert await fleet.apply(published(3)) == [report("a", 3)], "nobody else is bothered with them"
+    profile.flush()
+    lines = (tmp_path / "events" / "step_000002" / "replica-a.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["request", "loop.stall", "sync.load", "sync.pause"]
 
 
 async def test_a_replica_that_cancels_a_call_at_its_own_end_cancels_nobody_here() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.profiling import OFF, Setup
 from rollouter.serving.options import deployment_options, serving_options
 
 
@@ -29,6 +30,11 @@ def test_cpu() -> None:
     assert "gpu_memory_utilization" not in kwargs
     assert built.llm_config["model_loading_config"] == {"model_id": "tiny", "model_source": "/models/tiny"}
     assert deployment_options(built)["num_replicas"] == 2
+
+
+def test_replicas_record_what_the_run_does_and_write_nothing() -> None:
+    assert options(profiler={"level": "full", "buffer_events": 7}).profiler == Setup("full", None, 7)
+    assert options(profiler={"level": "off"}).profiler._replace(buffer_events=OFF.buffer_events) == OFF
 
 
 def test_a_replica_that_hangs_is_replaced_after_the_probes_time() -> None:
