@@ -12,6 +12,7 @@ Rollouter  permit      an admission          slot        a place in generation
 Trainer    model       ranks to start and load           samples     a lease and its payloads
            experience, critic, train                     calls to the ranks
            publish     a version to be fetchable         checkpoint  one to be read or written
+           trace       ranks to write what a profiler saw of a step
            served      the last version to be applied and validated: its ranks hold it
 """
 

@@ -134,6 +134,7 @@ class _Look:
             "critic": ("waits for its ranks' step of the critic", "ranks"),
             "train": ("waits for its ranks' optimizer step", "ranks"),
             "publish": ("waits for its ranks to publish a version", "ranks"),
+            "trace": ("waits for its ranks to write the traces of a step", "ranks"),
             "checkpoint": ("waits for a checkpoint to be read or written", "checkpoint"),
         }
         text, cause = does.get(wait.edge, (f"waits on {wait.edge}", "unknown"))

@@ -11,15 +11,19 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import ray
 from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
+from asyncrl.health.processes import OwnHealth
 from asyncrl.lineage import Line
 from asyncrl.manifest import Progress
 from asyncrl.payload_files import make_payloads
+from asyncrl.profiling import Setup, profile
+from asyncrl.profiling.profiler import CLOSE_S
 from asyncrl.queue_actor import QueueClient
 from asyncrl.record_stream import stream_records
 from asyncrl.records import RunRecord
@@ -45,6 +49,7 @@ class TrainerActor:
         self._waits = WaitBoard()
         self._trainer: Trainer | None = None
         self._stopped = False
+        self._health = OwnHealth("trainer")
 
     async def start(
         self, run_dir: RunDir, resume: Resume | None, store: Any, line: Line, validated_step: int | None
@@ -57,6 +62,7 @@ class TrainerActor:
         Raises:
             ConfigError, UserCodeError: `skip` cannot work (`SkipManager.init`).
         """
+        profile.configure("trainer", Setup.of(self._config.profiler, run_dir.path))
         await to_thread.run_sync(SkipManager.init, self._config)  # imports the user's modules
         SkipManager.watch(self._waits.waiting)
         publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=line.lineage)
@@ -87,8 +93,12 @@ class TrainerActor:
         client = QueueClient(queue, self._config.timeouts.call_s, part="trainer", incarnation=self._incarnation)
         payloads = make_payloads(self._config, self._run_dir.path, self._incarnation)
         run = partial(self._trainer.run, client, payloads, total_steps, until_served=True)
-        async for record in stream_records("trainer", run):
-            yield record
+        try:
+            async for record in stream_records("trainer", run):
+                yield record
+        finally:
+            with anyio.move_on_after(CLOSE_S, shield=True):  # the disk may be what has failed
+                await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
 
     async def served(self) -> None:
         """See `Trainer.served`."""
@@ -108,7 +118,8 @@ class TrainerActor:
 
     async def status(self) -> Mapping[str, Any]:
         """`step`, `version`, `trained_samples`, `trained_tokens`; `waits`: what is waited on, the longest first; `pid`,
-        `node_id` (Ray's), `ranks`: `group`, `rank`, `pid` and `node_id` of each, and `skip` (`SkipManager.status`)."""
+        `node_id` (Ray's) and `health` (`ProcessHealth`) of this process, `ranks`: `group`, `rank`, `pid`, `node_id` and
+        `health` of each, `skip` (`SkipManager.status`) and `profiler` (`Profiler.status`)."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
@@ -118,8 +129,10 @@ class TrainerActor:
             "waits": self._waits.snapshot(),
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),
+            "health": self._health.tell(),
             "ranks": self._trainer.ranks if self._trainer is not None else [],
             "skip": SkipManager.status(),
+            "profiler": profile.status(),
             "messages": SkipManager.messages(),
         }
 

@@ -12,8 +12,9 @@ checkpoint. So it is when `watch` finds a rank dead or hung, whatever the others
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import anyio
@@ -23,15 +24,19 @@ from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config.schema import TimeoutsConfig
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError, first_failure
-from asyncrl.ports import Publication, WeightPublisher
+from asyncrl.ports import WeightPublisher
+from asyncrl.profiling import profile
 from trainer.dispatch import Call, collect, dispatch_of, from_wire, scatter, to_wire
 from trainer.engine.base import Layout
 from trainer.outcomes import Answer, Lost, Outcome, failure, gather, usable, values_of
 from trainer.placement import GroupPlan, Role, RolePlan
 from trainer.processes import Place, Processes, local_ranks
 from trainer.rank import Meeting
-from trainer.roles import RoleCalls, RoleGroup
+from trainer.roles import Published, RoleCalls, RoleGroup
+from trainer.tracing import NO_PROFILING, RankProfiling
 from trainer.worker import TrainingWorker, engine_spec
+
+logger = logging.getLogger(__name__)
 
 QUICK = frozenset({"set_loss_fn", "plan", "step"})
 """Methods that answer at once: `timeouts.call_s`. All others: `timeouts.train_s`."""
@@ -60,6 +65,8 @@ class WorkerGroup:
         """Answers that nobody waits for any more, of a call whose caller was cancelled."""
         self._failure: AsyncRLError | None = None
         """Why the group was killed."""
+        self._signs: Sequence[Mapping[str, Any]] = ()
+        """What each rank said of itself last, see `Rank.status`."""
 
     @classmethod
     async def start(
@@ -69,6 +76,7 @@ class WorkerGroup:
         *,
         publisher: WeightPublisher | None = None,
         reserve_cpus: bool = False,
+        profiling: RankProfiling = NO_PROFILING,
     ) -> Self:
         """Start the processes and load their models.
 
@@ -86,7 +94,7 @@ class WorkerGroup:
         until = anyio.current_time() + timeouts.start_s  # of all that follows together
         try:
             await processes.reserve(cpus=reserve_cpus, limit_s=timeouts.start_s, until=until)
-            processes.start(publisher, reserve_cpus=reserve_cpus)
+            processes.start(publisher, reserve_cpus=reserve_cpus, profiling=profiling)
             await group._meet(until)
             await group._load(until)
         except BaseException:
@@ -103,6 +111,11 @@ class WorkerGroup:
         """Of each rank."""
         return tuple(self._places)
 
+    @property
+    def health(self) -> Sequence[Any]:
+        """`ProcessHealth` of each rank, as `watch` heard last; None: nothing yet."""
+        return [sign["health"] for sign in self._signs] or [None] * len(self._places)
+
     async def call(self, role: Role, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of `TrainingWorker` on the ranks, as its dispatch says.
 
@@ -116,18 +129,19 @@ class WorkerGroup:
         limit_s = self._timeouts.call_s if method in QUICK else self._timeouts.train_s
 
         def send(rank: int) -> Any:
-            return self._processes.actors[rank].call_on_wire.remote(role, method, payloads[rank])
+            return self._processes.actors[rank].call_on_wire.remote(profile.place, role, method, payloads[rank])
 
         values = await self._ask(f"{role}.{method}", send, calls, limit_s, changes_model=method not in READING)
         return await anyio.to_thread.run_sync(
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
 
-    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Publication:
+    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Published:
         """See `RoleGroup.publish`."""
 
         def send(rank: int) -> Any:
-            return self._processes.actors[rank].publish.remote(role, dtype, version, step, validate)
+            actor = self._processes.actors[rank]
+            return actor.publish_at.remote(profile.place, role, dtype, version, step, validate)
 
         ranks, limit_s = range(self.plan.num_ranks), self._timeouts.train_s
         values = await self._ask(f"publishing version {version}", send, ranks, limit_s, changes_model=False)
@@ -143,9 +157,27 @@ class WorkerGroup:
         if self._failure is not None:
             raise self._gone(what)
         answer = _outcome(self._processes.actors[0].republish.remote())
-        error = failure(self.plan.name, what, [0], await gather({0: answer}, limit_s), limit_s)
+        error = failure(self.plan.name, what, [0], await self._answers({0: answer}, limit_s), limit_s)
         if error is not None:
             raise error
+
+    async def end_traces(self, step: int, ranks: Collection[int]) -> None:
+        """`step` is over: those of `ranks` that there are write their traces of it.
+
+        Raises:
+            InfraError: a rank died. DeadlineError: it was not done within `timeouts.train_s`.
+        """
+        there = [rank for rank in range(self.plan.num_ranks) if rank in ranks]
+        if not there:
+            return
+
+        def send(rank: int) -> Any:
+            return self._processes.actors[rank].end_trace.remote(step)
+
+        what, limit_s = f"the trace of step {step}", self._timeouts.train_s
+        for problem in (await self._ask(what, send, there, limit_s, changes_model=False)).values():
+            if problem:
+                logger.warning("%s", problem)
 
     async def watch(self, probe_s: float) -> None:
         """Until a rank dies, of which it hears at once, or does not say for `probe_s` that it lives. Then the group is
@@ -159,20 +191,22 @@ class WorkerGroup:
                 tasks.start_soon(self._sound, "training", lambda actor: actor.stay.remote(), math.inf)
                 while self._failure is None:
                     await anyio.sleep(probe_s / PROBES)
-                    await self._sound("a sign of life", lambda actor: actor.status.remote(), probe_s)
+                    signs = await self._sound("a sign of life", lambda actor: actor.status.remote(), probe_s)
+                    self._signs = signs or self._signs
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
 
-    async def _sound(self, what: str, send: Callable[[Any], Any], limit_s: float) -> None:
+    async def _sound(self, what: str, send: Callable[[Any], Any], limit_s: float) -> Sequence[Any]:
         """Ask every rank; kill the group if one fails."""
         try:
-            await self._beside(what, send, limit_s)
+            return await self._beside(what, send, limit_s)
         except AsyncRLError as error:
             # Of a group that was killed it is told by whoever did so.
             if self._failure is None:
                 await self._condemn(error)
                 raise
+            return ()
 
     async def status(self) -> list[Mapping[str, Any]]:
         """`Rank.status` of each rank, whatever it is doing.
@@ -282,7 +316,8 @@ class WorkerGroup:
                 raise self._gone(what)
             refs = {rank: send(rank) for rank in ranks}
             try:
-                outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, _left(limit_s, until))
+                answers = {rank: _outcome(ref) for rank, ref in refs.items()}
+                outcomes = await self._answers(answers, _left(limit_s, until))
             except anyio.get_cancelled_exc_class():
                 self._abandoned = refs
                 raise
@@ -294,12 +329,20 @@ class WorkerGroup:
                 raise error
             return values_of(outcomes)
 
+    async def _answers(self, answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> dict[int, Outcome]:
+        """See `outcomes.gather`. Events that came along become the run's."""
+        outcomes = await gather(answers, limit_s)
+        for rank, outcome in outcomes.items():
+            if isinstance(outcome, Answer) and outcome.events:
+                profile.take(f"rank-{self.plan.name}-{rank}", outcome.events)
+        return outcomes
+
     async def _drain(self) -> None:
         """The ranks may still be at a call whose caller was cancelled: wait for them, as long as they may take."""
         if not self._abandoned or self._failure is not None:
             return
         refs, limit_s = self._abandoned, self._timeouts.train_s
-        outcomes = await gather({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
+        outcomes = await self._answers({rank: _outcome(ref) for rank, ref in refs.items()}, limit_s)
         self._abandoned = {}
         error = failure(self.plan.name, "a cancelled call", refs, outcomes, limit_s)
         if error is not None:
@@ -329,7 +372,7 @@ class _RoleOfGroup(RoleCalls):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await self._group.call(self._plan.role, method, *args, **kwargs)
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         return await self._group.publish(self._plan.role, self._plan.weights_dtype, version, step, validate)
 
     async def republish(self) -> None:

@@ -7,12 +7,13 @@ from typing import Any, Self
 import anyio
 
 from asyncrl.config.schema import Dtype
-from asyncrl.ports import Publication, WeightPublisher
+from asyncrl.ports import WeightPublisher
 from trainer.engine.base import EngineSpec, Layout
 from trainer.outcomes import Answer
 from trainer.placement import Role
 from trainer.rank import Rank
-from trainer.roles import RoleCalls
+from trainer.roles import Published, RoleCalls
+from trainer.tracing import NO_PROFILING, RankProfiling
 
 
 class InlineGroup(RoleCalls):
@@ -37,16 +38,18 @@ class InlineGroup(RoleCalls):
         role: Role = "actor",
         publisher: WeightPublisher | None = None,
         weights_dtype: Dtype = "float32",
+        profiling: RankProfiling = NO_PROFILING,
     ) -> Self:
         """Load the model.
 
         Args:
             publisher: where `publish` puts weights, in `weights_dtype`.
+            profiling: what to trace. Events go where those of this process go, whatever it says.
 
         Raises:
             ConfigError: see `EngineRegistry.new`.
         """
-        rank = Rank(publisher)
+        rank = Rank(publisher, profiling, role)
         try:
             layouts = _value(await rank.load({role: spec}))
         except BaseException:
@@ -59,12 +62,17 @@ class InlineGroup(RoleCalls):
         async with self._lock:
             return _value(await self._rank.call(self._role, method, args, kwargs))
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         async with self._lock:
             return _value(await self._rank.publish(self._role, self._weights_dtype, version, step, validate))
 
     async def republish(self) -> None:
         _value(await self._rank.republish())
+
+    async def end_traces(self, step: int) -> str:
+        """`step` is over: see `Tracer.end`."""
+        async with self._lock:
+            return _value(await self._rank.end_trace(step))
 
     async def written(self) -> None:
         await self._rank.written(self._role)

@@ -14,8 +14,10 @@ import anyio.lowlevel
 
 from asyncrl.failures import AsyncRLError, DataError, InfraError
 from asyncrl.ports import Lease, PayloadStore, SampleQueue
+from asyncrl.profiling import profile
 from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
+from trainer.notes import note_drop
 from trainer.rows import RowRules, TrainSample, UnusableRowError, prepare
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class Intake:
             InfraError: one sample's payload was lost `MAX_LOSSES` times.
         """
         started = self._clock()
-        with self._waits.waiting("samples"):
+        with self._waits.waiting("samples"), profile.span("trainer.wait_samples") as span:
             while len(turn.samples) < num_samples and not self._stopping:
                 lease = await self._lease(num_samples - len(turn.samples), trainer_version)
                 if lease is None:
@@ -100,6 +102,7 @@ class Intake:
                 if lease.ended and num_replaced == 0:
                     turn.ended = True
                     break
+            span.add(samples=len(turn.samples))
         turn.wait_s = self._clock() - started
 
     async def release(self, turn: Turn) -> None:
@@ -131,7 +134,8 @@ class Intake:
             return 0
         turn.leases.append(lease.lease_id)
         num_replaced = 0
-        samples = await self._payloads.get([queued.payload for queued in lease.samples])
+        with profile.span("trainer.fetch", samples=len(lease.samples)):
+            samples = await self._payloads.get([queued.payload for queued in lease.samples])
         for queued, sample in zip(lease.samples, samples, strict=True):
             # A sample is milliseconds of work here, a lease may be a second: between two, others get their answers.
             await anyio.lowlevel.checkpoint()
@@ -146,15 +150,18 @@ class Intake:
             except UnusableRowError as error:
                 num_replaced += 1
                 await self._queue.drop(sample.sample_id, DropReason.FAILED)
+                note_drop(sample.sample_id, DropReason.FAILED, queued.meta.response_tokens)
                 self._judge(error)
                 continue
             self._num_unusable = 0
+            profile.note("sample.leased", sample=str(sample.sample_id), staleness=prepared.staleness)
             if prepared.untrainable is None:
                 turn.samples.append(prepared)
                 self._num_filtered = 0
             else:
                 num_replaced += 1
                 await self._queue.drop(prepared.sample_id, prepared.untrainable)
+                note_drop(prepared.sample_id, prepared.untrainable, prepared.response_tokens)
                 self._count(prepared)
         return num_replaced
 

@@ -11,6 +11,7 @@
     train       the ranks; never cancelled, bounded by `timeouts.train_s`, and sooner if one is hung (`Trainer.run`)
     note        which samples the step took, in the Trainer's own record (`trainer.record`)
     publish     unblocked when the version can be fetched: one copy of the weights; nobody waits for replicas
+    record      and the event `step`; ranks that are traced write what they saw of it (`trainer.tracing`)
     checkpoint  begun between turns, written while the next ones train (`trainer.saves`)
 
 A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Protocol
@@ -50,6 +51,7 @@ from asyncrl.config.plan import validation_due
 from asyncrl.failures import DataError, first_failure
 from asyncrl.manifest import Progress
 from asyncrl.ports import SampleQueue
+from asyncrl.profiling import profile
 from asyncrl.records import Metrics, RecordSink, StepRecord
 from asyncrl.types import DropReason, SampleId
 from asyncrl.waits import WaitBoard
@@ -59,6 +61,7 @@ from trainer.batching import mini_batches
 from trainer.experience import Experience
 from trainer.intake import Intake, Turn
 from trainer.loop_settings import LoopSettings
+from trainer.notes import note_drop, note_step, note_trained
 from trainer.roles import RoleGroup
 from trainer.rows import TrainSample, sample_metrics
 from trainer.saves import Checkpoints, Saves
@@ -101,10 +104,12 @@ class TrainLoop:
         progress: Progress | None = None,
         validated_step: int = 0,
         waits: WaitBoard | None = None,
+        end_traces: Callable[[int], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            end_traces: told of each step that is over.
             progress: where the loop begins; it counts on in it.
             validated_step: the newest step whose weights were validated, or are about to be; 0: none.
         """
@@ -115,6 +120,7 @@ class TrainLoop:
         self._critic = critic
         self._experience = experience
         self._trained = trained
+        self._end_traces = end_traces
         self._clock = clock
         self._stopping = False
         self._num_rejected = 0
@@ -182,13 +188,13 @@ class TrainLoop:
     async def _turn(self, sink: RecordSink) -> bool:
         """One lease's worth; returns whether the stream has ended."""
         turn, wanted = Turn(), self._samples_wanted()
-        left_out = False
+        left_out, began = False, self._begin_step()
         try:
             await self._intake.fill(turn, wanted, trainer_version=self.progress.version)
             self.progress.leases += len(turn.leases)
             left_out = self._settings.drop_partial and turn.ended and len(turn.samples) < wanted
             if turn.samples and not self._stopping and not left_out:
-                await self._train(turn, sink)
+                await self._train(turn, sink, began)
         except BaseException:
             await self._intake.release_after_failure(turn)
             raise
@@ -198,7 +204,13 @@ class TrainLoop:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    async def _train(self, turn: Turn, sink: RecordSink) -> None:
+    def _begin_step(self) -> float:
+        """Events from now on are of the next step. Returns when that is, by `time.perf_counter`."""
+        profile.at(step=self.progress.step + 1, version=self.progress.version)
+        return time.perf_counter()
+
+    async def _train(self, turn: Turn, sink: RecordSink, began: float) -> None:
+        """All steps of a turn, the first of which has `began` when its samples were asked for."""
         settings = self._settings
         started, wait_s = self._clock() - turn.wait_s, turn.wait_s
         batch, metrics, kl_coef = await self._make_experience(turn)
@@ -223,7 +235,9 @@ class TrainLoop:
             metrics |= await self._step(batch[torch.tensor(rows)], samples, commits=first_pass)
             last = number == len(passes) - 1
             ends = last or self._stopping
-            metrics["timing/publish_s"] = await self._publish_if_due(at_end=last and turn.ended) if ends else 0.0
+            metrics["timing/publish_s"] = 0.0
+            if ends:
+                metrics |= await self._publish_if_due(at_end=last and turn.ended)
             now = self._clock()
             metrics |= {"timing/wait_samples_s": wait_s, "timing/step_s": now - started, "time/monotonic_s": now}
             counted = samples if first_pass else []
@@ -237,14 +251,19 @@ class TrainLoop:
                     lineage=settings.lineage,
                 )
             )
+            took_s = time.perf_counter() - began
+            note_step(took_s, metrics, num_samples=len(counted), lineage=settings.lineage)
+            if self._end_traces is not None:
+                with self._asking("trace"):
+                    await self._end_traces(self.progress.step)
             if ends:
                 return
-            started, wait_s, metrics = self._clock(), 0.0, {}
+            began, started, wait_s, metrics = self._begin_step(), self._clock(), 0.0, {}
 
     async def _make_experience(self, turn: Turn) -> Experience:
         started = self._clock()
         SkipManager.set_step(self.progress.step + 1)  # the first that this turn will take
-        with self._asking("experience", EXPERIENCE_CALLS):
+        with self._asking("experience", EXPERIENCE_CALLS), profile.span("trainer.experience"):
             batch, metrics, kl_coef = await self._experience.make(
                 turn.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
             )
@@ -270,6 +289,7 @@ class TrainLoop:
         for group, sample in enumerate(turn.samples):
             if group not in trained:
                 await self._queue.drop(sample.sample_id, DropReason.FILTERED)
+                note_drop(sample.sample_id, DropReason.FILTERED, sample.response_tokens)
         turn.samples = [sample for group, sample in enumerate(turn.samples) if group in trained]
         # Each drop frees a permit, so another sample may come even behind the end of the stream.
         turn.ended = False
@@ -288,13 +308,14 @@ class TrainLoop:
             groups, size=self._settings.mini_batch_samples, epochs=self._settings.critic_epochs, seed=seed + 1
         )
         results: list[Metrics] = []
-        for rows in steps:
-            # A call of its own for each step: each has the whole deadline, and a stop or a cancellation waits for one.
-            with self._asking("critic"), anyio.CancelScope(shield=True):
-                results.append(await self._critic.train_batch(batch[torch.tensor(rows)]))
-            await anyio.lowlevel.checkpoint()
-            if self._stopping:
-                break
+        with profile.span("trainer.critic"):
+            for rows in steps:
+                # A call of its own for each step: each has the whole deadline, and a stop or a cancel waits for one.
+                with self._asking("critic"), anyio.CancelScope(shield=True):
+                    results.append(await self._critic.train_batch(batch[torch.tensor(rows)]))
+                await anyio.lowlevel.checkpoint()
+                if self._stopping:
+                    break
         means = {name: math.fsum(result[name] for result in results) / len(results) for name in results[0]}
         return _named("critic", means) | {"timing/update_critic_s": self._clock() - started}
 
@@ -305,18 +326,13 @@ class TrainLoop:
         started, progress = self._clock(), self.progress
         metrics: Metrics = {}
         # Shielded: once the gradient is in the weights the ledger has to hear of it, even if the run is cancelled.
-        with anyio.CancelScope(shield=True):
+        with anyio.CancelScope(shield=True), profile.span("trainer.update"):
             if progress.step >= self._settings.critic_warmup_steps:
                 with self._asking("train"):
                     metrics = finish(_named("actor", await self._actor.train_batch(batch)))
             progress.step += 1
             progress.trained_tokens += int(batch["loss_mask"].sum())
-            if commits:
-                progress.trained_samples += len(samples)
-                for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
-                    await self._queue.commit(lease_id, [sample.sample_id for sample in held])
-            committed = [sample.sample_id for sample in samples] if commits else []
-            await self._trained.put(progress.step, progress.version, committed)
+            metrics["timing/commit_s"] = await self._commit(samples if commits else ())
         await anyio.lowlevel.checkpoint()  # where a cancellation from meanwhile arrives
         return {
             **metrics,
@@ -325,28 +341,43 @@ class TrainLoop:
             "timing/update_s": self._clock() - started,
         }
 
+    async def _commit(self, samples: Sequence[TrainSample]) -> float:
+        """The gradient of these is in the weights since this step. Returns the seconds it took to tell."""
+        started, progress = self._clock(), self.progress
+        progress.trained_samples += len(samples)
+        with profile.span("trainer.commit", samples=len(samples)):
+            for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
+                await self._queue.commit(lease_id, [sample.sample_id for sample in held])
+            await self._trained.put(progress.step, progress.version, [sample.sample_id for sample in samples])
+        note_trained(samples)
+        return self._clock() - started
+
     # ------------------------------------------------------------------------------------------------ versions
 
-    async def _publish_if_due(self, *, at_end: bool) -> float:
-        """Publish at a version's last sample or the run's; returns the seconds it took."""
+    async def _publish_if_due(self, *, at_end: bool) -> Metrics:
+        """Publish at a version's last sample or the run's; returns what that took."""
         settings, progress = self._settings, self.progress
         last = at_end or progress.step >= settings.total_steps
         if not last and progress.trained_samples < (progress.version + 1) * settings.samples_per_version:
-            return 0.0
+            return {}
         return await self._publish(last=last)
 
-    async def _publish(self, *, last: bool) -> float:
+    async def _publish(self, *, last: bool) -> Metrics:
         settings, progress = self._settings, self.progress
         started = self._clock()
         due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
         validate = settings.has_validation and (last or due)
-        with self._asking("publish"):
-            await self._actor.publish(progress.version + 1, progress.step, validate=validate)
+        with self._asking("publish"), profile.span("trainer.publish", version=progress.version + 1):
+            published = await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
         progress.published_step = progress.step
         if validate:
             self._validated_step = progress.step
-        return self._clock() - started
+        return {
+            "timing/publish_s": self._clock() - started,
+            "timing/gather_s": published.gather_s,
+            "timing/put_s": published.put_s,
+        }
 
     async def _finish(self, tasks: TaskGroup) -> None:
         """The last version (unless stopped), the last checkpoint, and word to whoever waits on the queue."""

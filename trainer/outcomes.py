@@ -6,7 +6,7 @@ the first failure, else the silence.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -26,6 +26,8 @@ class Answer(NamedTuple):
     error: AsyncRLError | None
     apart: bool = False
     """The failure is this rank's own business: its model and its collective operations went as those of the others."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """What the rank recorded until then (`asyncrl.profiling`); none of a rank that writes them itself."""
 
 
 class Lost(NamedTuple):

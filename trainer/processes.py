@@ -22,12 +22,15 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from asyncrl.config.schema import Dtype
 from asyncrl.failures import ConfigError, DeadlineError
 from asyncrl.ports import WeightPublisher
+from asyncrl.profiling import profile
 from trainer.dispatch import Call, from_wire, to_wire
 from trainer.outcomes import Answer
 from trainer.placement import GroupPlan, Role
 from trainer.rank import Rank
+from trainer.tracing import DIRECTORY, NO_PROFILING, RankProfiling, nsight_options
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +49,33 @@ class Place(NamedTuple):
     """Which of the GPUs that the process sees is its own; 0 on CPU."""
 
 
+At = tuple[int | None, int | None]
+"""Step and version that a call belongs to; None: not known."""
+
+
 class RankActor(Rank):
     """`trainer.rank.Rank` in an actor."""
+
+    def __init__(self, publisher: WeightPublisher | None, profiling: RankProfiling, group: str) -> None:
+        super().__init__(publisher, profiling, group)
+        profile.configure("rank", profiling.setup)
 
     async def locate(self) -> Place:
         context = ray.get_runtime_context()
         gpu = own_gpu(context.get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES"))
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu)
 
-    async def call_on_wire(self, role: Role, method: str, call: Call) -> Answer:
+    async def call_on_wire(self, at: At, role: Role, method: str, call: Call) -> Answer:
         def run() -> Any:
             args = [from_wire(value) for value in call.args]
             return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
 
-        return await self._answer(f"{role}.{method}", run)
+        profile.at(step=at[0], version=at[1])
+        return await self._call(role, method, run)
+
+    async def publish_at(self, at: At, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> Answer:
+        profile.at(step=at[0], version=at[1])
+        return await self.publish(role, dtype, version, step, validate)
 
 
 class Processes:
@@ -102,7 +118,14 @@ class Processes:
                 f"cluster; free them, add nodes, or lower {self.plan.section}.num_workers"
             ) from error
 
-    def start(self, publisher: WeightPublisher | None, *, reserve_cpus: bool) -> None:
+    def start(
+        self, publisher: WeightPublisher | None, *, reserve_cpus: bool, profiling: RankProfiling = NO_PROFILING
+    ) -> None:
+        """
+        Raises:
+            ConfigError: Nsight Systems shall look into ranks on CPU.
+        """
+        check_tool(profiling, self.plan, self.device)
         threads = str(self.plan.cpu_threads)
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         actor: Any = ray.remote(RankActor)
@@ -113,9 +136,19 @@ class Processes:
                 num_gpus=1 if self.device == "cuda" else 0,
                 max_restarts=0,
                 scheduling_strategy=where,
-                runtime_env={"env_vars": environment},
+                runtime_env={"env_vars": environment, **self._nsight(rank, profiling, shared=reserve_cpus)},
             )
-            self.actors.append(shell.remote(publisher))
+            self.actors.append(shell.remote(publisher, profiling, self.plan.name))
+
+    def _nsight(self, rank: int, profiling: RankProfiling, *, shared: bool) -> dict[str, Any]:
+        """`shared`: the cluster may have machines without the run directory."""
+        if profiling.tool != "nsys" or not profiling.looks_into(rank):
+            return {}
+        directory = None
+        if profiling.run_dir is not None and not shared:
+            directory = profiling.run_dir / DIRECTORY
+            directory.mkdir(parents=True, exist_ok=True)
+        return {"nsight": nsight_options(self.plan.name, rank, directory)}
 
     async def kill(self, places: Sequence[Place]) -> None:
         """Not politely: a rank that waits in a collective operation hears nothing. Waits until those on this machine
@@ -169,6 +202,19 @@ def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
             f"cluster has {num_gpus}; lower {plan.section}.num_workers to {num_gpus}, or use {plan.section}.device=cpu"
         )
     return "cuda"
+
+
+def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu", "cuda"]) -> None:
+    """Pure.
+
+    Raises:
+        ConfigError: Nsight Systems shall look into ranks on CPU.
+    """
+    if profiling.steps and profiling.tool == "nsys" and device == "cpu":
+        raise ConfigError(
+            f"profiler.tool=nsys: the {plan.name} group runs on CPU, where Nsight Systems has no GPU to look into; use "
+            f"profiler.tool=torch, or {plan.section}.device=cuda on a cluster with GPUs"
+        )
 
 
 def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:

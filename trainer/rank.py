@@ -18,12 +18,17 @@ import anyio.to_thread
 import torch
 import torch.distributed as dist
 
+from asyncrl.config.schema import Dtype
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.health.processes import OwnHealth
 from asyncrl.ports import Publication, WeightPublisher
+from asyncrl.profiling import profile
 from trainer.engine.base import EngineSpec, Layout
 from trainer.engine.dist import BACKENDS, guarded, leave
 from trainer.outcomes import Answer
 from trainer.placement import Role
+from trainer.roles import Published
+from trainer.tracing import NO_PROFILING, RankProfiling, Tracer, prepare
 from trainer.worker import TrainingWorker
 
 T = TypeVar("T")
@@ -55,20 +60,32 @@ class Rank:
     """Calls run one at a time, in the order in which they come. `status`, `stay`, `written` and `republish` go beside
     them, on the event loop: a rank that computes says so all the same.
 
+    What its calls took goes along with their answers, unless this process writes events itself.
+
     Args:
         publisher: where `publish` of rank 0 puts weights.
+        group: its name, for traces.
     """
 
-    def __init__(self, publisher: WeightPublisher | None = None) -> None:
+    def __init__(
+        self,
+        publisher: WeightPublisher | None = None,
+        profiling: RankProfiling = NO_PROFILING,
+        group: str = "actor",
+    ) -> None:
         # One thread for good: torch keeps the number of threads, the current GPU and more by thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._publisher = publisher
         self._offering = anyio.Lock()
+        self._profiling = profiling
+        self._group = group
+        self._tracer = Tracer(NO_PROFILING, group, 0)
         self._workers: dict[Role, TrainingWorker] = {}
         self._store: dist.TCPStore | None = None
         self._meeting = Meeting(0, 1, 0, "", 0)
         self._doing = ""
         self._since = time.monotonic()
+        self._health: OwnHealth | None = None
 
     async def host(self, host: str, timeout_s: float) -> Answer:
         """Rank 0: open the place to meet at `host`, an address of this machine; answers with its port.
@@ -97,24 +114,35 @@ class Rank:
             for role, spec in specs.items():
                 with guarded(f"loading {role}"):
                     self._workers[role] = TrainingWorker(spec)
-            return {role: worker.layout for role, worker in self._workers.items()}
+            layouts = {role: worker.layout for role, worker in self._workers.items()}
+            number = next((layout.rank for layout in layouts.values()), 0)
+            self._tracer = Tracer(self._profiling, self._group, number)
+            return layouts
 
+        prepare(self._profiling, may_have_gpu=any(spec.engine.device != "cpu" for spec in specs.values()))
         return await self._answer("loading", make)
 
     async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         """Call a method of the role's worker."""
         worker = self._workers[role]
-        return await self._answer(f"{role}.{method}", lambda: getattr(worker, method)(*args, **kwargs))
+        return await self._call(role, method, lambda: getattr(worker, method)(*args, **kwargs))
 
-    async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Answer:
-        """Collect the role's weights on rank 0, which offers them as `version` and answers with the `Publication`."""
-        collected = await self._answer(f"{role}.weights", self._workers[role].weights, dtype)
-        if collected.error is not None or self._workers[role].layout.rank != 0:
+    async def publish(self, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> Answer:
+        """Collect the role's weights on rank 0, which offers them as `version` and answers with what is `Published`."""
+        worker, started = self._workers[role], time.monotonic()
+        collected = await self._call(role, "weights", lambda: worker.weights(dtype), "sync.gather", version=version)
+        if collected.error is not None or worker.layout.rank != 0:
             return collected._replace(value=None)
+        gathered = time.monotonic()
         try:
-            return Answer(await self._offer(version, step, collected.value, validate), None)
+            with profile.span("sync.put", role=role, rank=0, version=version) as span:
+                publication = await self._offer(version, step, collected.value, validate)
+                span.add(bytes=publication.num_bytes)
+            published = Published(publication, gathered - started, time.monotonic() - gathered)
+            answer = Answer(published, None)
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            return Answer(None, typed(error, f"publishing version {version}"), apart=True)
+            answer = Answer(None, typed(error, f"publishing version {version}"), apart=True)
+        return answer._replace(events=[*collected.events, *profile.drain()])
 
     async def republish(self) -> Answer:
         """On rank 0: offer what it published last again, beside other calls. What is being published is waited for."""
@@ -126,6 +154,10 @@ class Rank:
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
             return Answer(None, typed(error, "publishing again"), apart=True)
 
+    async def end_trace(self, step: int) -> Answer:
+        """`step` is over; answers with what went wrong with its trace (`Tracer.end`)."""
+        return await self._answer("writing a trace", self._tracer.end, step)
+
     async def stay(self) -> None:
         """As long as this process lives: whoever waits for it hears of its death."""
         await anyio.sleep_forever()
@@ -135,12 +167,15 @@ class Rank:
         await anyio.to_thread.run_sync(self._workers[role].engine.wait_for_files, abandon_on_cancel=True)
 
     async def status(self) -> dict[str, Any]:
-        """`rank`, `pid`, `doing` (empty: nothing) and since when, `for_s`."""
+        """`rank`, `pid`, `doing` (empty: nothing) and since when, `for_s`; `health` (`ProcessHealth`)."""
+        if self._health is None:
+            self._health = OwnHealth(f"rank-{self._group}-{self._meeting.rank}")
         return {
             "rank": self._meeting.rank,
             "pid": os.getpid(),
             "doing": self._doing,
             "for_s": time.monotonic() - self._since,
+            "health": self._health.tell(),
         }
 
     async def close(self) -> Answer:
@@ -148,6 +183,7 @@ class Rank:
         failure, as of a checkpoint that nobody has waited for."""
 
         def end() -> None:
+            self._tracer.end()
             closing = [worker.close for worker in self._workers.values()]
             if self._store is not None or self._meeting.world_size > 1:
                 closing.append(leave)
@@ -171,11 +207,30 @@ class Rank:
         async with self._offering:
             return await self._publisher.publish(version, step, tensors, validate=validate)
 
+    async def _call(
+        self, role: Role, method: str, function: Callable[[], Any], event: str = "rank.call", **fields: Any
+    ) -> Answer:
+        """`function`, as an event of this rank and in its trace."""
+        what, rank = f"{role}.{method}", self._workers[role].layout.rank
+        if event == "rank.call":
+            fields["method"] = method
+
+        def run() -> Any:
+            with (
+                profile.context(role=role, rank=rank),
+                self._tracer.call(profile.place[0], what),
+                profile.span(event, sync=True, **fields),
+            ):
+                return function()
+
+        return await self._answer(what, run)
+
     async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
         try:
-            return Answer(await self._run(what, function, *args), None)
+            answer = Answer(await self._run(what, function, *args), None)
         except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            return Answer(None, typed(error, what))
+            answer = Answer(None, typed(error, what))
+        return answer._replace(events=profile.drain())
 
     async def _run(self, what: str, function: Callable[..., T], *args: Any) -> T:
         """On the thread. A call that was cancelled is waited for all the same: a model has one user at a time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tensordict import TensorDict
 
@@ -18,7 +18,17 @@ from asyncrl.records import Metrics
 from trainer.engine.base import Loss
 from trainer.placement import Role
 
-__all__ = ["Role", "RoleCalls", "RoleGroup"]
+__all__ = ["Published", "Role", "RoleCalls", "RoleGroup"]
+
+
+class Published(NamedTuple):
+    """A version that can be fetched, and what that took."""
+
+    publication: Publication
+    gather_s: float
+    """Collecting the weights on rank 0."""
+    put_s: float
+    """From there to the weight store."""
 
 
 class RoleGroup(Protocol):
@@ -55,7 +65,7 @@ class RoleGroup(Protocol):
 
     async def reset(self) -> None: ...
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         """Offer the weights as `version`, straight from rank 0 to the weight store."""
 
     async def republish(self) -> None:
@@ -80,7 +90,7 @@ class RoleCalls(ABC):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
     @abstractmethod
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication: ...
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published: ...
 
     @abstractmethod
     async def republish(self) -> None: ...

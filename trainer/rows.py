@@ -16,6 +16,9 @@ from asyncrl.staleness import stale_token_mask, staleness
 from asyncrl.types import DropReason, Media, Provenance, Row, Sample, SampleId, TokenIds, versions_per_token
 from trainer.algorithms.filtering import group_is_flat
 
+OLD = 3
+"""So many versions, and more, are one bar of the staleness histogram."""
+
 
 class UnusableRowError(DataError):
     """A row that would train on nonsense or crash in the model; its sample is DROPPED."""
@@ -64,10 +67,19 @@ class TrainSample:
     """One for each trajectory, as the Rollouter scored them: without what the Trainer adds (`trainer.experience`)."""
     staleness: int
     """Trainer version at lease minus the version of its oldest token, masked tokens included."""
+    version_span: int
+    """Newest minus oldest version that sampled any of its tokens."""
+    processing_s: float
+    """Generation and scoring, waits between them left out."""
     provenance: Provenance
     untrainable: DropReason | None
     """Why it is not trained on: `stale` if the bound masked all its tokens, `filtered` if it has none or if its group
     teaches nothing."""
+
+    @property
+    def response_tokens(self) -> int:
+        """Tools' and users' among them."""
+        return sum(len(row.response_ids) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,7 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
     check_trajectories(rows)
     rewards = tuple(trajectory[0].reward for trajectory in trajectories(rows))
     oldest = min(row.oldest_version for row in sample.rows)
+    newest = max(row.newest_version for row in sample.rows)
     untrainable = None
     if not any(row.loss_mask.any() for row in rows):
         untrainable = DropReason.STALE if was_stale else DropReason.FILTERED
@@ -113,6 +126,8 @@ def prepare(sample: Sample, *, lease_id: int, trainer_version: int, rules: RowRu
         rows=tuple(rows),
         rewards=rewards,
         staleness=staleness(trainer_version, oldest, allows_newer=rules.rewound or sample.replay is not None),
+        version_span=newest - oldest,
+        processing_s=sample.generate_s + sample.reward_s,
         provenance=sample.provenance,
         untrainable=untrainable,
     )
@@ -227,9 +242,36 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "response_tokens/max": float(lengths.max()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
+        **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(OLD)},
+        f"staleness/share_{OLD}": float((ages >= OLD).mean()),
+        **_partial(samples),
+        **_processing(samples),
         **_of_turns(of_all, lengths),
         **_extras(of_all),
         **_replayed(samples),
+    }
+
+
+def _partial(samples: Sequence[TrainSample]) -> Metrics:
+    """Of samples that went on under newer weights."""
+    spans = [sample.version_span for sample in samples if sample.version_span > 0]
+    return {
+        "partial/count": float(len(spans)),
+        "partial/ratio": len(spans) / len(samples),
+        "partial/max_span": float(max(spans, default=0)),
+    }
+
+
+def _processing(samples: Sequence[TrainSample]) -> Metrics:
+    seconds = np.array([sample.processing_s for sample in samples])
+    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]).tolist()
+    return {
+        "processing_s/mean": float(seconds.mean()),
+        "processing_s/min": float(seconds.min()),
+        "processing_s/max": float(seconds.max()),
+        "processing_s/p50": p50,
+        "processing_s/p95": p95,
+        "processing_s/p99": p99,
     }
 
 

@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 
 from asyncrl.manifest import Progress
 from asyncrl.ports import QueueSnapshot, SampleQueue
+from asyncrl.profiling import profile
 from asyncrl.waits import WaitBoard
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Saves:
 
         What goes wrong while it is written fails `tasks`, and with it the turn that is under way.
         """
-        with self._waits.waiting("checkpoint", limit_s=CALLS * self._call_limit_s):
+        limit_s = CALLS * self._call_limit_s
+        with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
             await self._written.wait()
             await self._checkpoints.begin(replace(progress), await self._queue.mark(progress.step))
         self.step, self._written = progress.step, anyio.Event()

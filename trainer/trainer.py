@@ -16,6 +16,7 @@ from asyncrl.failures import first_failure
 from asyncrl.lineage import Line
 from asyncrl.manifest import Progress
 from asyncrl.ports import PayloadStore, SampleQueue, WeightPublisher
+from asyncrl.profiling import profile
 from asyncrl.records import RecordSink
 from asyncrl.resume import Resume, run_identity
 from asyncrl.run_dir import RunDir
@@ -101,7 +102,7 @@ class Trainer:
         record = TrainedFile(run_dir.path, line.lineage)
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)
-            groups = await TrainerGroups.start(config, publisher=publisher)
+            groups = await TrainerGroups.start(config, publisher=publisher, run_dir=run_dir.path)
         trainer = cls(config, groups, files, record, waits, lineage=line.lineage, validated_step=validated_step)
         try:
             await trainer._set_losses()
@@ -192,6 +193,7 @@ class Trainer:
     async def _begin(self, *, anew: bool) -> None:
         """`anew`: at the beginning of the run, so that there is nothing to go back to."""
         progress = self.progress
+        profile.at(version=progress.version)  # of no step yet
         if not anew:
             await to_thread.run_sync(self._files.set_others_aside)
             await self._record.rewound(progress.step)
@@ -249,6 +251,7 @@ class Trainer:
             progress=self.progress,
             validated_step=self._validated_step or 0,
             waits=self._waits,
+            end_traces=self._groups.end_traces,
         )
 
 

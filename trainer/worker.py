@@ -6,6 +6,7 @@ calls block. `python`, `torchrun` and Ray ranks use it alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from asyncrl.failures import BugError, DataError
+from asyncrl.profiling import profile
 from asyncrl.records import Metrics
 from trainer.dispatch import dispatched
 from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss
@@ -88,7 +90,8 @@ class TrainingWorker:
 
     @dispatched("rows")
     def train_batch(self, batch: TensorDict) -> Metrics:
-        """One optimizer step on all rows: `loss`, the loss's own figures, `tokens`, `grad_norm`, `lr`, of all ranks."""
+        """One optimizer step on all rows: `loss`, the loss's own figures, `tokens`, `grad_norm`, `lr`, of all ranks;
+        `mfu` of this one, where it is known (`BaseEngine.utilization`)."""
         self._check(batch, [batch])
         return self._train(batch)
 
@@ -112,7 +115,8 @@ class TrainingWorker:
                 "optim_step without a forward_backward since the last step, reset or load: there is no gradient to "
                 "apply, yet momentum and weight decay would move the weights; no step was taken"
             )
-        outcome = self.engine.optim_step(loss)
+        with profile.span("rank.optimizer", sync=True):
+            outcome = self.engine.optim_step(loss)
         return {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
 
     @dispatched("rows", collect="rows")
@@ -161,7 +165,10 @@ class TrainingWorker:
         self.engine.close()
 
     def _train(self, batch: TensorDict) -> Metrics:
-        return self._accumulate(batch) | self.optim_step()
+        started = time.perf_counter()
+        metrics = self._accumulate(batch) | self.optim_step()
+        utilization = self.engine.utilization(started)
+        return metrics if utilization is None else metrics | {"mfu": utilization}
 
     def _accumulate(self, batch: TensorDict) -> Metrics:
         if self._loss is None:

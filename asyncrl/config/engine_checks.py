@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -38,7 +39,27 @@ def machine_problems(config: Config) -> Iterator[Problem]:
             "pip install 'asyncrl[liger]', or leave this key out",
         )
     gpus = visible_gpus()
+    yield from _profiler(config, gpus)
     yield from _without_gpus(config) if not gpus else _few_gpus(config, gpus)
+
+
+def _profiler(config: Config, gpus: int) -> Iterator[Problem]:
+    if config.profiler.tool != "nsys" or not config.profiler.steps or config.trainer.device == "cpu":
+        return
+    if not gpus:
+        yield Problem(
+            "profiler.tool",
+            "nsys",
+            "this machine has no visible NVIDIA GPU, and Nsight Systems looks into training processes on GPUs",
+            "set profiler.tool=torch, or run where there is one",
+        )
+    if shutil.which("nsys") is None:
+        yield Problem(
+            "profiler.tool",
+            "nsys",
+            "the command nsys is not on PATH here, and the training processes are started under it",
+            "install NVIDIA Nsight Systems (https://developer.nvidia.com/nsight-systems), or set profiler.tool=torch",
+        )
 
 
 def visible_gpus() -> int:

@@ -19,6 +19,7 @@ from asyncrl.sample_queue import LocalSampleQueue
 from asyncrl.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
 from trainer.engine.base import Loss
 from trainer.experience import Experience
+from trainer.roles import Published
 from trainer.rows import TrainSample
 from trainer.tensors import to_batch
 
@@ -75,12 +76,12 @@ class FakeGroup:
     async def reset(self) -> None:
         raise NotImplementedError
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         self.published.append((version, step, len(self.steps), validate))
         outcome = self.on_publish(version)
         if outcome is not None:
             await outcome
-        return Publication(version, step, 0, {}, validate=validate)
+        return Published(Publication(version, step, 0, {}, validate=validate), 0.25, 0.5)
 
     async def republish(self) -> None:
         raise NotImplementedError

@@ -55,6 +55,7 @@ class FuzzQueueActor(QueueActor):
         self._told = ()
         self._parked = {}
         self._broken = None
+        self._health = None
         self._number = number
         self._world = launch.world
         self._files = launch.files

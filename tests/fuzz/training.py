@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from asyncrl.manifest import Progress
-from asyncrl.ports import Publication, QueueSnapshot
+from asyncrl.ports import QueueSnapshot
 from asyncrl.records import Metrics
 from asyncrl.types import SampleId
 from tests.fuzz.files import Checkpoint
@@ -18,6 +18,7 @@ from tests.fuzz.remote import Gate
 from tests.fuzz.store import Publisher
 from tests.fuzz.world import World
 from trainer.experience import Experience
+from trainer.roles import Published
 from trainer.rows import TrainSample
 
 
@@ -69,10 +70,10 @@ class Ranks:
         self.model += dict.fromkeys(SampleId(*ids) for ids in batch["ids"].tolist())
         return {"loss": 0.0, "tokens": float(len(batch))}
 
-    async def publish(self, version: int, step: int, *, validate: bool) -> Publication:
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         await self._gate.passing()
         await self._world.pause()
-        return await self._publisher.publish(version, step, {}, validate=validate)
+        return Published(await self._publisher.publish(version, step, {}, validate=validate), 0.0, 0.0)
 
     async def republish(self) -> None:
         await self._gate.passing()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, RolloutCorrectionConfig
+from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, ProfilerConfig, RolloutCorrectionConfig
 from asyncrl.failures import ConfigError, DataError, InfraError
 from asyncrl.lineage import NO_REWINDS
 from asyncrl.payload_files import make_payloads
 from asyncrl.ports import Edition
+from asyncrl.profiling.files import event_files
 from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.records import StepRecord
 from asyncrl.resume import Resume, find_resume, resume_in_run
@@ -60,7 +63,7 @@ def ppo(config: Config) -> Config:
         kl_ctrl=KlControlConfig(type="adaptive", horizon=10),
         rollout_correction=RolloutCorrectionConfig(bypass_mode=False, rollout_is="token"),
     )
-    return config.model_copy(update={"algorithm": algorithm})
+    return config.model_copy(update={"algorithm": algorithm, "profiler": ProfilerConfig(steps=(3,))})
 
 
 class Run:
@@ -106,6 +109,31 @@ class Run:
                 record = await ref
                 self.records.append(record)
                 yield record
+
+
+def check_events(run_dir: Path) -> None:
+    """Of the four steps of two Trainers."""
+    events = [
+        (path.parent.name, path.stem, json.loads(line)["event"])
+        for path in event_files(run_dir)
+        for line in path.read_text().splitlines()
+    ]
+    steps = [f"step_{step:06d}" for step in (1, 2, 3, 4)]
+    assert [step for step, part, name in events if (part, name) == ("trainer", "step")] == steps
+    for name, number in (
+        ("trainer.update", 1),
+        ("trainer.experience", 1),
+        ("trainer.critic", 1),
+        ("sample.trained", 2),
+    ):
+        told = Counter(step for step, part, event in events if (part, event) == ("trainer", name))
+        assert told == dict.fromkeys(steps, number), name
+    for step in steps:
+        ranks = {name for place, part, name in events if (place, part) == (step, "rank-actor-0")}
+        assert {"rank.call", "sync.gather", "sync.put"} <= ranks
+    assert [path.relative_to(run_dir / "profiles").as_posix() for path in run_dir.glob("profiles/*/*")] == [
+        "step_000003/rank-actor-0.json.gz"
+    ]
 
 
 def fetch(store: Any, edition: Edition) -> list[Any]:
@@ -154,6 +182,7 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
             describe(name)
         assert {"actor/loss", "actor/grad_norm", "critic/loss", "critic/lr", "reward/kl"} <= record.metrics.keys()
         assert record.metrics["correction/mismatch_kl"] > 0
+    check_events(tmp_path / "run")
     coefficients = [record.metrics["reward/kl_coef"] for record in records]
     assert coefficients[0] == 0.001
     assert len(set(coefficients)) == 4  # it went on from where it was

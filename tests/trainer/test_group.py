@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -22,10 +24,12 @@ from ray.util.placement_group import placement_group_table
 import trainer.group
 from asyncrl.config.schema import Config
 from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
+from asyncrl.profiling import profile
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
 from tests.fakes.losses import GoesWrong, Likelihood, NotFinite, TakesTime
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
+from tests.trainer.conftest import Recorded
 from trainer import outcomes
 from trainer.group import WorkerGroup
 from trainer.groups import TrainerGroups
@@ -85,6 +89,7 @@ def config(model: Path) -> Config:
     return configure(
         model, trainer={"strategy": "fsdp2"}, algorithm={"use_kl_loss": True, "adv_estimator": "gae"},
         ref={"strategy": "ddp"}, rollout={"dtype": "bfloat16"},
+        profiler={"level": "full", "steps": [70], "ranks": [1]},
     )  # fmt: skip
 
 
@@ -93,10 +98,16 @@ def store() -> Any:
     return start_store("group-test", max_restarts=1)
 
 
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def groups(config: Config, store: Any) -> AsyncIterator[TrainerGroups]:
+async def groups(config: Config, store: Any, run_dir: Path) -> AsyncIterator[TrainerGroups]:
     """Actor, reference and critic in the same two ranks."""
-    groups = await TrainerGroups.start(config, publisher=ObjectStorePublisher(store, call_s=10))
+    publisher = ObjectStorePublisher(store, call_s=10)
+    groups = await TrainerGroups.start(config, publisher=publisher, run_dir=run_dir)
     yield groups
     await groups.close()
 
@@ -180,7 +191,8 @@ async def test_failures_that_all_ranks_share_leave_the_group_as_it_was(actor: An
 
 async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> None:
     await actor.train_batch(BATCH)
-    published = await actor.publish(1, 1, validate=True)
+    published, gather_s, put_s = await actor.publish(1, 1, validate=True)
+    assert gather_s > 0 < put_s
     assert await ObjectStoreFeed(store, call_s=10).latest() == published
     assert (published.version, published.step, published.validate) == (1, 1, True)
     offered = store.tensors.remote(published.edition)
@@ -195,6 +207,56 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     os.kill((await store.status.remote()).pid, signal.SIGKILL)
     await actor.republish()
     assert (await store.status.remote()).newest == published.edition, "a store that has forgotten is told again"
+
+
+async def test_events_of_ranks_come_home_and_are_those_of_one_process(
+    groups: TrainerGroups, actor: Any, config: Config, recorded: Recorded
+) -> None:
+    async with inline(plan_groups(config)[0].roles[0]) as alone:
+        await alone.set_loss_fn(Likelihood())
+        await alone.plan(10)
+        for role in (alone, actor):
+            profile.at(step=5, version=3)
+            await role.train_batch(BATCH)
+            await role.infer_batch(BATCH)
+            profile.at(step=6, version=4)
+            with pytest.raises(DataError, match="lacks loss_mask"):
+                await role.train_batch(BATCH.exclude("loss_mask"))
+    found: dict[str, list[Any]] = {}
+    for event in recorded.all():
+        if "step" in event:
+            said = event["event"], event.get("method"), event["step"], event["version"], event["role"]
+            found.setdefault(event["part"], []).append((*said, event.get("error")))
+            assert event["rank"] == (0 if event["part"] == "trainer" else int(event["part"][-1]))
+    assert found.keys() == {"trainer", "rank-actor-0", "rank-actor-1"}
+    ours = found.pop("trainer")
+    assert len(ours) == 7
+    for theirs in found.values():
+        assert sorted(theirs, key=str) == sorted(ours, key=str)
+    await groups.status()  # which carries none
+    assert profile.status()["dropped"] == 0
+
+
+def traces(run_dir: Path) -> dict[str, set[str]]:
+    """Every file there, and the names in it."""
+    found = {}
+    for path in run_dir.rglob("*.*"):
+        with gzip.open(path, "rt") as stream:
+            names = {event["name"] for event in json.load(stream)["traceEvents"]}
+        found[path.relative_to(run_dir).as_posix()] = names
+    return found
+
+
+async def test_ranks_write_traces_of_a_chosen_step(
+    groups: TrainerGroups, actor: Any, run_dir: Path, recorded: Recorded
+) -> None:
+    for step in (69, 70, 71):
+        profile.at(step=step)
+        await actor.infer_batch(BATCH)
+        await groups.end_traces(step)
+    [(path, names)] = traces(run_dir).items()
+    assert path == "profiles/step_000070/rank-actor-1.json.gz"
+    assert {"actor.infer_batch", "aten::mm"} <= names
 
 
 async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups, actor: Any) -> None:
@@ -227,6 +289,7 @@ async def test_ranks_say_what_they_do_while_they_do_it(groups: TrainerGroups, ac
             ranks = (await groups.status())["actor"]
             assert [rank["rank"] for rank in ranks] == [0, 1]
             assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].places}
+            assert all(rank["health"].rss_bytes > 1 << 20 and rank["health"].lag_s is not None for rank in ranks)
             if any(rank["doing"] == "actor.train_mini_batch" for rank in ranks):
                 break
 

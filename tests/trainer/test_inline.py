@@ -86,7 +86,7 @@ async def test_it_learns(group: InlineGroup) -> None:
 async def test_published_weights_are_the_trained_ones(group: InlineGroup, publisher: Publisher) -> None:
     await group.publish(1, 0, validate=False)
     await group.train_batch(BATCH)
-    publication = await group.publish(2, 1, validate=True)
+    publication = (await group.publish(2, 1, validate=True)).publication
     assert (publication.version, publication.step, publication.validate) == (2, 1, True)
     first, second = publisher.published[1], publisher.published[2]
     assert first.keys() == second.keys()

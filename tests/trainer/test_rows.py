@@ -170,7 +170,7 @@ def test_figures_of_a_step_with_turns() -> None:
         "staleness/mean": 3.0,
         "staleness/max": 3.0,
     }
-    assert found == pytest.approx(expected)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
     for name in found:
         describe(name)
 
@@ -188,5 +188,52 @@ def test_figures_of_a_step() -> None:
             "response_tokens/max": 10.0,
             "staleness/mean": 2.0,
             "staleness/max": 3.0,
+            "staleness/share_0": 0.0,
+            "staleness/share_1": 0.5,
+            "staleness/share_2": 0.0,
+            "staleness/share_3": 0.5,
+            "partial/count": 0.0,
+            "partial/ratio": 0.0,
+            "partial/max_span": 0.0,
+            "processing_s/mean": 0.0,
+            "processing_s/min": 0.0,
+            "processing_s/max": 0.0,
+            "processing_s/p50": 0.0,
+            "processing_s/p95": 0.0,
+            "processing_s/p99": 0.0,
         }
     )
+
+
+def test_how_stale_how_mixed_and_how_slow_a_steps_samples_were() -> None:
+    """Trainer version 3; of one sample the second trajectory went on from version 0 to version 2."""
+    whole = make_sample(SampleId(0, 1), spans=[Span(0, 3)])
+    mixed = make_sample(SampleId(0, 2), spans=[Span(0, 2)])
+    first, second = mixed.rows
+    mixed = replace(mixed, rows=(first, replace(second, spans=(Span(0, 0), Span(2, 2)))))
+    old = make_sample(SampleId(0, 3), spans=[Span(0, 1), Span(1, 2)])
+    made = [
+        prepared(replace(sample, generate_s=generate_s, reward_s=reward_s))
+        for sample, generate_s, reward_s in [(whole, 1.0, 0.5), (mixed, 3.0, 0.5), (old, 2.0, 1.0), (whole, 8.5, 1.0)]
+    ]
+    assert [sample.version_span for sample in made] == [0, 2, 1, 0]
+    found = sample_metrics(made)
+    expected = {
+        "staleness/share_0": 0.5,
+        "staleness/share_1": 0.0,
+        "staleness/share_2": 0.25,
+        "staleness/share_3": 0.25,
+        "partial/count": 2.0,
+        "partial/ratio": 0.5,
+        "partial/max_span": 2.0,
+        "processing_s/mean": 4.375,
+        "processing_s/min": 1.5,
+        "processing_s/max": 9.5,
+        "processing_s/p50": 3.25,
+        "processing_s/p95": np.percentile([1.5, 3.5, 3.0, 9.5], 95),
+        "processing_s/p99": np.percentile([1.5, 3.5, 3.0, 9.5], 99),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert {name for name in found if name.startswith("staleness/share")} == set(list(expected)[:4])
+    for name in found:
+        describe(name)

@@ -161,6 +161,11 @@ class BaseEngine(ABC):
             DivergenceError: `loss` or the gradient is not finite; weights and optimizer are as they were.
         """
 
+    def utilization(self, since: float) -> float | None:
+        """Right after a step: what its `forward_backward` calls were of this rank's device at its peak, if they and the
+        step took from `since` (`time.perf_counter`) until now. None: not known."""
+        return None
+
     @abstractmethod
     def zero_grad(self) -> None:
         """Forget the accumulated gradient."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -10,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from asyncrl.failures import DataError
+from asyncrl.profiling import profile
 from trainer.batching import split
 from trainer.engine import dist, offload
 from trainer.engine.base import EngineSpec, Loss, ModelType
@@ -52,6 +55,17 @@ class MicroBatches:
         self._scorer, self._spec, self._device = scorer, spec, device
         self._dtype, self._vocab_size, self._gradient_scale = dtype, vocab_size, gradient_scale
         self._copied_weights = copied_weights
+        self._forward_s = self._backward_s = 0.0
+        """Of the passes inside `timed`."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What the passes inside have taken, added up, is told as one event for each kind."""
+        began, self._forward_s, self._backward_s = time.time(), 0.0, 0.0
+        yield
+        profile.record("rank.forward", began, self._forward_s)
+        if self._backward_s > 0:
+            profile.record("rank.backward", began + self._forward_s, self._backward_s)
 
     def totals(self, batch: TensorDict, *, counts: bool) -> tuple[float, float]:
         """Trained tokens, and trajectories with a trained token, of all ranks. Refuses what no rank should begin with.
@@ -97,10 +111,14 @@ class MicroBatches:
         tokens = select_tokens(batch, micro, weights * real, device=self._device, dtype=self._dtype)
         if not real:  # what stands in untrained tokens may be anything; 0 · inf would be NaN
             tokens = tokens._replace(fields={key: torch.zeros_like(field) for key, field in tokens.fields.items()})
+        began = _now()
         with self._activations():
             parts = loss(self._scorer(micro, entropy_gradient=loss.entropy_gradient), tokens)
+        passed = _now()
+        self._forward_s += passed - began
         if torch.is_grad_enabled():
             (parts.loss * self._gradient_scale).backward()
+            self._backward_s += _now() - passed
         figures.add(parts, real=real)
 
     def empty_results(self, batch: TensorDict) -> TensorDict:
@@ -114,7 +132,9 @@ class MicroBatches:
         width = batch["loss_mask"].shape[1]
         mask = torch.arange(width) < batch["response_lens"][:, None]
         micro = self._scorer.lay_out(batch, rows or [0], mask)
+        began = _now()
         scores = self._scorer(micro)
+        self._forward_s += _now() - began
         if not rows:
             return
         if self._spec.model_type == "reward_model":
@@ -127,3 +147,11 @@ class MicroBatches:
     def _activations(self) -> AbstractContextManager[None]:
         offloads = self._spec.engine.activation_offload and self._device.type != "cpu"
         return offload.activations_on_cpu(self._copied_weights) if offloads else nullcontext()
+
+
+def _now() -> float:
+    """Seconds. If the run asks for it the GPU has done by then what it was given, so that differences say what took the
+    time."""
+    if profile.records("rank.forward"):
+        profile.synchronize()
+    return time.perf_counter()

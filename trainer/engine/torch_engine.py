@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from trainer.engine import dist, export, lora, offload, state
 from trainer.engine.attention import enable_packing
 from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
 from trainer.engine.figures import Figures
+from trainer.engine.flops import ModelShape, Utilization, peak_flops
 from trainer.engine.media import Eyes
 from trainer.engine.micro_batches import MicroBatches
 from trainer.engine.models import head_of, keep_float32, load_model, speed_up
@@ -35,6 +37,7 @@ from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared
 from trainer.engine.packing import token_weights
 from trainer.engine.scorer import Scorer
 from trainer.engine.ulysses import make_mesh
+from trainer.tensors import input_lengths
 
 
 class Live(NamedTuple):
@@ -67,6 +70,8 @@ class TorchEngine(BaseEngine, abstract=True):
         self._total_steps: int | None = None
         self._pending: state.PendingSave | None = None
         self._live: Live | None = None
+        self._accumulated = False
+        self._meter: Utilization | None = None
         try:
             size = spec.engine.ulysses_sequence_parallel_size
             self._mesh = make_mesh(self.layout.world_size, size, self.device)
@@ -124,7 +129,9 @@ class TorchEngine(BaseEngine, abstract=True):
         self.optimizer  # noqa: B018 - a forward-only engine refuses
         self.to(self.device.type, optimizer=False)
         passes, counts = self._parts.passes, self.layout.reports
-        with dist.guarded("forward_backward"), self._settled():
+        if not self._accumulated and self._meter is not None:
+            self._meter.reset()
+        with dist.guarded("forward_backward"), self._settled(), passes.timed():
             totals = passes.totals(batch, counts=counts)
             if totals[0] == 0:
                 raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step taken")
@@ -139,6 +146,8 @@ class TorchEngine(BaseEngine, abstract=True):
             with torch.no_grad():
                 for rows in passes.cut(batch, trained & ~learns):
                     passes.train(batch, rows, weights, loss, figures)
+            self._count(batch, learns, backward=True)
+            self._count(batch, trained & ~learns, backward=False)
             summed = figures.over_ranks(dist.all_sum, num_tokens=totals[0], counts=counts)
         self._accumulated = True
         return summed | {"tokens": totals[0]}
@@ -165,6 +174,12 @@ class TorchEngine(BaseEngine, abstract=True):
         self._step += 1
         return StepOutcome(self._step, norm, rate)
 
+    def utilization(self, since: float) -> float | None:
+        if self._meter is None:
+            return None
+        torch.cuda.synchronize(self.device)  # the optimizer may still be at it
+        return self._meter.of(time.perf_counter() - since)
+
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulated = False
@@ -174,7 +189,7 @@ class TorchEngine(BaseEngine, abstract=True):
         results = passes.empty_results(batch)
         self.to(self.device.type, optimizer=False, grad=False)
         try:
-            with dist.guarded("infer"), self._settled(), torch.no_grad():
+            with dist.guarded("infer"), self._settled(), torch.no_grad(), passes.timed():
                 passes.totals(batch, counts=self.layout.reports)
                 for rows in passes.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
                     passes.infer(batch, rows, results)
@@ -278,6 +293,7 @@ class TorchEngine(BaseEngine, abstract=True):
             hf.requires_grad_(False)
         else:
             lora.add_lora(hf, spec.model)
+        self._meter = _meter(hf, spec, self.device)
         packed = spec.engine.use_remove_padding and enable_packing(hf)
         speed_up(hf, spec.engine, self.device)
         if (head := self._float32_head(hf)) is not None:
@@ -332,6 +348,11 @@ class TorchEngine(BaseEngine, abstract=True):
             return None
         return head_of(model)
 
+    def _count(self, batch: TensorDict, chosen: Tensor, *, backward: bool) -> None:
+        if self._meter is not None:
+            lengths = input_lengths(batch)
+            self._meter.add([lengths[row] for row in chosen.nonzero().flatten().tolist()], backward=backward)
+
     def _put(self, places: Mapping[str, torch.device]) -> None:
         for part, target in places.items():
             if self._places[part] == target:
@@ -384,6 +405,16 @@ class TorchEngine(BaseEngine, abstract=True):
             f"of step {self._step}; start again, from a checkpoint if there is one, with a smaller trainer.optim.lr "
             f"(now {self._optim.lr:g}) or clip_grad (now {self._optim.clip_grad:g})"
         )
+
+
+def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Utilization | None:
+    """None where the device's peak or the work is not known, or nothing is trained."""
+    if device.type != "cuda" or spec.engine.dtype != "bfloat16" or spec.float64 or spec.optim is None:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    if peak is None or getattr(model.config, "vision_config", None) is not None:
+        return None
+    return Utilization(ModelShape.of_model(model), peak, sharing=spec.engine.ulysses_sequence_parallel_size)
 
 
 def _check(spec: EngineSpec, device: torch.device) -> None:

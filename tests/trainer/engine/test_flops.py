@@ -1,0 +1,157 @@
+"""Model FLOPs utilization: the arithmetic, against numbers that were counted by hand, and the table of peaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.fakes.losses import Likelihood
+from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import SHAPE, VOCAB, make_config, write_model
+from trainer.engine import torch_engine
+from trainer.engine.flops import ModelShape, Utilization, peak_flops
+from trainer.placement import plan_groups
+from trainer.worker import TrainingWorker, engine_spec
+
+CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, hidden_size=32, head_dim=None)
+
+
+def test_six_flops_for_each_parameter_and_token() -> None:
+    shape = ModelShape(parameters=1e9, trained=1e9, attention_width=0)
+    assert shape.flops([1000], backward=True) == 6e12
+    assert shape.flops([400, 600], backward=True) == 6e12
+    assert shape.flops([1000], backward=False) == 2e12
+
+
+def test_attention_grows_with_the_square_of_a_sequence() -> None:
+    """Two products of T x T x head size for each head and layer, half of each under a causal mask; twice that back."""
+    shape = ModelShape(parameters=0, trained=0, attention_width=3 * 4 * 8)
+    forward = 3 * 4 * (2 * 2 * 100 * 100 * 8) / 2
+    assert shape.flops([100], backward=False) == forward
+    assert shape.flops([100], backward=True) == 3 * forward
+    assert shape.flops([50, 50], backward=True) == 1.5 * forward
+
+
+def test_frozen_weights_take_no_gradient_of_their_own() -> None:
+    shape = ModelShape.of(CONFIG, [("base", 1000, False), ("lora_a", 10, True)])
+    assert shape == (1010, 10, 3 * 32)
+    assert shape._replace(attention_width=0).flops([1], backward=True) == 4 * 1010 + 2 * 10
+
+
+def test_a_token_goes_to_a_few_experts_only() -> None:
+    config = SimpleNamespace(**vars(CONFIG), num_experts=8, num_experts_per_tok=2)
+    shape = ModelShape.of(config, [("layers.0.mlp.experts.gate_up_proj", 800, True), ("layers.0.mlp.gate.w", 16, True)])
+    assert shape.parameters == shape.trained == 800 / 4 + 16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_that_is_only_looked_up_multiplies_nothing(tied: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+    shape = ModelShape.of_model(model)
+    table = VOCAB * 16
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.parameters == total - (0 if tied else table)
+    assert shape.attention_width == 2 * 16
+
+
+def test_a_mixture_of_experts_of_transformers() -> None:
+    settings: dict[str, Any] = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=True))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = 2 * 4 * 3 * 16 * 32
+    assert ModelShape.of_model(model).parameters == total - experts * 3 / 4
+
+
+def test_what_torch_counts_in_a_real_model(tmp_path: Path) -> None:
+    """torch counts products of matrices, and of attention the whole square; norms are not products."""
+    model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path), attn_implementation="eager").train(False)
+    ids = torch.arange(20)[None] % VOCAB
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    shape = ModelShape.of_model(model)
+    norms = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
+    counted = shape._replace(parameters=shape.parameters - norms, trained=shape.trained - norms)
+    expected = counted.flops([20], backward=True) + 6 * shape.attention_width * 20 * 20  # the other half of the square
+    # The first layer's input, embeddings, needs a gradient as well: all products have both.
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4), ("NVIDIA H200 NVL", 835.5), ("NVIDIA GH200 480GB", 989.4), ("NVIDIA H20", 148.0),
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A100 80GB PCIe", 312.0), ("NVIDIA A40", 149.7),
+        ("NVIDIA L40S", 362.0), ("NVIDIA L40", 181.0), ("NVIDIA L4", 121.0), ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0), ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)  # fmt: skip
+def test_peaks(name: str, tflops: float) -> None:
+    assert peak_flops(name) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize("name", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD MI300X", ""])
+def test_a_device_that_is_not_known_has_no_peak(name: str) -> None:
+    assert peak_flops(name) is None
+
+
+def test_utilization() -> None:
+    used = Utilization(ModelShape(1e9, 1e9, 0), 100e12, sharing=2)
+    used.add([500, 500], backward=True)
+    used.add([1000], backward=False)
+    assert used.of(0.1) == pytest.approx((6e12 + 2e12) / 2 / (0.1 * 100e12))
+    used.reset()
+    assert used.of(0.1) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ engines
+
+
+def test_on_cpu_there_is_none(tmp_path: Path) -> None:
+    worker = _worker(tmp_path)
+    assert "mfu" not in worker.train_batch(BATCH)
+    worker.close()
+
+
+def test_rows_count_by_the_passes_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose peak is known."""
+    shapes: list[ModelShape] = []
+
+    def known(model: Any, *args: Any) -> Utilization:
+        shapes.append(ModelShape.of_model(model))
+        return Utilization(shapes[0], 1e12)
+
+    monkeypatch.setattr(torch_engine, "_meter", known)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda *args: None)
+    monkeypatch.setattr("trainer.worker.time", SimpleNamespace(perf_counter=lambda: 5.0))
+    monkeypatch.setattr("trainer.engine.torch_engine.time", SimpleNamespace(perf_counter=lambda: 7.0))
+    worker = _worker(tmp_path)
+    batch = BATCH.clone()
+    batch["loss_mask"][0] = False
+    for _ in range(2):  # the second step begins anew
+        metrics = worker.train_batch(batch)
+        lengths = [prompt + response - 1 for prompt, response in zip(*LENGTHS, strict=True)][1:]
+        assert metrics["mfu"] == pytest.approx(shapes[0].flops(lengths, backward=True) / (2.0 * 1e12))
+    worker.close()
+
+
+LENGTHS = [3, 5, 1, 4, 2], [4, 2, 6, 1, 5]
+BATCH = make_batch(*LENGTHS, vocab=VOCAB)
+
+
+def _worker(directory: Path) -> TrainingWorker:
+    config = make_config(write_model(directory), trainer={"strategy": "local"})
+    spec = engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+    worker = TrainingWorker(spec)
+    worker.plan(10)
+    worker.set_loss_fn(Likelihood())
+    return worker

@@ -1,0 +1,313 @@
+"""Events of the Trainer: all are there, once, at their step, and one inside the other as they happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from asyncrl.failures import DataError, DivergenceError
+from asyncrl.manifest import Progress
+from asyncrl.profiling import Setup, profile
+from asyncrl.profiling.events import EVENTS, FIELDS, SECTIONS
+from asyncrl.telemetry.registry import describe
+from asyncrl.types import Sample, SampleId, Span
+from tests.fakes.losses import Likelihood
+from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import VOCAB, make_config, write_model
+from tests.fakes.trainer_parts import feed, make_sample
+from tests.fakes.trainer_rig import RULES, Rig
+from tests.trainer.conftest import Recorded
+from tests.trainer.test_inline import Publisher
+from trainer.engine.base import EngineSpec
+from trainer.inline import InlineGroup
+from trainer.placement import plan_groups
+from trainer.tracing import RankProfiling, prepare
+from trainer.worker import engine_spec
+
+BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
+CLOCKS_S = 2e-3
+"""What an event that was timed by the wall clock may be off."""
+
+
+def inside(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
+    begins = inner["timestamp"] >= outer["timestamp"] - CLOCKS_S
+    return begins and inner["timestamp"] + inner["duration_s"] <= outer["timestamp"] + outer["duration_s"] + CLOCKS_S
+
+
+def check_fields(events: list[dict[str, Any]]) -> None:
+    """Nothing that docs/events.md does not list."""
+    common = {"timestamp", "event", "duration_s", "error", "part", "file_step", *FIELDS}
+    for event in events:
+        assert event.keys() <= common | EVENTS[event["event"]].extras.keys(), event
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+async def test_a_run_in_events(recorded: Recorded) -> None:
+    """Two leases of two steps each, a version for each lease, a critic, a checkpoint at the end."""
+    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True)
+    await feed(rig.queue, 8)
+    records = await rig.run()
+    events = recorded.all()
+    check_fields(events)
+    assert {event["part"] for event in events} == {"trainer"}
+    assert all(event["file_step"] == event["step"] for event in events)
+    assert Counter((event["event"], event["step"]) for event in events) == {
+        **{(name, step): 1 for name in ("step", "trainer.update", "trainer.commit") for step in (1, 2, 3, 4)},
+        **{(name, step): 1 for name in ("trainer.wait_samples", "trainer.fetch") for step in (1, 3)},
+        **{(name, step): 1 for name in ("trainer.experience", "trainer.critic") for step in (1, 3)},
+        **{("trainer.publish", step): 1 for step in (2, 4)},
+        **{("sample.leased", step): 4 for step in (1, 3)},
+        **{("sample.trained", step): 2 for step in (1, 2, 3, 4)},
+        ("trainer.checkpoint", 4): 1,
+    }
+    steps = {event["step"]: event for event in recorded.all("step")}
+    assert {step: (event["version"], event["samples"]) for step, event in steps.items()} == {
+        1: (0, 2), 2: (0, 2), 3: (1, 2), 4: (1, 2),
+    }  # fmt: skip
+    for record in records:
+        told = steps[record.step]
+        assert told["reward"] == record.metrics["reward/mean"]
+        assert told["tokens"] == record.metrics["tokens/trained"]
+        assert told["lineage"] == 0
+    assert [event["version"] for event in recorded.all("trainer.publish")] == [1, 2]
+    for event in events:
+        if event["event"] != "trainer.checkpoint":
+            assert inside(event, steps[event["step"]]), event
+    for step in range(1, 5):
+        assert inside(recorded.one("trainer.commit", step=step), recorded.one("trainer.update", step=step))
+    for step in (1, 3):
+        assert inside(recorded.one("trainer.fetch", step=step), recorded.one("trainer.wait_samples", step=step))
+    # One step begins where the one before has ended.
+    ends = [event["timestamp"] + event["duration_s"] for event in steps.values()]
+    assert all(end <= steps[step]["timestamp"] + CLOCKS_S for step, end in enumerate(ends[:-1], start=2))
+
+
+async def test_every_sample_is_told_of_once_with_what_it_was(recorded: Recorded) -> None:
+    rig = Rig(Progress(step=2, version=2, published_step=2, trained_samples=4), total_steps=3)
+
+    def make(sample_id: SampleId) -> Sample:
+        return make_sample(sample_id, (1.0, 0.0, 0.5), spans=[Span(0, 0), Span(2, sample_id.index % 2)], length=6)
+
+    sample_ids = await feed(rig.queue, 2, make)
+    await rig.run()
+    leased, trained = recorded.all("sample.leased"), recorded.all("sample.trained")
+    assert [event["sample"] for event in leased] == [str(sample_id) for sample_id in sample_ids]
+    assert [(event["staleness"], event["version"], event["step"]) for event in leased] == [(2, 2, 3)] * 2
+    for sample_id, event in zip(sample_ids, trained, strict=True):
+        assert event["sample"] == str(sample_id)
+        told = event["staleness"], event["versions"], event["reward"], event["tokens"]
+        assert told == (2, sample_id.index % 2, 0.5, 18)
+    assert {event["duration_s"] for event in leased + trained} == {0.0}
+
+
+async def test_samples_of_later_passes_are_trained_once(recorded: Recorded) -> None:
+    rig = Rig(total_steps=4, ppo_epochs=2)
+    await feed(rig.queue, 4)
+    await rig.run()
+    assert Counter(event["sample"] for event in recorded.all("sample.trained")) == {
+        f"sample_0_{index}": 1 for index in range(1, 5)
+    }
+    assert [event["samples"] for event in recorded.all("step")] == [2, 0, 2, 0]
+    assert [event["samples"] for event in recorded.all("trainer.commit")] == [2, 0, 2, 0]
+
+
+async def test_what_the_trainer_drops_it_tells_with_the_reason(recorded: Recorded) -> None:
+    rig = Rig(total_steps=1, rules=replace(RULES, filter_groups=True), total_samples=4)
+    rewards = {1: (1.0, 1.0)}
+
+    def reject(batch: Any) -> None:
+        batch["loss_mask"][batch["groups"] == 0] = False
+
+    rig.experience.change = reject
+    await feed(rig.queue, 3, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
+    await rig.run()
+    dropped = recorded.all("sample.dropped")
+    check_fields(dropped)
+    assert [(event["sample"], event["reason"], event["tokens"]) for event in dropped] == [
+        ("sample_0_1", "filtered", 8), ("sample_0_2", "filtered", 8),
+    ]  # fmt: skip
+    assert [event["sample"] for event in recorded.all("sample.leased")] == ["sample_0_1", "sample_0_2", "sample_0_3"]
+    assert [event["sample"] for event in recorded.all("sample.trained")] == ["sample_0_3"]
+
+
+async def test_a_step_waits_for_its_samples_inside_of_it(recorded: Recorded) -> None:
+    rig = Rig(total_steps=1, call_s=1000.0)
+    waiting = anyio.Event()
+    lease = rig.queue.lease
+
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        waiting.set()
+        return await lease(*args, **kwargs)
+
+    rig.queue.lease = late  # type: ignore[method-assign]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(rig.run)
+        await waiting.wait()
+        await feed(rig.queue, 2)
+    step, waited = recorded.one("step"), recorded.one("trainer.wait_samples")
+    assert inside(waited, step)
+    assert waited["samples"] == 2
+    assert waited["timestamp"] - step["timestamp"] < 1.0
+
+
+async def test_a_step_that_fails_is_none_and_says_why(recorded: Recorded) -> None:
+    rig = Rig()
+
+    def diverge(step: int) -> None:
+        raise DivergenceError("loss NaN")
+
+    rig.actor.on_step = diverge
+    await feed(rig.queue, 2)
+    with pytest.raises(DivergenceError):
+        await rig.run()
+    assert recorded.one("trainer.update")["error"] == "DivergenceError"
+    assert recorded.all("step", "sample.trained", "trainer.publish") == []
+
+
+async def test_a_run_without_events_is_the_same_run(tmp_path: Path) -> None:
+    profile.configure("trainer", Setup("off", tmp_path / "events"))
+    rig = Rig()
+    await feed(rig.queue, 8)
+    records = await rig.run()
+    assert len(records) == 4
+    assert profile.status() == {"events": 0, "dropped": 0}
+    assert not (tmp_path / "events").exists()
+    profile.configure("", Setup())
+
+
+async def test_a_record_tells_what_commit_and_publication_took() -> None:
+    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4)
+    put = rig.trained.put
+
+    async def slow(*args: Any) -> None:
+        rig.clock.now_s += 2.0
+        await put(*args)
+
+    rig.trained.put = slow  # type: ignore[method-assign]
+    await feed(rig.queue, 4)
+    first, second = await rig.run()
+    assert first.metrics["timing/commit_s"] == second.metrics["timing/commit_s"] == 2.0
+    assert first.metrics["timing/update_s"] == 2.0
+    assert first.metrics["timing/publish_s"] == 0.0
+    assert "timing/gather_s" not in first.metrics
+    # as the fake says
+    assert (second.metrics["timing/gather_s"], second.metrics["timing/put_s"]) == (0.25, 0.5)
+    for name in second.metrics:
+        describe(name)
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
+    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+
+
+async def run_some_calls(spec: EngineSpec, **options: Any) -> None:
+    group = await InlineGroup.start(spec, publisher=Publisher(), **options)
+    await group.plan(10)
+    await group.set_loss_fn(Likelihood())
+    profile.at(step=1, version=0)
+    await group.infer_batch(BATCH)
+    await group.train_batch(BATCH)
+    await group.publish(1, 1, validate=False)
+    profile.at(step=2, version=1)
+    await group.forward_backward(BATCH)
+    await group.optim_step()
+    await group.close()
+
+
+async def test_calls_to_a_rank_and_what_is_inside_of_them(recorded: Recorded, spec: EngineSpec) -> None:
+    await run_some_calls(spec)
+    events = recorded.all()
+    check_fields(events)
+    assert {event["part"] for event in events} == {"trainer"}, "an inline rank is at home"
+    assert all((event["role"], event["rank"]) == ("actor", 0) for event in events)
+    calls = [(event.get("step"), event["method"]) for event in recorded.all("rank.call")]
+    assert calls == [
+        (None, "plan"), (None, "set_loss_fn"), (1, "infer_batch"), (1, "train_batch"),
+        (2, "forward_backward"), (2, "optim_step"),
+    ]  # fmt: skip
+    parts: dict[str, list[str]] = {}
+    inner: list[dict[str, Any]] = []
+    for event in recorded.written():  # a call ends after what is inside of it
+        if event["event"] in ("rank.forward", "rank.backward", "rank.optimizer"):
+            inner.append(event)
+        elif event["event"] == "rank.call":
+            parts[event["method"]] = [part["event"] for part in inner]
+            assert all(part["duration_s"] > 0 and inside(part, event) for part in inner)
+            assert sum(part["duration_s"] for part in inner) <= event["duration_s"] + CLOCKS_S
+            inner = []
+    assert parts == {
+        "plan": [],
+        "set_loss_fn": [],
+        "infer_batch": ["rank.forward"],
+        "train_batch": ["rank.forward", "rank.backward", "rank.optimizer"],
+        "forward_backward": ["rank.forward", "rank.backward"],
+        "optim_step": ["rank.optimizer"],
+    }
+    gathered, put = recorded.one("sync.gather"), recorded.one("sync.put")
+    assert (gathered["version"], put["version"], put["step"], put["bytes"]) == (1, 1, 1, 0)
+    assert gathered["timestamp"] + gathered["duration_s"] <= put["timestamp"] + CLOCKS_S
+
+
+async def test_ranks_elsewhere_record_the_same_and_send_it(spec: EngineSpec, recorded: Recorded) -> None:
+    """As a rank in a process of its own does: nothing is written there, and all of it comes with the answers."""
+    await run_some_calls(spec)
+    at_home = [event["event"] for event in recorded.all()]
+    profile.configure("rank", Setup("full", None))
+    rank = (await InlineGroup.start(spec, publisher=Publisher()))._rank
+    sent: list[str] = []
+    for method, args in (("plan", [10]), ("set_loss_fn", [Likelihood()]), ("infer_batch", [BATCH])):
+        sent += [event["event"] for event in (await rank.call("actor", method, args, {})).events]
+    sent += [event["event"] for event in (await rank.call("actor", "train_batch", [BATCH], {})).events]
+    sent += [event["event"] for event in (await rank.publish("actor", "float32", 1, 1, False)).events]
+    for method, args in (("forward_backward", [BATCH]), ("optim_step", [])):
+        sent += [event["event"] for event in (await rank.call("actor", method, args, {})).events]
+    failed = await rank.call("actor", "train_batch", [BATCH.exclude("loss_mask")], {})
+    await rank.close()
+    assert Counter(sent) == Counter(at_home)
+    assert isinstance(failed.error, DataError)
+    [event] = failed.events
+    assert (event["event"], event["error"]) == ("rank.call", "DataError")
+
+
+async def test_every_event_of_trainer_and_ranks_is_recorded_somewhere(recorded: Recorded, spec: EngineSpec) -> None:
+    rig = Rig(total_steps=1, with_critic=True)
+    await feed(rig.queue, 2)
+    await rig.run()
+    await run_some_calls(spec)
+    expected = {info.name for title in ("Trainer", "Ranks") for info in SECTIONS[title]}
+    assert {event["event"] for event in recorded.all()} == expected
+
+
+async def test_the_gpu_is_waited_for_only_where_it_is_asked_for(
+    spec: EngineSpec, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[None] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda *args: waits.append(None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    prepare(RankProfiling(), may_have_gpu=True)
+    await run_some_calls(spec, profiling=RankProfiling(synchronize=True))  # on CPU
+    assert waits == []
+    before = len(recorded.all("rank.call", "rank.optimizer", "sync.gather"))
+    prepare(RankProfiling(synchronize=True), may_have_gpu=True)
+    await run_some_calls(spec)
+    # Both ends of each span, and three times for each micro-batch that is trained
+    assert len(waits) >= 2 * before + 6
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    await run_some_calls(spec)

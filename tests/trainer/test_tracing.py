@@ -1,0 +1,278 @@
+"""Traces of chosen steps and ranks: real ones of torch.profiler, and what Nsight Systems would be told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import Config, ProfilerConfig
+from asyncrl.failures import ConfigError
+from asyncrl.profiling import Setup, profile
+from tests.fakes.losses import Likelihood
+from tests.fakes.token_batch import make_batch
+from tests.fakes.trainer_model import VOCAB, make_config, write_model
+from tests.fakes.trainer_parts import feed
+from tests.fakes.trainer_rig import Rig
+from tests.trainer.conftest import Recorded
+from trainer.engine.base import EngineSpec
+from trainer.groups import TrainerGroups
+from trainer.inline import InlineGroup
+from trainer.placement import plan_groups
+from trainer.processes import Processes, check_tool
+from trainer.tracing import RankProfiling, Tracer, nsight_options
+from trainer.worker import engine_spec
+
+BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
+    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+
+
+def tracing(run_dir: Path, *steps: int, **changes: Any) -> RankProfiling:
+    return RankProfiling.of(ProfilerConfig(steps=steps, **changes), run_dir)
+
+
+def names_in(path: Path) -> list[str]:
+    """Of a Chrome trace's events, in order."""
+    with gzip.open(path, "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    return [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if "name" in event]
+
+
+async def start(spec: EngineSpec, profiling: RankProfiling) -> InlineGroup:
+    group = await InlineGroup.start(spec, profiling=profiling)
+    await group.plan(10)
+    await group.set_loss_fn(Likelihood())
+    return group
+
+
+# ------------------------------------------------------------------------------------------------ torch.profiler
+
+
+async def test_a_trace_of_each_chosen_step_and_of_no_other(recorded: Recorded, spec: EngineSpec) -> None:
+    run_dir = recorded.run_dir
+    group = await start(spec, tracing(run_dir, 2, 4))
+    for step in (1, 2, 3, 4):
+        profile.at(step=step)
+        await group.infer_batch(BATCH)
+        await group.train_batch(BATCH)
+        assert await group.end_traces(step) == ""
+        await group.infer_batch(BATCH)  # after the step, as of a checkpoint
+    await group.close()
+    paths = sorted(path.relative_to(run_dir).as_posix() for path in (run_dir / "profiles").rglob("*") if path.is_file())
+    assert paths == [f"profiles/step_{step:06d}/rank-actor-0.json.gz" for step in (2, 4)]
+    for path in paths:
+        names = names_in(run_dir / path)
+        assert [name for name in names if name.startswith("actor.")] == ["actor.infer_batch", "actor.train_batch"]
+        assert sum(name.startswith("aten::") for name in names) > 100
+        assert {"aten::mm", "aten::embedding"} <= set(names)
+        assert any("Backward" in name for name in names)
+
+
+async def test_a_step_that_nobody_ends_is_written_when_the_next_one_or_the_end_comes(
+    recorded: Recorded, spec: EngineSpec
+) -> None:
+    group = await start(spec, tracing(recorded.run_dir, 1, 3))
+    for step in (1, 2, 3):
+        profile.at(step=step)
+        await group.infer_batch(BATCH)
+    await group.close()
+    steps = sorted(path.parent.name for path in recorded.run_dir.rglob("rank-actor-0.json.gz"))
+    assert steps == ["step_000001", "step_000003"]
+
+
+async def test_traces_need_no_events(spec: EngineSpec, tmp_path: Path) -> None:
+    profile.configure("trainer", Setup("off"))
+    group = await start(spec, tracing(tmp_path, 1, level="off"))
+    profile.at(step=1)
+    await group.train_batch(BATCH)
+    await group.end_traces(1)
+    await group.close()
+    profile.configure("", Setup())
+    assert "actor.train_batch" in names_in(tmp_path / "profiles" / "step_000001" / "rank-actor-0.json.gz")
+
+
+async def test_a_rank_that_does_not_see_the_run_directory_says_so_once_and_goes_on(
+    recorded: Recorded, spec: EngineSpec, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "on_another_machine"
+    group = await start(spec, tracing(elsewhere, 1, 2))
+    problems = []
+    for step in (1, 2):
+        profile.at(step=step)
+        await group.train_batch(BATCH)
+        problems.append(await group.end_traces(step))
+    assert await group.step() == 2
+    await group.close()
+    assert "rank 0 of the actor group makes no traces any more (profiler.steps)" in problems[0]
+    assert str(elsewhere) in problems[0]
+    assert problems[1] == ""
+    assert not elsewhere.exists()
+    assert len(recorded.all("rank.call")) == 5  # plan, loss, two steps, their number
+
+
+async def test_a_full_disk_ends_the_traces_and_nothing_else(
+    recorded: Recorded, spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    group = await start(spec, tracing(recorded.run_dir, 1, 2))
+    profile.at(step=1)
+    await group.train_batch(BATCH)
+    assert "No space left on device" in await group.end_traces(1)
+    profile.at(step=2)
+    await group.train_batch(BATCH)
+    assert await group.end_traces(2) == ""
+    await group.close()
+
+
+def test_only_chosen_ranks_are_looked_into(tmp_path: Path) -> None:
+    profiling = tracing(tmp_path, 1, ranks=(1, 3))
+    assert [rank for rank in range(5) if profiling.looks_into(rank)] == [1, 3]
+    with Tracer(profiling, "actor", 0).call(1, "actor.step"):
+        assert not torch.autograd._profiler_enabled()
+    tracer = Tracer(profiling, "ref", 3)
+    with tracer.call(1, "ref.infer_batch"):
+        assert torch.autograd._profiler_enabled()
+    assert tracer.end(1) == ""
+    assert [path.name for path in tmp_path.rglob("*.json.gz")] == ["rank-ref-3.json.gz"]
+    assert not RankProfiling.of(ProfilerConfig(steps=(1,)), None).looks_into(0), "there is nowhere to write"
+
+
+# ------------------------------------------------------------------------------------------------ steps of the loop
+
+
+async def test_the_loop_tells_of_each_step_that_is_over_after_its_record(recorded: Recorded) -> None:
+    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4)
+    told: list[tuple[int, int]] = []
+
+    async def end_traces(step: int) -> None:
+        told.append((step, len(rig.records)))
+        assert profile.place[0] == step
+
+    rig.loop._end_traces = end_traces
+    await feed(rig.queue, 8)
+    await rig.run()
+    assert told == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+class Group:
+    """Of two ranks."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, set[int]]] = []
+
+    class plan:
+        roles = ()
+
+    async def end_traces(self, step: int, ranks: frozenset[int]) -> None:
+        self.ended.append((step, set(ranks)))
+
+
+async def test_ranks_are_asked_for_traces_at_chosen_steps_only(tmp_path: Path) -> None:
+    group: Any = Group()
+    groups = TrainerGroups([group], tracing(tmp_path, 2, 3, ranks=(0, 1)))
+    for step in range(1, 6):
+        await groups.end_traces(step)
+    assert group.ended == [(2, {0, 1}), (3, {0, 1})]
+
+
+# ------------------------------------------------------------------------------------------------ Nsight Systems
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the GPU's profiler is told."""
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda *args: calls.append("synchronize"))
+    monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
+    monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", lambda what: calls.append(f"push {what}"))
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: calls.append("pop"))
+    return calls
+
+
+async def test_nsys_captures_the_calls_of_chosen_steps(recorded: Recorded, spec: EngineSpec, cuda: list[str]) -> None:
+    group = await start(spec, tracing(recorded.run_dir, 2, tool="nsys"))
+    for step in (1, 2, 3):
+        profile.at(step=step)
+        await group.infer_batch(BATCH)
+        await group.train_batch(BATCH)
+        assert await group.end_traces(step) == ""
+    await group.close()
+    assert cuda == [
+        "synchronize", "start", "push actor.infer_batch", "pop", "push actor.train_batch", "pop", "synchronize", "stop",
+    ]  # fmt: skip
+
+
+def test_what_fails_in_a_range_is_still_a_range(tmp_path: Path, cuda: list[str]) -> None:
+    tracer = Tracer(tracing(tmp_path, 1, tool="nsys"), "actor", 0)
+    with pytest.raises(ValueError, match="x"), tracer.call(1, "actor.step"):
+        raise ValueError("x")
+    tracer.end(1)
+    assert cuda == ["synchronize", "start", "push actor.step", "pop", "synchronize", "stop"]
+
+
+async def test_without_a_gpu_nsys_ends_and_the_calls_go_on(recorded: Recorded, spec: EngineSpec) -> None:
+    group = await start(spec, tracing(recorded.run_dir, 1, tool="nsys"))
+    profile.at(step=1)
+    await group.train_batch(BATCH)
+    assert "makes no traces any more" in await group.end_traces(1)
+    await group.close()
+
+
+def test_options_of_nsys() -> None:
+    options = nsight_options("actor", 2, Path("/runs/a/profiles"))
+    assert options["o"] == "/runs/a/profiles/rank-actor-2.%p"
+    assert options["capture-range"] == "cudaProfilerApi"
+    assert options["capture-range-end"] == "repeat"
+    assert "nvtx" in options["t"]
+    # On a cluster, and where a shell would read the path otherwise: in Ray's own logs
+    assert nsight_options("actor", 2, None)["o"] == "rank-actor-2.%p"
+    assert nsight_options("actor", 2, Path("/my runs/$x/profiles"))["o"] == "rank-actor-2.%p"
+
+
+def test_chosen_ranks_are_started_under_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, Any]] = []
+
+    class Actor:
+        def options(self, *, runtime_env: dict[str, Any], **options: Any) -> Actor:
+            environments.append(runtime_env)
+            return self
+
+        def remote(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr("ray.remote", lambda actor: Actor())
+    monkeypatch.setattr("trainer.processes._device", lambda plan: "cuda")
+    plan = plan_groups(Config.model_validate({"trainer": {"num_workers": 3, "strategy": "ddp"}}))[0]
+    profiling = tracing(tmp_path, 5, tool="nsys", ranks=(1,))
+    Processes(plan).start(None, reserve_cpus=False, profiling=profiling)
+    assert ["nsight" in environment for environment in environments] == [False, True, False]
+    assert environments[1]["nsight"] == nsight_options("actor", 1, tmp_path / "profiles")
+    assert (tmp_path / "profiles").is_dir()
+    environments.clear()
+    Processes(plan).start(None, reserve_cpus=True, profiling=profiling)
+    assert environments[1]["nsight"]["o"] == "rank-actor-1.%p"
+    environments.clear()
+    Processes(plan).start(None, reserve_cpus=False, profiling=tracing(tmp_path, 5, ranks=(1,)))
+    assert not any("nsight" in environment for environment in environments)
+
+
+def test_nsys_has_nothing_to_look_into_on_cpu(tmp_path: Path) -> None:
+    plan = plan_groups(Config())[0]
+    with pytest.raises(ConfigError, match=r"profiler\.tool=nsys: the actor group runs on CPU.*trainer\.device=cuda"):
+        check_tool(tracing(tmp_path, 1, tool="nsys"), plan, "cpu")
+    check_tool(tracing(tmp_path, 1, tool="nsys"), plan, "cuda")
+    check_tool(tracing(tmp_path, 1), plan, "cpu")
+    check_tool(tracing(tmp_path, tool="nsys"), plan, "cpu")

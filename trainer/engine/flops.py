@@ -1,0 +1,128 @@
+"""How much of a GPU's arithmetic training uses: model FLOPs utilization (MFU). Pure.
+
+FLOPs of a sequence of `T` tokens through a model of `P` parameters that multiply, `P_t` of them trained
+(https://arxiv.org/abs/2001.08361 §2.1; https://arxiv.org/abs/2204.02311 appendix B):
+
+    forward    2 P T + 2 W T²          backward    2 P T + 2 P_t T + 4 W T²
+
+which is the well-known 6 P T where all parameters are trained. `W` is layers × heads × head size. The attention term is
+that of a causal model, half of what appendix B counts. What is computed again (gradient checkpointing) does not count;
+a sliding window, or a head that sees only the scored positions, needs a little less than is counted here.
+
+Peaks are of dense bfloat16 products with float32 sums, without sparsity, of NVIDIA's data sheets (B200: HGX B200 and
+GB200 NVL72; H200, H100 and GH200; H20 and H800 as sold in China; A100, A800, A40, A30, A10, L40S, L40, L4) and
+architecture white papers (RTX: Blackwell, Ada and GA102). Where a sheet gives a figure with sparsity alone, half of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"GB200", 2500.0),
+    (r"B200", 2250.0),
+    (r"H200 NVL", 835.5),
+    (r"G?H200", 989.4),
+    (r"H100 PCIe", 756.0),
+    (r"H100 NVL", 835.5),
+    (r"H100|H800", 989.4),
+    (r"H20", 148.0),
+    (r"A100|A800", 312.0),
+    (r"A40", 149.7),
+    (r"A30", 165.0),
+    (r"A10", 125.0),
+    (r"L40S", 362.0),
+    (r"L40", 181.0),
+    (r"L4", 121.0),
+    (r"RTX 5090", 209.5),
+    (r"RTX 4090", 165.2),
+    (r"RTX 3090", 71.0),
+)
+"""By what stands in the name, as words; the first that fits."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOPs per second of a GPU, by `torch.cuda.get_device_name`; None: not known here."""
+    if "Laptop" in device_name:  # less power under the same name
+        return None
+    for pattern, tflops in _PEAK_TFLOPS:
+        if re.search(rf"\b(?:{pattern})\b", device_name):
+            return tflops * 1e12
+    return None
+
+
+class ModelShape(NamedTuple):
+    """What decides how much a token costs."""
+
+    parameters: float
+    """That a token is multiplied with: without a table that is looked up only; of experts, as many as it goes to."""
+    trained: float
+    """Of these, with a gradient of their own."""
+    attention_width: int
+    """Layers × heads × head size."""
+
+    @classmethod
+    def of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self:
+        """
+        Args:
+            config: a Hugging Face configuration, of the text part.
+            sizes: of each parameter that multiplies: its name, its elements, and whether it is trained.
+        """
+        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        routed = getattr(config, "num_experts_per_tok", num_experts) / num_experts if num_experts else 1.0
+        parameters = trained = 0.0
+        for name, size, trains in sizes:
+            counts = size * routed if ".experts." in name else float(size)
+            parameters += counts
+            trained += counts * trains
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(parameters, trained, config.num_hidden_layers * heads * head_size)
+
+    @classmethod
+    def of_model(cls, model: Any) -> Self:
+        """Of a Hugging Face model that is whole in this process, adapters included."""
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        looked_up = table if head is None or head.weight is not table else None
+        sizes = (
+            (name, parameter.numel(), parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+            if parameter is not looked_up
+        )
+        return cls.of(model.config.get_text_config(), sizes)
+
+    def flops(self, lengths: Iterable[int], *, backward: bool) -> float:
+        """Of a forward pass over sequences of so many tokens, with its backward pass."""
+        tokens = squares = 0
+        for length in lengths:
+            tokens += length
+            squares += length * length
+        forward = 2 * self.parameters * tokens + 2 * self.attention_width * squares
+        if not backward:
+            return forward
+        return forward + 2 * (self.parameters + self.trained) * tokens + 4 * self.attention_width * squares
+
+
+class Utilization:
+    """Work since the last `reset`, on a device whose peak is known."""
+
+    def __init__(self, shape: ModelShape, peak: float, *, sharing: int = 1) -> None:
+        """
+        Args:
+            peak: FLOPs per second.
+            sharing: ranks that compute each sequence together.
+        """
+        self._shape, self._peak, self._sharing = shape, peak, sharing
+        self._work = 0.0
+
+    def reset(self) -> None:
+        self._work = 0.0
+
+    def add(self, lengths: Iterable[int], *, backward: bool) -> None:
+        self._work += self._shape.flops(lengths, backward=backward) / self._sharing
+
+    def of(self, seconds: float) -> float:
+        """Share of the peak that the work was, if it took so long."""
+        return self._work / (seconds * self._peak) if seconds > 0 else 0.0
