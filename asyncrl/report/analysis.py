@@ -1,0 +1,103 @@
+"""All figures of a run, as they go into report.json. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.report import balance, findings, idle, requests, shares, steps, turns, versions, waste
+from asyncrl.report.intervals import total, union
+from asyncrl.report.lives import trace
+from asyncrl.report.load import Events
+from asyncrl.report.numbers import plain
+
+FORMAT = 1
+"""Of report.json."""
+
+
+def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Args:
+        events: at least one.
+        about: `name, run_dir, experiment, status, level, response_length`, as far as known.
+        summary: summary.json, or nothing.
+    """
+    start, end, down = idle.window(events)
+    made = requests.logical(events)
+    lives = trace(events, made)
+    made["step"] = lives.step_of(made["index"], made["step"])
+    wall_s = end - start - total(down)
+    figures = {
+        "requests": requests.analyse(made),
+        "shares": shares.analyse(lives),
+        "turns": turns.analyse(events, made),
+        "steps": steps.analyse(events, lives, made, start),
+        "idle": idle.analyse(events, start, end, down),
+        **{"staleness": versions.staleness(events, lives), "weight_sync": versions.weight_sync(events, wall_s)},
+        "thrown_away": waste.thrown_away(events),
+        "lower_limits": waste.lower_limits(events, lives, made, about.get("response_length")),
+    }
+    waits = events.of("trainer.wait_samples")
+    material = findings.Material(
+        events, lives, made, union(waits["timestamp"].to_numpy(), waits["end"].to_numpy()), wall_s
+    )
+    found = [*findings.anomalies(material), *balance.hints(figures, events, summary, start)]
+    run = {
+        **about,
+        "wall_s": wall_s,
+        "down_s": total(down),
+        "first_event": start,
+        "last_event": end,
+        "steps": len(lives.steps),
+        "last_step": lives.steps["step"].max() if len(lives.steps) else None,
+        "samples_trained": len(lives.trained_in),
+        "trajectories": figures["turns"]["trajectories"],
+        "requests": len(made),
+        "validation_requests": int((events.of("request")["index"] == 0).sum()),
+        "replicas": sorted(str(each) for each in events.of("request")["replica"].dropna().unique()),
+        "sampled_tokens": figures["thrown_away"]["sampled_tokens"],
+        "events": events.num_events,
+        "event_files": events.num_files,
+        "torn_lines": events.num_torn,
+        "unknown_events": events.num_unknown,
+        "dropped_events": events.of("profiler.dropped")["events"].sum(),
+    }
+    report = {"format": FORMAT, "run": run, "notes": _notes(run, figures, events)}
+    report["findings"] = findings.rank(found, wall_s)
+    return {key: plain(value) for key, value in {**report, **figures}.items()}
+
+
+def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events) -> list[str]:
+    """What a reader has to know before trusting the figures."""
+    told = []
+    if run["dropped_events"]:
+        told.append(
+            f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "
+            "profiler.buffer_events, or record less with profiler.level=summary."
+        )
+    if run["torn_lines"]:
+        told.append(f"{run['torn_lines']} damaged lines were left out: a process was killed while it wrote them.")
+    if run["unknown_events"]:
+        told.append(f"{run['unknown_events']} events have names that this version of asyncrl does not know.")
+    if figures["steps"]["abandoned"]:
+        steps = sorted({row["step"] for row in figures["steps"]["abandoned"]})
+        told.append(
+            f"Training went back: steps {', '.join(map(str, steps))} were done again. Figures by step are of those "
+            "that "
+            "survived; work of the others counts for replicas, tools and rewards."
+        )
+    if run["down_s"]:
+        told.append(
+            f"The run was down, or nothing was recorded, for {run['down_s']:.0f} s; shares are of the rest of the time."
+        )
+    if run.get("level") != "full" and not len(events.of("sample.slot")):
+        told.append(
+            "Waits for a place in generation, writing of samples and what ranks did inside a step are recorded only "
+            "with "
+            "profiler.level=full; here they count as other time."
+        )
+    if not run["requests"]:
+        told.append("No request of a training sample was recorded: figures of requests, turns and replicas are empty.")
+    elif not figures["shares"]["trajectories"]:
+        told.append("No sample was trained yet: figures that need a sample's whole life are empty.")
+    return told

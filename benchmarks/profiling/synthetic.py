@@ -1,0 +1,358 @@
+"""The event files of a plausible run, of any size, with faults planted on demand.
+
+Samples are admitted as the Trainer consumes them, their trajectories take turns on replicas that each have a speed,
+call tools, are scored, wait, are leased in the order in which they became ready, and trained; every step is published.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.profiling.events import Level, enabled
+from asyncrl.profiling.files import DIRECTORY, step_dir
+
+START = 1_790_000_000.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    replica_factor: float = 1.0
+    """How much slower than its peers the last replica is."""
+    tool_hang_s: float = 0.0
+    tool_hangs: int = 0
+    """Calls of the first tool that hang."""
+    reward_hang_s: float = 0.0
+    reward_hangs: int = 0
+    reward_always_s: float = 0.0
+    """Added to every call of the reward."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: int = 12
+    replicas: int = 3
+    samples: int = 8
+    """Per step."""
+    n: int = 4
+    turns: int = 3
+    """At most; 1: no tools either."""
+    tools: tuple[str, ...] = ("search", "python")
+    ahead: int = 1
+    """Versions' worth of samples that generation runs ahead."""
+    token_s: float = 0.02
+    tokens: int = 80
+    """Median of a turn."""
+    aborted: float = 0.1
+    """Share of requests that a weight sync aborts."""
+    dropped: float = 0.03
+    """Share of samples that are dropped as stale."""
+    validation_every: int = 4
+    level: Level = "summary"
+    seed: int = 0
+    back_from: int = 0
+    """After this step training goes back by two, in a new lineage; 0: it does not."""
+    faults: Faults = field(default_factory=Faults)
+
+
+@dataclass
+class _Sample:
+    index: int
+    ready: float
+    generated: float
+    version: int
+    tokens: int
+    reward: float
+
+    @property
+    def name(self) -> str:
+        return f"sample_0_{self.index}"
+
+
+LARGE = Plan(steps=1_000_000, replicas=8, samples=32, n=16, turns=6, level="full")
+"""For many events; its steps do not end by themselves."""
+
+
+def write_run(directory: Path, plan: Plan | None = None, *, num_events: int | None = None) -> int:
+    """Make a run directory; returns how many events it has. `num_events`: the run ends with the step in which it has as
+    many."""
+    plan = plan or (Plan() if num_events is None else LARGE)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "experiment_name": "synthetic",
+        "profiler": {"level": plan.level},
+        "rollout": {"response_length": 1024, "n": plan.n, "num_replicas": plan.replicas},
+    }
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    return _Run(directory, plan).write(num_events)
+
+
+class _Run:
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self._plan = plan
+        self._directory = directory / DIRECTORY
+        self._random = random.Random(plan.seed)
+        self._names = enabled(plan.level)
+        self._lines: dict[tuple[int, str], list[str]] = defaultdict(list)
+        self._written = 0
+        self._step = 1
+        self._version = 0
+        self._index = 0
+        expected = min(plan.steps, 1000) * plan.samples
+        self._reward_hangs = _spread(expected, plan.faults.reward_hangs, self._random)
+        self._tool_hangs = _spread(expected, plan.faults.tool_hangs, self._random)
+        self._speeds = [plan.token_s * self._random.uniform(0.95, 1.05) for _ in range(plan.replicas)]
+        self._speeds[-1] *= plan.faults.replica_factor
+
+    def write(self, num_events: int | None) -> int:
+        plan = self._plan
+        free = START
+        pending: list[_Sample] = []
+        for _ in range(plan.samples * (1 + plan.ahead)):
+            pending.append(self._sample(START + self._random.uniform(0, 0.2)))
+        lineage, went_back = 0, False
+        while self._step <= plan.steps:
+            pending.sort(key=lambda each: each.ready)
+            leased, pending = pending[: plan.samples], pending[plan.samples :]
+            free = self._train(leased, free, lineage)
+            if plan.validation_every and self._step % plan.validation_every == 0:
+                self._validate(free)
+            self._version += 1
+            self._sync(free)
+            for _ in leased:
+                sample = self._sample(free + self._random.uniform(0, 0.05))
+                while self._random.random() < plan.dropped:
+                    tokens = float(sample.tokens)
+                    self._put(
+                        "rollouter",
+                        sample.ready,
+                        "sample.dropped",
+                        0,
+                        sample=sample.name,
+                        reason="stale",
+                        tokens=tokens,
+                    )
+                    sample = self._sample(free + self._random.uniform(0, 0.05))
+                pending.append(sample)
+            if self._step == plan.back_from and not went_back:
+                went_back, lineage = True, 1
+                self._put("driver", free, "part.restarted", 0, part="trainer", cause="killed")
+                self._step -= 2
+                self._version -= 2
+                free += 5
+            self._step += 1
+            self._flush()
+            if num_events is not None and self._written >= num_events:
+                break
+        return self._written
+
+    # ------------------------------------------------------------------------------------------------ the Rollouter
+
+    def _sample(self, admitted: float) -> _Sample:
+        plan, rng = self._plan, self._random
+        self._index += 1
+        index = self._index
+        name = f"sample_0_{index}"
+        wait = rng.uniform(0, 0.1)
+        self._put("rollouter", admitted - wait, "rollout.permit", wait, granted=1)
+        self._put("rollouter", admitted, "sample.admitted", 0, sample=name, permit_wait_s=wait)
+        slot = rng.uniform(0, 0.02)
+        self._put("rollouter", admitted, "sample.slot", slot, sample=name)
+        begun = admitted + slot
+        ends, tokens = [], 0
+        for number in range(plan.n):
+            hangs = index in self._tool_hangs and number == 0
+            end, made = self._trajectory(name, number, begun, hangs)
+            ends.append(end)
+            tokens += made
+        generated = max(ends)
+        self._put(
+            "rollouter", begun, "sample.generate", generated - begun, sample=name, trajectories=plan.n, tokens=tokens
+        )
+        reward = 0.0
+        scoring = 0.0
+        for number in range(plan.n):
+            took = 0.05 * rng.lognormvariate(0, 0.3) + plan.faults.reward_always_s * rng.uniform(0.8, 1.2)
+            if number == 0 and index in self._reward_hangs:
+                took += plan.faults.reward_hang_s
+            score = float(rng.random() < 0.4)
+            reward += score / plan.n
+            scoring = max(scoring, took)
+            self._put(
+                "rollouter", generated, "reward.score", took,
+                sample=name, trajectory=number, trajectories=1, reward=score,
+            )  # fmt: skip
+        self._put("rollouter", generated, "sample.reward", scoring, sample=name)
+        ready = generated + scoring
+        for event, took in (("sample.payload", 0.004), ("sample.offer", 0.003)):
+            self._put("rollouter", ready, event, took, sample=name, bytes=50_000 if event == "sample.payload" else None)
+            ready += took
+        self._put("rollouter", ready, "queue.commit", 0.002, part="queue", transitions=2)
+        self._put("rollouter", ready, "sample.ready", 0, sample=name, reward=reward, tokens=tokens, versions=0)
+        return _Sample(index, ready, generated, self._version, tokens, reward)
+
+    def _trajectory(self, sample: str, number: int, begun: float, hangs: bool) -> tuple[float, int]:
+        plan, rng = self._plan, self._random
+        replica = rng.randrange(plan.replicas)
+        turns = 1 + min(plan.turns - 1, int(rng.expovariate(1.0) + rng.random())) if plan.turns > 1 else 1
+        turns = max(turns, 2 if hangs and plan.turns > 1 else 1)
+        now, tokens, generate_s, tool_s, context = begun, 0, 0.0, 0.0, 60
+        for turn in range(turns):
+            length = max(4, int(rng.lognormvariate(0, 0.45) * plan.tokens))
+            for attempt, part in self._attempts(length):
+                took = self._request(
+                    sample, number, turn, attempt, replica, now, context, part, aborted=attempt == 1 and part < length
+                )
+                now += took
+                generate_s += took
+            tokens += length
+            context += length
+            for event, took in (("turn.parse", 0.001), ("turnlog.write", 0.002)):
+                self._put("rollouter", now, event, took, sample=sample, trajectory=number, turn=turn, tokens=length)
+            if turn + 1 < turns and plan.tools:
+                tool = plan.tools[0] if hangs and turn == 0 else rng.choice(plan.tools)
+                took = 0.3 * rng.lognormvariate(0, 0.3) + (plan.faults.tool_hang_s if hangs and turn == 0 else 0.0)
+                self._put(
+                    "rollouter", now, "tool.execute", took,
+                    sample=sample, trajectory=number, turn=turn, tool=tool, status="ok", wait_s=0.0,
+                )  # fmt: skip
+                now += took
+                tool_s += took
+                tokens += 20
+                context += 20
+                self._put(
+                    "rollouter", now, "turn.tokenize", 0.001, sample=sample, trajectory=number, turn=turn, tokens=20
+                )
+        self._put(
+            "rollouter", begun, "trajectory", now - begun,
+            sample=sample, trajectory=number, turns=turns, calls=turns - 1 if plan.tools else 0, tokens=tokens,
+            sampled_tokens=tokens, finish_reason="stop", generate_s=generate_s, tool_s=tool_s, user_s=0.0,
+        )  # fmt: skip
+        return now, tokens
+
+    def _attempts(self, length: int) -> Iterator[tuple[int, int]]:
+        """A request's number and tokens; one in a few is aborted by a weight sync, and gone on with."""
+        if self._random.random() < self._plan.aborted and length > 8:
+            part = self._random.randrange(2, length - 2)
+            yield 1, part
+            yield 2, length - part
+        else:
+            yield 1, length
+
+    def _request(
+        self, sample: str, number: int, turn: int, attempt: int, replica: int, now: float, context: int, length: int,
+        *, aborted: bool,
+    ) -> float:  # fmt: skip
+        rng = self._random
+        queued, prefill = rng.uniform(0, 0.01), 0.0002 * context
+        decode = self._speeds[replica] * length * rng.lognormvariate(0, 0.05)
+        paused = rng.uniform(0.02, 0.06) if rng.random() < 0.05 else 0.0
+        took = queued + prefill + decode + paused
+        place = f"{sample}/{number}" if turn == 0 else f"{sample}/{number}.{turn}"
+        self._put(
+            f"replica-r{replica}", now, "request", took,
+            replica=f"r{replica}", request=f"{place}-{attempt}", sample=sample, trajectory=number, turn=turn,
+            prompt_tokens=context, response_tokens=length, finish_reason="aborted" if aborted else "stop", gate_s=0.0,
+            queued_s=queued, prefill_s=prefill, decode_s=decode, paused_s=paused, in_flight=8,
+        )  # fmt: skip
+        self._put(
+            "rollouter", now, "generate.call", took,
+            sample=sample, trajectory=number, turn=turn, replica=f"r{replica}", requests=1,
+        )  # fmt: skip
+        return took
+
+    def _validate(self, now: float) -> None:
+        for number in range(4):
+            name = f"val_{self._version}_{number}"
+            took = self._request(name, 0, 0, 1, number % self._plan.replicas, now, 60, 40, aborted=False)
+            tokens = {"turns": 1, "calls": 0, "tokens": 40, "sampled_tokens": 40, "finish_reason": "stop"}
+            self._put("rollouter", now, "trajectory", took, sample=name, trajectory=0, generate_s=took, **tokens)
+        self._put("rollouter", now, "validation", 2.0, prompts=4)
+
+    # ------------------------------------------------------------------------------------------------ the Trainer
+
+    def _train(self, leased: list[_Sample], free: float, lineage: int) -> float:
+        rng = self._random
+        got = max(free, leased[-1].ready)
+        self._put("trainer", free, "trainer.wait_samples", got - free, samples=len(leased))
+        self._put("trainer", got - 0.01, "trainer.fetch", 0.01, samples=len(leased))
+        staleness = [self._version - each.version for each in leased]
+        for each, age in zip(leased, staleness, strict=True):
+            self._put("trainer", got, "sample.leased", 0, sample=each.name, staleness=age)
+        work = 0.4 * len(leased) / 8
+        experience, update = work * rng.uniform(0.9, 1.1), 3 * work * rng.uniform(0.9, 1.1)
+        self._put("trainer", got, "trainer.experience", experience)
+        self._put("trainer", got + experience, "trainer.update", update)
+        for rank in range(2):
+            call: Mapping[str, Any] = {"role": "actor", "rank": rank}
+            self._put(f"rank-actor-{rank}", got + experience, "rank.call", update, method="update", **call)
+            self._put(f"rank-actor-{rank}", got + experience, "rank.forward", update * 0.3, **call)
+            self._put(f"rank-actor-{rank}", got + experience, "rank.backward", update * 0.6, **call)
+            self._put(f"rank-actor-{rank}", got + experience + update * 0.9, "rank.optimizer", update * 0.1, **call)
+        end = got + experience + update
+        for each, age in zip(leased, staleness, strict=True):
+            self._put(
+                "trainer", end, "sample.trained", 0,
+                sample=each.name, staleness=age, versions=min(1, age), reward=each.reward, tokens=each.tokens,
+            )  # fmt: skip
+        self._put("trainer", end, "trainer.commit", 0.005, samples=len(leased))
+        publish = 0.1 * rng.uniform(0.9, 1.1)
+        self._put("trainer", end, "trainer.publish", publish)
+        self._put("rank-actor-0", end, "sync.gather", publish * 0.5)
+        self._put("rank-actor-0", end + publish * 0.5, "sync.put", publish * 0.4, bytes=5_000_000)
+        end += publish
+        self._put(
+            "trainer", free, "step", end - free,
+            wait_samples_s=got - free, samples=len(leased), tokens=sum(each.tokens for each in leased),
+            reward=sum(each.reward for each in leased) / len(leased), lineage=lineage,
+        )  # fmt: skip
+        return end
+
+    def _sync(self, now: float) -> None:
+        rng = self._random
+        longest = 0.0
+        for replica in range(self._plan.replicas):
+            at = now
+            for event, took in (("sync.fetch", 0.08), ("sync.drain", 0.01), ("sync.pause", 0.05)):
+                took *= rng.uniform(0.8, 1.2)
+                part, name = f"replica-r{replica}", f"r{replica}"
+                self._put(part, at, event, took, replica=name)
+                if event == "sync.pause":
+                    self._put(part, at, "sync.load", took * 0.8, replica=name)
+                at += took
+            self._put(f"replica-r{replica}", at, "sync.verify", 0.02, replica=f"r{replica}")
+            longest = max(longest, at - now)
+        self._put("rollouter", now, "sync.apply", longest, replicas=self._plan.replicas)
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    def _put(self, file: str, at: float, event: str, took: float, **fields: Any) -> None:
+        if event not in self._names:
+            return
+        line: dict[str, Any] = {"timestamp": round(at, 6), "event": event, "duration_s": round(took, 6)}
+        line |= {"step": self._step, "version": self._version}
+        for name, value in fields.items():
+            if value is not None:
+                line[name] = round(value, 6) if isinstance(value, float) else value
+        self._lines[self._step, file].append(json.dumps(line, separators=(",", ":")))
+
+    def _flush(self) -> None:
+        for (step, part), lines in self._lines.items():
+            parent = step_dir(self._directory, step)
+            parent.mkdir(parents=True, exist_ok=True)
+            with (parent / f"{part}.jsonl").open("a") as file:
+                file.write("\n".join(lines) + "\n")
+            self._written += len(lines)
+        self._lines.clear()
+
+
+def _spread(count: int, chosen: int, rng: random.Random) -> set[int]:
+    """Feed indices; not among the first, whose place is before everything has its pace."""
+    return set(rng.sample(range(max(1, count // 4), max(2, count - 1)), chosen)) if chosen else set()
