@@ -115,12 +115,24 @@ def _chosen(trajectories: Sequence[DumpedTrajectory], number: int | None) -> Dum
 # ------------------------------------------------------------------------------------------------ where it is
 
 
-class _Shown(NamedTuple):
+class Shown(NamedTuple):
+    """What is left of a sample."""
+
     trajectories: Sequence[DumpedTrajectory]
     notes: Sequence[str]
+    """What is to be known of them."""
 
 
-def _look(run: _RunFiles, index: int, name: str) -> _Shown:
+def kept(run_dir: Path, sample_id: SampleId) -> Shown:
+    """What can be shown of a sample.
+
+    Raises:
+        ConfigError: nothing; the message says what is known of the sample and what helps.
+    """
+    return _look(_RunFiles(run_dir), sample_id.index, str(sample_id))
+
+
+def _look(run: _RunFiles, index: int, name: str) -> Shown:
     """The dump, or else the payload.
 
     Raises:
@@ -139,12 +151,12 @@ def _look(run: _RunFiles, index: int, name: str) -> _Shown:
             ) from None
         notes += found.notes
         if found.trajectories:
-            return _Shown(found.trajectories, notes)
+            return Shown(found.trajectories, notes)
     payload = payload_of(run.path, index)
     if payload.sample is not None:
         decode, told = run.decode()
         notes.append("it is not in a dump; this is its payload, so turns and what was said are told from its tokens")
-        return _Shown(describe(payload.sample, run.path, decode), [*notes, *told])
+        return Shown(describe(payload.sample, run.path, decode), [*notes, *told])
     raise ConfigError(_nothing(run, index, name, [*notes, *([payload.told] if payload.told else [])]))
 
 

@@ -1,0 +1,164 @@
+"""`asyncrl timeline`: the events of a run in time, as a page on loopback or as a trace file."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import click
+import uvicorn
+import yaml
+from starlette.applications import Starlette
+
+from asyncrl.cli import conversation
+from asyncrl.cli.inspect import SUMMARY, driver_of, find_run
+from asyncrl.cli.interrupts import Interrupts
+from asyncrl.cli.show import kept
+from asyncrl.failures import AsyncRLError, ConfigError
+from asyncrl.profiling.files import event_files
+from asyncrl.run_dir import RunDir
+from asyncrl.run_state import ENDED
+from asyncrl.telemetry.state_file import read_state
+from asyncrl.timeline.details import Conversation
+from asyncrl.timeline.server import Standing, Timeline, app
+from asyncrl.timeline.trace import export
+from asyncrl.types import SampleId
+from asyncrl.why import STALE_S
+
+_STOP_S = 1
+"""For answers that are under way at Ctrl-C."""
+
+
+def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bool) -> int:
+    """Write `trace`, or without it serve the page until Ctrl-C; returns the exit code.
+
+    Raises:
+        ConfigError: there is no such run, it has no events, or the port or the file cannot be had.
+    """
+    run_dir = find_run(run)
+    if next(event_files(run_dir), None) is None:
+        raise ConfigError(_nothing(run_dir))
+    if trace is not None:
+        return _export(run_dir, trace)
+    name = run_dir.name if run_dir.parent.name in ("", "runs") else f"{run_dir.parent.name}/{run_dir.name}"
+    served = app(name, Timeline(run_dir), lambda: standing(run_dir), lambda *of: conversation_of(run_dir, *of))
+    with _listening(port) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        click.echo(f"the timeline of {run_dir} is on {url}\nCtrl-C ends this.")
+        anyio.run(_serve, served, listening, url if open_browser else None)
+    return 0
+
+
+def _export(run_dir: Path, target: Path) -> int:
+    begun = time.perf_counter()
+    try:
+        count = export(run_dir, target)
+    except OSError as error:
+        raise ConfigError(
+            f"--trace={target} cannot be written: {error.strerror or error}. Name a file in a directory that is there "
+            "and has room"
+        ) from None
+    took = time.perf_counter() - begun
+    click.echo(f"{target}: {count:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _nothing(run_dir: Path) -> str:
+    try:
+        config = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))
+        level = config["profiler"]["level"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        level = None
+    # YAML reads a bare `off` as false.
+    if level in ("off", False):
+        return (
+            f"{run_dir} has no events to show: it was launched with profiler.level=off. Launch with "
+            "profiler.level=summary or full"
+        )
+    told = f"; its profiler.level is {level}" if level else ""
+    return (
+        f"{run_dir} has no events to show{told}. A run with profiler.level=summary or full writes its first ones "
+        "into events/ of its directory within seconds of its start"
+    )
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    try:
+        listening = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise ConfigError(
+            f"--port={port} {why}: the page cannot be served there. Leave --port out for a free one, or name another"
+        ) from None
+    with listening:
+        yield listening
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `Interrupts`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(served: Starlette, listening: socket.socket, to_open: str | None) -> None:
+    config = uvicorn.Config(served, log_level="warning", access_log=False, timeout_graceful_shutdown=_STOP_S)
+    server = _Server(config)
+
+    async def stop() -> None:
+        server.should_exit = True
+
+    interrupts = Interrupts()
+    interrupts.orderly = stop
+    with interrupts.scope:
+        async with anyio.create_task_group() as group:
+            await group.start(interrupts.listen)
+            if to_open is not None:
+                group.start_soon(_open, to_open)
+            await server.serve(sockets=[listening])
+            group.cancel_scope.cancel()
+
+
+async def _open(url: str) -> None:
+    await anyio.to_thread.run_sync(webbrowser.open, url)
+
+
+def standing(run_dir: Path) -> Standing:
+    """How a run is, from its files. Blocking."""
+    try:
+        state = read_state(run_dir)
+    except ConfigError:
+        state = None
+    ended = (run_dir / SUMMARY).exists()
+    if state is None:
+        return Standing("ended" if ended else "state not known", live=False)
+    over = ended or state.phase in ENDED
+    driver = "gone" if over else driver_of(state)
+    live = driver in ("alive", "stopped") or (driver == "unknown" and time.time() - state.written_at <= STALE_S)
+    # A driver that was killed has left a state that says otherwise.
+    phase = state.phase if live or state.phase in ENDED else "ended" if ended else "died"
+    return Standing(phase, live, state.step, state.total_steps, state.version, state.started_at)
+
+
+def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:
+    """As `asyncrl show` prints it, or why there is none. Blocking."""
+    if not re.fullmatch(r"sample_\d+_\d+", sample, re.ASCII):
+        return Conversation(notes=["Conversations are kept of samples that are trained on, not of this one."])
+    try:
+        found = kept(run_dir, SampleId.parse(sample))
+    except (AsyncRLError, ValueError) as error:
+        return Conversation(notes=[error.message if isinstance(error, AsyncRLError) else str(error)])
+    one = next((each for each in found.trajectories if trajectory is None or each.number == trajectory), None)
+    if one is None:
+        return Conversation(notes=[*found.notes, f"Trajectory {trajectory} was not kept; it may have been cut."])
+    lines = [*conversation.conversation(one), *conversation.closing(one, "")]
+    return Conversation([conversation.title(one), *lines], found.notes)

@@ -1,0 +1,203 @@
+"""The page of `asyncrl timeline` in a browser, served as the command serves it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+import pytest
+import uvicorn
+import yaml
+from playwright.sync_api import Browser, Page, expect
+
+from asyncrl.cli.timeline import conversation_of, standing
+from asyncrl.timeline.kinds import PHASES
+from asyncrl.timeline.server import Timeline, app
+from asyncrl.trajectory_files import file_name
+from rollouter.dump import TrajectoryDump
+from tests.asyncrl.timeline.fake_run import FakeRun
+from tests.browser.chromium import Tab, chromium  # noqa: F401
+from tests.fakes.dumped import SCORES, decode, group, prompt, sample
+
+DUMPED = 4
+"""The feed index of the sample whose conversation is kept."""
+_SOURCE = "Bokeh.documents[0].get_model_by_name('bars').data"
+_WHERE = """of => {
+  const plot = Bokeh.documents[0].get_model_by_name('timeline'), view = Bokeh.index.find_one(plot);
+  const data = Bokeh.documents[0].get_model_by_name('bars').data, range = plot.x_range;
+  const box = document.getElementById('plot').getBoundingClientRect();
+  let best = -1;
+  for (let n = 0; n < data.left.length; n++)
+    if (data.told[n].includes(of.told) && data.title[n].startsWith(of.title) &&
+        (best < 0 || data.right[n] - data.left[n] > data.right[best] - data.left[best])) best = n;
+  const middle = (Math.max(data.left[best], range.start) + Math.min(data.right[best], range.end)) / 2;
+  return [box.x + view.frame.x_scale.compute(middle),
+          box.y + view.frame.y_scale.compute((data.top[best] + data.bottom[best]) / 2)];
+}"""
+"""Where on the screen the longest such bar is."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
+    """It has ended, and keeps the conversation of one sample."""
+    path = tmp_path_factory.mktemp("runs") / "fake" / "20260101-000000"
+    made = FakeRun(path)
+    made.write(6)
+    made.state("completed", 6)
+    dump_dir = path / "dump"
+    config = {"profiler": {"level": "full"}, "rollout": {"dump_dir": str(dump_dir)}}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    dump = TrajectoryDump(dump_dir, path, decode, lambda: 0.5)
+    with ThreadPoolExecutor() as elsewhere:  # Playwright has a loop in this thread
+        elsewhere.submit(anyio.run, dump.write, sample(DUMPED, group()), prompt(), group(), SCORES).result()
+    assert (dump_dir / file_name(DUMPED)).exists()
+    return made
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
+    made = FakeRun(tmp_path_factory.mktemp("runs") / "live" / "20260101-000000")
+    made.write(2)
+    made.state("running", 2)
+    return made
+
+
+def served(run: FakeRun) -> Iterator[str]:
+    """The address of its page."""
+    path: Path = run.path
+    app_ = app(
+        f"{path.parent.name}/{path.name}",
+        Timeline(path),
+        lambda: standing(path),
+        lambda *of: conversation_of(path, *of),
+    )
+    server = uvicorn.Server(uvicorn.Config(app_, log_level="warning", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def url(run: FakeRun) -> Iterator[str]:
+    yield from served(run)
+
+
+@pytest.fixture(scope="module")
+def live_url(live: FakeRun) -> Iterator[str]:
+    yield from served(live)
+
+
+def drawn(page: Page) -> int:
+    """How often it has been drawn."""
+    return int(page.evaluate("Number(document.body.dataset.drawn || 0)"))
+
+
+def wait(page: Page, condition: str) -> None:
+    """Until it has been drawn and `condition` holds there, where `data` is the columns of the bars."""
+    page.wait_for_function(f"() => document.body.dataset.drawn && (data => {condition})({_SOURCE})")
+
+
+def place(page: Page, told: str = "", title: str = "") -> tuple[float, float]:
+    found = page.evaluate(_WHERE, {"told": told, "title": title})
+    return found[0], found[1]
+
+
+def test_a_finished_run(chromium: Browser, run: FakeRun, url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, url) as tab:
+        page = tab.page
+        wait(page, "data.left.length > 100")
+        # Every state of a request is drawn, and so are its tools, users and rewards.
+        states = set(page.evaluate(f"Array.from({_SOURCE}.state)"))
+        assert {*PHASES, "tool", "user", "reward", "wait", "experience", "update", "weights"} <= states
+        versions = page.evaluate("Array.from(Bokeh.documents[0].get_model_by_name('versions').data.label)")
+        assert versions == ["v0", "v1", "v2", "v3", "v4", "v5"]
+        expect(page.locator("h1")).to_have_text("fake/20260101-000000")
+        expect(page.locator("#phase")).to_have_text("completed")
+        expect(page.locator("#step")).to_have_text("step 6 of 8 · version 6")
+        expect(page.locator("#legend")).to_contain_text("queued")
+        blocks = page.evaluate(
+            "Array.from(Bokeh.documents[0].get_model_by_name('blocks').major_label_overrides.values())"
+        )
+        assert blocks[:4] == ["trainer", "rank-actor-0", "rank-actor-1", "rollouter"]
+        assert tab.overflow() <= 0
+        assert page.evaluate("document.documentElement.scrollHeight - window.innerHeight") <= 0
+        assert tab.errors == []
+        assert tab.external(url) == []
+        assert len(tab.requests) >= 3
+
+
+def test_zooming_fetches_finer_bars_and_parts_can_be_hidden(chromium: Browser, url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, url) as tab:
+        page = tab.page
+        wait(page, "data.left.length > 100 && data.event.includes(-1)")
+        wide = page.evaluate("document.getElementById('told').textContent")
+        page.mouse.move(*place(page, title="trainer.update"))
+        for _ in range(12):
+            page.mouse.wheel(0, -240)
+        wait(page, "data.left.length > 0 && data.left.length < 200 && !data.event.includes(-1)")
+        assert page.evaluate("document.getElementById('told').textContent") != wide
+        page.keyboard.press("0")
+        wait(page, "data.event.includes(-1)")
+        page.click("#parts summary")
+        page.get_by_label("rollouter").uncheck()
+        wait(page, "!data.state.includes('tool') && data.state.includes('decode')")
+        assert tab.errors == []
+
+
+def test_a_tooltip_and_the_conversation_of_a_request(chromium: Browser, url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, url) as tab:
+        page = tab.page
+        wait(page, "data.left.length > 100")
+        where = place(page, f"sample_0_{DUMPED}/0", "request · decode")
+        page.mouse.move(where[0] - 3, where[1])
+        page.mouse.move(*where)
+        expect(page.locator(".bk-Tooltip").first).to_contain_text(f"sample_0_{DUMPED}")
+        expect(page.locator(".bk-Tooltip").first).to_contain_text("request · decode")
+        page.mouse.click(*where)
+        panel = page.locator("#panel")
+        expect(panel.locator("pre.conversation")).to_contain_text("It is 42.")
+        expect(panel.locator("pre.conversation")).to_contain_text("calculator")
+        expect(panel).to_contain_text(re.compile(r"\d+ events of sample_0_4 and its trajectory 0"))
+        expect(panel.locator("tr.this")).to_contain_text("request")
+        assert tab.overflow() <= 0
+        page.keyboard.press("Escape")
+        expect(panel).to_be_hidden()
+        assert tab.errors == []
+
+
+def test_a_sample_that_was_not_kept_says_how_to_keep_it(chromium: Browser, url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, url) as tab:
+        wait(tab.page, "data.left.length > 100")
+        tab.page.mouse.click(*place(tab.page, "sample_0_9<", "trajectory"))
+        expect(tab.page.locator("#panel")).to_contain_text("rollout.dump_dir")
+
+
+def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, live_url) as tab:
+        page = tab.page
+        wait(page, "data.left.length > 100")
+        expect(page.locator("#phase")).to_have_text("live · running")
+        expect(page.locator("#follow")).to_be_checked()
+        before = page.evaluate(f"Math.max(...{_SOURCE}.right)")
+        live.write(1, first=3, at=12.0)
+        live.state("running", 3)
+        wait(page, f"Math.max(...data.right) > {before} + 5000")
+        lines = "Bokeh.documents[0].get_model_by_name('versions').data"
+        assert page.evaluate(f"Array.from({lines}.label).at(-1)") == "v2"
+        assert page.evaluate("Bokeh.documents[0].get_model_by_name('time').end") >= 18_000
+        expect(page.locator("#step")).to_have_text("step 3 of 8 · version 3")
+        page.uncheck("#follow")
+        page.click("#zoom-in")
+        count, end = drawn(page), page.evaluate("Bokeh.documents[0].get_model_by_name('time').end")
+        live.write(1, first=4, at=18.0)
+        page.wait_for_function(f"() => Number(document.body.dataset.drawn) > {count + 1}")
+        assert page.evaluate("Bokeh.documents[0].get_model_by_name('time').end") == end
+        assert tab.errors == []
