@@ -1,0 +1,122 @@
+"""How late an event loop is, on a clock of the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from asyncrl.health.lag import EVERY_S, WINDOW_S, LagMonitor
+from asyncrl.health.processes import OwnHealth
+from asyncrl.profiling import Profiler, Setup
+
+
+class Timers(asyncio.AbstractEventLoop):
+    """A loop that runs its one timer when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.timer: tuple[float, object, tuple[object, ...]] | None = None
+
+    def call_later(self, delay: float, callback: object, *args: object, context: object = None) -> asyncio.TimerHandle:
+        self.timer = (self.now_s + delay, callback, args)
+        return asyncio.TimerHandle(self.now_s + delay, lambda: None, [], self)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: object) -> None:
+        self.timer = None
+
+    def turn(self, late_s: float = 0.0) -> None:
+        """The timer runs, so late."""
+        assert self.timer is not None
+        due_s, callback, args = self.timer
+        self.now_s = due_s + late_s
+        callback(*args)  # type: ignore[operator]
+
+
+def watched(profiler: Profiler | None = None) -> tuple[Timers, LagMonitor]:
+    loop = Timers()
+    monitor = LagMonitor("queue", clock=lambda: loop.now_s, profiler=profiler or Profiler())
+    asyncio._set_running_loop(loop)
+    try:
+        monitor.start()
+    finally:
+        asyncio._set_running_loop(None)
+    return loop, monitor
+
+
+def test_the_longest_standstill_of_the_window_is_told_and_then_forgotten() -> None:
+    loop, monitor = watched()
+    for late_s in (0.01, 0.4, 0.02, 0.2, 0.0):
+        loop.turn(late_s)
+    assert abs((monitor.worst_s() or 0.0) - 0.4) < 1e-9
+    loop.now_s += 0.05  # not yet late
+    assert abs((monitor.worst_s() or 0.0) - 0.4) < 1e-9
+    loop.now_s -= 0.05
+    began_s = loop.now_s
+    while loop.now_s < began_s + WINDOW_S + 0.01:
+        loop.turn()
+    assert (monitor.worst_s() or 0.0) < 1e-9
+
+
+def test_a_standstill_that_goes_on_counts() -> None:
+    loop, monitor = watched()
+    loop.turn()
+    loop.now_s += EVERY_S + 7.0
+    assert abs((monitor.worst_s() or 0.0) - 7.0) < 1e-9
+
+
+def test_what_is_kept_stays_small() -> None:
+    loop, monitor = watched()
+    for number in range(5000):
+        loop.turn(0.001 * (number % 90))
+    assert len(monitor._late) <= WINDOW_S / EVERY_S + 1
+
+
+def test_a_stall_is_an_event_and_a_short_wait_is_none() -> None:
+    profiler = Profiler()
+    profiler.configure("queue", Setup("summary", None, 10))
+    loop, _ = watched(profiler)
+    loop.turn(0.05)
+    loop.turn(0.25)
+    (event,) = profiler.drain()
+    assert event["event"] == "loop.stall" and event["part"] == "queue"
+    assert abs(event["duration_s"] - 0.25) < 1e-5
+    profiler.close()
+
+
+def test_stopped_it_knows_nothing_and_leaves_nothing_behind() -> None:
+    loop, monitor = watched()
+    loop.turn(1.0)
+    monitor.stop()
+    assert monitor.worst_s() is None and loop.timer is None
+    monitor.stop()
+
+
+async def test_a_real_loop_that_is_blocked_is_seen_from_a_thread() -> None:
+    monitor = LagMonitor("driver", profiler=Profiler())
+    monitor.start()
+    monitor.start()
+    seen: list[float] = []
+
+    def look() -> None:
+        while (worst_s := monitor.worst_s() or 0.0) < 0.2:
+            time.sleep(0.01)
+        seen.append(worst_s)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(10.0)  # which blocks the loop
+    assert seen and seen[0] >= 0.2
+    monitor.stop()
+
+
+async def test_a_process_tells_of_itself() -> None:
+    own = OwnHealth("driver")
+    told = own.tell()
+    assert told is not None and told.rss_bytes > 1 << 20 and told.lag_s is not None and told.dropped_events >= 0
+    own.stop()
+    last = OwnHealth("gone", pid=2**30).tell()
+    assert last is None

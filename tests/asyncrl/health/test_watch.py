@@ -1,0 +1,258 @@
+"""What the driver makes of it: snapshot, warnings, metrics, state and pages."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from rich.console import Console
+
+from asyncrl.cli import health as module
+from asyncrl.cli.health import HealthWatch
+from asyncrl.cli.inspect import look
+from asyncrl.cli.inspect import report as report_of
+from asyncrl.cli.picture import Picture
+from asyncrl.config.schema import Config
+from asyncrl.health.facts import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
+from asyncrl.health.metrics import health_metrics
+from asyncrl.health.processes import ProcessMeter, _within_limit, look_at_machine
+from asyncrl.health.rules import GIB
+from asyncrl.ports import StoreStatus
+from asyncrl.run_dir import RunDir
+from asyncrl.run_state import FILE_NAME, dump, load
+from asyncrl.telemetry import registry
+from asyncrl.telemetry.dashboard import Dashboard
+from asyncrl.telemetry.live import View
+from asyncrl.telemetry.recorder import Recorder
+from asyncrl.telemetry.screen import health_line
+from asyncrl.telemetry.state_file import StateFile
+from asyncrl.telemetry.status_page import page
+from tests.fakes.run_states import NOW, queue_status, report, running
+
+PROCESS = ProcessHealth(2 * GIB, 0.5, 0.02)
+MACHINE = MachineHealth(64 * GIB, 40 * GIB, 0.5, 1000 * GIB, 500 * GIB)
+HEALTH = RunHealth(
+    {"driver": PROCESS, "rollouter": replace(PROCESS, lag_s=0.31), "engine-0": replace(PROCESS, lag_s=None)},
+    {"0": EngineLoad(3, 1, 0.45, 2), "1": EngineLoad(4, 0, 0.9, 1)},
+    MACHINE,
+    0.25,
+    (Problem("disk", NOW - 60, "the disk of the run directory has 1.0 GiB left"),),
+)
+
+
+class Watching(View):
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, str]] = []
+        self.board = Dashboard()
+
+    def message(self, level: str, text: str) -> None:
+        self.messages.append((level, text))
+
+    def update(self, dashboard: Dashboard) -> None:
+        self.board = dashboard
+
+
+class Rig:
+    """A `HealthWatch` of a run without parts; `look` is one look, as if 2 s after the one before."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = Config()
+        self.view = Watching()
+        self.recorder = Recorder([], self.view)
+        self.picture = Picture(config, RunDir(tmp_path), self.recorder)
+        self.picture.phase = "running"
+        self.now_s = 1000.0
+        self.watch = HealthWatch(config, tmp_path, self.picture, self.recorder, self.view, lambda: self.now_s)
+        self.machine: Callable[[Path], Any] = lambda path: MACHINE
+        self.store: Callable[[], Any] = lambda: 0.25
+        monkeypatch.setattr(module, "look_at_machine", lambda path: self.machine(path))
+        monkeypatch.setattr(module, "object_store_share", lambda: self.store())
+
+    async def look(self, seconds: float = 2.0) -> RunHealth:
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += 2.0
+            await self.watch._look()
+        return self.picture.health
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(tmp_path, monkeypatch)
+
+
+async def test_it_knows_all_that_has_told_of_itself_and_goes_on_without_the_rest(rig: Rig) -> None:
+    health = await rig.look()
+    assert list(health.processes) == ["driver"] and health.machine == MACHINE and health.object_store_share == 0.25
+    told = report("abc", health=PROCESS, engine_health=PROCESS, load=EngineLoad(1, 2, 0.5, 3), node_id="far")
+    silent = report("old", health=PROCESS)
+    with_times = [replace(told, reported_at=module.time.time()), silent]
+    rig.picture.store = StoreStatus(1, None, tuple(with_times), health=PROCESS)
+    rig.picture.queue = queue_status(health=PROCESS)
+    rig.picture.rollouter = {"health": PROCESS, "waits": []}
+    ranks = [{"group": "actor", "rank": rank, "pid": 1, "node_id": "n"} for rank in (0, 1)]
+    rig.picture.trainer = {
+        "waits": [],
+        "health": None,
+        "node_id": "n",
+        "ranks": [{**ranks[0], "health": PROCESS}, ranks[1]],
+    }
+    health = await rig.look()
+    assert list(health.processes) == [
+        "driver", "queue", "store", "rollouter", "rank-actor-0", "replica-abc", "engine-abc",
+    ]  # fmt: skip
+    assert health.engines == {"abc": EngineLoad(1, 2, 0.5, 3)}
+    assert rig.watch._elsewhere() == {"replica-abc", "engine-abc"}
+    assert rig.picture.state().health == health
+
+
+async def test_a_problem_is_told_once_and_its_end_too(rig: Rig) -> None:
+    rig.store = lambda: 0.95
+    health = await rig.look(60)
+    assert [problem.key for problem in health.problems] == ["object_store"]
+    rig.store = lambda: 0.1
+    assert not (await rig.look(60)).problems
+    levels = [level for level, _ in rig.view.messages]
+    assert levels == ["warning", ""] and "ray.object_store_memory_bytes" in rig.view.messages[0][1]
+
+
+async def test_what_hangs_or_fails_is_not_known_and_holds_nothing_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    await rig.look()
+    release = threading.Event()
+    hanging: list[Path] = []
+
+    def hang(path: Path) -> None:
+        hanging.append(path)
+        release.wait(30)
+
+    rig.machine = hang
+    try:
+        with anyio.fail_after(5):
+            health = await rig.look(10)
+            assert health.machine == MACHINE, "what was known a moment ago"
+            health = await rig.look(40)
+        assert health.machine is None and health.processes
+        assert len(hanging) == 1, "it holds one thread and no more"
+    finally:
+        release.set()
+
+
+async def test_nothing_that_fails_in_it_ends_the_run(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    looks = 0
+
+    def fail() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            scope.cancel()
+        raise OSError("no such thing")
+
+    rig.store = fail
+    module_every_s, module.EVERY_S = module.EVERY_S, 0.0
+    try:
+        with anyio.fail_after(10), anyio.CancelScope() as scope:
+            await rig.watch.run()
+    finally:
+        module.EVERY_S = module_every_s
+    assert (
+        looks >= 3
+        and [record.message for record in caplog.records].count("how well the run is could not be found out") == 1
+    )
+    assert rig.watch._own._lag.worst_s() is None, "its own loop is not watched any more"
+
+
+async def test_idle_sides_are_judged_only_while_that_means_something(rig: Rig) -> None:
+    rig.recorder._known |= {"idle/trainer": 0.9, "idle/rollouter": 0.1}
+    rig.picture.queue, rig.picture.trainer = queue_status(), {"step": 12}
+    assert rig.watch._idle() == (0.9, 0.1)
+    for step, phase, fed in ((2, "running", 400), (12, "stopping", 400), (12, "running", 6402)):
+        rig.picture.phase, rig.picture.trainer = phase, {"step": step}  # type: ignore[assignment]
+        books = replace(queue_status().books, fed=fed)
+        rig.picture.queue = queue_status(books=books)
+        assert rig.watch._idle() == (None, None)
+
+
+def test_every_metric_is_registered_and_replicas_that_are_gone_leave_none() -> None:
+    metrics = health_metrics(HEALTH)
+    registry.check(metrics)
+    assert metrics["health/loop_lag_s/rollouter"] == 0.31 and "health/loop_lag_s/engine-0" not in metrics
+    assert metrics["health/kv_cache_usage"] == 0.9 and metrics["health/kv_cache_usage/0"] == 0.45
+    wanted = {"requests_running": 7, "requests_waiting": 1, "preemptions": 3, "object_store_share": 0.25, "problems": 1}
+    assert {name: metrics[f"health/{name}"] for name in wanted} == wanted
+    assert metrics["health/disk_free_bytes"] == 500 * GIB
+    view = Watching()
+    recorder = Recorder([], view)
+    recorder.health(HEALTH)
+    assert recorder._known["health/kv_cache_usage/1"] == 0.9 and view.board.health == HEALTH
+    recorder.health(replace(HEALTH, engines={"2": EngineLoad()}))
+    assert {name for name in recorder._known if "kv_cache_usage/" in name} == {"health/kv_cache_usage/2"}
+
+
+def test_a_state_keeps_it_and_one_from_before_has_none() -> None:
+    state = running(health=HEALTH, replicas=(report("0", health=PROCESS, load=EngineLoad(1, 2, 0.5, 3)),))
+    raw = json.loads(json.dumps(dump(state)))
+    assert load(raw) == state
+    del raw["health"], raw["replicas"][0]["load"], raw["replicas"][0]["health"]
+    assert load(raw).health == RunHealth()
+
+
+def test_the_status_page_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    loaded = report("0", load=EngineLoad(3, 5, 0.456, 2))
+    StateFile(tmp_path / FILE_NAME).write_now(running(health=HEALTH, replicas=(loaded,), pid=os.getpid()))
+    seen = report_of(look(tmp_path))
+    assert seen["health"]["processes"]["driver"]["rss_bytes"] == 2 * GIB
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(page(seen, "now"))
+    text = console.export_text()
+    for figure in (
+        "KV 46%  5 waiting",
+        "loop lag     rollouter 310 ms   driver 20 ms",
+        "memory       driver 2.0 GiB   rollouter 2.0 GiB",
+        "free 40.0 GiB of 64.0 GiB   object store 25%   disk 500.0 GiB free",
+        "problems     the disk of the run directory has 1.0 GiB left",
+    ):
+        assert figure in text, figure
+
+
+def test_the_live_view_has_a_line() -> None:
+    line = health_line(HEALTH)
+    assert line is not None and line.plain == (
+        "lag 310 ms (rollouter)   memory 38%   KV 90%   object store 25%   disk 500.0 GiB free"
+    )
+    assert health_line(RunHealth()) is None
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    assert _within_limit(64, 40, tmp_path) == (64, 40)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _within_limit(64, 40, tmp_path) == (64, 40)
+    (tmp_path / "memory.max").write_text("16\n")
+    (tmp_path / "memory.current").write_text("14\n")
+    (tmp_path / "memory.stat").write_text("anon 9\ninactive_file 4\n")
+    assert _within_limit(64, 40, tmp_path) == (16, 6)
+
+
+def test_this_machine_and_this_process(tmp_path: Path) -> None:
+    machine = look_at_machine(tmp_path)
+    assert machine is not None and 0 < machine.memory_available_bytes <= machine.memory_bytes
+    assert machine.disk_free_bytes is not None
+    gone = look_at_machine(tmp_path / "gone")
+    assert gone is not None and gone.disk_free_bytes is None
+    now_s = 0.0
+    meter = ProcessMeter(lambda: now_s)
+    first = meter.look([os.getpid(), 2**30])
+    now_s = 1e-3
+    second = meter.look([os.getpid()])
+    assert first is not None and first.rss_bytes > 0 and first.cpu == 0.0
+    assert second is not None and second.cpu >= 0.0
+    assert meter.look([]) is None
