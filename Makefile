@@ -82,6 +82,7 @@ docs: setup ## regenerate the generated pages of docs/
 	@$(PY) -m asyncrl.config.docs docs/config.md
 	$(PY) -m asyncrl.telemetry.registry > docs/metrics.md
 	$(PY) -c 'from asyncrl.profiling.events import markdown; print(markdown(), end="")' > docs/events.md
+	$(PY) -m asyncrl.telemetry.grafana > docs/grafana-dashboard.json
 
 # torch itself is left out (it is installed first, from its own index), and so is what pyproject.toml overrides away.
 lock: setup ## resolve pyproject.toml anew into requirements/cpu.txt

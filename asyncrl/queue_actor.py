@@ -27,8 +27,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.convoy import Convoy
 from asyncrl.failures import AsyncRLError, BugError, DeadlineError, FencedError, InfraError
+from asyncrl.health.processes import OwnHealth
 from asyncrl.journal import Journal
 from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
+from asyncrl.profiling import OFF, Setup, profile
 from asyncrl.run_dir import JOURNAL
 from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
 from asyncrl.segments import remove_segments, segment_incarnation, segment_sizes
@@ -60,7 +62,10 @@ class QueueActor:
         restore: QueueSnapshot | None = None,
         run_dir: Path | None = None,
         identity: Mapping[str, Any] | None = None,
+        profiler: Setup = OFF,
     ) -> None:
+        profile.configure("queue", profiler)
+        self._health = OwnHealth("queue") if ray.is_initialized() else None
         self._run_dir = run_dir
         self._told: tuple[str, ...] = ()
         self._parked: dict[str, anyio.CancelScope] = {}
@@ -161,7 +166,8 @@ class QueueActor:
         await self._queue.rewind(step, version=version, lineage=lineage, total_samples=total_samples)
 
     async def status(self, caller: Caller) -> QueueStatus:
-        return replace(await self._queue.status(), pid=os.getpid(), told=self._told)
+        health = self._health.tell() if self._health is not None else None
+        return replace(await self._queue.status(), pid=os.getpid(), told=self._told, health=health)
 
     async def _segments(self) -> Iterable[str]:
         if self._run_dir is None:
@@ -199,6 +205,7 @@ def start_queue(
     identity: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
     name: str | None = None,
+    profiler: Setup = OFF,
 ) -> Any:
     """Start the queue actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.
 
@@ -219,7 +226,7 @@ def start_queue(
         max_concurrency=MAX_CONCURRENCY,
         scheduling_strategy=here,
     )
-    return shell.remote(options, restore, run_dir, identity)
+    return shell.remote(options, restore, run_dir, identity, profiler)
 
 
 class QueueClient:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.failures import ConfigError
+from asyncrl.health.facts import RunHealth
 from asyncrl.ports import Books, Edition, PartName, QueueStatus, ReplicaReport
 from asyncrl.waits import Wait
 
@@ -107,6 +108,7 @@ class RunState:
     """How many there were before those, by part."""
     processes: tuple[ProcessInfo, ...] = ()
     last_progress_at: float = 0.0
+    health: RunHealth = field(default_factory=RunHealth)
 
 
 def dump(state: RunState) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Seque
         *("reward.function=benchmarks.overlap:reward", "logging.console=plain"),
         *(f"trainer.total_training_steps={steps}", f"trainer.ppo_mini_batch_size={MINI_BATCH}"),
         *("trainer.save_last=false", "trainer.val_before_train=false", "trainer.optim.lr=1e-6"),
-        *("logging.tensorboard=false", *overrides),
+        *("logging.sinks=[jsonl]", *overrides),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -100,7 +100,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 if line.endswith("\n"):  # a run that is at work may be writing one
                     yield json.loads(line)
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}: the run was started with logging.jsonl=false, or has no step") from None
+        raise ConfigError(f"there is no {path}: logging.sinks has no jsonl, or the run no step") from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
 

@@ -346,6 +346,7 @@ def report(seen: Seen) -> dict[str, Any]:
             {**each, "unheard_s": round(max(0.0, at - each["reported_at"]), 3)} for each in known.get("replicas", [])
         ],
         "num_replicas": known.get("num_replicas"),
+        "health": known.get("health"),
         "restarting": known.get("restarting", {}),
         "restarts": recovery.get("restarts", {}),
         "recovery": recovery.get("recovery", []),

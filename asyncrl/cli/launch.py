@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
+from anyio import to_thread
 
 from asyncrl.cli.cluster import cluster, link_logs
 from asyncrl.cli.interrupts import Interrupts
@@ -17,6 +18,7 @@ from asyncrl.cli.picture import Picture
 from asyncrl.cli.run_lock import RunLocks
 from asyncrl.config.schema import Config
 from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
+from asyncrl.profiling import Setup, profile
 from asyncrl.resume import Resume, find_resume
 from asyncrl.run_dir import JOURNAL_FILES, METRICS, SAMPLES, TRAINED, RunDir, create_run_dir, reopen_run_dir
 from asyncrl.run_state import RunState
@@ -154,7 +156,7 @@ async def _run(
         checkpoint = str(resume.checkpoint) if resume.checkpoint is not None else ""
         resumed = Resumed(progress.step, progress.version, checkpoint, resume.lineage)
     try:
-        recorder = await Recorder.open(config.logging, run_dir, view, resumed)
+        recorder = await Recorder.open(config, run_dir, view, resumed)
     except AsyncRLError as error:
         totals = Totals(wall_s=0.0)
         summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
@@ -164,11 +166,14 @@ async def _run(
         recorder.made_earlier(earlier.generated_tokens)
     for text in told_before:
         view.message("warning", text)
+    profile.configure("driver", Setup.of(config.profiler, run_dir.path))
+    profile.at(step=(resumed.step if resumed else 0) + 1)
     picture = Picture(config, run_dir, recorder, back_to=resumed)
     outcome = await _outcome(config, run_dir, resume, recorder, view, picture, earlier)
     told = recorder.summary(outcome.status, outcome.error)
     picture.end(outcome.status, outcome.error["message"] if outcome.error is not None else "")
     await recorder.aclose()
+    await to_thread.run_sync(profile.close)
     summary.write(told)
     view.finish(told, run_dir.path, *recorder.examples())
     return outcome.exit_code
@@ -192,7 +197,7 @@ async def _outcome(
                 await group.start(interrupts.listen)
                 group.start_soon(picture.keep)
                 stale = earlier.namespace if earlier is not None else ""
-                async with cluster(config, run_dir.path.name, stale=stale) as namespace:
+                async with cluster(config, run_dir.path.name, stale=stale) as namespace, recorder.trackers():
                     link_logs(run_dir.logs)
                     # Only now: the parts import Ray, whose settings the cluster has put into the environment.
                     from asyncrl.cli.run import Run

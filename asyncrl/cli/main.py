@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -46,6 +47,8 @@ def cli() -> None:
     asyncrl status                                  how the newest run stands, live or dead
     asyncrl why                                     what it waits on, down to the cause
     asyncrl show quickstart sample_0_42             what was said, by which version, and what it was worth
+    asyncrl report                                  where its time went, and what lost most of it
+    asyncrl timeline quickstart                     where the time went, request by request, in the browser
     asyncrl skip ls ~/.asyncrl/skip                 what is recorded of skipped stages
     """
 
@@ -200,6 +203,62 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
     *run, sample = arguments
     wanted = Wanted(sample, trajectory, tokens=tokens, as_json=as_json, colour=not no_color)
     return show_sample(run[0] if run else None, wanted)
+
+
+@cli.command(short_help="Show where the time of a run went, request by request.")
+@click.argument("run", required=False)
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Write a trace for Perfetto and end.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Serve the page there; by default, a free port.")
+@click.option("--open/--no-open", "opened", default=None, help="Open a browser; by default, if there is a display.")
+def timeline(run: str | None, trace: str | None, port: int, opened: bool | None) -> int:
+    """Serve a page on loopback that shows the events of a run in time, live or afterwards; or write them as a trace.
+
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl timeline
+      asyncrl timeline quickstart --port 8700 --no-open
+      asyncrl timeline runs/quickstart/20260101-120000 --trace quickstart.json.gz
+
+    There are lanes for the Trainer, its ranks, the Rollouter and every replica. A request is a bar in the colours of
+    what it was doing; click it for its conversation, if rollout.dump_dir keeps those. A live run is followed. Events
+    are recorded with profiler.level=summary (the default) or full; a run without any: exit code 2. Ctrl-C ends the
+    page, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
+    """
+    from asyncrl.cli.timeline import timeline as show_timeline
+
+    if opened is None:
+        opened = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return show_timeline(run, trace=Path(trace) if trace else None, port=port, open_browser=opened)
+
+
+@cli.command(short_help="Show where a run's time went, as a page.")
+@click.argument("run", required=False)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write it there.")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json; write nothing.")
+def report(run: str | None, out: Path | None, as_json: bool) -> int:
+    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what lost most of it.
+
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl report
+      asyncrl report quickstart
+      asyncrl report runs/quickstart/20260101-120000 --out report
+      asyncrl report quickstart --json | jq '.findings[0]'
+
+    It writes report/ in the run directory: index.html, one page that needs no network, its figures as PNGs, and every
+    number of them in report.json. The findings are ranked by the seconds that they lost against what is normal: against
+    a replica's peers, or against the same calls' own median. They are printed here, too.
+
+    It reads files only, so it works while the run lives, after it has ended, and after it was killed. It is made of the
+    events that a run records with profiler.level=summary (the default) or full; a run without them: exit code 2.
+    """
+    from asyncrl.cli.report import report as make_report
+
+    return make_report(run, out=out, as_json=as_json)
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:

@@ -14,6 +14,7 @@ import anyio
 from asyncrl.cli.probes import TICK_S
 from asyncrl.cli.watchdog import Progress, progress
 from asyncrl.config.schema import Config
+from asyncrl.health.facts import RunHealth
 from asyncrl.ports import Books, QueueStatus, StoreStatus
 from asyncrl.run_dir import RunDir
 from asyncrl.run_state import FILE_NAME, Phase, ProcessInfo, RunState
@@ -45,6 +46,7 @@ class Picture:
         """Of Rollouter and Trainer."""
         self.has_engines = True
         """False: every sample is recorded, and `skip.async_rollout.serve_when_covered` is false."""
+        self.health = RunHealth()
         self._config = config
         self._recorder = recorder
         self._file = StateFile(run_dir.path / FILE_NAME)
@@ -99,6 +101,7 @@ class Picture:
             processes=self._processes(),
             books=queue.books if queue is not None else Books(),
             last_progress_at=self._moved_at,
+            health=self.health,
         )
         state = self._recorder.tell(state)
         before, self._moved = self._moved, progress(state)

@@ -5,6 +5,7 @@
              ├─ Rollouter ──▶ ApplyRecord, ValidationRecord ...  ends when the queue is closed and the last version
              │                                                   is applied and validated
              ├─ probes: how is the Rollouter, the Trainer, the queue, the store? each on its own, once a second
+             ├─ health: lag, memory, object store, disk; what is wrong with them is told
              ├─ tick: what they said ──▶ records, watchdog; who is gone? Nothing slow, so that it is told in time
              └─ signals: the first Ctrl-C asks both sides to stop, and the two end by themselves
 
@@ -24,6 +25,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.cli.health import HealthWatch
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.nothing_left import nothing_left
 from asyncrl.cli.parts import RolloutPart, TrainPart
@@ -36,6 +38,7 @@ from asyncrl.config.plan import training_steps
 from asyncrl.config.schema import Config
 from asyncrl.failures import DeadlineError, InfraError
 from asyncrl.ports import Books, Edition
+from asyncrl.profiling import Setup, profile
 from asyncrl.queue_actor import QueueClient, start_queue
 from asyncrl.records import RunRecord, StepRecord, ValidationRecord
 from asyncrl.resume import Resume, journal_identity
@@ -80,6 +83,7 @@ class Run:
         self._budgets = {
             part: RestartBudget(name, recovery.max_restarts, recovery.window_s) for part, name in NAMES.items()
         }
+        self._health = HealthWatch(config, run_dir.path, picture, recorder, view)
         self._others = Watch(config, picture, recorder, view, self._budgets)
         """Queue, store and replicas."""
         earlier = resume.incarnations if resume is not None else {}
@@ -113,6 +117,7 @@ class Run:
             self._picture.phase = "running"
             interrupts.orderly = self._stop
             group.start_soon(self._watch, group)
+            group.start_soon(self._health.run)
             async with anyio.create_task_group() as streams:
                 streams.start_soon(self._generate)
                 streams.start_soon(self._train)
@@ -207,6 +212,7 @@ class Run:
             run_dir=self._run_dir.path if journal else None,
             identity=journal_identity(config),
             max_restarts=FOREVER if journal and config.recovery.max_restarts else 0,
+            profiler=Setup.of(config.profiler, self._run_dir.path),
         )
         self._others.queue.handle = actor
         self._queue = QueueClient(actor, config.timeouts.call_s)
@@ -267,6 +273,7 @@ class Run:
             edition = Edition(record.lineage, record.version)
             self._validated = max(edition, self._validated or edition)
         if isinstance(record, StepRecord):
+            profile.at(step=record.step + 1, version=record.version)
             for budget in self._budgets.values():
                 budget.reached(record.step)
         with happened_in("driver"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from asyncrl.config import engine_checks, model_checks, places
+from asyncrl.config import engine_checks, logging_rules, model_checks, places
 from asyncrl.config.code_checks import conversation_problems, importable, user_code
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
@@ -42,7 +42,7 @@ def problems(config: Config, *, serve_only: bool = False) -> list[Problem]:
     found += [*engine_checks.machine_problems(config), *_resume(config)]
     if config.ray.address is not None:  # the parts may run where these files are, though they are not here
         found = [replace(problem, severity="warning") for problem in found]
-    return [*found, *engine_checks.problems(config), *_run_dir(config)]
+    return [*found, *engine_checks.problems(config), *logging_rules.missing_packages(config), *_run_dir(config)]
 
 
 def num_prompts(config: Config) -> int | None:

@@ -11,7 +11,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from asyncrl.config import algorithm_rules, multi_turn_rules, reward_rules, skip_rules, trainer_rules
+from asyncrl.config import (
+    algorithm_rules,
+    logging_rules,
+    multi_turn_rules,
+    profiler_rules,
+    reward_rules,
+    skip_rules,
+    trainer_rules,
+)
 from asyncrl.config.idle import no_effect
 from asyncrl.config.keys import leaves
 from asyncrl.config.problems import Given, Problem, Rule, warning
@@ -316,6 +324,8 @@ RULES: tuple[Rule, ...] = (
     *reward_rules.RULES,
     *multi_turn_rules.RULES,
     *skip_rules.RULES,
+    *profiler_rules.RULES,
+    *logging_rules.RULES,
     no_effect,
     _deadlines,
     _recovery,

@@ -19,7 +19,8 @@ Level = Literal["off", "summary", "full"]
 LEVELS: tuple[Level, ...] = ("off", "summary", "full")
 FIELDS = ("step", "version", "replica", "request", "sample", "trajectory", "turn")
 """What any event may carry besides its own extras. `step` is the optimizer step that its process knew to be under way;
-`version` the weights that it was working with."""
+`version` the weights that it was working with; `sample` in validation a prompt's name (`val_…`); `trajectory` -1 is
+ReMax's baseline."""
 
 
 class EventInfo(NamedTuple):
@@ -175,8 +176,18 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
             "rank.backward", "full", "backward passes of a call, added up", {"role": "actor, ref, …", "rank": "number"}
         ),
         EventInfo("rank.optimizer", "full", "the optimizer's step", {"role": "actor, ref, …", "rank": "number"}),
-        EventInfo("sync.gather", "summary", "collecting the weights on rank 0"),
-        EventInfo("sync.put", "summary", "handing them to the weight store", {"bytes": "of them"}),
+        EventInfo(
+            "sync.gather",
+            "summary",
+            "collecting the weights on rank 0; all ranks take part",
+            {"role": "actor, ref, …", "rank": "number"},
+        ),
+        EventInfo(
+            "sync.put",
+            "summary",
+            "handing them to the weight store",
+            {"bytes": "of them", "role": "actor, ref, …", "rank": "number"},
+        ),
     ),
     "Queue, records and the rest": (
         EventInfo("queue.commit", "full", "transitions on their way to disk", {"transitions": "written together"}),

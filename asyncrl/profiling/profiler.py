@@ -14,8 +14,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 from asyncrl.config.sections.run import ProfilerConfig
 from asyncrl.profiling.events import EVENTS, Level, describe, enabled
 from asyncrl.profiling.files import DIRECTORY, EventFiles, Line
+from asyncrl.profiling.otlp import OtlpSink
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,17 @@ class Setup(NamedTuple):
     directory: Path | None = None
     """`events/` of the run directory; None: this process sends its events along with its answers."""
     buffer_events: int = BUFFER_EVENTS
+    otlp_endpoint: str | None = None
+    """Where else events go (`profiling.otlp`); None: nowhere."""
+    run: str = ""
+    """Its name, the same in all parts."""
 
     @classmethod
     def of(cls, config: ProfilerConfig, run_dir: Path | None) -> Setup:
         """`run_dir`: None where the process does not write it."""
-        return cls(config.level, run_dir / DIRECTORY if run_dir is not None else None, config.buffer_events)
+        if run_dir is None:
+            return cls(config.level, None, config.buffer_events)
+        return cls(config.level, run_dir / DIRECTORY, config.buffer_events, config.otlp_endpoint, run_dir.name)
 
 
 OFF = Setup()
@@ -131,6 +138,22 @@ class _Nothing(Span):
 
 
 _NOTHING = _Nothing()
+_NO_CONTEXT = nullcontext()
+
+
+class _Context(AbstractContextManager[None]):
+    """A class, as a generator takes three times as long."""
+
+    __slots__ = ("_fields", "_token")
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._token = _context.set({**_context.get(), **self._fields})
+
+    def __exit__(self, *error: object) -> None:
+        _context.reset(self._token)
 
 
 class Profiler:
@@ -150,6 +173,7 @@ class Profiler:
         self._dropped_elsewhere = 0
         self._files: EventFiles | None = None
         self._sinks: list[Callable[[Sequence[Line]], None]] = []
+        self._otlp: OtlpSink | None = None
         self._writing = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -170,6 +194,9 @@ class Profiler:
         self._files = None
         if setup.level != "off" and setup.directory is not None:
             self._files = EventFiles(setup.directory)
+            if setup.otlp_endpoint is not None:
+                self._otlp = OtlpSink(setup.otlp_endpoint, part, setup.run)
+                self._sinks.append(self._otlp)
             self._ending = False
             self._wake.clear()
             self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
@@ -233,17 +260,9 @@ class Profiler:
         elif name not in EVENTS:
             describe(name)
 
-    @contextmanager
-    def context(self, **fields: Any) -> Iterator[None]:
+    def context(self, **fields: Any) -> AbstractContextManager[None]:
         """Events inside, in this task and those it starts, carry these fields too, unless they have their own."""
-        if not self._enabled:
-            yield
-            return
-        token = _context.set({**_context.get(), **fields})
-        try:
-            yield
-        finally:
-            _context.reset(token)
+        return _Context(fields) if self._enabled else _NO_CONTEXT
 
     def _put(self, raw: _Raw) -> None:
         if len(self._buffer) >= self._most:
@@ -290,13 +309,16 @@ class Profiler:
         self._write()
 
     def close(self) -> None:
-        """Flush and stop; nothing is recorded any more. Blocking, for `CLOSE_S` at most."""
+        """Flush and stop; nothing is recorded any more. Blocking, for some seconds at most."""
         thread, self._thread = self._thread, None
         self._enabled = frozenset()
         if thread is not None:
             self._ending = True
             self._wake.set()
             thread.join(CLOSE_S)
+        otlp, self._otlp = self._otlp, None
+        if otlp is not None:
+            otlp.close()
 
     def _run(self) -> None:
         while not self._ending:

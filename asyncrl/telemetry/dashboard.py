@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from asyncrl.health.facts import RunHealth
 from asyncrl.ports import Books, PartName
 from asyncrl.run_state import Restart
 from asyncrl.waits import Wait
@@ -50,6 +51,7 @@ class Dashboard:
     sync: SyncShown | None = None
     waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
     """By part."""
+    health: RunHealth = field(default_factory=RunHealth)
     step_times: tuple[float, ...] = ()
     """When the last steps ended, on the view's clock: the estimate of the end comes from these."""
 

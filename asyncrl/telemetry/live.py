@@ -22,7 +22,7 @@ from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.screen import Phase, Scene, draw
 
 MAX_STEP_LINES = 150
-_LEVEL_STYLES = {"warning": "yellow", "error": "bold red"}
+_LEVEL_STYLES = {"hint": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 class View:
@@ -47,7 +47,7 @@ class View:
         self.update(dashboard)
 
     def message(self, level: str, text: str) -> None:
-        """A warning or error, or with an empty level good news, for people to keep."""
+        """A warning, hint or error, or with an empty level good news, for people to keep."""
 
     def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
         """The run is over: say what came of it. The last call."""

@@ -25,7 +25,11 @@ class Total:
             self._earlier += self._present
             self._incarnation = incarnation
         self._present = value
-        return self._earlier + value
+        return self.value
+
+    @property
+    def value(self) -> float:
+        return self._earlier + self._present
 
 
 class WindowRate:

@@ -5,28 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self
 
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.schema import LoggingConfig
+from asyncrl.config.schema import Config
 from asyncrl.failures import BugError
+from asyncrl.health.facts import RunHealth
+from asyncrl.health.metrics import health_metrics
 from asyncrl.ports import Books, PartName, QueueStatus
-from asyncrl.records import ApplyRecord, Metrics, RunRecord, StepRecord
+from asyncrl.records import ApplyRecord, RunRecord, StepRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.run_state import Restart, RunState
 from asyncrl.telemetry.closing import Example
 from asyncrl.telemetry.dashboard import Dashboard, SyncShown
 from asyncrl.telemetry.live import View
-from asyncrl.telemetry.meters import Course, RollouterIdle, Total, TrainerIdle, WindowRate
-from asyncrl.telemetry.rows import Row, apply_row, queue_metrics, step_row, validation_row
-from asyncrl.telemetry.sinks import JsonlSink, Sink, TensorBoardSink, rewind_jsonl
+from asyncrl.telemetry.meters import Course, TrainerIdle
+from asyncrl.telemetry.rows import Row, apply_row, step_row, validation_row
+from asyncrl.telemetry.sinks import Sink
+from asyncrl.telemetry.sinks.files import rewind_jsonl
+from asyncrl.telemetry.sinks.opening import open_sinks
+from asyncrl.telemetry.sinks.remote import RemoteSink, end_all
+from asyncrl.telemetry.statuses import Statuses
 from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
-from asyncrl.waits import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +59,6 @@ class Recorder:
         self._wall_clock = wall_clock
         self._started_s = clock()
         self._earlier_s = history[-1].time_s if history else 0.0
-        self._earlier_tokens = int(_last(history, "rollouter/generated_tokens"))
         self._resumed = resumed
         self._builder = SummaryBuilder(resumed)
         self._back_to: Resumed | None = None
@@ -66,24 +70,11 @@ class Recorder:
         self._earlier_restarts: Counter[PartName] = Counter()
         """By part, those that are not in the list any more."""
         self._books = Books()
-        self._skips: dict[str, dict[str, int]] = {}
-        """By role, what the newest process did with its records."""
-        self._generated_tokens = self._earlier_tokens
-        self._made_tokens, self._samples_done, self._idle_s = Total(), Total(), Total()
-        self._drops: dict[str, Total] = {}
-        self._agent: dict[str, Total] = {}
-        self._num_dropped: dict[str, int] = {}
-        """By kind, of all incarnations of the Rollouter."""
-        self._known: Metrics = {}
+        self._statuses = Statuses(int(_last(history, "rollouter/generated_tokens")))
+        self._known = self._statuses.known
         """Of the parts other than the Trainer, newest; goes on every step's line."""
-        self._generated = WindowRate()
-        self._trained = WindowRate()
-        self._idle_rollouter = WindowRate()
-        self._idle_trainer = WindowRate()
-        self._rollouter_idle = RollouterIdle()
         self._trainer_idle = TrainerIdle()
         self._waited_s = 0.0
-        self._trainer_waited_s = 0.0
         self._rewards = Course()
         self._step_times: deque[float] = deque(maxlen=50)
         self._writing = anyio.Lock()
@@ -93,31 +84,21 @@ class Recorder:
         self._board = replace(self._board, first_step=self._builder.step)
 
     @classmethod
-    async def open(cls, logging: LoggingConfig, run_dir: RunDir, view: View, resumed: Resumed | None = None) -> Self:
-        """With the files that `logging` asks for in `run_dir`, which must exist.
+    async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: Resumed | None = None) -> Self:
+        """With the sinks that `config.logging` asks for; `run_dir` must exist.
 
         Resumed: metrics.jsonl is cut back to the step the run goes on from, and read for what happened until then.
 
         Raises:
             InfraError, ConfigError: a file cannot be written.
         """
-        return await to_thread.run_sync(cls._open, logging, run_dir, view, resumed)
+        return await to_thread.run_sync(cls._open, config, run_dir, view, resumed)
 
     @classmethod
-    def _open(cls, logging: LoggingConfig, run_dir: RunDir, view: View, resumed: Resumed | None) -> Self:
+    def _open(cls, config: Config, run_dir: RunDir, view: View, resumed: Resumed | None) -> Self:
         history = rewind_jsonl(run_dir.metrics, resumed.step, resumed.version) if resumed else []
-        with ExitStack() as opened:
-            sinks: list[Sink] = []
-            if logging.jsonl:
-                sinks.append(JsonlSink(run_dir.metrics))
-                opened.callback(sinks[-1].close)
-            if logging.tensorboard:
-                step = resumed.step if resumed else None
-                sinks.append(TensorBoardSink(run_dir.tensorboard, unix_s=time.time(), resumed_step=step))
-                opened.callback(sinks[-1].close)
-            recorder = cls(sinks, view, resumed=resumed, history=history)
-            opened.pop_all()
-        return recorder
+        sinks = open_sinks(config, run_dir, resumed.step if resumed else None)
+        return cls(sinks, view, resumed=resumed, history=history)
 
     def plan(self, total_steps: int) -> None:
         """The run will take optimizer steps up to `total_steps`, counted from the first ever."""
@@ -126,7 +107,7 @@ class Recorder:
 
     def made_earlier(self, tokens: int) -> None:
         """So many were generated by earlier processes, as far as their driver knew: more than the rows kept tell of."""
-        self._earlier_tokens = self._generated_tokens = max(self._earlier_tokens, tokens)
+        self._statuses.made_earlier(tokens)
 
     async def put(self, record: RunRecord) -> None:
         """Record it everywhere. On return it is written.
@@ -210,10 +191,10 @@ class Recorder:
             state,
             total_steps=self._board.total_steps,
             staleness=self._builder.staleness,
-            generated_tokens=self._generated_tokens,
-            generated_per_s=self._generated.per_s,
-            trained_per_s=self._trained.per_s,
-            drops=dict(self._num_dropped),
+            generated_tokens=self._statuses.generated_tokens,
+            generated_per_s=self._statuses.generated.per_s,
+            trained_per_s=self._statuses.trained.per_s,
+            drops=dict(self._statuses.num_dropped),
             restarts=tuple(self._restarts),
             earlier_restarts=dict(self._earlier_restarts),
         )
@@ -221,33 +202,48 @@ class Recorder:
     def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
 
-        Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s` and `drops` by
-        kind, from 0 on, `in_flight`, `waits` and `skip` (`SkipManager.status`). Of the Trainer: `waits` and `skip`.
-        Waits are `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
+        Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s`, `waited_s` by
+        edge and `drops` by kind, from 0 on, `in_flight`, `version`, `waits`, `agent` and `skip` (`SkipManager.status`).
+        Of the Trainer: `version`, `waits` and `skip`. Of both `pid` and `profiler` (`Profiler.status`). Waits are
+        `WaitBoard.snapshot()`; the Trainer's wait for a lease is `samples`.
 
         Raises:
             BugError: a key is missing.
         """
         now_s = self._clock()
         self._books = queue.books
-        self._known |= queue_metrics(queue)
+        seen = self._statuses
+        seen.see_queue(queue)
         try:
             if rollouter:
-                self._see_rollouter(now_s, rollouter)
+                seen.see_rollouter(now_s, rollouter)
             if trainer:
-                self._see_trainer(now_s, trainer)
+                seen.see_trainer(now_s, trainer, self._waited_s)
         except KeyError as error:
             raise BugError(f"a part's status has no {error}: the run cannot be shown or judged without it") from error
-        self._trained.add(now_s, self._builder.trained_tokens)
-        self._set_known("throughput/trained_tokens_per_s", self._trained.per_s)
+        seen.see_trained(now_s, self._builder.trained_tokens)
         self._board = replace(
             self._board,
             books=queue.books,
-            generated_per_s=self._generated.per_s,
-            trained_per_s=self._trained.per_s,
+            waits=dict(seen.waits),
+            generated_per_s=seen.generated.per_s,
+            trained_per_s=seen.trained.per_s,
             idle_rollouter=self._known.get("idle/rollouter"),
             idle_trainer=self._known.get("idle/trainer"),
         )
+        self._view.update(self._board)
+
+    @property
+    def idle(self) -> tuple[float | None, float | None]:
+        """Shares of the last seconds in which Trainer and Rollouter were idle; None: not known yet."""
+        return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
+
+    def health(self, health: RunHealth) -> None:
+        """How well the run is, every few seconds; what has gone since is left out."""
+        for name in [name for name in self._known if name.startswith("health/")]:
+            del self._known[name]
+        self._known |= health_metrics(health)
+        self._board = replace(self._board, health=health)
         self._view.update(self._board)
 
     def summary(self, status: Status, error: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -255,17 +251,30 @@ class Recorder:
         totals = Totals(
             wall_s=self._clock() - self._started_s,
             books=self._books,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._statuses.generated_tokens,
             idle_trainer=self._trainer_idle.share,
-            idle_rollouter=self._rollouter_idle.share,
+            idle_rollouter=self._statuses.rollouter_idle.share,
             restarts=tuple(self._restarts),
             earlier_restarts=dict(self._earlier_restarts),
         )
-        return {**self._builder.build(status, error, totals), "skip": dict(self._skips)}
+        return {**self._builder.build(status, error, totals), "skip": dict(self._statuses.skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
         """One validation prompt's answers before and after, the one that gained most; none without two validations."""
         return self._builder.example() or (None, None)
+
+    @asynccontextmanager
+    async def trackers(self) -> AsyncIterator[None]:
+        """Where processes are that serve wandb, Prometheus and the like: at the end of the block what these were told
+        is sent, and how the run ended, while the processes still live. They are told nothing more."""
+        ok = False
+        try:
+            yield
+            ok = True
+        finally:
+            with anyio.CancelScope(shield=True):
+                remote = [sink for sink in self._sinks if isinstance(sink, RemoteSink)]
+                await to_thread.run_sync(lambda: end_all(remote, ok=ok))
 
     async def aclose(self) -> None:
         """Close the files. Not an error after a failed write."""
@@ -324,7 +333,7 @@ class Recorder:
         now_s = self._clock()
         self._step_times.append(now_s)
         self._board = replace(self._board, step_times=tuple(self._step_times))
-        self._rollouter_idle.step(now_s)
+        self._statuses.rollouter_idle.step(now_s)
         self._trainer_idle.add(row)
         self._waited_s += row.metrics["timing/wait_samples_s"]
 
@@ -340,53 +349,6 @@ class Recorder:
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-
-    # ------------------------------------------------------------------------------------------ statuses
-
-    def _see_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
-        incarnation: int = status["incarnation"]
-        made_tokens = self._made_tokens.see(status["generated_tokens"], incarnation)
-        self._generated_tokens = self._earlier_tokens + int(made_tokens)
-        self._generated.add(now_s, self._generated_tokens)
-        idle_s = self._idle_s.see(status["idle_s"], incarnation)
-        self._rollouter_idle.observe(now_s, idle_s)
-        self._idle_rollouter.add(now_s, idle_s)
-        for kind, count in status["drops"].items():
-            self._num_dropped[kind] = int(self._drops.setdefault(kind, Total()).see(count, incarnation))
-        self._known["rollouter/generated_tokens"] = float(self._generated_tokens)
-        self._known["rollouter/samples_done"] = self._samples_done.see(status["samples_done"], incarnation)
-        for name, count in status["agent"].items():
-            self._known[f"rollouter/{name}"] = self._agent.setdefault(name, Total()).see(count, incarnation)
-        self._known["rollouter/in_flight"] = float(status["in_flight"])
-        self._set_known("throughput/generated_tokens_per_s", self._generated.per_s)
-        self._set_known("idle/rollouter", self._idle_rollouter.per_s, most=1.0)
-        self._see_waits("rollouter", status)
-        self._see_skips(status)
-
-    def _see_trainer(self, now_s: float, status: Mapping[str, Any]) -> None:
-        waits = self._see_waits("trainer", status)
-        self._see_skips(status)
-        open_s = max((wait.since_s for wait in waits if wait.edge == "samples"), default=0.0)
-        # A wait that has ended is in no step's record yet: the counter stands until the record comes, it never falls.
-        self._trainer_waited_s = max(self._trainer_waited_s, self._waited_s + open_s)
-        self._idle_trainer.add(now_s, self._trainer_waited_s)
-        self._set_known("idle/trainer", self._idle_trainer.per_s, most=1.0)
-
-    def _see_skips(self, status: Mapping[str, Any]) -> None:
-        """What was replayed and recorded, by that process."""
-        for role, counts in status["skip"].items():
-            self._skips[role] = dict(counts)
-            for what, count in counts.items():
-                self._known[f"skip/{role}/{what}"] = float(count)
-
-    def _see_waits(self, part: str, status: Mapping[str, Any]) -> tuple[Wait, ...]:
-        waits: tuple[Wait, ...] = tuple(status["waits"])
-        self._board = replace(self._board, waits={**self._board.waits, part: waits})
-        return waits
-
-    def _set_known(self, name: str, value: float | None, most: float = float("inf")) -> None:
-        if value is not None:
-            self._known[name] = min(value, most)
 
 
 _OF_INTEREST = (

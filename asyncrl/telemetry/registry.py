@@ -29,6 +29,7 @@ STEP = "On every `step` line: the Trainer's own"
 LEASE = "On the first `step` line of each lease: what the lease gave, where it applies"
 CORRECTION = "Off-policy correction: on the first `step` line of a lease, in bypass mode on every one"
 DRIVER = "On every `step` line: the other parts, as last seen (at most about a second old)"
+HEALTH = "On every `step` line: how well the run was, as last seen (some 2 s old, of ranks some 10 s)"
 APPLY = "On every `apply` line: one version reached all replicas"
 VALIDATION = "On every `validation` line: the validation set, answered by one version"
 
@@ -55,6 +56,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/dual_clip_fraction", "1", "share of trained tokens whose loss `clip_ratio_c` bounded"),
         Metric("actor/ratio_mean", "1", "mean probability ratio, current over proximal policy"),
         Metric("actor/lr", "1", "learning rate of this step"),
+        Metric("actor/mfu", "1", "model FLOPs utilization of rank 0's GPU in the update; absent where not known"),
         Metric("rollout/mismatch_kl", "nats", "estimated KL divergence per token, behaviour from current policy"),
         Metric("rollout/mismatch_kl_age_<n>", "nats", "the same, of tokens `<n>` versions old; 3: 3 and more"),
         Metric("rollout/token_share_age_<n>", "1", "share of trained tokens that are so old"),
@@ -64,13 +66,28 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rows/per_trajectory", "1", "mean rows that a trajectory is trained as; absent where all are one"),
         Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),
         Metric("staleness/max", "versions", "the most stale of them"),
+        Metric("staleness/share_<n>", "1", "share of the samples that are `<n>` versions stale; 3: 3 and more"),
+        Metric("partial/count", "samples", "whose tokens more than one version sampled"),
+        Metric("partial/ratio", "1", "share of the step's samples that these are"),
+        Metric(
+            "partial/max_span", "versions", "newest minus oldest version of one of them, at most; 0: there are none"
+        ),
+        Metric("processing_s/mean", "s", "generation and scoring of a sample: mean over the step's samples"),
+        Metric("processing_s/min", "s", "the same: least"),
+        Metric("processing_s/max", "s", "the same: greatest"),
+        Metric("processing_s/p50", "s", "the same: median"),
+        Metric("processing_s/p95", "s", "the same: 95 % of the samples took no longer"),
+        Metric("processing_s/p99", "s", "the same: 99 %"),
         Metric("skip/replayed_share", "1", "share of the step's samples that came out of a record"),
         Metric("skip/substituted_share", "1", "share that came out of the record of another sample"),
         Metric("advantages/zero_share", "1", "share of samples with all advantages 0: nothing to learn from"),
         Metric("tokens/trained", "tokens", "response tokens with gradient in this step"),
         Metric("timing/wait_samples_s", "s", "wait for the lease this step opens; 0 for the later steps of a lease"),
-        Metric("timing/update_s", "s", "forward, backward and optimizer of the policy"),
+        Metric("timing/update_s", "s", "forward, backward and optimizer of the policy, and the commit"),
+        Metric("timing/commit_s", "s", "of it: telling queue and record which samples are trained"),
         Metric("timing/publish_s", "s", "publishing a version; 0 where none was due"),
+        Metric("timing/gather_s", "s", "of it: collecting the weights on rank 0; absent where none was due"),
+        Metric("timing/put_s", "s", "of it: handing them to the weight store; absent where none was due"),
         Metric("timing/step_s", "s", "the whole step, waits included"),
         Metric("time/monotonic_s", "s", "the Trainer's monotonic clock after the step; for use within one process"),
     ),
@@ -88,6 +105,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/loss", "1", "mean over the critic's steps"),
         Metric("critic/grad_norm", "1", "global gradient norm before clipping, mean over the critic's steps"),
         Metric("critic/lr", "1", "learning rate, mean over the critic's steps"),
+        Metric("critic/mfu", "1", "as `actor/mfu`, mean over the critic's steps"),
         Metric("critic/value_mean", "1", "mean value, as the critic learns"),
         Metric("critic/return_mean", "1", "mean of what the values should have been"),
         Metric("critic/clip_fraction", "1", "share of values whose loss was clipped"),
@@ -116,6 +134,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         *(Metric(f"queue/dropped/{reason}", "samples", f"dropped: {reason}") for reason in DropReason),
         Metric("queue/replayed", "samples", "finished out of a record, not by an engine (docs/skip.md)"),
         Metric("queue/substituted", "samples", "of these, out of the record of another sample"),
+        Metric("queue/wait_permit_s", "s", "the Rollouter's waits for permits since the launch, added up"),
+        Metric("queue/wait_samples_s", "s", "the Trainer's waits for samples since the launch, added up"),
         Metric("queue/applied_version", "versions", "newest version every replica serves: what pacing counts from"),
         Metric("queue/payload_bytes", "bytes", "finished samples on disk that no checkpoint covers yet"),
         Metric("recovery/restarts", "1", "parts that were replaced since the launch"),
@@ -127,19 +147,47 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollouter/tool_calls", "1", "tool calls completed since the launch"),
         Metric("rollouter/tool_calls/<status>", "1", "of these, so many ended so: `ok`, `bad_json`, `timeout`, …"),
         Metric("rollouter/tool_s", "s", "time in tools since the launch, added up over all calls"),
+        Metric("rollouter/tool_mean_s", "s", "of it, mean per call"),
         Metric("rollouter/rewrites", "1", "trajectories forked into rows because the template rewrote history"),
         Metric("rollouter/token_mismatches", "1", "trajectories whose tokens differ from a full re-tokenization"),
         Metric("rollouter/surplus_tokens", "tokens", "sampled for trajectories beyond what was needed, then aborted"),
         Metric("rollouter/in_flight", "samples", "in generation or scoring now"),
+        Metric("rollouter/version", "versions", "that the replicas serve, as the Rollouter knows"),
+        Metric("trainer/version", "versions", "newest published"),
         Metric("throughput/generated_tokens_per_s", "tokens/s", "over the last 20 s"),
         Metric("throughput/trained_tokens_per_s", "tokens/s", "over the last 20 s"),
         Metric("idle/trainer", "1", "share of the last 20 s in which the Trainer waited for samples"),
         Metric("idle/rollouter", "1", "share of the last 20 s in which nothing was in generation"),
+        Metric("active/trainer", "1", "1 - `idle/trainer`"),
+        Metric("active/rollouter", "1", "1 - `idle/rollouter`"),
+        Metric("profiler/events", "1", "events that Rollouter and Trainer recorded or were sent since the launch"),
+        Metric("profiler/dropped", "1", "events that did not fit into a buffer (profiler.buffer_events)"),
+    ),
+    HEALTH: (
+        Metric("health/loop_lag_s/<process>", "s", "longest standstill of its event loop in the last 10 s"),
+        Metric(
+            "health/rss_bytes/<process>",
+            "bytes",
+            "resident memory: of `driver`, `queue`, `store`, `rollouter`, `trainer`, `rank-<group>-<number>`, "
+            "`replica-<id>`, `engine-<id>`; what it has mapped from the object store counts too",
+        ),
+        Metric("health/cpu/<process>", "1", "CPUs that it kept busy"),
+        Metric("health/kv_cache_usage", "1", "share of the KV cache that is taken, of the fullest replica"),
+        Metric("health/kv_cache_usage/<replica>", "1", "the same, of one replica"),
+        Metric("health/requests_running", "1", "requests being decoded, over all replicas"),
+        Metric("health/requests_waiting", "1", "requests that the engines' schedulers hold back"),
+        Metric("health/preemptions", "1", "running requests thrown out to make room, since the engines of now started"),
+        Metric("health/object_store_share", "1", "of the node whose object store is fullest: share that is needed"),
+        Metric("health/memory_available_bytes", "bytes", "of the driver's machine or container"),
+        Metric("health/disk_free_bytes", "bytes", "of the disk of the run directory"),
+        Metric("health/problems", "1", "warnings and hints that are not over"),
     ),
     APPLY: (
         Metric("weight_sync/pause_s", "s", "longest pause of a replica: from no token made to tokens flowing again"),
         Metric("weight_sync/load_s", "s", "longest load inside the pause"),
         Metric("weight_sync/fetch_s", "s", "longest fetch; generation goes on meanwhile"),
+        Metric("weight_sync/drain_s", "s", "longest wait from the wish to pause until no token was made any more"),
+        Metric("weight_sync/verify_s", "s", "longest comparison of checksums; generation goes on meanwhile"),
         Metric("weight_sync/publish_to_applied_s", "s", "from publication to the last replica serving it"),
         Metric("weight_sync/in_flight", "1", "requests in flight at the pause, over all replicas"),
         Metric(
@@ -203,7 +251,8 @@ _HEAD = """\
 
 Generated from `asyncrl/telemetry/registry.py` by `python -m asyncrl.telemetry.registry > docs/metrics.md`.
 
-A run directory holds `metrics.jsonl`, one JSON object a line, and the same numbers as TensorBoard files. Every line has
+A run directory holds `metrics.jsonl`, one JSON object a line, and the same numbers as TensorBoard files;
+`logging.sinks` chooses these and other places ([profiling.md](profiling.md)). Every line has
 
 | key | meaning |
 |---|---|

@@ -95,9 +95,11 @@ def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -
     metrics = {"weight_sync/publish_to_applied_s": record.publish_to_applied_s}
     if reports:
         metrics |= {
+            "weight_sync/drain_s": max(report.drain_s for report in reports),
             "weight_sync/pause_s": max(report.pause_s for report in reports),
             "weight_sync/load_s": max(report.load_s for report in reports),
             "weight_sync/fetch_s": max(report.fetch_s for report in reports),
+            "weight_sync/verify_s": max(report.verify_s for report in reports),
             "weight_sync/in_flight": float(sum(report.in_flight for report in reports)),
             "weight_sync/verified": sum(report.verified for report in reports) / len(reports),
         }

@@ -12,6 +12,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.health.facts import RunHealth
+from asyncrl.health.rules import size
 from asyncrl.telemetry.dashboard import Dashboard, number, percent, restart_line, short_s, span, sparkline
 from asyncrl.telemetry.summary import count_restarts
 from asyncrl.waits import Wait
@@ -125,6 +127,8 @@ def _facts(board: Dashboard) -> RenderableType:
     table.add_row("tokens/s", items(**rates))
     table.add_row("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer)))
     table.add_row("weight sync", _sync(board))
+    if (health := health_line(board.health)) is not None:
+        table.add_row("health", health)
     if board.restarts:
         table.add_row("restarts", _restarts(board))
     for index, (part, waits) in enumerate(board.waits.items()):
@@ -193,6 +197,30 @@ def _sync(board: Dashboard) -> Text:
         return Text("-")
     pause = "-" if sync.pause_s is None else short_s(sync.pause_s)
     return items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=f"{sync.count:,}")
+
+
+def health_line(health: RunHealth) -> Text | None:
+    """The worst of each kind, in one line; None: nothing is known."""
+    shown: dict[str, str] = {}
+    lags = {name: process.lag_s for name, process in health.processes.items() if process.lag_s is not None}
+    if lags:
+        worst = max(lags, key=lambda name: lags[name])
+        shown["lag"] = f"{short_s(lags[worst])} ({worst})"
+    if (machine := health.machine) is not None and machine.memory_bytes:
+        shown["memory"] = f"{1 - machine.memory_available_bytes / machine.memory_bytes:.0%}"
+    if health.engines:
+        shown["KV"] = f"{max(load.kv_cache_usage for load in health.engines.values()):.0%}"
+    if health.object_store_share is not None:
+        shown["object store"] = f"{health.object_store_share:.0%}"
+    if machine is not None and machine.disk_free_bytes is not None:
+        shown["disk"] = f"{size(machine.disk_free_bytes)} free"
+    if not shown:
+        return None
+    text = items(**shown)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    if health.problems:
+        text.style = "yellow"
+    return text
 
 
 def _restarts(board: Dashboard) -> Text:

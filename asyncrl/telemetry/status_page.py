@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.chain import duration
+from asyncrl.health.rules import size
 from asyncrl.telemetry.dashboard import number, short_s, span
 from asyncrl.telemetry.screen import DIM, Capped, items
 from asyncrl.why import REPLICA_UNHEARD_S
@@ -18,6 +19,7 @@ from asyncrl.why import REPLICA_UNHEARD_S
 BAR = 24
 MAX_BARS = 10
 MAX_RECOVERIES = 5
+MAX_PROCESSES = 3
 _STYLES = {
     "running": "bold cyan",
     "starting": "bold cyan",
@@ -93,6 +95,7 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
     table.add_row("tokens", _tokens(report["tokens"]))
     for index, replica in enumerate(report["replicas"]):
         table.add_row("" if index else "replicas", _replica(replica))
+    _health(table, report)
     _restarts(table, report)
     steps = [str(each["step"]) for each in report["checkpoints"]]
     table.add_row("checkpoints", Text(f"step {', '.join(steps)}" if steps else "none"))
@@ -147,7 +150,42 @@ def _replica(replica: Mapping[str, Any]) -> Text:
     if replica["unheard_s"] > REPLICA_UNHEARD_S:
         text.append(f"  not heard of for {duration(replica['unheard_s'])}", style=_BAD)
     text.append(f"  version {replica['version']}  {replica['in_flight']} requests", style=DIM)
-    return text.append(f"  {replica['generated_tokens']:,} tokens  pid {replica['pid']}", style=DIM)
+    text.append(f"  {replica['generated_tokens']:,} tokens  pid {replica['pid']}", style=DIM)
+    if load := replica.get("load"):
+        text.append(f"  KV {load['kv_cache_usage']:.0%}", style=DIM)
+        if load["waiting"]:
+            text.append(f"  {load['waiting']} waiting", style="yellow")
+    return text
+
+
+def _health(table: Table, report: Mapping[str, Any]) -> None:
+    """What the run takes, and what is wrong with it; of a run that has ended: when it did."""
+    health: Mapping[str, Any] = report.get("health") or {}
+    processes: Mapping[str, Mapping[str, Any]] = health.get("processes") or {}
+    lags = {name: each["lag_s"] for name, each in processes.items() if each["lag_s"] is not None}
+    if lags:
+        worst = sorted(lags, key=lambda name: -lags[name])[:MAX_PROCESSES]
+        table.add_row("loop lag", items(**{name: short_s(lags[name]) for name in worst}))
+    if processes:
+        largest = sorted(processes, key=lambda name: -processes[name]["rss_bytes"])[:MAX_PROCESSES]
+        table.add_row("memory", items(**{name: size(processes[name]["rss_bytes"]) for name in largest}))
+    if room := _room(health):
+        table.add_row("" if processes else "room", items(**room))
+    for index, problem in enumerate(health.get("problems") or ()):
+        table.add_row("" if index else "problems", Text(problem["text"], style="yellow"))
+
+
+def _room(health: Mapping[str, Any]) -> dict[str, str]:
+    """What machine, object store and disk have left."""
+    room: dict[str, str] = {}
+    if machine := health.get("machine"):
+        total = size(machine["memory_bytes"])
+        room["free"] = f"{size(machine['memory_available_bytes'])} of {total}"
+    if health.get("object_store_share") is not None:
+        room["object store"] = f"{health['object_store_share']:.0%}"
+    if machine and machine["disk_free_bytes"] is not None:
+        room["disk"] = f"{size(machine['disk_free_bytes'])} free"
+    return room
 
 
 def _restarts(table: Table, report: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.health.processes import OwnHealth
 from asyncrl.ports import Edition, Publication, ReplicaReport, StoreStatus
 from asyncrl.weights.checksums import group_checksums
 from asyncrl.weights.replica_reports import ReplicaReports
@@ -42,6 +43,7 @@ class WeightStoreActor:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
+        self._health = OwnHealth("store") if ray.is_initialized() else None
         self._versions: dict[Edition, tuple[Publication, list[ray.ObjectRef]]] = {}
         self._handed_out: list[Edition] = []
         self._told: Edition | None = None
@@ -158,7 +160,8 @@ class WeightStoreActor:
 
     async def status(self) -> StoreStatus:
         now = self._wall_clock()
-        return StoreStatus(os.getpid(), self._newest(), self._replicas.told(now), self._informed, now)
+        health = self._health.tell() if self._health is not None else None
+        return StoreStatus(os.getpid(), self._newest(), self._replicas.told(now), self._informed, now, health)
 
     def _newest(self) -> Edition | None:
         return max(self._versions, default=None)

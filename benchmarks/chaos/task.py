@@ -126,7 +126,7 @@ def configuration(reward_file: Path, *, replicas: int, ranks: int, seed: int) ->
             "start_s": 240.0,
         },
         "recovery": {"max_restarts": 1000, "window_s": 60.0},
-        "logging": {"console": "plain", "tensorboard": False, "level": "info"},
+        "logging": {"console": "plain", "sinks": ["jsonl"], "level": "info"},
     }
 
 

@@ -67,7 +67,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is damaged"):
         compare.diff(one, empty, 0.0, as_json=False)
     (empty / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match="jsonl=false"):
+    with pytest.raises(ConfigError, match="has no jsonl"):
         compare.diff(empty, one, 0.0, as_json=False)
     later = write(tmp_path / "later")
     (later / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 5}) + "\n")

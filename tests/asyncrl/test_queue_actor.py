@@ -73,8 +73,10 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
     await client.commit(lease.lease_id, [queued.meta.sample_id for queued in lease.samples[:6]])
     await client.release(lease.lease_id)
     await client.drop(lease.samples[7].meta.sample_id, DropReason.FILTERED)
-    books = (await client.status()).books
+    status = await client.status()
+    books = status.books
     assert (books.fed, books.ready, books.trained, books.dropped["filtered"]) == (10, 3, 6, 1)
+    assert status.health is not None and status.health.rss_bytes > 1 << 20 and status.health.lag_s is not None
     assert len((await client.mark(1)).outstanding) == 3
     await client.close()
     assert (await client.admit(1, timeout_s=5)).closed

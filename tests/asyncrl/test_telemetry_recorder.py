@@ -26,7 +26,7 @@ from asyncrl.telemetry.dashboard import Dashboard
 from asyncrl.telemetry.live import View
 from asyncrl.telemetry.recorder import MAX_RESTARTS, Recorder
 from asyncrl.telemetry.rows import Row
-from asyncrl.telemetry.sinks import AppendFile
+from asyncrl.telemetry.sinks.files import AppendFile
 from asyncrl.telemetry.summary import Resumed
 from asyncrl.waits import Wait
 from tests.fakes.run_states import running
@@ -96,18 +96,33 @@ def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any
         "idle_s": idle_s,
         "drops": {},
         "waits": waits,
+        "waited_s": {"permit": 2.0},
+        "pid": incarnation,
+        "profiler": {"events": 100, "dropped": 1},
+        "version": 1,
         "skip": {},
         "agent": {},
     }
 
 
 def trainer(waited_s: float) -> dict[str, Any]:
-    return {"step": 1, "version": 1, "waits": [Wait("samples", 1, waited_s)], "skip": {}}
+    return {
+        "step": 1,
+        "version": 1,
+        "waits": [Wait("samples", 1, waited_s)],
+        "skip": {},
+        "pid": 9,
+        "profiler": {"events": 7, "dropped": 0},
+    }
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     return create_run_dir(Config(), datetime(2026, 1, 2), root=tmp_path)
+
+
+def writing(*sinks: str) -> Config:
+    return Config(logging=LoggingConfig.model_validate({"sinks": sinks}))
 
 
 def lines(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -116,7 +131,7 @@ def lines(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         await recorder.put(validation(0, 0, 0.25))
         recorder.tick(queue(trained=0, dropped=1), rollouter(1000, 0.0), trainer(0.1))
         await recorder.put(step(1, 1, 0.5, **{"actor/loss": float("nan")}))
@@ -144,7 +159,7 @@ def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
 
 def test_a_name_nobody_registered_stops_the_recording(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*registry.py"):
             await recorder.put(step(1, 1, 0.5, **{"actor/los": 1.0}))
         with pytest.raises(BugError, match="tokens/trained"):
@@ -199,7 +214,7 @@ def test_a_long_wait_of_the_trainer_shows_before_its_step_does() -> None:
 
 
 def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: RunDir) -> None:
-    config = LoggingConfig()
+    config = writing("jsonl", "tensorboard")
 
     async def first() -> None:
         recorder = await Recorder.open(config, run_dir, View())
@@ -253,7 +268,7 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     async def part(resumed: Resumed | None, numbers: tuple[int, ...], reward: float) -> None:
-        recorder = await Recorder.open(LoggingConfig(jsonl=False), run_dir, View(), resumed)
+        recorder = await Recorder.open(writing("tensorboard"), run_dir, View(), resumed)
         for number in numbers:
             await recorder.put(step(number, number, reward))
         await recorder.aclose()
@@ -269,6 +284,12 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_
         (3, 0.5),
         (4, 0.5),
     ]
+    staleness = [event.histogram_value for event in events.Histograms("staleness")]
+    assert [(one.num, one.sum, list(one.bucket_limit), list(one.bucket)) for one in staleness][-1] == (
+        *(2, 1.0, [0.0, 1.0], [1.0, 1.0]),
+    )
+    rewards = events.Histograms("rewards")[-1].histogram_value
+    assert (rewards.min, rewards.max, list(rewards.bucket)) == (0.5, 0.5, [2.0])
 
 
 # ---------------------------------------------------------------------------------------------- restarts
@@ -279,7 +300,7 @@ def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, json
     view = Watching()
 
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(jsonl=jsonl, tensorboard=False), run_dir, view)
+        recorder = await Recorder.open(writing("jsonl") if jsonl else writing(), run_dir, view)
         recorder.plan(10)
         await recorder.put(validation(0, 0, 0.0))
         for number in (1, 2, 3, 4):
@@ -326,7 +347,7 @@ def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, json
 
 def test_a_rewind_to_the_start_leaves_nothing(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         await recorder.put(step(1, 1, 0.1))
         await recorder.rewind(Resumed(0, 0, "", lineage=1))
         await recorder.put(step(1, 1, 0.3, lineage=1))
@@ -341,7 +362,7 @@ def test_tensorboard_forgets_what_a_rewind_takes_out(run_dir: RunDir) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(jsonl=False), run_dir, View())
+        recorder = await Recorder.open(writing("tensorboard"), run_dir, View())
         for number in (1, 2, 3):
             await recorder.put(step(number, number, 0.25))
         await recorder.rewind(Resumed(1, 1, "c", lineage=1))
@@ -357,7 +378,7 @@ def test_tensorboard_forgets_what_a_rewind_takes_out(run_dir: RunDir) -> None:
 
 def test_rows_that_come_during_a_rewind_are_judged_by_it(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         for number in range(1, 6):
             await recorder.put(step(number, number, 0.5))
         async with anyio.create_task_group() as tasks:
@@ -425,7 +446,7 @@ def test_restarts_are_told_twice_and_kept_once() -> None:
 
 def test_a_full_disk_stops_the_recording_with_its_name(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         real_write = os.write
 
         def write(descriptor: int, data: bytes) -> int:
@@ -454,7 +475,7 @@ def test_a_write_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_records_of_two_tasks_never_mix_within_a_line(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         async with anyio.create_task_group() as tasks:
             for number in range(1, 41):
                 tasks.start_soon(recorder.put, step(number, number, 0.5))
@@ -490,7 +511,7 @@ def test_telemetry_loads_neither_torch_nor_ray() -> None:
 
 def test_what_a_file_has_is_not_kept_in_memory_too(run_dir: RunDir) -> None:
     async def main() -> None:
-        recorder = await Recorder.open(LoggingConfig(tensorboard=False), run_dir, View())
+        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         for number in (1, 2):
             await recorder.put(step(number, number, 0.25))
         assert recorder._kept == []

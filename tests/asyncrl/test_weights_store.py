@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 
+from asyncrl.cli.health import object_store_share
 from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
 from asyncrl.ports import Edition, Publication, ReplicaReport
 from asyncrl.weights import object_store
@@ -22,6 +23,7 @@ from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, 
 
 pytestmark = pytest.mark.asyncio
 NAMESPACE = "weights-test"
+STORE_BYTES = 200 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +33,7 @@ def cluster() -> Iterator[None]:
         num_cpus=2,
         namespace=NAMESPACE,
         include_dashboard=False,
-        object_store_memory=200 << 20,
+        object_store_memory=STORE_BYTES,
         log_to_driver=False,
     )
     yield
@@ -207,6 +209,25 @@ async def test_a_publisher_that_has_published_nothing_says_so(store: Any) -> Non
     assert lost == await object_store._answer(store.start_with.remote(0.05, plain(2)), 10, "asking") == published
 
 
+async def until_share(wanted: float) -> None:
+    """The GCS hears a moment later of what is in the object store."""
+    while True:
+        share = await anyio.to_thread.run_sync(object_store_share)
+        if share is not None and abs(share - wanted) < 0.01:
+            return
+
+
+async def test_the_object_store_is_as_full_as_what_is_kept_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with anyio.fail_after(30):
+        await until_share(0.0)
+        kept = [ray.put(np.zeros(STORE_BYTES // 4, dtype=np.uint8)) for _ in range(2)]
+        await until_share(0.5)
+        del kept
+        await until_share(0.0)
+    monkeypatch.delattr("ray._private.state.available_resources_per_node")
+    assert object_store_share() is None, "another Ray that cannot say it is no failure"
+
+
 def reported(name: str, at: float, phase_since: float | None = None) -> ReplicaReport:
     return ReplicaReport(name, "node", 1, (2, 3), "serving", phase_since or at, 0, 1, 4, 100, at)
 
@@ -225,6 +246,7 @@ async def test_the_store_keeps_what_replicas_report_by_its_own_clock(store: Any)
     assert status.replicas[0].reported_at - status.replicas[0].phase_since == pytest.approx(5, abs=1e-3)
     assert abs(status.at - time.time()) < 10
     assert status.newest == plain(1)
+    assert status.health.rss_bytes > 1 << 20 and status.health.lag_s is not None
 
 
 async def test_a_validation_that_nobody_has_heard_of_is_left_to_the_next_version(store: Any) -> None:

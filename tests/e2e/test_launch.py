@@ -108,13 +108,13 @@ def test_a_full_disk_fails_the_run_and_is_told_in_its_summary(tmp_path: Path) ->
         pytest.skip("mounting a small file system is not permitted here")
     try:
         # The checkpoint does not fit.
-        run = start(tmp_path, *SHORT, "logging.tensorboard=false", run_dir=disk / "run")
+        run = start(tmp_path, *SHORT, "logging.sinks=[jsonl]", run_dir=disk / "run")
         assert run.wait() == 1, run.output()
         summary = run.summary()
         assert (summary["status"], summary["error"]["type"]) == ("failed", "DiskFullError")
         assert run.survivors() == []
         subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
-        again = start(tmp_path, *SHORT, "logging.tensorboard=false", "resume=auto", run_dir=disk / "run")
+        again = start(tmp_path, *SHORT, "logging.sinks=[jsonl]", "resume=auto", run_dir=disk / "run")
         assert again.wait() == 0, again.output()
         assert (again.summary()["step"], again.summary()["samples"]["trained"]) == (4, 64)
         assert balanced(again.summary()["samples"]) and trained_once(again)

@@ -47,10 +47,13 @@ class LoggingConfig(Section):
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: a live view on a terminal, plain lines elsewhere."""
-    jsonl: bool = True
-    """metrics.jsonl in the run directory."""
-    tensorboard: bool = True
-    """TensorBoard files in the run directory."""
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...] = (
+        "jsonl",
+        "tensorboard",
+    )
+    """Where metrics go. `jsonl`, `tensorboard`: files in the run directory. `wandb`, `mlflow`, `trackio`: offline,
+    unless they are set up for a server; each needs its package, e.g. `pip install 'asyncrl[wandb]'`. `prometheus`:
+    Ray's metrics. docs/profiling.md"""
     level: Literal["debug", "info", "warning", "error"] = "warning"
     """Of the log files in the run directory and of what reaches the terminal."""
 

@@ -1,44 +1,24 @@
-"""Files that take a run's rows: metrics.jsonl and TensorBoard. Blocking; the recorder calls them off the event loop."""
+"""Files of the run directory that take its rows: metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.run_dir import disk_error
 from asyncrl.telemetry.rows import Row
 
 logger = logging.getLogger(__name__)
 
-
-class Sink(Protocol):
-    reads_back: bool
-    """`rewind` returns the rows that stay."""
-
-    def write(self, row: Row) -> None:
-        """On return the row is with the operating system: a killed process loses nothing.
-
-        Raises:
-            InfraError, ConfigError: the file cannot be written.
-        """
-
-    def rewind(self, step: int, version: int) -> Sequence[Row]:
-        """Training goes back to a checkpoint: what was recorded beyond it is no part of the run any more.
-
-        Returns:
-            The rows that stay, in order, if it `reads_back`.
-
-        Raises:
-            InfraError, ConfigError: the file cannot be written.
-        """
-
-    def close(self) -> None: ...
+NUM_BUCKETS = 30
 
 
 class AppendFile:
@@ -91,7 +71,8 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars as TensorBoard event files, by tensorboard's own record writer: torch's would load torch."""
+    """Scalars, and histograms of each step's rewards and staleness, as TensorBoard event files; by tensorboard's own
+    record writer: torch's would load torch."""
 
     reads_back = False
 
@@ -101,6 +82,7 @@ class TensorBoardSink:
 
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
+        self._histogram_of = summary_pb2.HistogramProto
         # The process id keeps two parts of a run that start in the same second apart.
         name = f"events.out.tfevents.{int(unix_s)}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(AppendFile(directory / name))
@@ -119,13 +101,43 @@ class TensorBoardSink:
 
     def write(self, row: Row) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
+        for name, edges in (("rewards", _reward_edges), ("staleness", _staleness_edges)):
+            found = [value for value in row.more.get(name, ()) if math.isfinite(value)]
+            if found:
+                values.append(self._summary.Value(tag=name, histo=self._histogram(found, edges(found))))
         self._put(self._event(wall_time=row.unix_s, step=row.step, summary=self._summary(value=values)))
+
+    def _histogram(self, values: Sequence[float], edges: Sequence[float]) -> Any:
+        counts = [0] * len(edges)
+        for value in values:
+            counts[bisect_left(edges, value)] += 1
+        return self._histogram_of(
+            min=min(values),
+            max=max(values),
+            num=len(values),
+            sum=math.fsum(values),
+            sum_squares=math.fsum(value * value for value in values),
+            bucket_limit=edges,
+            bucket=counts,
+        )
 
     def _put(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _reward_edges(values: Sequence[float]) -> list[float]:
+    """Upper ends of buckets: equally wide ones, the last one up to the greatest value."""
+    low, high = min(values), max(values)
+    width = (high - low) / NUM_BUCKETS
+    return [low + width * number for number in range(1, NUM_BUCKETS)] + [high] if width > 0 else [high]
+
+
+def _staleness_edges(values: Sequence[float]) -> list[float]:
+    """The same, one bucket for each version."""
+    return [float(number) for number in range(int(max(values)) + 1)]
 
 
 def rewind_jsonl(path: Path, step: int, version: int) -> list[Row]:

@@ -1,0 +1,119 @@
+"""Metrics for Prometheus: their names, the dashboard of them, and Ray's endpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.telemetry import grafana, registry
+from asyncrl.telemetry.sinks.prometheus import exported
+
+ROOT = Path(__file__).parents[2]
+WHERE = 'experiment=~"$experiment",run=~"$run"'
+
+
+def named(expression: str) -> re.Pattern[str]:
+    """The names of the series that an expression asks for."""
+    exact = re.fullmatch(rf"(ray_asyncrl_\w+)\{{{re.escape(WHERE)}\}}", expression)
+    if exact:
+        return re.compile(exact[1])
+    pattern = re.fullmatch(rf'\{{__name__=~"(ray_asyncrl_[\w.+]+)",{re.escape(WHERE)}\}}', expression)
+    assert pattern, f"{expression} names no metric"
+    return re.compile(pattern[1])
+
+
+def examples() -> Iterator[str]:
+    """Every registered metric, placeholders filled in."""
+    for metric in registry.METRICS:
+        yield re.sub(r"<\w+>", "some/thing", metric.name)
+
+
+def panels(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for panel in page["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
+
+
+def test_the_dashboard_is_current() -> None:
+    page = ROOT / "docs" / "grafana-dashboard.json"
+    assert page.read_text(encoding="utf-8") == grafana.text(), (
+        "docs/grafana-dashboard.json is stale: python -m asyncrl.telemetry.grafana > docs/grafana-dashboard.json"
+    )
+
+
+def test_every_expression_names_a_registered_metric_and_every_metric_is_shown() -> None:
+    known = {f"ray_{exported(name)}" for name in examples()}
+    asked = [named(expression) for expression in grafana.expressions(grafana.dashboard())]
+    for pattern in asked:
+        assert any(pattern.fullmatch(name) for name in known), f"{pattern.pattern} is no registered metric"
+    for name in known:
+        assert any(pattern.fullmatch(name) for pattern in asked), f"{name} is in no panel"
+
+
+def test_exported_names_are_told_apart_and_prometheus_takes_them() -> None:
+    names = [exported(name) for name in registry._EXACT]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", name) for name in names)
+    assert exported("validation/reward/mean/openai/gsm8k-µ") == "asyncrl_validation_reward_mean_openai_gsm8k__"
+
+
+def test_panels_have_units_places_and_numbers_of_their_own() -> None:
+    page = json.loads(grafana.text())
+    found = list(panels(page))
+    numbers = [panel["id"] for panel in found]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    rows = [panel["title"] for panel in found if panel["type"] == "row"]
+    assert rows == ["Overview", *registry.SECTIONS]
+    units = {panel["title"]: panel["fieldConfig"]["defaults"]["unit"] for panel in found if panel["type"] != "row"}
+    assert (units["timing"], units["idle"], units["queue/payload_bytes"]) == ("s", "percentunit", "bytes")
+    for panel in page["panels"]:
+        places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panel.get("panels", ())]
+        assert len(set(places)) == len(places)
+        for one in panel.get("panels", ()):
+            assert len({target["refId"] for target in one["targets"]}) == len(one["targets"])
+    variables = {one["name"]: one for one in page["templating"]["list"]}
+    assert set(variables) == {"source", "experiment", "run"}
+    assert variables["run"]["query"]["query"] == 'label_values(ray_asyncrl_reward_mean{experiment=~"$experiment"}, run)'
+
+
+_RUN = """
+import json, sys, time, urllib.request
+from pathlib import Path
+import ray
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+from asyncrl.telemetry.rows import Row
+from asyncrl.telemetry.sinks.prometheus import PrometheusTracker
+from asyncrl.telemetry.sinks.remote import RemoteSink, TrackedRun
+directory = Path(sys.argv[1])
+sink = RemoteSink("prometheus", PrometheusTracker(TrackedRun("p", "small", "one", directory, {}, False)))
+sink.write(Row("step", 3, 3, 1.0, time.time(), {"reward/mean": 0.25}))
+until, found = time.monotonic() + 60, []
+while not found and time.monotonic() < until:
+    time.sleep(0.5)
+    if (directory / "prometheus.json").exists():
+        [[target]] = [one["targets"] for one in json.loads((directory / "prometheus.json").read_text())]
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith("ray_asyncrl_reward_mean{")]
+sink.close()
+assert not (directory / "prometheus.json").exists()
+[line] = found
+assert line.endswith(" 0.25"), line
+assert 'experiment="small"' in line and 'run="one"' in line and 'lineage="0"' in line, line
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_ray_shows_the_value(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
