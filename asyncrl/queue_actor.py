@@ -111,6 +111,7 @@ class QueueActor:
         return await self._queue.enough(known, timeout_s=timeout_s, caller=caller)
 
     async def lease(self, caller: Caller, num_samples: int, trainer_version: int, timeout_s: float) -> Lease:
+        profile.at(step=caller.step, version=trainer_version)
         waiting = self._queue.lease(num_samples, trainer_version=trainer_version, timeout_s=timeout_s, caller=caller)
         return await self._park(caller.ask, waiting, Lease(0, (), ended=False))
 
@@ -129,6 +130,7 @@ class QueueActor:
         await self._queue.drop(sample_id, reason, caller=caller)
 
     async def commit(self, caller: Caller, lease_id: int, sample_ids: Sequence[SampleId]) -> None:
+        profile.at(step=caller.step)
         await self._queue.commit(lease_id, sample_ids, caller=caller)
 
     async def release(self, caller: Caller, lease_id: int) -> None:
@@ -142,6 +144,7 @@ class QueueActor:
 
     async def close(self, caller: Caller) -> None:
         await self._queue.close(caller=caller)
+        await anyio.to_thread.run_sync(profile.flush)
 
     async def mark(self, caller: Caller, step: int) -> QueueSnapshot:
         return await self._queue.mark(step, caller=caller)
@@ -355,7 +358,7 @@ class QueueClient:
         """
         limit_s = (timeout_s or 0.0) + self._call_timeout_s
         sent = [] if sent is None else sent
-        caller = self._caller._replace(ask=ask)
+        caller = self._caller._replace(ask=ask, step=profile.place[0])
         remote = getattr(self._actor, method)
         began = anyio.current_time()
         try:

@@ -25,6 +25,7 @@ from asyncrl.eviction import Eviction
 from asyncrl.failures import AsyncRLError, BugError, FencedError
 from asyncrl.history import TransitionLog
 from asyncrl.ports import Admission, Lease, PartName, QueuedSample, QueueSnapshot, QueueStatus
+from asyncrl.profiling import profile
 from asyncrl.recovery import QueueState
 from asyncrl.staleness import Pacing, StaleAction
 from asyncrl.transitions import (
@@ -72,6 +73,8 @@ class Caller(NamedTuple):
     """Its own name for a call that may park, by which an answer that was lost on its way is given again."""
     again: bool = False
     """The queue's process died over this call: what has happened already is not a bug, and nothing happens."""
+    step: int | None = None
+    """The optimizer step that it knew to be under way: what the queue records meanwhile is of that step."""
 
 
 ANYBODY = Caller()
@@ -443,6 +446,10 @@ class LocalSampleQueue:
     def _evict(self, trainer_version: int) -> None:
         """READY samples beyond the bound → DROPPED(stale), if so configured."""
         if stale := self._eviction.stale(trainer_version):
+            for sample_id in stale:
+                if (entry := self._state.entry(sample_id)) is not None:
+                    tokens = entry.meta.response_tokens
+                    profile.note("sample.dropped", sample=str(sample_id), reason=str(DropReason.STALE), tokens=tokens)
             self._do(Dropped(DropReason.STALE, stale))
             self._notify_both()
 

@@ -8,6 +8,7 @@
 Each process has one `profile`; what it costs and keeps is said in `profiler`, which events there are in `events`.
 """
 
-from asyncrl.profiling.profiler import OFF, Profiler, Setup, Span, profile
+from asyncrl.profiling.profiler import OFF, Profiler, Setup, profile
+from asyncrl.profiling.spans import Span
 
 __all__ = ["OFF", "Profiler", "Setup", "Span", "profile"]

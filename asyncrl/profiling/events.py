@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
             "sample.generate",
             "summary",
             "from dispatch to the last token of the group",
-            {"trajectories": "of it", "tokens": "sampled", "replayed": "1: out of a record, by no engine"},
+            {"trajectories": "of it", "tokens": "sampled since then", "replayed": "1: out of a record, by no engine"},
         ),
         EventInfo("sample.surplus", "full", "cut, waiting for room for over-sampled samples"),
         EventInfo("sample.reward", "summary", "from the last token of the group until all of it is scored"),
@@ -65,7 +65,7 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
             "sample.cut",
             "summary",
             "over-sampled generation was aborted",
-            {"tokens": "sampled by then", "kept": "1: it goes on from them later"},
+            {"tokens": "sampled since the dispatch before", "kept": "1: it goes on from them later"},
         ),
         EventInfo(
             "trajectory",
@@ -76,7 +76,7 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
                 "calls": "of tools",
                 "tokens": "of its response, tools' too",
                 "sampled_tokens": "of them, by the policy",
-                "finish_reason": "why it ended",
+                "finish_reason": "why it ended; `surplus`: enough others had ended before, so that it does not count",
                 "generate_s": "in engines",
                 "tool_s": "in tools, waits included",
                 "user_s": "in users and environments",
@@ -124,7 +124,9 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
         ),
         EventInfo("sync.fetch", "summary", "bringing a version's bytes to the engine; generation goes on"),
         EventInfo("sync.drain", "summary", "from the wish to pause until the engine stands still"),
-        EventInfo("sync.pause", "summary", "no token is made, load included", {"in_flight": "requests at its start"}),
+        EventInfo(
+            "sync.pause", "summary", "no token is made, load included", {"in_flight": "requests that go on behind it"}
+        ),
         EventInfo("sync.load", "summary", "loading inside the pause"),
         EventInfo("sync.verify", "summary", "comparing checksums; generation goes on"),
     ),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "events"
+MAX_TEXT = 1_000
+"""Characters of a value that is neither number nor text."""
 MAX_OPEN = 8
 """Files at once: events of a few steps at a time come in."""
 
@@ -39,9 +43,7 @@ class EventFiles:
         """Returns how many were lost."""
         texts: dict[tuple[int, str], list[str]] = {}
         for line in lines:
-            step = int(line.event.get("step", 0))
-            text = json.dumps(line.event, separators=(",", ":"), default=_plain)
-            texts.setdefault((step, line.part), []).append(text)
+            texts.setdefault((_step(line.event), line.part), []).append(_encoded(line.event))
         lost = 0
         for key, found in texts.items():
             try:
@@ -69,9 +71,14 @@ class EventFiles:
             descriptor = self._opened(key)
         else:
             self._open.move_to_end(key)
+        before = os.fstat(descriptor).st_size
         rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, before)  # nobody else writes it: what is lost is lost as a whole
+            raise
 
     def _opened(self, key: tuple[int, str]) -> int:
         step, part = key
@@ -92,7 +99,30 @@ def event_files(run_dir: Path) -> Iterator[Path]:
     yield from sorted((run_dir / DIRECTORY).glob("step_*/*.jsonl"))
 
 
+def _step(event: Mapping[str, Any]) -> int:
+    step = event.get("step", 0)
+    return step if isinstance(step, int) and 0 <= step < 10**9 else 0
+
+
+def _encoded(event: Mapping[str, Any]) -> str:
+    """As one line of JSON, whatever somebody has put into it."""
+    try:
+        return json.dumps(event, separators=(",", ":"), default=_plain, allow_nan=False)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        plain = {str(name): _plain(value) for name, value in event.items()}
+        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+
+
 def _plain(value: Any) -> Any:
-    """numpy's numbers and the like."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) else str(value)
+    """A number or text: numpy's numbers as Python's, everything else as it is printed."""
+    with suppress(Exception):
+        item = getattr(value, "item", None)
+        value = item() if callable(item) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (bool, int, str)) or value is None:
+        return value
+    try:
+        return repr(value)[:MAX_TEXT]
+    except Exception:  # noqa: BLE001  of a class of the user's
+        return type(value).__name__

@@ -61,6 +61,7 @@ class OtlpSink:
         self._exporter: SpanExporter | None = None
         self._changed = threading.Condition()
         self._lines: deque[Line] = deque()
+        self._sending = False
         self._ending = False
         self._unusable = False
         self._told = False
@@ -77,20 +78,26 @@ class OtlpSink:
             room = 0 if self._ending else max(0, self._most - len(self._lines))
             self._lines.extend(lines[:room])
             missed = len(lines) - room if len(lines) > room else 0
-            self._changed.notify()
+            self._changed.notify_all()
         if missed:
             self._lose(missed, "more events come than it takes")
 
+    def settle(self, limit_s: float = CLOSE_S) -> None:
+        """What was given until now is sent, or lost. Blocking, for `limit_s` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unusable or not (self._lines or self._sending), limit_s)
+
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Send what is left. Blocking, for `limit_s` at most."""
+        """Send what is left; what cannot be is lost. Blocking, for `limit_s` at most."""
         with self._changed:
             self._ending = True
-            self._changed.notify()
+            self._changed.notify_all()
         until = time.monotonic() + limit_s
         self._thread.join(limit_s)
         if self._thread.is_alive() and self._exporter is not None:
             self._exporter.shutdown()  # it gives up trying again
             self._thread.join(max(0.0, until + 1.0 - time.monotonic()))
+        self.lost += len(self._lines)
         if self.lost:
             logger.warning("%s lacks %d events of this run", self._endpoint, self.lost)
 
@@ -105,6 +112,7 @@ class OtlpSink:
             with self._changed:
                 self._unusable = True
                 self._lines.clear()
+                self._changed.notify_all()
             return
         while lines := self._next():
             try:
@@ -119,7 +127,10 @@ class OtlpSink:
     def _next(self) -> list[Line]:
         """Empty: there will be none."""
         with self._changed:
+            self._sending = False
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._lines or self._ending)
+            self._sending = bool(self._lines)
             return [self._lines.popleft() for _ in range(min(MAX_BATCH, len(self._lines)))]
 
     def _lose(self, count: int, why: str) -> None:

@@ -15,16 +15,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from asyncrl.config.sections.run import ProfilerConfig
 from asyncrl.profiling.events import EVENTS, Level, describe, enabled
 from asyncrl.profiling.files import DIRECTORY, EventFiles, Line
 from asyncrl.profiling.otlp import OtlpSink
+from asyncrl.profiling.spans import NO_CONTEXT, NOTHING, Context, Raw, Span, context
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ CLOSE_S = 5.0
 """For what is left to get onto the disk at the end."""
 MAX_DRAINED = 5_000
 """Events in one answer."""
-
-_context: ContextVar[Mapping[str, Any]] = ContextVar("profile_context", default={})  # noqa: B039  never changed
 
 
 class Setup(NamedTuple):
@@ -61,99 +58,13 @@ class Setup(NamedTuple):
 OFF = Setup()
 
 
-class _Raw(NamedTuple):
-    """As recorded; encoded later, in another thread."""
+class _Home(NamedTuple):
+    """Where a process at home writes. Each `configure` makes a new one: an old thread that is late ends by itself."""
 
-    name: str
-    start: float
-    """`perf_counter`, or Unix seconds if `wall`."""
-    duration_s: float
-    place: tuple[int | None, int | None]
-    """Step and version."""
-    context: Mapping[str, Any]
-    fields: Mapping[str, Any]
-    wall: bool = False
-
-
-class Span:
-    """What is under way; `add` fields that are known only later. Works with `with` and with `async with`."""
-
-    __slots__ = ("_fields", "_name", "_profiler", "_start", "_sync")
-
-    def __init__(self, profiler: Profiler, name: str, fields: dict[str, Any], sync: bool) -> None:
-        self._profiler = profiler
-        self._name = name
-        self._fields = fields
-        self._sync = sync
-        self._start = 0.0
-
-    def add(self, **fields: Any) -> None:
-        self._fields.update(fields)
-
-    def __enter__(self) -> Self:
-        if self._sync:
-            self._profiler.synchronize()
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._sync and kind is None:
-            self._profiler.synchronize()
-        end = time.perf_counter()
-        if kind is not None:
-            self._fields["error"] = kind.__name__
-        self._profiler._put(
-            _Raw(self._name, self._start, end - self._start, self._profiler.place, _context.get(), self._fields)
-        )
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
-
-
-class _Nothing(Span):
-    """A span that nobody wants."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        pass
-
-    def add(self, **fields: Any) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
-_NO_CONTEXT = nullcontext()
-
-
-class _Context(AbstractContextManager[None]):
-    """A class, as a generator takes three times as long."""
-
-    __slots__ = ("_fields", "_token")
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
-    def __enter__(self) -> None:
-        self._token = _context.set({**_context.get(), **self._fields})
-
-    def __exit__(self, *error: object) -> None:
-        _context.reset(self._token)
+    files: EventFiles
+    sinks: list[Callable[[Sequence[Line]], None]]
+    otlp: OtlpSink | None
+    ended: threading.Event
 
 
 class Profiler:
@@ -164,20 +75,18 @@ class Profiler:
         self.synchronize: Callable[[], None] = _do_nothing
         """Called around spans with `sync=True`: on a GPU, waits until it is done."""
         self._enabled: frozenset[str] = frozenset()
-        self._buffer: deque[_Raw | Line] = deque()
+        self._buffer: deque[Raw | Line] = deque()
         self._most = 0
         self._part = ""
-        self._recorded = 0
+        self._taken = 0
+        """Events that have left the buffer."""
+        self._dropping = threading.Lock()
         self._dropped = 0
         self._dropped_told = 0
         self._dropped_elsewhere = 0
-        self._files: EventFiles | None = None
-        self._sinks: list[Callable[[Sequence[Line]], None]] = []
-        self._otlp: OtlpSink | None = None
-        self._writing = threading.Lock()
-        self._wake = threading.Event()
+        self._home: _Home | None = None
         self._thread: threading.Thread | None = None
-        self._ending = False
+        self._writing = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------ setting up
 
@@ -188,23 +97,20 @@ class Profiler:
         self._most = setup.buffer_events
         self._enabled = enabled(setup.level)
         self.place = (None, None)
-        self._recorded = self._dropped = self._dropped_told = self._dropped_elsewhere = 0
+        self.synchronize = _do_nothing
+        self._taken = self._dropped = self._dropped_told = self._dropped_elsewhere = 0
         self._buffer.clear()
-        self._sinks.clear()
-        self._files = None
         if setup.level != "off" and setup.directory is not None:
-            self._files = EventFiles(setup.directory)
-            if setup.otlp_endpoint is not None:
-                self._otlp = OtlpSink(setup.otlp_endpoint, part, setup.run)
-                self._sinks.append(self._otlp)
-            self._ending = False
-            self._wake.clear()
-            self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
+            otlp = OtlpSink(setup.otlp_endpoint, part, setup.run) if setup.otlp_endpoint is not None else None
+            sinks: list[Callable[[Sequence[Line]], None]] = [] if otlp is None else [otlp]
+            self._home = home = _Home(EventFiles(setup.directory), sinks, otlp, threading.Event())
+            self._thread = threading.Thread(target=self._run, args=(home,), name="profiler", daemon=True)
             self._thread.start()
 
     def add_sink(self, sink: Callable[[Sequence[Line]], None]) -> None:
-        """Is given everything that is written, in the writing thread."""
-        self._sinks.append(sink)
+        """At home: it is given everything that is written, in the writing thread."""
+        if self._home is not None:
+            self._home.sinks.append(sink)
 
     def at(self, *, step: int | None = None, version: int | None = None) -> None:
         """Events from now on belong to this step, and were made with this version; None: as before."""
@@ -236,19 +142,19 @@ class Profiler:
             return Span(self, name, fields, sync)
         if name not in EVENTS:
             describe(name)
-        return _NOTHING
+        return NOTHING
 
     def note(self, name: str, **fields: Any) -> None:
         """A moment. Raises as `span`."""
         if name in self._enabled:
-            self._put(_Raw(name, time.perf_counter(), 0.0, self.place, _context.get(), fields))
+            self.put(Raw(name, time.perf_counter(), 0.0, self.place, context.get(), fields))
         elif name not in EVENTS:
             describe(name)
 
     def record(self, name: str, started_at: float, duration_s: float, **fields: Any) -> None:
         """What was timed elsewhere, from `started_at` (Unix seconds) on. Raises as `span`."""
         if name in self._enabled:
-            self._put(_Raw(name, started_at, duration_s, self.place, _context.get(), fields, wall=True))
+            self.put(Raw(name, started_at, duration_s, self.place, context.get(), fields, wall=True))
         elif name not in EVENTS:
             describe(name)
 
@@ -256,41 +162,44 @@ class Profiler:
         """What was timed elsewhere and has ended just now. Raises as `span`."""
         if name in self._enabled:
             start = time.perf_counter() - duration_s
-            self._put(_Raw(name, start, duration_s, self.place, _context.get(), fields))
+            self.put(Raw(name, start, duration_s, self.place, context.get(), fields))
         elif name not in EVENTS:
             describe(name)
 
     def context(self, **fields: Any) -> AbstractContextManager[None]:
         """Events inside, in this task and those it starts, carry these fields too, unless they have their own."""
-        return _Context(fields) if self._enabled else _NO_CONTEXT
+        return Context(fields) if self._enabled else NO_CONTEXT
 
-    def _put(self, raw: _Raw) -> None:
+    def put(self, raw: Raw) -> None:
+        """For spans."""
         if len(self._buffer) >= self._most:
-            self._dropped += 1
-            return
-        self._recorded += 1
-        self._buffer.append(raw)
+            self._lose(1)
+        else:
+            self._buffer.append(raw)
 
     # ------------------------------------------------------------------------------------------------ away, and home
 
     def drain(self) -> list[Mapping[str, Any]]:
         """Events to send home, oldest first; at most `MAX_DRAINED`. Empty at home: they are written there anyhow."""
-        if self._files is not None:
+        if self._home is not None:
             return []
-        return [line.event for line in self._take_lines(MAX_DRAINED)]
+        lines = self._take_lines(MAX_DRAINED)
+        if marker := self._marker():
+            lines.append(marker)
+        return [line.event for line in lines]
 
     def take(self, part: str, events: Iterable[Mapping[str, Any]]) -> None:
         """Events that `part` sent. Those without a step or a version belong to what is under way here."""
-        if not self._enabled or self._files is None:
+        if not self._enabled or self._home is None:
             return
+        step, version = self.place
         for event in events:
-            if len(self._buffer) >= self._most:
-                self._dropped += 1
-                continue
             if event["event"] == "profiler.dropped":
-                self._dropped_elsewhere += int(event.get("events", 0))
-            self._recorded += 1
-            step, version = self.place
+                with self._dropping:
+                    self._dropped_elsewhere += int(event.get("events", 0))
+            if len(self._buffer) >= self._most:
+                self._lose(1)
+                continue
             placed = {**event}
             if step is not None:
                 placed.setdefault("step", step)
@@ -299,49 +208,67 @@ class Profiler:
             self._buffer.append(Line(part, placed))
 
     def status(self) -> dict[str, int]:
-        """`events` and `dropped`, of this process and of what was sent to it, since `configure`."""
-        return {"events": self._recorded, "dropped": self._dropped + self._dropped_elsewhere}
+        """Since `configure`: `events` and `dropped`, of this process and of what was sent to it, and `own_dropped`, by
+        this process alone."""
+        return {
+            "events": self._taken + len(self._buffer),
+            "dropped": self._dropped + self._dropped_elsewhere,
+            "own_dropped": self._dropped,
+        }
 
     # ------------------------------------------------------------------------------------------------ writing
 
     def flush(self) -> None:
-        """What was recorded until now is in the files, as far as the disk takes it. Blocking."""
-        self._write()
+        """What was recorded until now is in the files, as far as the disk takes it, and with the OTLP endpoint, as far
+        as that takes it. Blocking; it raises nothing."""
+        home = self._home
+        if home is not None:
+            self._write(home)
+            if home.otlp is not None:
+                home.otlp.settle()
 
     def close(self) -> None:
-        """Flush and stop; nothing is recorded any more. Blocking, for some seconds at most."""
-        thread, self._thread = self._thread, None
+        """Flush and stop; nothing is recorded any more. Blocking, for some seconds at most; it raises nothing."""
         self._enabled = frozenset()
-        if thread is not None:
-            self._ending = True
-            self._wake.set()
-            thread.join(CLOSE_S)
-        otlp, self._otlp = self._otlp, None
-        if otlp is not None:
-            otlp.close()
+        home, self._home = self._home, None
+        thread, self._thread = self._thread, None
+        if home is None or thread is None:
+            return
+        home.ended.set()
+        thread.join(CLOSE_S)
+        if home.otlp is not None:
+            home.otlp.close()
 
-    def _run(self) -> None:
-        while not self._ending:
-            self._wake.wait(WRITE_EVERY_S)
-            self._write()
-        if self._files is not None:
-            self._files.close()
-
-    def _write(self) -> None:
+    def _run(self, home: _Home) -> None:
+        while not home.ended.wait(WRITE_EVERY_S):
+            self._write(home)
+        self._write(home)
         with self._writing:
-            if self._files is None:
-                return
+            home.files.close()
+
+    def _write(self, home: _Home) -> None:
+        with self._writing:
             lines = self._take_lines(len(self._buffer))
-            if not lines:
-                return
-            self._dropped += self._files.write(lines)
-            for sink in self._sinks:
-                try:
-                    sink(lines)
-                except Exception:
-                    logger.warning("events could not be sent on; no more are", exc_info=True)
-                    self._sinks.remove(sink)
-                    break
+            if lines:
+                self._lose(home.files.write(lines))
+                self._send_on(home, lines)
+            marker = self._marker()
+            if marker is not None and home.files.write([marker]):
+                self._dropped_told -= int(marker.event["events"])  # told again, once there is room
+
+    @staticmethod
+    def _send_on(home: _Home, lines: Sequence[Line]) -> None:
+        for sink in tuple(home.sinks):
+            try:
+                sink(lines)
+            except Exception:
+                logger.warning("events could not be sent on; no more are", exc_info=True)
+                home.sinks.remove(sink)
+
+    def _lose(self, count: int) -> None:
+        if count:
+            with self._dropping:
+                self._dropped += count
 
     def _take_lines(self, most: int) -> list[Line]:
         offset = time.time() - time.perf_counter()
@@ -352,14 +279,20 @@ class Profiler:
             except IndexError:  # another thread has taken it
                 break
             lines.append(raw if isinstance(raw, Line) else Line(self._part, _encoded(raw, offset)))
-        if (lost := self._dropped - self._dropped_told) > 0:
-            self._dropped_told = self._dropped
-            raw = _Raw("profiler.dropped", time.time(), 0.0, self.place, {}, {"events": lost}, wall=True)
-            lines.append(Line(self._part, _encoded(raw, offset)))
+        self._taken += len(lines)
         return lines
 
+    def _marker(self) -> Line | None:
+        """Tells of what was dropped since the last one."""
+        untold = self._dropped - self._dropped_told
+        if untold <= 0:
+            return None
+        self._dropped_told += untold
+        raw = Raw("profiler.dropped", time.time(), 0.0, self.place, {}, {"events": untold}, wall=True)
+        return Line(self._part, _encoded(raw, 0.0))
 
-def _encoded(raw: _Raw, offset: float) -> dict[str, Any]:
+
+def _encoded(raw: Raw, offset: float) -> dict[str, Any]:
     event: dict[str, Any] = {
         "timestamp": round(raw.start if raw.wall else raw.start + offset, 6),
         "event": raw.name,

@@ -18,6 +18,7 @@ from asyncrl.failures import BugError
 from asyncrl.health.facts import RunHealth
 from asyncrl.health.metrics import health_metrics
 from asyncrl.ports import Books, PartName, QueueStatus
+from asyncrl.profiling import profile
 from asyncrl.records import ApplyRecord, RunRecord, StepRecord
 from asyncrl.run_dir import RunDir
 from asyncrl.run_state import Restart, RunState
@@ -183,6 +184,7 @@ class Recorder:
             logger.info("the %s is replaced: %s", restart.part, restart.cause)
         else:
             took_s = restart.recovered_at - restart.failed_at
+            profile.record("part.restarted", restart.failed_at, took_s, part=restart.part, cause=restart.cause)
             logger.info("the %s is back after %.1f s. %s", restart.part, took_s, restart.detail or restart.cause)
 
     def tell(self, state: RunState) -> RunState:

@@ -213,7 +213,7 @@ def test_too_many_are_counted_and_told(bursts: list[int], most: int) -> None:
             else:
                 told += event["events"]
     assert sent + told == recorded
-    assert profiler.status() == {"events": sent, "dropped": told}
+    assert profiler.status() == {"events": sent, "dropped": told, "own_dropped": told}
 
 
 def test_an_answer_carries_so_many() -> None:
@@ -226,7 +226,7 @@ def test_an_answer_carries_so_many() -> None:
 
 def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
     profiler.take("replica-a", [{"event": "profiler.dropped", "timestamp": 0, "duration_s": 0, "events": 5}])
-    assert profiler.status() == {"events": 1, "dropped": 5}
+    assert profiler.status() == {"events": 1, "dropped": 5, "own_dropped": 0}
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -296,8 +296,89 @@ def test_a_full_disk_costs_events_and_nothing_else(
     assert len(caplog.records) == 1 and "events cannot be written" in caplog.text
     full = False
     profiler.note("sample.ready")
-    assert [event["event"] for event in written(profiler, tmp_path)] == ["sample.ready", "profiler.dropped"]
-    assert profiler.status()["dropped"] >= 6
+    ready, marker = written(profiler, tmp_path)
+    assert ready["event"] == "sample.ready"
+    assert (marker["event"], marker["events"]) == ("profiler.dropped", 6)
+    assert profiler.status() == {"events": 7, "dropped": 6, "own_dropped": 6}
+
+
+def test_a_disk_that_takes_a_part_keeps_whole_lines(
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler.close()
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
+    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.note("sample.ready", tokens=1)
+    profiler.flush()
+    write, room = os.write, 40
+
+    def some(descriptor: int, data: Any) -> int:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(data)[:room]
+        room -= len(part)
+        return write(descriptor, part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", some)
+        profiler.note("sample.ready", tokens=2)
+        profiler.flush()
+    profiler.note("sample.ready", tokens=3)
+    told = [(event["event"], event.get("tokens"), event.get("events")) for event in written(profiler, tmp_path)]
+    assert told == [("sample.ready", 1, None), ("sample.ready", 3, None), ("profiler.dropped", None, 1)]
+
+
+class Odd:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (np.array([1.0, 2.0]), "array([1., 2.])"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (float("nan"), None),
+        (np.float32("inf"), None),
+        (Odd(), "Odd"),
+        ("x" * 5000, "x" * 5000),
+        ([1, 2], [1, 2]),
+    ],
+)
+def test_whatever_somebody_puts_into_a_field_the_line_can_be_read(
+    profiler: Profiler, tmp_path: Path, value: Any, read: Any
+) -> None:
+    with profiler.span("tool.execute", tool="t") as span:
+        span.add(scores=value, turn=1)
+    profiler.note("sample.ready", step="seven")
+    tool, ready = written(profiler, tmp_path)
+    assert (tool["scores"], tool["turn"]) == (read, 1)
+    assert ready["step"] == "seven" and ready["file"] == "step_000000/rollouter"
+    assert profiler.status()["dropped"] == 0
+
+
+def test_what_is_recorded_while_the_last_lines_are_written_is_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.write
+
+    def slow(descriptor: int, data: Any) -> int:
+        writing.set()
+        go_on.wait(30)
+        return write(descriptor, data)
+
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
+    profiler = Profiler()
+    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    monkeypatch.setattr(os, "write", slow)
+    profiler.note("sample.ready", tokens=1)
+    assert writing.wait(30)
+    profiler.note("sample.ready", tokens=2)
+    threading.Timer(0.05, go_on.set).start()
+    profiler.close()
+    assert [event["tokens"] for event in written(profiler, tmp_path)] == [1, 2]
 
 
 def test_many_threads_record_at_once(profiler: Profiler, tmp_path: Path) -> None:
