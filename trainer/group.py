@@ -59,6 +59,8 @@ class WorkerGroup:
         self._processes = processes
         self._timeouts = timeouts
         self._lock = anyio.Lock()
+        self._listening = anyio.Lock()
+        """Held while `watch` asks for a sign of life, and while ranks cannot give one."""
         self._places: list[Place] = []
         self._layouts: dict[Role, list[Layout]] = {}
         self._abandoned: dict[int, Any] = {}
@@ -162,7 +164,8 @@ class WorkerGroup:
             raise error
 
     async def end_traces(self, step: int, ranks: Collection[int]) -> None:
-        """`step` is over: those of `ranks` that there are write their traces of it.
+        """`step` is over: those of `ranks` that there are write their traces of it. Meanwhile they say nothing, so
+        `watch` asks nothing: they have `timeouts.train_s`.
 
         Raises:
             InfraError: a rank died. DeadlineError: it was not done within `timeouts.train_s`.
@@ -175,7 +178,9 @@ class WorkerGroup:
             return self._processes.actors[rank].end_trace.remote(step)
 
         what, limit_s = f"the trace of step {step}", self._timeouts.train_s
-        for problem in (await self._ask(what, send, there, limit_s, changes_model=False)).values():
+        async with self._listening:
+            problems = await self._ask(what, send, there, limit_s, changes_model=False)
+        for problem in problems.values():
             if problem:
                 logger.warning("%s", problem)
 
@@ -191,7 +196,8 @@ class WorkerGroup:
                 tasks.start_soon(self._sound, "training", lambda actor: actor.stay.remote(), math.inf)
                 while self._failure is None:
                     await anyio.sleep(probe_s / PROBES)
-                    signs = await self._sound("a sign of life", lambda actor: actor.status.remote(), probe_s)
+                    async with self._listening:
+                        signs = await self._sound("a sign of life", lambda actor: actor.status.remote(), probe_s)
                     self._signs = signs or self._signs
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as failures:

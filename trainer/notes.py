@@ -1,4 +1,4 @@
-"""What the Trainer tells of samples and steps, as events. Pure."""
+"""What the Trainer tells of samples and steps, as events of this process (`asyncrl.profiling.profile`)."""
 
 from __future__ import annotations
 

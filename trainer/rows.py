@@ -70,7 +70,7 @@ class TrainSample:
     version_span: int
     """Newest minus oldest version that sampled any of its tokens."""
     processing_s: float
-    """Generation and scoring, waits between them left out."""
+    """Generation, if it was cut and resumed all of it, and scoring; waits between them left out."""
     provenance: Provenance
     untrainable: DropReason | None
     """Why it is not trained on: `stale` if the bound masked all its tokens, `filtered` if it has none or if its group

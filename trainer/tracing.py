@@ -5,10 +5,15 @@
 torch   profiles/step_000003/rank-<group>-<number>.json.gz of the run directory: a Chrome trace, also for Perfetto
 nsys    the rank runs under `nsys profile`, which captures between cudaProfilerStart and cudaProfilerStop: a report for
         each step, with an NVTX range for each call
+
+torch.profiler writes with the interpreter's lock held: a rank is silent then, for seconds or, of a long step, a minute.
+A step that has a file already is not traced again where training goes back behind it, nor is one whose rank died as it
+wrote it: `.rank-<group>-<number>.json.gz` is there then.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -67,9 +72,11 @@ def nsight_options(group: str, rank: int, directory: Path | None) -> dict[str, s
     """
     name = f"rank-{group}-{rank}.%p"
     whole = str(directory / name) if directory is not None else name
+    unmarked = whole.replace("%", "_")  # the one character of ours that a shell would quote, though it reads it as is
+    reads_as_is = shlex.quote(unmarked) == unmarked
     return {
         "t": "cuda,nvtx,cublas,cudnn",
-        "o": whole if shlex.quote(whole.replace("%", "_")) == whole.replace("%", "_") else name,
+        "o": whole if reads_as_is else name,
         "capture-range": "cudaProfilerApi",
         "capture-range-end": "repeat",
         "cuda-graph-trace": "graph",
@@ -85,6 +92,9 @@ def synchronize() -> None:
 
 
 class _Tool(Protocol):
+    def has(self, step: int) -> bool:
+        """Its trace is there, or was begun to be written."""
+
     def start(self) -> None: ...
 
     def push(self, what: str) -> None:
@@ -105,13 +115,16 @@ class TorchTool:
         self._profiler: Any = None
         self._ranges: list[Any] = []
 
+    def has(self, step: int) -> bool:
+        return any(os.path.exists(path) for path in self._paths(step))  # which, unlike Path.exists, never raises
+
     def start(self) -> None:
         if not self._run_dir.is_dir():  # it is made nowhere but where the run is
             raise FileNotFoundError(f"{self._run_dir} is not on its machine")
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
     def push(self, what: str) -> None:
@@ -123,16 +136,28 @@ class TorchTool:
 
     def stop(self, step: int) -> None:
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        path = self._run_dir / DIRECTORY / f"step_{step:06d}" / f"{self._name}.json.gz"
+        path, written = self._paths(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(f".{path.name}")
-        profiler.export_chrome_trace(str(written))
-        written.replace(path)
+        written.touch()  # from here on it is not tried again, whatever becomes of this process
+        try:
+            profiler.stop()
+            profiler.export_chrome_trace(str(written))
+            written.replace(path)
+        except BaseException:
+            written.unlink(missing_ok=True)
+            raise
+
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        """Of its trace, and of what is being written."""
+        path = self._run_dir / DIRECTORY / f"step_{step:06d}" / f"{self._name}.json.gz"
+        return path, path.with_name(f".{path.name}")
 
 
 class NsysTool:
-    """What `nsys profile --capture-range=cudaProfilerApi` around this process waits for."""
+    """What `nsys profile --capture-range=cudaProfilerApi` around this process waits for. Another process writes it."""
+
+    def has(self, step: int) -> bool:
+        return False
 
     def start(self) -> None:
         torch.cuda.synchronize()
@@ -192,8 +217,11 @@ class Tracer:
     def _be_at(self, step: int | None) -> None:
         if self._step is not None and step != self._step:
             self._stop(self._step)
-        wanted = self._step is None and step is not None and step in self._steps and step > self._ended
-        if wanted and self._tool is not None and self._try(self._tool.start):
+        if self._tool is None or self._step is not None or step not in self._steps or step <= self._ended:
+            return
+        if self._tool.has(step):
+            self._ended = step
+        elif self._try(self._tool.start):
             self._step = step
 
     def _stop(self, step: int) -> None:
@@ -215,6 +243,6 @@ class Tracer:
 
 
 def prepare(profiling: RankProfiling, *, may_have_gpu: bool) -> None:
-    """In a rank: what `profiler.synchronize` asks for."""
+    """In a rank, once `profile.configure` was called, which forgets it: what `profiler.synchronize` asks for."""
     if profiling.synchronize and may_have_gpu and torch.cuda.is_available():
         profile.synchronize = synchronize

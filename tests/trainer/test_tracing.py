@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
-from asyncrl.config.schema import Config, ProfilerConfig
-from asyncrl.failures import ConfigError
+from asyncrl.config.schema import Config, ProfilerConfig, TimeoutsConfig
+from asyncrl.failures import ConfigError, DeadlineError
 from asyncrl.profiling import Setup, profile
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
@@ -20,11 +23,13 @@ from tests.fakes.trainer_parts import feed
 from tests.fakes.trainer_rig import Rig
 from tests.trainer.conftest import Recorded
 from trainer.engine.base import EngineSpec
+from trainer.group import WorkerGroup
 from trainer.groups import TrainerGroups
 from trainer.inline import InlineGroup
+from trainer.outcomes import Answer
 from trainer.placement import plan_groups
-from trainer.processes import Processes, check_tool
-from trainer.tracing import RankProfiling, Tracer, nsight_options
+from trainer.processes import Processes, RankActor, check_tool
+from trainer.tracing import RankProfiling, Tracer, nsight_options, synchronize
 from trainer.worker import engine_spec
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
@@ -136,6 +141,136 @@ async def test_a_full_disk_ends_the_traces_and_nothing_else(
     await group.close()
 
 
+def trace_step(run_dir: Path, step: int, rank: int = 0) -> Path:
+    """As a rank of its own process does."""
+    tracer = Tracer(tracing(run_dir, 1, 2, ranks=(0, 1)), "actor", rank)
+    for _ in range(2):
+        with tracer.call(step, "actor.step"):
+            torch.ones(2, 3).sum()
+    assert tracer.end(step) == ""
+    return run_dir / "profiles" / f"step_{step:06d}" / f"rank-actor-{rank}.json.gz"
+
+
+def test_a_step_that_has_a_trace_is_not_traced_again(tmp_path: Path) -> None:
+    """As where training went back to a checkpoint before it. Other ranks and steps are."""
+    first = trace_step(tmp_path, 1)
+    first.write_text("the first")
+    assert trace_step(tmp_path, 1).read_text() == "the first"
+    assert "actor.step" in names_in(trace_step(tmp_path, 1, rank=1))
+    assert "actor.step" in names_in(trace_step(tmp_path, 2))
+
+
+def test_a_trace_that_a_rank_died_of_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DiedError(BaseException):
+        pass
+
+    seen: list[set[str]] = []
+
+    def die(self: Any, path: str) -> None:
+        seen.append({path.name for path in tmp_path.rglob("*.gz")})
+        raise DiedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler.profile, "export_chrome_trace", die)
+        patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # a process that is killed does nothing more
+        with pytest.raises(DiedError):
+            trace_step(tmp_path, 1)
+    assert seen == [{".rank-actor-0.json.gz"}]
+    assert not trace_step(tmp_path, 1).exists()
+    assert trace_step(tmp_path, 2).exists()
+
+
+def test_shapes_are_not_recorded(tmp_path: Path) -> None:
+    """They make a trace several times as large, and the rank is silent for as much longer."""
+    with gzip.open(trace_step(tmp_path, 1), "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    assert any(event["name"] == "aten::sum" for event in events)
+    assert not any("Input Dims" in event.get("args", {}) for event in events)
+
+
+class SilentRank:
+    """An actor that answers nothing while it writes a trace, as one that holds on to the interpreter."""
+
+    def __init__(self, writes_s: float) -> None:
+        self._writes_s = writes_s
+        self._free = anyio.Event()
+        self._free.set()
+        self.asked, self.wrote = anyio.Event(), anyio.Event()
+        self.heard: list[str] = []
+        self.stay = SimpleNamespace(remote=anyio.sleep_forever)
+        self.status = SimpleNamespace(remote=self._status)
+        self.end_trace = SimpleNamespace(remote=self._end_trace)
+
+    async def _status(self) -> dict[str, Any]:
+        self.heard.append("asked")
+        self.asked.set()
+        await self._free.wait()
+        self.heard.append("answered")
+        return {"health": None}
+
+    async def _end_trace(self, step: int) -> Answer:
+        self.heard.append("writes")
+        self._free = anyio.Event()
+        await anyio.sleep(self._writes_s)
+        self._free.set()
+        self.heard.append("has written")
+        self.wrote.set()
+        return Answer("", None)
+
+
+def group_of(rank: SilentRank) -> WorkerGroup:
+    async def kill(places: Any) -> None:
+        processes.actors = []
+        rank.heard.append("killed")
+
+    plan = SimpleNamespace(name="actor", num_ranks=1, roles=())
+    processes: Any = SimpleNamespace(plan=plan, actors=[rank], kill=kill)
+    return WorkerGroup(processes, TimeoutsConfig(train_s=5.0))
+
+
+async def test_a_rank_that_writes_its_trace_is_not_taken_for_hung() -> None:
+    rank = SilentRank(writes_s=0.6)
+    group = group_of(rank)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.watch, 0.2)
+        await rank.asked.wait()
+        await group.end_traces(1, {0})
+        rank.asked = anyio.Event()
+        await rank.asked.wait()  # afterwards it is again
+        tasks.cancel_scope.cancel()
+    begin, end = rank.heard.index("writes"), rank.heard.index("has written")
+    assert end == begin + 1, "it was asked while it wrote"
+    assert "killed" not in rank.heard
+
+
+async def test_a_sign_of_life_that_is_awaited_comes_before_the_trace() -> None:
+    rank = SilentRank(writes_s=0.0)
+    group, free = group_of(rank), anyio.Event()
+    rank._free = free
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.watch, 2.0)
+        await rank.asked.wait()
+        tasks.start_soon(group.end_traces, 1, {0})
+        await anyio.wait_all_tasks_blocked()
+        assert rank.heard == ["asked"]
+        free.set()
+        await rank.wrote.wait()
+        tasks.cancel_scope.cancel()
+    assert rank.heard[:4] == ["asked", "answered", "writes", "has written"]
+
+
+async def test_a_rank_that_never_ends_its_trace_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = SilentRank(writes_s=1000.0)
+    group = group_of(rank)
+    monkeypatch.setattr(group, "_timeouts", TimeoutsConfig(train_s=0.3))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.watch, 0.1)
+        await rank.asked.wait()
+        with pytest.raises(DeadlineError, match=r"the trace of step 1: rank 0 .* did not answer within 0\.3 s"):
+            await group.end_traces(1, {0})
+    assert rank.heard[-1] == "killed"
+
+
 def test_only_chosen_ranks_are_looked_into(tmp_path: Path) -> None:
     profiling = tracing(tmp_path, 1, ranks=(1, 3))
     assert [rank for rank in range(5) if profiling.looks_into(rank)] == [1, 3]
@@ -185,6 +320,24 @@ async def test_ranks_are_asked_for_traces_at_chosen_steps_only(tmp_path: Path) -
     for step in range(1, 6):
         await groups.end_traces(step)
     assert group.ended == [(2, {0, 1}), (3, {0, 1})]
+
+
+async def test_a_rank_waits_for_the_gpu_although_it_sets_up_its_events_anew(
+    spec: EngineSpec, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    on_gpu = replace(spec, engine=spec.engine.model_copy(update={"device": "cuda"}))
+
+    class NoWorker:
+        def __init__(self, spec: EngineSpec) -> None:
+            raise ConfigError("there is none here")
+
+    monkeypatch.setattr("trainer.rank.TrainingWorker", NoWorker)
+    for asked_for in (True, False):
+        rank = RankActor(None, RankProfiling(synchronize=asked_for), "actor")
+        await rank.load({"actor": on_gpu})
+        assert (profile.synchronize is synchronize) == asked_for
+        await rank.close()
 
 
 # ------------------------------------------------------------------------------------------------ Nsight Systems

@@ -7,7 +7,9 @@ FLOPs of a sequence of `T` tokens through a model of `P` parameters that multipl
 
 which is the well-known 6 P T where all parameters are trained. `W` is layers × heads × head size. The attention term is
 that of a causal model, half of what appendix B counts. What is computed again (gradient checkpointing) does not count;
-a sliding window, or a head that sees only the scored positions, needs a little less than is counted here.
+a sliding window, or a head that sees only the scored positions, needs a little less than is counted here; the state of
+linear attention or a convolution a little more. Of a model that these formulas do not fit, as far as its configuration
+tells, nothing is said.
 
 Peaks are of dense bfloat16 products with float32 sums, without sparsity, of NVIDIA's data sheets (B200: HGX B200 and
 GB200 NVL72; H200, H100 and GH200; H20 and H800 as sold in China; A100, A800, A40, A30, A10, L40S, L40, L4) and
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -25,7 +28,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"B200", 2250.0),
     (r"H200 NVL", 835.5),
     (r"G?H200", 989.4),
-    (r"H100 PCIe", 756.0),
+    (r"H[18]00 PCIe", 756.0),
     (r"H100 NVL", 835.5),
     (r"H100|H800", 989.4),
     (r"H20", 148.0),
@@ -42,10 +45,14 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 )
 """By what stands in the name, as words; the first that fits."""
 
+_SQUARE = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layers, as `layer_types` names them, whose attention grows with the square of a sequence."""
+_LINEAR = frozenset({"linear_attention", "conv"})
+
 
 def peak_flops(device_name: str) -> float | None:
     """FLOPs per second of a GPU, by `torch.cuda.get_device_name`; None: not known here."""
-    if "Laptop" in device_name:  # less power under the same name
+    if "Laptop" in device_name or "MIG" in device_name:  # less power, or a part of it, under the same name
         return None
     for pattern, tflops in _PEAK_TFLOPS:
         if re.search(rf"\b(?:{pattern})\b", device_name):
@@ -64,34 +71,51 @@ class ModelShape(NamedTuple):
     """Layers × heads × head size."""
 
     @classmethod
-    def of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self:
-        """
+    def of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self | None:
+        """None: not known, as its configuration does not tell or the model is of another kind.
+
         Args:
             config: a Hugging Face configuration, of the text part.
             sizes: of each parameter that multiplies: its name, its elements, and whether it is trained.
         """
-        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        routed = getattr(config, "num_experts_per_tok", num_experts) / num_experts if num_experts else 1.0
-        parameters = trained = 0.0
-        for name, size, trains in sizes:
-            counts = size * routed if ".experts." in name else float(size)
-            parameters += counts
-            trained += counts * trains
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(parameters, trained, config.num_hidden_layers * heads * head_size)
+        with suppress(Exception):  # configurations raise errors of their own, beside AttributeError
+            return cls._of(config, sizes)
+        return None
 
     @classmethod
-    def of_model(cls, model: Any) -> Self:
-        """Of a Hugging Face model that is whole in this process, adapters included."""
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        looked_up = table if head is None or head.weight is not table else None
-        sizes = (
-            (name, parameter.numel(), parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            if parameter is not looked_up
-        )
-        return cls.of(model.config.get_text_config(), sizes)
+    def of_model(cls, model: Any) -> Self | None:
+        """Of a Hugging Face model that is whole in this process, adapters included. None: as for `of`."""
+        with suppress(Exception):
+            head = model.get_output_embeddings()
+            tables = {id(module.weight) for module in model.modules() if hasattr(module, "num_embeddings")}
+            looked_up = tables - {id(head.weight)} if head is not None else tables
+            sizes = (
+                (name, parameter.numel(), parameter.requires_grad)
+                for name, parameter in model.named_parameters()
+                if id(parameter) not in looked_up
+            )
+            return cls._of(model.config.get_text_config(), sizes)
+        return None
+
+    @classmethod
+    def _of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self | None:
+        heads = config.num_attention_heads
+        head_size, layers = _head_size(config, heads), _attention_layers(config)
+        if layers is None:
+            return None
+        num_experts, routed = _experts(config)
+        parameters, trained, experts_seen = 0.0, 0.0, False
+        for name, size, trains in sizes:
+            counts = float(size)
+            if ".experts." in name:
+                if routed is None:
+                    return None
+                counts, experts_seen = size * routed, True
+            parameters += counts
+            trained += counts * trains
+        if num_experts > 1 and not experts_seen:  # they go by another name: all of them would count for each token
+            return None
+        return cls(parameters, trained, layers * heads * head_size)
 
     def flops(self, lengths: Iterable[int], *, backward: bool) -> float:
         """Of a forward pass over sequences of so many tokens, with its backward pass."""
@@ -126,3 +150,27 @@ class Utilization:
     def of(self, seconds: float) -> float:
         """Share of the peak that the work was, if it took so long."""
         return self._work / (seconds * self._peak) if seconds > 0 else 0.0
+
+
+def _head_size(config: Any, heads: int) -> int:
+    if getattr(config, "kv_lora_rank", None):  # latent attention: one size for the scores, another for the values
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _attention_layers(config: Any) -> int | None:
+    """Layers whose attention grows with the square; None: there are kinds that are not known here."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return None if getattr(config, "layers_block_type", None) else int(config.num_hidden_layers)
+    if not _SQUARE.union(_LINEAR).issuperset(kinds):
+        return None
+    return sum(kind in _SQUARE for kind in kinds)
+
+
+def _experts(config: Any) -> tuple[int, float | None]:
+    """How many the configuration tells of, and which share of them a token goes to; None: it does not say."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((number for name in names if (number := getattr(config, name, None))), 0)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return num_experts, chosen / num_experts if num_experts and chosen else None

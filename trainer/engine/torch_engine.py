@@ -414,7 +414,8 @@ def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Ut
     peak = peak_flops(torch.cuda.get_device_name(device))
     if peak is None or getattr(model.config, "vision_config", None) is not None:
         return None
-    return Utilization(ModelShape.of_model(model), peak, sharing=spec.engine.ulysses_sequence_parallel_size)
+    shape = ModelShape.of_model(model)
+    return None if shape is None else Utilization(shape, peak, sharing=spec.engine.ulysses_sequence_parallel_size)
 
 
 def _check(spec: EngineSpec, device: torch.device) -> None:

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
@@ -20,6 +31,12 @@ from trainer.placement import plan_groups
 from trainer.worker import TrainingWorker, engine_spec
 
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, hidden_size=32, head_dim=None)
+
+
+def known(model: Any) -> ModelShape:
+    shape = ModelShape.of_model(model)
+    assert shape is not None
+    return shape
 
 
 def test_six_flops_for_each_parameter_and_token() -> None:
@@ -40,6 +57,7 @@ def test_attention_grows_with_the_square_of_a_sequence() -> None:
 
 def test_frozen_weights_take_no_gradient_of_their_own() -> None:
     shape = ModelShape.of(CONFIG, [("base", 1000, False), ("lora_a", 10, True)])
+    assert shape is not None
     assert shape == (1010, 10, 3 * 32)
     assert shape._replace(attention_width=0).flops([1], backward=True) == 4 * 1010 + 2 * 10
 
@@ -47,13 +65,14 @@ def test_frozen_weights_take_no_gradient_of_their_own() -> None:
 def test_a_token_goes_to_a_few_experts_only() -> None:
     config = SimpleNamespace(**vars(CONFIG), num_experts=8, num_experts_per_tok=2)
     shape = ModelShape.of(config, [("layers.0.mlp.experts.gate_up_proj", 800, True), ("layers.0.mlp.gate.w", 16, True)])
+    assert shape is not None
     assert shape.parameters == shape.trained == 800 / 4 + 16
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_table_that_is_only_looked_up_multiplies_nothing(tied: bool) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
-    shape = ModelShape.of_model(model)
+    shape = known(model)
     table = VOCAB * 16
     total = sum(parameter.numel() for parameter in model.parameters())
     assert shape.parameters == total - (0 if tied else table)
@@ -65,7 +84,7 @@ def test_a_mixture_of_experts_of_transformers() -> None:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=True))
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = 2 * 4 * 3 * 16 * 32
-    assert ModelShape.of_model(model).parameters == total - experts * 3 / 4
+    assert known(model).parameters == total - experts * 3 / 4
 
 
 def test_what_torch_counts_in_a_real_model(tmp_path: Path) -> None:
@@ -74,12 +93,69 @@ def test_what_torch_counts_in_a_real_model(tmp_path: Path) -> None:
     ids = torch.arange(20)[None] % VOCAB
     with FlopCounterMode(display=False) as counter:
         model(ids, use_cache=False).logits.sum().backward()
-    shape = ModelShape.of_model(model)
+    shape = known(model)
     norms = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
     counted = shape._replace(parameters=shape.parameters - norms, trained=shape.trained - norms)
     expected = counted.flops([20], backward=True) + 6 * shape.attention_width * 20 * 20  # the other half of the square
     # The first layer's input, embeddings, needs a gradient as well: all products have both.
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
+
+
+DENSE = [("layers.0.mlp.w", 1000, True)]
+ROUTED = [("layers.0.mlp.experts.w", 1000, True)]
+RENAMED = [("layers.0.block_sparse_moe.input_linear.w", 1000, True)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "changes", "expected"),
+    [
+        ("llama", DENSE, {}, (1000, 32 * 32 * 128)),
+        ("qwen2", DENSE, {}, (1000, 32 * 4096)),
+        ("gemma3_text", DENSE, {}, (1000, 26 * 8 * 256)),
+        ("qwen3_moe", ROUTED, {}, (1000 * 8 / 128, 24 * 2048)),
+        ("mixtral", ROUTED, {}, (1000 * 2 / 8, 32 * 4096)),
+        ("deepseek_v3", ROUTED, {}, (1000 * 8 / 256, 61 * 128 * (128 + 64 + 128) // 2)),
+        ("qwen3_next", ROUTED, {}, (1000 * 10 / 512, 12 * 16 * 256)),  # 36 of 48 layers are linear
+        ("deepseek_v2", ROUTED, {"num_experts_per_tok": 8}, (1000 * 8 / 64, 32 * 32 * (128 + 64 + 128) // 2)),
+        ("deepseek_v2", ROUTED, {}, None),  # does not say how many experts a token goes to
+        ("dots1", ROUTED, {}, None),  # nor how many there are
+        ("granitemoe", RENAMED, {}, None),  # has its experts under another name
+        ("gemma4_text", DENSE, {}, None),  # a head size for each kind of layer
+        ("mamba", DENSE, {}, None),
+        ("mamba2", DENSE, {}, None),
+        ("zamba2", DENSE, {}, None),  # some layers are of a kind of its own
+    ],
+)  # fmt: skip
+def test_configurations_of_transformers(
+    model_type: str, sizes: list[tuple[str, int, bool]], changes: dict[str, Any], expected: tuple[float, int] | None
+) -> None:
+    """What a configuration does not tell is not guessed, and loading its model does not fail for it."""
+    config = AutoConfig.for_model(model_type, **changes).get_text_config()
+    shape = ModelShape.of(config, sizes)
+    assert (shape and (shape.parameters, shape.attention_width)) == expected
+
+
+def test_a_model_of_another_kind_has_no_shape() -> None:
+    assert ModelShape.of_model(torch.nn.Linear(2, 2)) is None
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
+    assert ModelShape.of_model(MambaForCausalLM(config)) is None
+
+
+def test_no_table_that_is_looked_up_counts() -> None:
+    """GPT-2 has one of positions too."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=512))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert known(model).parameters == total - 512 * 16
+
+
+def test_an_engine_without_a_shape_has_no_meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(write_model(tmp_path), trainer={"strategy": "local", "dtype": "bfloat16"})
+    spec = engine_spec(plan_groups(config)[0].roles[0], device="cuda", collective_s=10)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2))
+    llama = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    assert torch_engine._meter(mamba, spec, torch.device("cuda")) is None
+    assert torch_engine._meter(llama, spec, torch.device("cuda")) is not None
 
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -90,6 +166,7 @@ def test_what_torch_counts_in_a_real_model(tmp_path: Path) -> None:
     [
         ("NVIDIA H200", 989.4), ("NVIDIA H200 NVL", 835.5), ("NVIDIA GH200 480GB", 989.4), ("NVIDIA H20", 148.0),
         ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H800", 989.4), ("NVIDIA H800 PCIe", 756.0),
         ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A100 80GB PCIe", 312.0), ("NVIDIA A40", 149.7),
         ("NVIDIA L40S", 362.0), ("NVIDIA L40", 181.0), ("NVIDIA L4", 121.0), ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0), ("NVIDIA GeForce RTX 4090", 165.2),
@@ -99,7 +176,10 @@ def test_peaks(name: str, tflops: float) -> None:
     assert peak_flops(name) == pytest.approx(tflops * 1e12)
 
 
-@pytest.mark.parametrize("name", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD MI300X", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "AMD MI300X", ""],
+)
 def test_a_device_that_is_not_known_has_no_peak(name: str) -> None:
     assert peak_flops(name) is None
 
@@ -126,11 +206,11 @@ def test_rows_count_by_the_passes_they_take(tmp_path: Path, monkeypatch: pytest.
     """As on a GPU whose peak is known."""
     shapes: list[ModelShape] = []
 
-    def known(model: Any, *args: Any) -> Utilization:
-        shapes.append(ModelShape.of_model(model))
+    def metered(model: Any, *args: Any) -> Utilization:
+        shapes.append(known(model))
         return Utilization(shapes[0], 1e12)
 
-    monkeypatch.setattr(torch_engine, "_meter", known)
+    monkeypatch.setattr(torch_engine, "_meter", metered)
     monkeypatch.setattr("torch.cuda.synchronize", lambda *args: None)
     monkeypatch.setattr("trainer.worker.time", SimpleNamespace(perf_counter=lambda: 5.0))
     monkeypatch.setattr("trainer.engine.torch_engine.time", SimpleNamespace(perf_counter=lambda: 7.0))
