@@ -50,6 +50,7 @@ class PackedSample(NamedTuple):
     baseline_reward: float | None
     replay: _Replay | None
     media: tuple[Media, ...] = ()
+    asked: tuple[int, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -83,6 +84,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
             sample.baseline_reward,
             _pack_replay(sample.replay),
             sample.media,
+            sample.asked,
         )
         for sample in samples
     )
@@ -105,6 +107,7 @@ def _unpack(sample: PackedSample, chunks: Sequence[Chunk] | Mapping[int, Chunk])
         sample.baseline_reward,
         _unpack_replay(sample.replay),
         sample.media,
+        sample.asked,
     )
 
 
@@ -134,6 +137,7 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
                 for row in sample.rows
             ],
             **_media_data(sample, stored),
+            **({"asked": sample.asked} if sample.asked else {}),
         }
         for sample in packed.samples
     ]
@@ -238,8 +242,17 @@ def _parse(description: Any) -> PackedSample:
         } if epoch >= 0 and index >= 1:
             parsed = tuple([_parse_row(row) for row in rows])
             told = None if replay is None else _parse_replay(replay)
-            return PackedSample((epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward, told)
+            asked = _parse_asked(description.get("asked", []))
+            return PackedSample(
+                (epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward, told, asked=asked
+            )
     raise ValueError("the description of a sample is none")
+
+
+def _parse_asked(told: Any) -> tuple[int, ...]:
+    if not (isinstance(told, list) and all([type(number) is int and number >= 0 for number in told])):
+        raise ValueError("what a sample's trajectories were asked for by is no list of numbers")
+    return tuple(told)
 
 
 def _parse_row(description: Any) -> _Row:

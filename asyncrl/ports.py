@@ -268,6 +268,7 @@ class ApplyReport:
     """From the moment no token is made to the moment tokens flow again; `load_s` lies inside."""
     load_s: float
     in_flight: int
+    """Requests in the engine when the pause was asked for."""
     verified: bool
     lineage: int = 0
     events: tuple[Mapping[str, Any], ...] = ()

@@ -82,6 +82,9 @@ class Trajectory:
     """What tools and environment gave the whole of it, by name (`calc_reward`, `score`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What tools, users and environment tell besides."""
+    number: int | None = None
+    """It was asked for, and events name it, by this one; its place in the sample is another where more trajectories
+    were asked for than count. None: nobody knows, as it was not made now."""
 
     @property
     def num_sampled(self) -> int:

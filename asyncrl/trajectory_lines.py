@@ -73,6 +73,12 @@ class DumpedTrajectory:
     recorded_spans: tuple[tuple[Span, ...], ...] = ()
     """Of each row, where they are others than those that count."""
 
+    @property
+    def asked(self) -> int:
+        """What events call it: the number that it was asked for by, which is not `number` where more trajectories were
+        asked for than count."""
+        return self.number if self.trajectory.number is None else self.trajectory.number
+
 
 def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
     """The text of a turn by the versions that sampled it."""
@@ -103,6 +109,7 @@ def as_json(one: DumpedTrajectory) -> dict[str, Any]:
         "sample_id": str(one.sample_id),
         "trajectory": one.number,
         "num_trajectories": one.num_trajectories,
+        "asked": one.asked,
         "run": one.run,
         "at": one.at,
         "data_source": one.data_source,
@@ -216,8 +223,9 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
     recorded = tuple(_spans(row.get("recorded_spans", ())) for row in raw["rows"])
     messages = tuple({**message} for message in raw["messages"])
     trajectory = Trajectory(
-        rows, turns, FinishReason(raw["finish_reason"]), messages, _numbers(raw["scores"]), _numbers(raw["metrics"])
-    )
+        rows, turns, FinishReason(raw["finish_reason"]), messages, _numbers(raw["scores"]), _numbers(raw["metrics"]),
+        int(raw.get("asked", raw["trajectory"])),
+    )  # fmt: skip
     baseline, replayed_from = raw["baseline_reward"], raw["replayed_from"]
     return DumpedTrajectory(
         sample_id=SampleId.parse(raw["sample_id"]),

@@ -180,6 +180,9 @@ class Sample:
     """None: it was generated."""
     media: tuple[Media, ...] = ()
     """Of the prompt, and so of every row."""
+    asked: tuple[int, ...] = ()
+    """The numbers by which its trajectories were asked for, as events have them, where more were asked for than count.
+    Empty: they are those of the rows."""
 
     @property
     def provenance(self) -> Provenance:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import anyio
@@ -21,7 +21,7 @@ from asyncrl.profiling import profile
 from asyncrl.trajectory import Trajectory, single_turn
 from asyncrl.types import FinishReason, Prompt, SampleId, TokenIds, Turn
 from rollouter.agent.asking import Converser, TurnRequest
-from rollouter.profiled import trajectory_fields
+from rollouter.profiled import SURPLUS, trajectory_fields
 from rollouter.request_ids import BASELINE, number_of, trajectory_id, turn_id
 
 
@@ -159,23 +159,23 @@ class _Run:
         self.scope = anyio.CancelScope()
 
     def chosen(self) -> list[Trajectory]:
-        group = self._group
-        keys = [key for key in self._ended if key != BASELINE]
-        if not group.keep_surplus:
-            keys = keys[: group.n]
-        chosen = [self._ended[key] for key in sorted(keys, key=int)]
-        return [*chosen, self._ended[BASELINE]] if group.baseline is not None else chosen
+        keys = sorted(self._ended.keys() - {BASELINE}, key=int)
+        if self._group.baseline is not None:
+            keys.append(BASELINE)
+        return [self._ended[key] for key in keys]
 
     def _end(self, key: str, trajectory: Trajectory) -> None:
-        if self._enough():
-            if self._group.keep_surplus:
-                self._ended[key] = trajectory
-                self._events.ended(key, trajectory)
+        if not self._counts(key):
             return
-        self._ended[key] = trajectory
+        self._ended[key] = trajectory = replace(trajectory, number=number_of(key))
         self._events.ended(key, trajectory)
         if self._enough():
             self.scope.cancel()
+
+    def _counts(self, key: str) -> bool:
+        """Whether this trajectory, which is whole, is one of those that were asked for."""
+        group = self._group
+        return key == BASELINE or group.keep_surplus or len(self._ended.keys() - {BASELINE}) < group.n
 
     def _enough(self) -> bool:
         group = self._group
@@ -194,7 +194,7 @@ class _Run:
             )
             for key, params in wanted.items()
         ]
-        unended = {key: 0 for key in keys if not is_complete(self._completed.get(key))}
+        unended = {key: self._completed.get(key) for key in keys if not is_complete(self._completed.get(key))}
         started = time.perf_counter()
 
         async def told(number: int, turn: Turn) -> None:
@@ -202,24 +202,26 @@ class _Run:
             check_turn(requests[number].request_id, turn)
             with profile.context(trajectory=number_of(key)):
                 if not is_complete(self._completed.get(key)):
+                    unended[key] = turn
                     await self._events.turn(key, turn)
                 trajectory = single_turn(prompt, turn)
                 unended.pop(key, None)
                 if profile.records("trajectory"):
                     took_s = time.perf_counter() - started
-                    fields = {**trajectory_fields(trajectory), "generate_s": round(took_s, 6)}
+                    fields = {**self._fields(key, trajectory), "generate_s": round(took_s, 6)}
                     profile.took("trajectory", took_s, **fields)
                 self._end(key, trajectory)
 
         def cut(number: int, turn: Turn) -> None:
-            unended[keys[number]] = len(turn.response_ids)
+            unended[keys[number]] = turn
             self._events.cut(keys[number], turn)
 
         try:
             turns = await self._call(group.name, requests, told, cut)
         except anyio.get_cancelled_exc_class():
-            for key, num_tokens in unended.items():
-                _note_aborted(key, time.perf_counter() - started, num_tokens)
+            for key, made in unended.items():
+                reason = SURPLUS if self._enough() and is_complete(made) else str(FinishReason.ABORTED)
+                _note_unended(key, time.perf_counter() - started, made, reason)
             raise
         for key, request, turn in zip(keys, requests, turns, strict=True):
             check_turn(request.request_id, turn)
@@ -259,8 +261,13 @@ class _Run:
                     span.add(finish_reason=str(FinishReason.ABORTED))
                     raise
                 if profile.records("trajectory"):
-                    span.add(**trajectory_fields(trajectory))
+                    span.add(**self._fields(key, trajectory))
             self._end(key, trajectory)
+
+    def _fields(self, key: str, trajectory: Trajectory) -> dict[str, Any]:
+        """Of the event of a trajectory that is whole now."""
+        fields = trajectory_fields(trajectory)
+        return fields if self._counts(key) else {**fields, "finish_reason": SURPLUS}
 
     async def _call(
         self,
@@ -286,9 +293,9 @@ class _Run:
         return turns
 
 
-def _note_aborted(key: str, duration_s: float, num_tokens: int) -> None:
-    """A trajectory of one turn that was cut. `num_tokens`: that are known of it."""
-    reason = str(FinishReason.ABORTED)
+def _note_unended(key: str, duration_s: float, made: Turn | None, reason: str) -> None:
+    """A trajectory of one turn that has come to nothing here. `made`: what is known of it."""
+    num_tokens = 0 if made is None else len(made.response_ids)
     profile.took(
         "trajectory", duration_s, trajectory=number_of(key), tokens=num_tokens, sampled_tokens=num_tokens,
         finish_reason=reason, generate_s=round(duration_s, 6),

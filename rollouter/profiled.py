@@ -1,4 +1,4 @@
-"""What the Rollouter's events tell of trajectories, samples and rewards. Pure."""
+"""What the Rollouter's events tell of trajectories, samples and rewards; recorded with this process's `profile`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from asyncrl.ports import RewardScorer, Score
 from asyncrl.profiling import profile
 from asyncrl.trajectory import Trajectory
 from asyncrl.types import Prompt, Sample
+
+SURPLUS = "surplus"
+"""Why a trajectory ended, in events: it is whole and does not count, as enough others had ended before."""
 
 
 def trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:

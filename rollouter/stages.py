@@ -42,6 +42,14 @@ class Serving(NamedTuple):
     """Optimizer steps behind it."""
 
 
+class _Kept(NamedTuple):
+    """What there is of a sample whose generation was cut."""
+
+    turns: Mapping[str, Turn]
+    generate_s: float
+    """In generation until then."""
+
+
 class Slot:
     """A place in generation; leaving it more than once is leaving it once."""
 
@@ -114,7 +122,7 @@ class Stages:
         self._dump = dump
         self._clock = clock
         self._unfinished = config.rollout.over_sample.unfinished
-        self._kept: dict[SampleId, dict[str, Turn]] = {}
+        self._kept: dict[SampleId, _Kept] = {}
         """Of samples whose generation was cut: what they go on from."""
         self._sampled: dict[SampleId, dict[str, int]] = {}
         """Of samples in flight: tokens by turn, for what is told of them."""
@@ -199,11 +207,12 @@ class Stages:
     async def _trajectories(
         self, asked: Asked, group: Group, events: _Events, cut: anyio.CancelScope
     ) -> tuple[list[Trajectory], float]:
-        """And the seconds that they took."""
+        """And the seconds that they took, those before a cut included."""
         started = self._clock()
-        completed = self._kept.pop(asked.sample_id, {})
+        before = self._kept.pop(asked.sample_id, _Kept({}, 0.0))
+        completed = events.so_far = before.turns
         try:
-            completed = {**await self._turns.completed(asked.sample_id), **completed}
+            completed = events.so_far = {**await self._turns.completed(asked.sample_id), **before.turns}
             with self._waits.waiting("engine"), self.generation.busy():
                 trajectories = await generate_group(self._fleet, group, events, agent=self._agent, completed=completed)
         except anyio.get_cancelled_exc_class():
@@ -212,7 +221,8 @@ class Stages:
             profile.note("sample.cut", tokens=events.num_tokens, kept=int(self._unfinished != "drop"))
             if self._unfinished != "drop":
                 made = events.kept(partial=self._unfinished == "keep_partial")
-                self._kept[asked.sample_id] = {**completed, **made}
+                generate_s = before.generate_s + self._clock() - started
+                self._kept[asked.sample_id] = _Kept({**completed, **made}, generate_s)
                 events.suspended()
             else:
                 self.counts.surplus_tokens += events.num_tokens
@@ -221,8 +231,9 @@ class Stages:
             events.left()
             self._sampled.setdefault(asked.sample_id, {}).update(events.tokens)
         kept = sum(one.num_sampled for one in trajectories)
-        self.counts.surplus_tokens += max(0, events.num_tokens - kept)
-        generate_s = self._clock() - started
+        whole = sum(len(turn.response_ids) for turn in {**completed, **events.made}.values())
+        self.counts.surplus_tokens += max(0, whole - kept)
+        generate_s = before.generate_s + self._clock() - started
         self.counts.generate_s += generate_s
         self.counts.max_generate_s = max(self.counts.max_generate_s, generate_s)
         return trajectories, generate_s
@@ -272,6 +283,7 @@ class Stages:
             baseline_reward=None if baseline is None else baseline.reward,
             replay=replay,
             media=prompt.media,
+            asked=_asked(trajectories),
         )
         if self._dump is not None:
             with self._waits.waiting("dump"), profile.span("dump.write"):
@@ -308,10 +320,13 @@ class _Events(Sessions):
         self._stages = stages
         self._sample_id = group.sample_id
         self._ended = ended
-        self._turns: dict[str, Turn] = {}
+        self.made: dict[str, Turn] = {}
+        """Turns that were completed or cut since this began, what they went on from included."""
+        self.so_far: Mapping[str, Turn] = {}
+        """What there was before."""
 
     async def turn(self, key: str, turn: Turn) -> None:
-        self._turns[key] = turn
+        self.made[key] = turn
         await self._stages.keep_turn(self._sample_id, key, turn)
 
     def ended(self, key: str, trajectory: Trajectory) -> None:
@@ -319,21 +334,28 @@ class _Events(Sessions):
             self._ended(trajectory)
 
     def cut(self, key: str, turn: Turn) -> None:
-        self._turns[key] = turn
+        self.made[key] = turn
 
     def kept(self, *, partial: bool) -> dict[str, Turn]:
         """What was made: the turns that are complete, or all."""
-        return {key: turn for key, turn in self._turns.items() if partial or is_complete(turn)}
+        return {key: turn for key, turn in self.made.items() if partial or is_complete(turn)}
 
     @property
     def num_tokens(self) -> int:
-        """Made since this began, in turns that are complete or were cut."""
-        return sum(self.tokens.values())
+        """Sampled since this began, for turns that are complete or were cut."""
+        before = sum(len(self.so_far[key].response_ids) for key in self.made if key in self.so_far)
+        return sum(self.tokens.values()) - before
 
     @property
     def tokens(self) -> dict[str, int]:
-        """The same, by turn."""
-        return {key: len(turn.response_ids) for key, turn in self._turns.items()}
+        """Of each of those turns, what it went on from included."""
+        return {key: len(turn.response_ids) for key, turn in self.made.items()}
+
+
+def _asked(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+    """For `Sample.asked`."""
+    asked = tuple(place if one.number is None else one.number for place, one in enumerate(trajectories))
+    return () if asked == tuple(range(len(asked))) else asked
 
 
 def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:

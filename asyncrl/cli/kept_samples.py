@@ -147,6 +147,7 @@ def _describe(
     sample: Sample, number: int, rows: list[Row], *, run_dir: Path, num_trajectories: int, text_of: Decode
 ) -> DumpedTrajectory:
     last = rows[-1]
+    asked = sample.asked[number] if number < len(sample.asked) else None
     token_rows = tuple(
         TokenRow(row.prompt_ids, row.response_ids, row.response_mask, row.rollout_log_probs, row.spans) for row in rows
     )
@@ -175,7 +176,7 @@ def _describe(
         num_trajectories=num_trajectories,
         run=str(run_dir),
         at=0.0,
-        trajectory=Trajectory(token_rows, tuple(turns), last.finish_reason, tuple(messages)),
+        trajectory=Trajectory(token_rows, tuple(turns), last.finish_reason, tuple(messages), number=asked),
         score=Score(last.reward, last.reward_extra, tuple(rewards) if any(rewards) else ()),
         texts=tuple(texts),
         data_source=sample.data_source,

@@ -76,19 +76,14 @@ class RolloutServer(LLMServer):
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[Taken | Told | list[Piece], None]:
         """See `Generation.run`; and what this replica has recorded."""
-        with self._shipping.call():
-            async with aclosing(self._generation.run(requests)) as told:
-                async for news in told:
-                    yield news
-                    if (events := self._shipping.due()) is not None:
-                        yield events
-            if (events := self._shipping.due(at_end=True)) is not None:
-                yield events
+        async with aclosing(self._shipping.along(self._generation.run(requests))) as told:
+            async for news in told:
+                yield news
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
         """See `Weights.apply`; and what this replica has recorded."""
         report = await self._weights.apply(publication, mode, clear_kv)
-        return replace(report, events=tuple(profile.drain()))
+        return replace(report, events=tuple(self._shipping.all()))
 
     async def check_health(self) -> None:
         """Serve calls this; raising makes it replace the replica."""

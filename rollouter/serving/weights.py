@@ -49,6 +49,7 @@ class _Swap(NamedTuple):
     pause_s: float = 0.0
     load_s: float = 0.0
     in_flight: int = 0
+    """Requests in the engine when the pause was asked for."""
 
 
 _NO_SWAP = _Swap()
@@ -237,6 +238,8 @@ class Weights:
                     await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
                 # The steps that were under way (all of a drain) made tokens until here.
                 started = time.perf_counter()
+                # The other modes leave none, though the last outputs may not have come through to here yet.
+                held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0
                 self.pauses.begin(time.monotonic())
                 health.paused = True
                 health.enter("loading")
@@ -255,7 +258,7 @@ class Weights:
             self.pauses.end(time.monotonic())
             self.gate.set()
         pause_s = time.perf_counter() - started
-        profile.took("sync.pause", pause_s, version=edition.version, replica=health.replica, in_flight=in_flight)
+        profile.took("sync.pause", pause_s, version=edition.version, replica=health.replica, in_flight=held)
         return _Swap(started - wished, pause_s, load_s, in_flight)
 
     def _span(self, name: str, edition: Edition) -> Span:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from asyncrl.assets import resolve
+from asyncrl.profiling.files import event_files
 from tests.e2e.launches import Launch, balanced, start
 
 SHORT = ("data.max_val_samples=16", "logging.console=plain", "rollout.multi_turn.tokenization_sanity_check_mode=strict")
@@ -45,7 +47,11 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
     from rollouter.agent.chat import Chat
 
     dump = tmp_path / "dump"
-    run = start(tmp_path, *SHORT, "trainer.total_training_steps=6", f"rollout.dump_dir={dump}", recipe="calculator")
+    run = start(
+        tmp_path,
+        *(*SHORT, "trainer.total_training_steps=6", f"rollout.dump_dir={dump}", "profiler.level=full"),
+        recipe="calculator",
+    )
     run.wait_for("step 2/6")
     run.kill("rollouter")
     summary = finished(run)
@@ -70,8 +76,8 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
         assert len(row["rollout_log_probs"]) == len(ids)
         assert all(value <= 0 for value in np.array(row["rollout_log_probs"])[mask])
         assert not np.array(row["rollout_log_probs"])[~mask].any()
-        right = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True).endswith(one["ground_truth"])
-        assert one["reward"] == float(right)
+        sampled = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True)
+        assert one["reward"] == float(sampled.rpartition("#")[2].strip() == one["ground_truth"])
         called += len(one["turns"]) > 1
     assert 0.1 < called / len(trajectories) < 0.9
     last = run.steps()[-1]
@@ -86,6 +92,57 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert "assistant" in shown.stdout and "ground truth" in shown.stdout
+    check_events(run)
+    check_report(run)
+
+
+def check_events(run: Launch) -> None:
+    """Who recorded what, and that it fits together, in a run whose Rollouter was killed."""
+    files = {path: path.read_text().splitlines() for path in event_files(run.run_dir)}
+    parts = {path.stem.split("-")[0] for path in files}
+    assert parts == {"driver", "queue", "replica", "rank", "rollouter", "trainer"}
+    events = [json.loads(line) for lines in files.values() for line in lines]
+    named: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        named.setdefault(event["event"], []).append(event)
+    assert "profiler.dropped" not in named and run.steps()[-1]["profiler/dropped"] == 0
+    trained = Counter((event["sample"], event["step"]) for event in named["sample.trained"])
+    steps = {line["step"]: line["samples"] for line in map(json.loads, (run.run_dir / "trained.jsonl").open())}
+    assert trained == Counter((sample, step) for step, samples in steps.items() for sample in samples)
+    assert [event["step"] for event in named["step"]] == list(range(1, 7))
+    assert {event["part"] for event in named["part.restarted"]} == {"rollouter"}
+    for request in named["request"]:
+        phases = sum(request.get(f"{phase}_s", 0.0) for phase in ("gate", "queued", "prefill", "decode", "paused"))
+        assert 0 < phases <= request["duration_s"] + 1e-3
+    # What the killed Rollouter had been sent and had not written is lost; the rest is of conversations that there were.
+    called = {(event["sample"], event["trajectory"], event["turn"]) for event in named["tool.execute"]}
+    asked = {(event["sample"], event["trajectory"], event["turn"]) for event in named["request"]}
+    assert len(called & asked) > 0.5 * len(called) > 0
+    assert {trajectory for _, trajectory, _ in called} == set(range(8)) and {turn for *_, turn in called} <= {0, 1, 2}
+
+
+def check_report(run: Launch) -> None:
+    """What people are shown of it."""
+    command = [sys.executable, "-m", "asyncrl"]
+    subprocess.run([*command, "report", str(run.run_dir)], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    directory = run.run_dir / "report"
+    found = json.loads((directory / "report.json").read_text())
+    assert found["run"]["steps"] == 6 and found["run"]["samples_trained"] == 96 and found["run"]["torn_lines"] == 0
+    assert found["turns"]["trajectories"] >= 96 * 8
+    page = (directory / "index.html").read_text()
+    assert all(
+        (directory / figure["png"]).stat().st_size > 5000 and figure["title"] in page for figure in found["figures"]
+    )
+    trace = run.run_dir / "trace.json.gz"
+    subprocess.run(
+        [*command, "timeline", str(run.run_dir), "--trace", str(trace)],
+        check=True,
+        timeout=120,
+        stdout=subprocess.DEVNULL,
+    )
+    with gzip.open(trace) as file:
+        bars = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    assert len(bars) > 1000 and all(bar["dur"] >= 0 for bar in bars)
 
 
 @pytest.mark.slow

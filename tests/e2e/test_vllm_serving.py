@@ -19,9 +19,10 @@ import pytest
 from asyncrl.failures import BugError, DataError, EngineCrashError
 from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaReport
 from asyncrl.profiling import Setup, profile
+from asyncrl.profiling.files import event_files
 from asyncrl.types import FinishReason, Span, Turn, join_turns, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
-from rollouter.serving.pieces import Taken
+from rollouter.serving.pieces import Taken, Told
 from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, Engine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
@@ -96,23 +97,26 @@ async def test_tokens_log_probs_and_end_of_sequence(engine: Engine) -> None:
 
 
 async def test_a_replica_tells_how_loaded_and_how_well_it_is(engine: Engine) -> None:
-    placed = anyio.Event()
+    fleet, placed = fleet_of(engine), anyio.Event()
+
+    async def keep_busy() -> None:
+        while True:
+            await fleet.generate(requests(4, LONG), session="s", on_place=lambda replica: placed.set())
+
     async with anyio.create_task_group() as group:
-        group.start_soon(
-            partial(fleet_of(engine).generate, session="s", on_place=lambda replica: placed.set()), requests(4, LONG)
-        )
+        group.start_soon(keep_busy)
         await until_generating(engine, placed)
-        (told,) = await replicas(engine)
+        told = (await replicas(engine))[-1]
         while told.load is None or not told.load.running:
             await anyio.sleep(0.1)
-            (told,) = await replicas(engine)
+            told = (await replicas(engine))[-1]
         assert 1 <= told.load.running <= 5 and 0 < told.load.kv_cache_usage < 1 and told.load.preemptions == 0
         assert told.health is not None and told.health.rss_bytes > 1 << 26 and told.health.lag_s is not None
         assert told.engine_health is not None and told.engine_health.rss_bytes > 1 << 26
         group.cancel_scope.cancel()
-    while told.load.running or told.load.kv_cache_usage:
+    while told.load is None or told.load.running or told.load.kv_cache_usage:
         await anyio.sleep(0.1)
-        (told,) = await replicas(engine)
+        told = (await replicas(engine))[-1]
     assert told.load.waiting == 0
 
 
@@ -185,7 +189,7 @@ async def test_requests_say_where_their_time_went(engine: Engine, tmp_path: Path
     assert {one["version"] for one in syncs.values()} == {engine.version}
     assert syncs["sync.pause"]["duration_s"] == pytest.approx(report.pause_s, abs=1e-3)
     assert syncs["sync.load"]["duration_s"] <= syncs["sync.pause"]["duration_s"]
-    assert syncs["sync.pause"]["in_flight"] == report.in_flight >= 3
+    assert 3 <= syncs["sync.pause"]["in_flight"] <= report.in_flight, "some may end before it"
 
 
 def assert_adds_up(one: dict[str, Any]) -> None:
@@ -215,6 +219,19 @@ async def test_abort_resumes_with_the_tokens_and_the_budget(engine: Engine) -> N
         new = versions_per_token(turn.spans, LONG) == engine.version
         np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_a_pause_tells_of_requests_that_it_holds(engine: Engine, tmp_path: Path, mode: str) -> None:
+    """Those modes leave none; the report says how many there were when it was asked for."""
+    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
+    fleet = fleet_of(engine, partial=mode == "abort", mode="abort")
+    _, report, _ = await apply_in_flight(engine, fleet, 4)
+    assert report.in_flight == 4
+    profile.flush()
+    events = [json.loads(line) for path in event_files(tmp_path) for line in path.read_text().splitlines()]
+    pauses = [one for one in events if one["event"] == "sync.pause" and one["version"] == report.version]
+    assert [one["in_flight"] for one in pauses] == [0]
 
 
 async def test_wait_drains_first(engine: Engine) -> None:
@@ -289,10 +306,10 @@ class Calls:
 
     async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
         numbers = [int(request.request_id[1:].partition("-")[0]) for request in batch]
-        async for pieces in self._call(batch, session=session):
-            for piece in () if isinstance(pieces, Taken) else pieces:
+        async for news in self._call(batch, session=session):
+            for piece in () if isinstance(news, Taken | Told) else news:
                 self.told[numbers[piece.number]] = join_turns(self.told[numbers[piece.number]], piece.turn)
-            yield pieces
+            yield news
 
     async def on_crash(self, error: EngineCrashError) -> None:
         self.crashes.append(error)

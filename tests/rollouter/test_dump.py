@@ -54,6 +54,7 @@ async def test_a_line_is_a_trajectory_whole(tmp_path: Path) -> None:
         "sample_id": "sample_0_42",
         "trajectory": 0,
         "num_trajectories": 2,
+        "asked": 0,
         "run": str(tmp_path / "run"),
         "at": 1000.5,
         "data_source": "arithmetic",

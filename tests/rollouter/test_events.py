@@ -14,18 +14,25 @@ import anyio
 import numpy as np
 import pytest
 
+from asyncrl.blobs import decode, encode
+from asyncrl.cli.kept_samples import describe
 from asyncrl.config.schema import Config, OverSampleConfig, SkipConfig
 from asyncrl.failures import InfraError, UserCodeError
+from asyncrl.payloads import PackedBlob, pack, to_blob, unpack
 from asyncrl.ports import ApplyReport, GenerateRequest, Lease, Publication
 from asyncrl.profiling import Setup, profile
 from asyncrl.profiling.files import event_files
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from asyncrl.trajectory import Trajectory
+from asyncrl.trajectory_files import find
+from asyncrl.types import FinishReason, Prompt, Sample, SampleId, Span, Turn
 from rollouter import client
+from rollouter.dump import TrajectoryDump
 from rollouter.group import Group, Unheard, generate_group
 from rollouter.request_ids import parse
 from rollouter.rollouter import Rollouter, RolloutStart, Task
+from rollouter.serving import shipping as shipping_module
 from rollouter.serving.pieces import Piece, Taken, Told
 from rollouter.serving.shipping import SHIP_EVERY_S, Shipping
 from skip import SkipManager
@@ -43,6 +50,7 @@ from tests.fakes.parts import (
 from tests.rollouter import test_pump
 from tests.rollouter.agent import test_loop
 from tests.rollouter.gateway import rig as gateway
+from tests.rollouter.test_over_sampling import Chatter
 
 Event = dict[str, Any]
 SLACK_S = 0.005
@@ -119,6 +127,17 @@ class Replicas:
         yield Told(replica, [{"timestamp": 1e9, "event": "request", "duration_s": 0.0, **one} for one in about])
 
 
+def result(sample: Sample) -> list[Any]:
+    """What a sample is trained on."""
+    return [
+        [
+            value.tolist() if isinstance(value, np.ndarray) else value
+            for value in map(row.__getattribute__, row.__slots__)
+        ]
+        for row in sample.rows
+    ]
+
+
 class Run:
     """A whole Rollouter that holds conversations: a call of `add`, an answer, the player's word, a last answer."""
 
@@ -138,6 +157,7 @@ class Run:
             for index in range(1, num_samples + 1)
         ]
         self.num_samples = num_samples
+        self.trained: dict[str, Any] = {}
         self.queue = LocalSampleQueue(QueueOptions(num_samples, Pacing(num_samples // 2, 0, num_samples)))
         self.feed = FakeFeed()
         self.random = random.Random(3)
@@ -175,6 +195,7 @@ class Run:
                         self.num_samples // 2, trainer_version=version - 1, timeout_s=10
                     )
                     ids = [entry.meta.sample_id for entry in lease.samples]
+                    self.trained |= {str(entry.payload.sample_id): result(entry.payload) for entry in lease.samples}
                     await self.queue.commit(lease.lease_id, ids)
                     await self.feed.publish(version, step=version)
                 await self.queue.close()
@@ -387,6 +408,136 @@ async def test_what_was_cut_and_goes_on_later_says_so(events_dir: Path) -> None:
     assert (first["finish_reason"], first["tokens"]) == ("aborted", 2)
     assert (second["finish_reason"], second["tokens"]) == ("stop", 5)
     assert len(of(own, "sample.slot")) >= 1
+    # What the first leg has sampled is told by the first leg alone.
+    legs = sorted(of(own, "sample.generate"), key=lambda one: one["timestamp"])
+    assert [(one["tokens"], one.get("error")) for one in legs] == [(2, "CancelledError"), (3, None)]
+    assert [one["tokens"] for one in of(own, "turnlog.write")] == [5]
+
+
+async def test_seconds_in_generation_are_those_of_all_legs(events_dir: Path) -> None:
+    """3 s until it is cut, 10 s until there is room again, and 4 s from there."""
+    chunks = anyio.Semaphore(1)
+
+    async def pace(session: str) -> None:
+        if session == test_pump.name(2):
+            await chunks.acquire()
+        elif session != test_pump.name(1):
+            await anyio.sleep_forever()
+
+    fleet = FakeFleet(hold=True, pace=pace, chunk_tokens=2)
+    prompts = [make_prompt(*range(1, 6)) for _ in range(20)]
+    over_sample = OverSampleConfig(samples=1.0, unfinished="keep_partial")
+    rig = test_pump.Rig(permits=1, total=2, n=1, prompts=prompts, fleet=fleet, over_sample=over_sample)
+    async with rig.running():
+        await fleet.until_in_flight(test_pump.name(1), test_pump.name(2))
+        rig.clock.now_s += 3
+        fleet.release_all()
+        await rig.lease(1)
+        with anyio.fail_after(10):
+            while SampleId(0, 2) not in rig.stages._kept:
+                await anyio.lowlevel.checkpoint()
+        rig.clock.now_s += 10
+        await rig.queue.set_applied_version(1)
+        await fleet.until_in_flight(test_pump.name(2))
+        rig.clock.now_s += 4
+        for _ in range(3):
+            chunks.release()
+        (sample,) = test_pump.samples(await rig.lease(1, trainer_version=1))
+    assert (sample.sample_id.index, sample.generate_s) == (2, 7)
+    assert rig.stages.counts.max_generate_s == 7 and rig.stages.counts.generate_s == 3 + 7
+    assert rig.stages.counts.surplus_tokens == 0
+
+
+def responses(request: GenerateRequest) -> list[int]:
+    """The first trajectory is the longest one; of the others the later is the longer."""
+    number = parse(request.request_id).trajectory
+    assert number is not None
+    return [5] * (number + 1 if number else 9)
+
+
+class OneTurn(Chatter):
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+@pytest.mark.parametrize("agent", [None, OneTurn()])
+async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump(
+    events_dir: Path, agent: OneTurn | None
+) -> None:
+    """2 of 4 count, and the first is too slow: what events call 1 and 2 are rows 0 and 1."""
+    slow = anyio.Event()
+
+    async def pace(session: str) -> None:
+        if session.endswith("/0"):
+            await slow.wait()
+
+    fleet = FakeFleet(answer=responses, chunk_tokens=1, pace=pace)
+    dump = TrajectoryDump(events_dir / "dump", events_dir, str)
+    rig = test_pump.Rig(
+        permits=1, total=1, n=2, fleet=fleet, agent=agent, dump=dump, over_sample=OverSampleConfig(trajectories=2)
+    )
+    async with rig.running():
+        (sample,) = test_pump.samples(await rig.lease(1))
+    told = of(written(events_dir), "trajectory")
+    whole = {one["trajectory"]: one["tokens"] for one in told if one["finish_reason"] not in ("aborted", "surplus")}
+    assert whole == {1: 2, 2: 3} and {one["trajectory"] for one in told} == {0, 1, 2, 3}
+    assert [row.trajectory for row in sample.rows] == [0, 1] and sample.asked == (1, 2)
+    arrays, texts = to_blob(pack([sample]))
+    packed = PackedBlob(decode(np.frombuffer(b"".join(encode(arrays, texts)), np.uint8)))
+    assert unpack(pack([sample]), 0).asked == packed.unpack(0).asked == (1, 2)
+    for kept in (find(events_dir / "dump", 1, events_dir).trajectories, describe(packed.unpack(0), events_dir, str)):
+        assert [one.number for one in kept] == [0, 1]
+        assert {one.asked: one.trajectory.num_sampled for one in kept} == whole
+
+
+class Deaf(OneTurn):
+    """Ends its conversation though it is cut."""
+
+    async def converse(self, *args: Any) -> Trajectory:
+        with anyio.CancelScope(shield=True):
+            return await super().converse(*args)
+
+
+@pytest.mark.parametrize("agent", [None, Deaf()])
+@pytest.mark.parametrize("kept", [False, True])
+async def test_what_ends_when_enough_have_ended_is_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
+    """All end at once, before anybody could be cut."""
+    group = Group("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 2, extra=2, keep_surplus=kept)
+    made = await generate_group(FakeFleet(), group, Unheard(), agent=agent)
+    told = {one["trajectory"]: (one["finish_reason"], one["tokens"]) for one in of(written(events_dir), "trajectory")}
+    counted = {number for number, (reason, _) in told.items() if reason == "stop"}
+    assert counted == {one.number for one in made} and len(counted) == (4 if kept else 2)
+    assert all(told[number] == ("surplus", 2) for number in set(range(4)) - counted)
+
+
+async def test_what_ends_while_the_baseline_is_waited_for_is_surplus(events_dir: Path) -> None:
+    """It is neither told of nor scored."""
+    fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
+    sampling = {"max_tokens": 16}
+    group = Group("s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline=sampling, extra=1)
+    ended: list[str] = []
+
+    class Heard(Unheard):
+        def ended(self, key: str, trajectory: Trajectory) -> None:
+            ended.append(key)
+
+    made = await generate_group(fleet, group, Heard())
+    assert [one.number for one in made] == [0, 1, -1] and ended == ["0", "1", "baseline"]
+    told = {one["trajectory"]: one["finish_reason"] for one in of(written(events_dir), "trajectory")}
+    assert told == {0: "stop", 1: "stop", 2: "surplus", -1: "stop"}
+
+
+async def test_a_whole_trajectory_that_is_cut_while_it_is_logged_is_surplus(events_dir: Path) -> None:
+    class Slow(Unheard):
+        async def turn(self, key: str, turn: Turn) -> None:
+            await anyio.lowlevel.checkpoint()
+
+    group = Group("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 1, extra=1)
+    (one,) = await generate_group(FakeFleet(), group, Slow())
+    told = {
+        each["trajectory"]: (each["finish_reason"], each["tokens"]) for each in of(written(events_dir), "trajectory")
+    }
+    assert one.number == 0 and told == {0: ("stop", 2), 1: ("surplus", 2)}
 
 
 async def test_a_sample_that_fails_says_why_it_is_dropped(events_dir: Path) -> None:
@@ -429,6 +580,7 @@ async def test_failed_calls_to_replicas_are_events_of_their_own(events_dir: Path
     first, second = of(written(events_dir), "generate.call")
     assert (first["replica"], first["error"], first["request"]) == ("a", "InfraError", "sample_0_1/4.2-1")
     assert (second["replica"], second["request"]) == ("b", "sample_0_1/4.2-2") and "error" not in second
+    assert end(first) <= second["timestamp"] + SLACK_S and first["requests"] == second["requests"] == 1
 
 
 async def test_calls_that_reach_no_tool_and_tools_that_fail(events_dir: Path) -> None:
@@ -510,39 +662,97 @@ async def test_programs_of_the_users_have_their_turns(events_dir: Path) -> None:
         assert sorted(each["turn"] for each in marks) == [0, 1]
 
 
-def test_what_a_replica_has_to_tell_goes_with_its_last_answer_or_once_a_second() -> None:
+class Answering:
+    """A call to a replica whose answer is given word by word."""
+
+    def __init__(self, shipping: Shipping, *words: str) -> None:
+        self._call = shipping.along(self._say(words))
+
+    async def _say(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
+        for word in words:
+            yield word
+
+    async def next(self) -> str | list[str]:
+        """A word, or the names of events."""
+        news = await anext(self._call, "the end")
+        if isinstance(news, str):
+            return news
+        assert news.replica == "r"
+        return [one["event"] for one in news.events]
+
+    async def leave(self) -> None:
+        await self._call.aclose()
+
+
+async def test_what_a_replica_has_to_tell_goes_with_its_last_answer_or_once_a_second() -> None:
     clock = ManualClock()
     shipping = Shipping("r", clock)
-    assert shipping.due(at_end=True) is None, "nothing is recorded"
+    unrecorded = Answering(shipping, "a")
+    assert [await unrecorded.next(), await unrecorded.next()] == ["a", "the end"], "nothing is recorded"
     profile.configure("replica-r", Setup("full"))
-    with shipping.call():
-        with shipping.call():
-            profile.note("sync.load")
-            assert shipping.due() is None and shipping.due(at_end=True) is None, "another call is open"
-            clock.now_s += SHIP_EVERY_S
-            assert names_in(shipping.due()) == ["sync.load"]
-            profile.note("sync.verify")
-        assert shipping.due() is None, "a second has not passed"
-        assert names_in(shipping.due(at_end=True)) == ["sync.verify"]
-        clock.now_s += SHIP_EVERY_S
-        assert shipping.due() is None and shipping.due(at_end=True) is None, "there is nothing new"
+    long, short = Answering(shipping, *"abcd"), Answering(shipping, *"xy")
+    assert [await long.next(), await short.next()] == ["a", "x"]
+    profile.note("sync.load")
+    assert [await short.next(), await short.next()] == ["y", "the end"], "another call is open"
+    clock.now_s += SHIP_EVERY_S
+    assert await long.next() == ["sync.load"]
+    profile.note("sync.verify")
+    assert [await long.next(), await long.next()] == ["b", "c"], "a second has not passed"
+    assert [await long.next(), await long.next(), await long.next()] == ["d", ["sync.verify"], "the end"]
+    clock.now_s += SHIP_EVERY_S
+    again = Answering(shipping, "a")
+    assert [await again.next(), await again.next()] == ["a", "the end"], "there is nothing new"
 
 
-def names_in(told: Told | None) -> list[str]:
-    assert told is not None and told.replica == "r"
-    return [one["event"] for one in told.events]
+async def test_events_on_their_way_to_a_caller_who_turns_away_go_with_the_next_answer() -> None:
+    clock = ManualClock()
+    shipping = Shipping("r", clock)
+    profile.configure("replica-r", Setup("full"))
+    first, second = Answering(shipping, *"ab"), Answering(shipping, *"xyz")
+    assert [await first.next(), await second.next()] == ["a", "x"]
+    profile.note("sync.load")
+    clock.now_s += SHIP_EVERY_S
+    assert await first.next() == ["sync.load"]
+    await first.leave()
+    profile.note("sync.verify")
+    assert await second.next() == ["sync.load", "sync.verify"], "at once"
+    assert [await second.next(), await second.next(), await second.next()] == ["y", "z", "the end"], "once"
+    # At the end of the last call, too; and what is given up with nobody left goes with the answer to a weight sync.
+    profile.note("sync.fetch")
+    last = Answering(shipping, "a")
+    assert [await last.next(), await last.next()] == ["a", ["sync.fetch"]]
+    await last.leave()
+    assert [one["event"] for one in shipping.all()] == ["sync.fetch"] and not shipping.all()
 
 
-@pytest.mark.parametrize("level", ["off", "summary"])
-async def test_levels_change_nothing_but_what_is_told(level: Any, tmp_path: Path, marking: None) -> None:
-    profile.configure("rollouter", Setup(level, tmp_path / "events"))
-    run = Run(n=2, num_samples=4)
-    await run.go()
-    assert (await run.queue.status()).books.trained == 4
-    profile.flush()
-    if level == "off":
-        assert not (tmp_path / "events").exists()
-        return
-    names = {one["event"] for one in written(tmp_path)}
+async def test_of_events_that_nobody_takes_no_more_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping_module, "MAX_UNSENT", 3)
+    shipping = Shipping("r", ManualClock())
+    profile.configure("replica-r", Setup("full"))
+    for _ in range(5):
+        profile.note("sync.load")
+    caller = Answering(shipping, "a")
+    assert [await caller.next(), await caller.next()] == ["a", ["sync.load"] * 5]
+    await caller.leave()
+    *kept, lost = shipping.all()
+    assert [one["event"] for one in kept] == ["sync.load"] * 3
+    assert (lost["event"], lost["events"]) == ("profiler.dropped", 2)
+
+
+async def test_levels_change_nothing_but_what_is_told(tmp_path: Path, marking: None) -> None:
+    results = {}
+    levels: tuple[Any, ...] = ("off", "summary", "full")
+    for level in levels:
+        profile.configure("rollouter", Setup(level, tmp_path / level / "events"))
+        run = Run(n=2, num_samples=4)
+        await run.go()
+        results[level] = (run.trained, (await run.queue.status()).books)
+        profile.close()
+    assert not (tmp_path / "off" / "events").exists()
+    trained, books = results["off"]
+    assert sorted(trained) == [f"sample_0_{index}" for index in range(1, 5)] and books.trained == 4
+    assert results["summary"] == results["full"] == results["off"]
+    names, all_names = ({one["event"] for one in written(tmp_path / level)} for level in ("summary", "full"))
+    fine = {"generate.call", "turn.parse", "sample.offer", "rollout.permit"}
     assert {"trajectory", "sample.ready", "tool.execute", "request", "sync.apply"} <= names
-    assert not names & {"generate.call", "turn.parse", "sample.offer", "rollout.permit"}
+    assert not names & fine and names | fine <= all_names

@@ -32,6 +32,7 @@ from asyncrl.types import FinishReason, Prompt, Sample, Turn
 from asyncrl.waits import WaitBoard
 from rollouter.agent.asking import Converser
 from rollouter.drops import DropRule, OverlongError, TooLongError
+from rollouter.dump import TrajectoryDump
 from rollouter.meters import BusyMeter
 from rollouter.probation import Probation, time_limit
 from rollouter.pump import Pump
@@ -67,6 +68,7 @@ class Rig:
         trainer: TrainerConfig | None = None,
         over_sample: OverSampleConfig | None = None,
         agent: Converser | None = None,
+        dump: TrajectoryDump | None = None,
     ) -> None:
         self.config = Config(
             mode=mode,
@@ -110,6 +112,7 @@ class Rig:
             waits=self.waits,
             serving=lambda: self.serving,
             agent=agent,
+            dump=dump,
             clock=self.clock,
         )
         self.pump = Pump(
