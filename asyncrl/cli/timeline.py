@@ -14,23 +14,17 @@ from pathlib import Path
 import anyio
 import click
 import uvicorn
-import yaml
 from starlette.applications import Starlette
 
-from asyncrl.cli import conversation
-from asyncrl.cli.inspect import SUMMARY, driver_of, find_run
+from asyncrl.cli import conversation, inspect
 from asyncrl.cli.interrupts import Interrupts
 from asyncrl.cli.show import kept
 from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.profiling.files import event_files
-from asyncrl.run_dir import RunDir
-from asyncrl.run_state import ENDED
-from asyncrl.telemetry.state_file import read_state
+from asyncrl.profiling.files import DIRECTORY, event_files
 from asyncrl.timeline.details import Conversation
 from asyncrl.timeline.server import Standing, Timeline, app
 from asyncrl.timeline.trace import export
 from asyncrl.types import SampleId
-from asyncrl.why import STALE_S
 
 _STOP_S = 1
 """For answers that are under way at Ctrl-C."""
@@ -41,8 +35,13 @@ def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bo
 
     Raises:
         ConfigError: there is no such run, it has no events, or the port or the file cannot be had.
+        UsageError: a trace needs no port.
     """
-    run_dir = find_run(run)
+    if trace is not None and port:
+        raise click.UsageError(
+            f"--trace writes a file and serves no page, so --port={port} would be of no effect: leave one of them out"
+        )
+    run_dir = inspect.find_run(run)
     if next(event_files(run_dir), None) is None:
         raise ConfigError(_nothing(run_dir))
     if trace is not None:
@@ -59,25 +58,24 @@ def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bo
 def _export(run_dir: Path, target: Path) -> int:
     begun = time.perf_counter()
     try:
-        count = export(run_dir, target)
+        done = export(run_dir, target)
     except OSError as error:
         raise ConfigError(
             f"--trace={target} cannot be written: {error.strerror or error}. Name a file in a directory that is there "
             "and has room"
         ) from None
     took = time.perf_counter() - begun
-    click.echo(f"{target}: {count:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
+    click.echo(f"{target}: {done.events:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
+    if done.damaged:
+        click.echo(f"{done.damaged:,} damaged lines of {run_dir / DIRECTORY} were left out", err=True)
+    for unread in done.unread:
+        click.echo(f"left out, because it cannot be read: {unread}", err=True)
     return 0
 
 
 def _nothing(run_dir: Path) -> str:
-    try:
-        config = yaml.safe_load(RunDir(run_dir).config.read_text(encoding="utf-8"))
-        level = config["profiler"]["level"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        level = None
-    # YAML reads a bare `off` as false.
-    if level in ("off", False):
+    level = inspect.events_level(run_dir)
+    if level == "off":
         return (
             f"{run_dir} has no events to show: it was launched with profiler.level=off. Launch with "
             "profiler.level=summary or full"
@@ -134,19 +132,11 @@ async def _open(url: str) -> None:
 
 def standing(run_dir: Path) -> Standing:
     """How a run is, from its files. Blocking."""
-    try:
-        state = read_state(run_dir)
-    except ConfigError:
-        state = None
-    ended = (run_dir / SUMMARY).exists()
+    found = inspect.standing(run_dir)
+    state = found.state
     if state is None:
-        return Standing("ended" if ended else "state not known", live=False)
-    over = ended or state.phase in ENDED
-    driver = "gone" if over else driver_of(state)
-    live = driver in ("alive", "stopped") or (driver == "unknown" and time.time() - state.written_at <= STALE_S)
-    # A driver that was killed has left a state that says otherwise.
-    phase = state.phase if live or state.phase in ENDED else "ended" if ended else "died"
-    return Standing(phase, live, state.step, state.total_steps, state.version, state.started_at)
+        return Standing("state not known" if found.how == "unknown" else found.phase, live=False)
+    return Standing(found.phase, found.how == "live", state.step, state.total_steps, state.version, state.started_at)
 
 
 def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:
@@ -157,7 +147,7 @@ def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conve
         found = kept(run_dir, SampleId.parse(sample))
     except (AsyncRLError, ValueError) as error:
         return Conversation(notes=[error.message if isinstance(error, AsyncRLError) else str(error)])
-    one = next((each for each in found.trajectories if trajectory is None or each.number == trajectory), None)
+    one = next((each for each in found.trajectories if trajectory is None or each.asked == trajectory), None)
     if one is None:
         return Conversation(notes=[*found.notes, f"Trajectory {trajectory} was not kept; it may have been cut."])
     lines = [*conversation.conversation(one), *conversation.closing(one, "")]

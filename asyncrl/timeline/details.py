@@ -15,6 +15,7 @@ from rich.text import Text
 
 from asyncrl.timeline.index import sample_of
 from asyncrl.timeline.kinds import PHASES, STATES
+from asyncrl.timeline.phases import microseconds
 from asyncrl.timeline.view import clock, duration, readable
 
 MAX_EVENTS = 1000
@@ -54,13 +55,15 @@ def details(number: int, fields: Mapping[str, Any], others: Iterable[Listed], sa
 
     Args:
         number: of the event.
-        fields: of it.
+        fields: of it; none: they cannot be read any more.
         others: all events of its sample, itself too.
         origin: when the run began, in Unix microseconds.
     """
-    name = str(fields.get("event", "?"))
-    begun = round(fields.get("timestamp", 0.0) * 1_000_000) - origin
-    took = round(fields.get("duration_s", 0.0) * 1_000_000)
+    if not fields:
+        return '<p class="note">The file that had this event has changed or is gone.</p>'
+    name = str(fields["event"])
+    begun = round(fields["timestamp"] * 1_000_000) - origin
+    took = round(fields["duration_s"] * 1_000_000)
     facts = {"at": clock(begun), "took": duration(took), **readable(fields)}
     parts = [
         f"<h2>{html.escape(name)}</h2>",
@@ -86,13 +89,13 @@ def _fact(fact: tuple[str, str]) -> str:
 
 
 def _phases(fields: Mapping[str, Any]) -> str:
-    total = fields.get("duration_s") or 0
+    total = microseconds(fields["duration_s"]) or 0
     parts = []
     for state in STATES:
-        seconds = fields.get(f"{state.name}_s") if state.name in PHASES else None
-        if isinstance(seconds, (int, float)) and seconds > 0 and total > 0:
-            width = min(100.0, 100 * seconds / total)
-            title = f"{state.name} {duration(round(seconds * 1_000_000))}"
+        us = microseconds(fields.get(f"{state.name}_s")) if state.name in PHASES else None
+        if us and us > 0 and total > 0:
+            width = min(100.0, 100 * us / total)
+            title = f"{state.name} {duration(us)}"
             parts.append(f'<i title="{title}" style="background:{state.colour};width:{width:.2f}%"></i>')
     return f'<div class="phases">{"".join(parts)}</div>' if parts else ""
 

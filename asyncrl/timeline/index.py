@@ -15,8 +15,7 @@ from asyncrl.timeline.reading import Chunk
 
 _BAR = np.dtype([("lane", "i4"), ("start", "i8"), ("end", "i8"), ("state", "u1"), ("event", "i4")])
 _EVENT = np.dtype([("file", "i4"), ("offset", "i8"), ("length", "i4"), ("sample", "i4")])
-_TIME_BITS = 46
-"""Microseconds of more than two years, in a key that sorts by lane and time."""
+_KEY_BITS = 63
 _NO_SAMPLE = -1
 
 
@@ -61,6 +60,8 @@ class Index:
         self.first: int | None = None
         self.last: int | None = None
         """When the first event began and the last one ended; None: there are none."""
+        self.admitted: int | None = None
+        """When the first sample was; before, parts only start."""
         self._applied: list[Mark] = []
         self._published: list[Mark] = []
 
@@ -73,16 +74,18 @@ class Index:
             known = _NO_SAMPLE if sample is None else self._samples.setdefault(str(sample), len(self._samples))
             events.append((chunk.file, event.offset, event.length, known))
             number += 1
+            if event.name == "sample.admitted":
+                self.admitted = event.start if self.admitted is None else min(self.admitted, event.start)
             if event.name in ("sync.apply", "trainer.publish") and isinstance(event.fields.get("version"), int):
                 marks = self._applied if event.name == "sync.apply" else self._published
                 marks.append(Mark(event.end, event.fields["version"]))
         if not events:
             return
-        added = np.array(bars, _BAR)
+        added, more = np.array(bars, _BAR), np.array(events, _EVENT)
         self._late.append(added)
         if number > len(self._events):
             self._events = np.resize(self._events, max(number, 2 * len(self._events)))
-        self._events[self.num_events : number] = events
+        self._events[self.num_events : number] = more
         self.num_events = number
         first, last = int(added["start"].min()), int(added["end"].max())
         self.first = first if self.first is None else min(self.first, first)
@@ -108,12 +111,13 @@ class Index:
         lane, begun, ended, state, event = (found[name][places].astype(np.int64) for name in _BAR.names or ())
         return Bars(lane, begun, ended, state, event, np.ones(len(places), np.int64))
 
-    def place_of(self, event: int) -> Place:
+    def places_of(self, events: Ints) -> dict[int, Place]:
         """Raises `IndexError`: there is no such event."""
-        if not 0 <= event < self.num_events:
-            raise IndexError(f"there is no event {event}: there are {self.num_events}")
-        file, offset, length, _ = self._events[event].tolist()
-        return Place(file, offset, length)
+        if len(events) and not 0 <= events.min() <= events.max() < self.num_events:
+            raise IndexError(f"there is no event {events.max()}: there are {self.num_events}")
+        found = self._events[events]
+        columns = (found[name].tolist() for name in ("file", "offset", "length"))
+        return dict(zip(events.tolist(), map(Place, *columns), strict=True))
 
     def events_of(self, sample: str) -> Ints:
         """The numbers of all events of a sample."""
@@ -134,8 +138,13 @@ class Index:
             bars = np.concatenate([self._bars, *self._late])
             self._late = []
             origin = int(bars["start"].min())
-            key = (bars["lane"].astype(np.int64) << _TIME_BITS) + (bars["start"] - origin)
-            self._bars = bars[np.argsort(key, kind="stable")]  # two runs that are sorted already, so it is quick
+            time_bits = (int(bars["start"].max()) - origin).bit_length()
+            if time_bits + self._num_lanes.bit_length() > _KEY_BITS:
+                order = np.lexsort((bars["start"], bars["lane"]))
+            else:
+                key = (bars["lane"].astype(np.int64) << time_bits) + (bars["start"] - origin)
+                order = np.argsort(key, kind="stable")  # two runs that are sorted already, so it is quick
+            self._bars = bars[order]
 
 
 def sample_of(fields: Mapping[str, Any]) -> str | None:

@@ -78,7 +78,7 @@ def _figure() -> figure:
     look = {"fill_color": "colour", "line_color": "edge", "line_width": 1, "fill_alpha": 0.92, "line_alpha": 0.92}
     drawn = plot.quad(
         left="left", right="right", top="top", bottom="bottom", source=bars, **look,
-        selection_line_color="#111827", selection_line_width=2, selection_line_alpha=1.0,
+        selection_line_color="#111827", selection_line_width=1, selection_line_alpha=1.0,
         nonselection_fill_alpha=0.92, nonselection_line_alpha=0.92,
         hover_line_color="#111827", hover_fill_color="colour", hover_fill_alpha=1.0,
     )  # fmt: skip
@@ -90,7 +90,9 @@ def _figure() -> figure:
         background_fill_color="white", background_fill_alpha=0.85,
     )  # fmt: skip
     plot.xaxis.ticker = TimedeltaTicker()
-    plot.xaxis.formatter = TimedeltaTickFormatter(seconds="%H:%M:%S", days="%d days", context=None)
+    plot.xaxis.formatter = TimedeltaTickFormatter(
+        seconds="%H:%M:%S", milliseconds="%H:%M:%S.%MS", microseconds="%H:%M:%S.%MS%US", days="%d days", context=None
+    )
     groups = plot.yaxis[0]
     groups.update(name="groups", ticker=FixedTicker(ticks=[]), major_label_text_color="#667085")
     blocks = LinearAxis(name="blocks", ticker=FixedTicker(ticks=[]), major_label_text_font_style="bold")

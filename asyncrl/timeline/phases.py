@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from asyncrl.timeline.kinds import STATE
 
+_LONGEST_S = 1e10
+"""More than three centuries: what says so is damaged."""
+
 
 class Phase(NamedTuple):
     state: int
@@ -56,5 +59,11 @@ def _stood(at: int, end: int, paused: int, pauses: Iterable[tuple[int, int]]) ->
 
 
 def _us(fields: Mapping[str, Any], name: str) -> int:
-    seconds = fields.get(name)
-    return max(0, round(seconds * 1_000_000)) if isinstance(seconds, (int, float)) else 0
+    return max(0, microseconds(fields.get(name)) or 0)
+
+
+def microseconds(seconds: object) -> int | None:
+    """None: it is no time."""
+    if not isinstance(seconds, (int, float)) or not abs(seconds) < _LONGEST_S:
+        return None
+    return round(seconds * 1_000_000)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import html
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -31,7 +32,7 @@ from asyncrl.timeline.details import MAX_EVENTS, Conversation, Conversations, Li
 from asyncrl.timeline.index import Index, sample_of
 from asyncrl.timeline.page import page
 from asyncrl.timeline.reading import EventReader
-from asyncrl.timeline.view import Window, view
+from asyncrl.timeline.view import Window, look, view
 
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 LOOK_EVERY_S = 1.0
@@ -70,23 +71,56 @@ class Timeline:
         self._origin: int | None = None
         self._complete = False
         """What was there at the start has been read."""
+        self._settled = False
+        """The run is over, and a look at everything has found nothing new."""
+        self._trouble = ""
 
-    def read(self) -> None:
-        """What has come since, a piece at a time: others get their turn in between."""
-        for chunk in self._reader.new():
+    def read(self, *, everything: bool = False) -> bool:
+        """What has come since, a piece at a time: others get their turn in between; see `EventReader.new`.
+
+        Returns:
+            Whether anything has come.
+        """
+        found = False
+        for chunk in self._reader.new(everything=everything):
+            found = True
             with self._lock:
-                self._index.add(chunk)
+                try:
+                    self._index.add(chunk)
+                except Exception:
+                    self._reader.damaged += len(chunk.events)  # the next look gets past them
+                    raise
         self._complete = True
+        return found
+
+    def keep_up(self, standing: Callable[[], Standing]) -> None:
+        """`read`, unless nothing can have come. What fails is told by `status`, and the next call tries again."""
+        try:
+            live = standing().live
+            if self._settled and not live:
+                return
+            # A file that cannot be read is tried again with the full looks of the reader.
+            everything = not live and not self._reader.unread
+            found = self.read(everything=everything)
+            self._settled = everything and not found and not self._reader.unread
+        except Exception as error:  # noqa: BLE001  whatever it is, the page is to say it
+            self._trouble = f"reading stopped: {type(error).__name__}: {error}"
+            return
+        unread = self._reader.unread
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        self._trouble = f"cannot be read: {unread[0]}{more}" if unread else ""
 
     def status(self, standing: Standing) -> dict[str, Any]:
         with self._lock:
             origin = self._started(standing)
-            first, last = self._index.first, self._index.last
+            first, last, admitted = self._index.first, self._index.last, self._index.admitted
             total = self._reader.total_bytes
             return {
                 "events": self._index.num_events,
                 "oldest_ms": 0.0 if first is None else (first - origin) / 1000,
                 "newest_ms": 0.0 if last is None else (last - origin) / 1000,
+                "admitted_ms": None if admitted is None else (admitted - origin) / 1000,
+                "trouble": self._trouble,
                 "read": 1.0 if self._complete or not total else self._reader.read_bytes / total,
                 "phase": standing.phase,
                 "live": standing.live,
@@ -97,25 +131,28 @@ class Timeline:
 
     def view(self, standing: Standing, window: Window) -> dict[str, Any]:
         with self._lock:
-            found = view(self._index, self._started(standing), window, self._fields)
-            found["events"] = self._index.num_events
-            found["damaged"] = self._reader.damaged
-            found["all_blocks"] = list(dict.fromkeys(group.block for group in self._index.groups()))
-            return found
+            seen = look(self._index, self._started(standing), window)
+            places = self._index.places_of(seen.events)
+            told = {
+                "events": self._index.num_events,
+                "damaged": self._reader.damaged,
+                "all_blocks": list(dict.fromkeys(group.block for group in self._index.groups())),
+            }
+        return view(seen, self._reader.read_lines(places)) | told
 
     def details(self, standing: Standing, number: int, conversations: Conversations) -> str:
         """HTML. Raises `IndexError`: there is no such event."""
         with self._lock:
-            fields = self._fields(number)
-            sample = sample_of(fields)
-            others = self._index.events_of(sample)[: 4 * MAX_EVENTS].tolist() if sample is not None else []
-            listed = [Listed(other, self._fields(other)) for other in others]
+            place = self._index.places_of(np.array([number]))
             origin = self._started(standing)
-        said = conversations(sample, trajectory_of(fields)) if sample is not None else Conversation()
-        return details(number, fields, listed, said, origin)
-
-    def _fields(self, number: int) -> Mapping[str, Any]:
-        return self._reader.read_line(*self._index.place_of(number))
+        fields = self._reader.read_lines(place)[number]
+        sample = sample_of(fields)
+        if sample is None:
+            return details(number, fields, [], Conversation(), origin)
+        with self._lock:
+            places = self._index.places_of(self._index.events_of(sample)[: 4 * MAX_EVENTS])
+        listed = [Listed(other, found) for other, found in self._reader.read_lines(places).items()]
+        return details(number, fields, listed, conversations(sample, trajectory_of(fields)), origin)
 
     def _started(self, standing: Standing) -> int:
         """When the run began, in Unix microseconds: it does not change once there are events."""
@@ -160,7 +197,7 @@ def app(run: str, timeline: Timeline, standing: Callable[[], Standing], conversa
     @asynccontextmanager
     async def reading(_: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(_read_on, timeline))
+            group.start_soon(partial(_read_on, timeline, standing))
             yield
             group.cancel_scope.cancel()
 
@@ -176,9 +213,9 @@ def app(run: str, timeline: Timeline, standing: Callable[[], Standing], conversa
     )
 
 
-async def _read_on(timeline: Timeline) -> None:
+async def _read_on(timeline: Timeline, standing: Callable[[], Standing]) -> None:
     while True:
-        await to_thread.run_sync(timeline.read, abandon_on_cancel=True)
+        await to_thread.run_sync(timeline.keep_up, standing, abandon_on_cancel=True)
         await anyio.sleep(LOOK_EVERY_S)
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from asyncrl.timeline.kinds import REQUEST, STATES, block_order, group_order
 from asyncrl.timeline.placing import Placed, Placing
@@ -25,12 +25,18 @@ _FLOWS = {"sample.ready": "s", "sample.trained": "f"}
 _SAID = ("timestamp", "event", "duration_s")
 
 
-def export(run_dir: Path, target: Path) -> int:
+class Exported(NamedTuple):
+    events: int
+    """In the trace."""
+    damaged: int
+    """Lines left out."""
+    unread: list[str]
+    """Files left out, and why."""
+
+
+def export(run_dir: Path, target: Path) -> Exported:
     """Write the trace of a run; compressed if the name of `target` ends in `.gz`. What is in memory does not grow
     with the number of events, but for those that a lane remembers.
-
-    Returns:
-        How many events of the run are in it.
 
     Raises:
         OSError: it cannot be written.
@@ -50,7 +56,7 @@ def export(run_dir: Path, target: Path) -> int:
             file.write(line)
             separator = ",\n"
         file.write("\n]}\n")
-    return count
+    return Exported(count, reader.damaged, reader.unread)
 
 
 @contextmanager

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.timeline.detail import SEVERAL, Bars, Share, at_most, shares
+from asyncrl.timeline.detail import SEVERAL, Bars, Ints, Share, at_most, shares
 from asyncrl.timeline.index import Index, Mark
 from asyncrl.timeline.kinds import PHASES, STATES
 from asyncrl.timeline.layout import Layout, Row, lay_out
+from asyncrl.timeline.phases import microseconds
 
 MAX_BARS = 5000
 MAX_CELLS = 2400
@@ -32,8 +33,6 @@ _EDGE = "#ffffff"
 _LONGEST_VALUE = 80
 _SAID = ("timestamp", "event", "duration_s")
 
-Fields = Callable[[int], Mapping[str, Any]]
-
 
 class Window(NamedTuple):
     """What is asked for. Times in milliseconds since the run began, heights as in `layout`."""
@@ -50,13 +49,28 @@ class Window(NamedTuple):
     """Blocks."""
 
 
-def view(index: Index, origin: int, window: Window, fields: Fields) -> dict[str, Any]:
-    """Everything that is drawn.
+class Look(NamedTuple):
+    """What is in a window, without what its events say: that is in their files."""
 
-    Args:
-        origin: when the run began, in Unix microseconds.
-        fields: of an event, by its number.
-    """
+    origin: int
+    """When the run began, in Unix microseconds."""
+    layout: Layout
+    bars: Bars
+    resolution: int
+    """Microseconds: shorter bars are merged."""
+    crowded: list[tuple[Row, Share]]
+    width: int
+    """Microseconds of a cell of those."""
+    versions: dict[str, list[Any]]
+
+    @property
+    def events(self) -> Ints:
+        """Those that are drawn by themselves."""
+        return np.unique(self.bars.event[self.bars.event != SEVERAL])
+
+
+def look(index: Index, origin: int, window: Window) -> Look:
+    """What is to be drawn; `origin`: when the run began, in Unix microseconds."""
     layout = lay_out(index.groups(), window.hidden)
     start, end = origin + round(window.start * 1000), origin + round(window.end * 1000)
     resolution = max(1, (end - start) // max(1, window.pixels))
@@ -64,20 +78,31 @@ def view(index: Index, origin: int, window: Window, fields: Fields) -> dict[str,
     crowded = [row for row in shown if _is_crowded(row, layout, window)]
     lanes = [lane for row in shown if row not in crowded for lane in row.lanes]
     bars, resolution = at_most(index.bars(start, end, lanes), resolution, MAX_BARS)
-    columns = _columns(bars, resolution, origin, layout, fields)
     width = max(resolution, (end - start) * max(1, len(crowded)) // MAX_CELLS)
-    for row in crowded:
-        for name, more in _shares(shares(index.bars(start, end, row.lanes), width), row, width, origin).items():
+    found = [(row, shares(index.bars(start, end, row.lanes), width)) for row in crowded]
+    versions = _lines(index.versions, origin, start, end, window.pixels)
+    return Look(origin, layout, bars, resolution, found, width, versions)
+
+
+def view(seen: Look, fields: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Everything that is drawn.
+
+    Args:
+        fields: of `seen.events`.
+    """
+    columns = _columns(seen, fields)
+    for row, found in seen.crowded:
+        for name, more in _shares(found, row, seen.width, seen.origin).items():
             columns[name] += more
     return {
-        "height": layout.height,
-        "blocks": [_named(row) for row in layout.blocks],
-        "groups": [_named(row) for row in layout.groups],
+        "height": seen.layout.height,
+        "blocks": [_named(row) for row in seen.layout.blocks],
+        "groups": [_named(row) for row in seen.layout.groups],
         "bars": columns,
-        "versions": _lines(index.versions, origin, start, end, window.pixels),
-        "merged": int(np.count_nonzero(bars.event == SEVERAL)),
-        "crowded": len(crowded),
-        "resolution_ms": resolution / 1000,
+        "versions": seen.versions,
+        "merged": int(np.count_nonzero(seen.bars.event == SEVERAL)),
+        "crowded": len(seen.crowded),
+        "resolution_ms": seen.resolution / 1000,
     }
 
 
@@ -111,7 +136,7 @@ def _shares(found: Share, row: Row, width: int, origin: int) -> dict[str, list[A
             "edge": colour,
             "event": SEVERAL,
             "title": f"{row.name}: {amount:.3g} at a time in {STATES[state].name}",
-            "told": f"its {len(row.lanes)} lanes are too thin here: turn the wheel on the left, or hide other parts",
+            "told": f"click to see its {len(row.lanes)} lanes one by one",
             "at": clock(start - origin),
         }
         for name, value in bar.items():
@@ -120,7 +145,8 @@ def _shares(found: Share, row: Row, width: int, origin: int) -> dict[str, list[A
     return columns
 
 
-def _columns(bars: Bars, resolution: int, origin: int, layout: Layout, fields: Fields) -> dict[str, list[Any]]:
+def _columns(seen: Look, fields: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    bars, resolution, origin, layout = seen.bars, seen.resolution, seen.origin, seen.layout
     titles, told = [], []
     for start, end, state, event, count in zip(
         bars.start.tolist(),
@@ -134,7 +160,7 @@ def _columns(bars: Bars, resolution: int, origin: int, layout: Layout, fields: F
             titles.append(f"{count:,} bars in {duration(end - start)}")
             told.append(f"too short to be drawn one by one: zoom in, or click. The longest: {STATES[state].name}")
         else:
-            title, more = describe(fields(event), state, start, end)
+            title, more = describe(fields[event], state, start, end)
             titles.append(title)
             told.append(more)
     rows = [layout.lanes[lane] for lane in bars.lane.tolist()]
@@ -161,12 +187,11 @@ def _columns(bars: Bars, resolution: int, origin: int, layout: Layout, fields: F
 def describe(fields: Mapping[str, Any], state: int, start: int, end: int) -> tuple[str, str]:
     """Title and fields of one bar; the fields as HTML."""
     name, took = str(fields.get("event", "?")), duration(end - start)
-    total = fields.get("duration_s", 0)
     phase = STATES[state].name
     title = f"{name} · {phase} {took}" if name == "request" and phase in PHASES else f"{name} · {took}"
     told = "<br>".join(f"<b>{html.escape(key)}</b> {html.escape(value)}" for key, value in readable(fields).items())
     if name == "request" and phase in PHASES:
-        told = f"<b>in all</b> {duration(round(total * 1_000_000))}<br>{told}"
+        told = f"<b>in all</b> {duration(microseconds(fields['duration_s']) or 0)}<br>{told}"
     return title, told
 
 
@@ -176,8 +201,8 @@ def readable(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short(key: str, value: Any) -> str:
-    if key.endswith("_s") and isinstance(value, (int, float)):
-        return duration(round(value * 1_000_000))
+    if key.endswith("_s") and (us := microseconds(value)) is not None:
+        return duration(us)
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, int):

@@ -15,11 +15,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
@@ -37,6 +38,8 @@ LAPTOP = {"width": 1366, "height": 768}
 """Pixels of a small laptop's screen."""
 PATIENCE_MS = 20_000
 """For what a page has to do by itself; a machine under load is slow."""
+GONE_S = 10.0
+"""For the browser's processes to end by themselves."""
 _OWN = ("data", "blob", "about")
 
 
@@ -49,10 +52,46 @@ def chromium() -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             pytest.fail(f"{told}, and CI=true: pages have to be tested there")
         pytest.skip(told)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
+    with browsing(path) as browser:
         yield browser
-        browser.close()
+
+
+@contextmanager
+def browsing(path: str) -> Iterator[Browser]:
+    """A browser, whose processes are gone afterwards, and so are those of Playwright."""
+    me = psutil.Process()
+    others = set(me.children(recursive=True))
+    started: set[psutil.Process] = set()
+
+    def look() -> None:
+        # Playwright's driver with all below it, and where orphans are adopted the browser's crash handlers. A test may
+        # have started something of its own.
+        for child in me.children():
+            if child not in others and _is_ours(child):
+                with suppress(psutil.NoSuchProcess):
+                    started.update([child, *child.children(recursive=True)])
+
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
+            look()
+            yield browser
+            look()
+            browser.close()
+    finally:
+        look()
+        _, left = psutil.wait_procs(started, timeout=GONE_S)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=GONE_S)
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("chrom") or any("playwright" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 @dataclass

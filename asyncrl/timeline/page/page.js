@@ -5,9 +5,11 @@
   const POLL_MS = 1000, SETTLE_MS = 90, MARGIN = 0.02, LABEL_PX = 12, NUMBERS_PX = 18;
   const $ = (id) => document.getElementById(id);
   const hidden = new Set();
-  let model = null, follow = false, known = -1, newest = 0, oldest = 0, height = 0, firstLook = true, chosen = -1, ownChoice = false;
+  let model = null, follow = false, known = -1, newest = 0, oldest = 0, begun = 0, height = 0, firstLook = true, chosen = -1, ownChoice = false;
   let asked = 0, timer = null, ownMove = false;
   let moved = false, rowsMoved = false;  // by the user; otherwise all is shown
+  let groups = [];
+  let startToo = false;  // what was before the first sample: parts that start
 
   const named = (name) => Bokeh.documents[0].get_model_by_name(name);
 
@@ -18,7 +20,8 @@
   }
 
   function start() {
-    if (!window.Bokeh || !Bokeh.documents.length || !Bokeh.documents[0].get_model_by_name("bars")) {
+    const plot = window.Bokeh?.documents[0]?.get_model_by_name("timeline");
+    if (!plot || !Bokeh.index.find_one(plot)?.canvas_view) {
       requestAnimationFrame(start);
       return;
     }
@@ -28,6 +31,8 @@
     };
     for (const range of [model.x, model.y]) range.change.connect(() => { if (!ownMove) { userMoved(range); } });
     model.bars.selected.change.connect(clicked);
+    // The frame that a click would draw around everything; a style sheet does not reach it.
+    Bokeh.index.find_one(plot).canvas_view.events_el.style.outline = "none";
     window.addEventListener("resize", soon);
     buttons();
     poll();
@@ -58,7 +63,7 @@
     if (on) toNewest();
   }
 
-  // The window keeps its width; before anybody has moved it, it shows the whole run.
+  // The window keeps its width; before anybody has moved it, it shows all from the first sample on.
   function toNewest() {
     if (!moved) { whole(); return; }
     const width = model.x.end - model.x.start;
@@ -67,10 +72,16 @@
   }
 
   function whole() {
-    const width = Math.max(newest - oldest, 1);
-    move(model.x, oldest - width * MARGIN, newest + width * MARGIN);
+    const first = startToo ? oldest : begun, width = Math.max(newest - first, 1);
+    move(model.x, first - width * MARGIN, newest + width * MARGIN);
     moved = false;
     soon();
+  }
+
+  function wholeRun() {
+    startToo = true;
+    allRows();
+    whole();
   }
 
   // With room for the numbers of versions above.
@@ -78,6 +89,16 @@
     const pixels = Math.max(100, model.plot.inner_height || 600);
     move(model.y, height, -height * NUMBERS_PX / (pixels - NUMBERS_PX));
     rowsMoved = false;
+  }
+
+  // A group of lanes that are too thin to be drawn one by one, alone.
+  function openGroup(at) {
+    const row = groups.find((each) => each.top <= at && at <= each.bottom + 1e-6);
+    if (!row) return;
+    const high = row.bottom - row.top, pixels = Math.max(100, model.plot.inner_height || 600);
+    move(model.y, row.bottom + high * MARGIN, row.top - high * (MARGIN + NUMBERS_PX / (pixels - NUMBERS_PX)));
+    rowsMoved = true;
+    soon();
   }
 
   function zoom(factor) {
@@ -93,6 +114,7 @@
       tell(state);
       newest = state.newest_ms;
       oldest = state.oldest_ms;
+      begun = state.admitted_ms ?? oldest;
       if (state.events !== known) {
         known = state.events;
         if (firstLook && state.events) {
@@ -119,6 +141,7 @@
     $("phase").className = `chip ${state.live ? "live" : state.phase}`;
     $("step").textContent = state.step === null ? "" :
       `step ${state.step}${state.total_steps ? ` of ${state.total_steps}` : ""} · version ${state.version}`;
+    $("trouble").textContent = $("trouble").title = state.trouble;
     $("reading").textContent = state.read < 1 ? `reading events: ${Math.floor(state.read * 100)} %` : "";
   }
 
@@ -146,6 +169,7 @@
 
   function draw(view) {
     height = view.height;
+    groups = view.groups;
     if (!rowsMoved) allRows();
     choose([]);
     model.bars.data = view.bars;
@@ -154,9 +178,13 @@
       y0: view.blocks.filter((_, n) => n % 2 === 0).map((row) => row.top - 0.3),
       y1: view.blocks.filter((_, n) => n % 2 === 0).map((row) => row.bottom + 0.3),
     };
-    model.versions.data = { ...view.versions, y: view.versions.x.map(() => 0) };
-    labels(model.groups, view.groups, (row) => (row.top + row.bottom) / 2);
-    labels(model.blocks, view.blocks, (row) => row.top + 0.45);
+    $("rows").hidden = !rowsMoved;
+    // Of what is only partly in view, too.
+    const top = model.y.end, bottom = model.y.start, pixel = (bottom - top) / Math.max(100, model.plot.inner_height || 600);
+    model.versions.data = { ...view.versions, y: view.versions.x.map(() => Math.max(0, top + NUMBERS_PX * pixel)) };
+    const seen = (row) => row.bottom > top && row.top < bottom;
+    labels(model.groups, view.groups.filter(seen), (row) => (Math.max(row.top, top) + Math.min(row.bottom, bottom)) / 2);
+    labels(model.blocks, view.blocks.filter(seen), (row) => Math.max(row.top, top) + LABEL_PX / 2 * pixel);
     blockList(view.all_blocks);
     const shown = view.bars.left.length, merged = view.merged;
     $("told").className = "";
@@ -164,7 +192,7 @@
       (view.damaged ? ` (${view.damaged} damaged lines left out)` : "") +
       ` · ${shown.toLocaleString("en")} bars in view` +
       (merged ? `, ${merged.toLocaleString("en")} of them several in one` : "") +
-      (view.crowded ? " · thin lanes drawn as how many at a time" : "") +
+      (view.crowded ? " · of many lanes: how many at a time (click: one by one)" : "") +
       (shown ? "" : " · nothing here: press “whole run”");
     document.body.dataset.bars = String(shown);
     document.body.dataset.drawn = String(Number(document.body.dataset.drawn || 0) + 1);
@@ -209,8 +237,9 @@
   function clicked() {
     const place = model.bars.selected.indices[0];
     if (place === undefined || ownChoice) return;
-    const bar = Object.fromEntries(["event", "left", "right"].map((name) => [name, model.bars.data[name][place]]));
+    const bar = Object.fromEntries(["event", "left", "right", "top", "bottom", "title"].map((name) => [name, model.bars.data[name][place]]));
     if (bar.event >= 0) { details(bar.event); return; }
+    if (bar.title.includes(" at a time in ")) { openGroup(bar.bottom); return; }
     const margin = Math.max((bar.right - bar.left) * 0.1, 0.005);
     move(model.x, bar.left - margin, bar.right + margin);
     moved = true;
@@ -227,7 +256,9 @@
       const answer = await fetch(`details/${event}`, { cache: "no-store" });
       // Made by the server, which escapes what was said in the run.
       $("details").innerHTML = await answer.text();
-      $("details").querySelector("tr.this")?.scrollIntoView({ block: "nearest" });
+      $("panel").scrollTop = 0;
+      const row = $("details").querySelector("tr.this"), list = row?.closest(".events");
+      if (list) list.scrollTop = row.offsetTop - list.clientHeight / 2;
     } catch (error) {
       $("details").textContent = `The server does not answer (${error.message}).`;
     }
@@ -244,14 +275,15 @@
     $("follow").addEventListener("change", () => setFollow($("follow").checked));
     $("zoom-in").addEventListener("click", () => zoom(0.5));
     $("zoom-out").addEventListener("click", () => zoom(2));
-    $("whole").addEventListener("click", () => { allRows(); whole(); });
+    $("whole").addEventListener("click", wholeRun);
+    $("rows").addEventListener("click", () => { allRows(); soon(); });
     $("close").addEventListener("click", close);
     document.addEventListener("keydown", (event) => {
       if (event.target instanceof HTMLInputElement) return;
       if (event.key === "Escape") close();
       if (event.key === "+") zoom(0.5);
       if (event.key === "-") zoom(2);
-      if (event.key === "0") whole();
+      if (event.key === "0") wholeRun();
     });
     document.addEventListener("click", (event) => {
       if (!$("parts").contains(event.target)) $("parts").open = false;

@@ -91,6 +91,17 @@ def url(run: FakeRun) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def slow_start_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a run whose parts took 90 seconds to start, and which then had many requests at a time."""
+    made = FakeRun(tmp_path_factory.mktemp("runs") / "slow" / "20260101-000000", samples=40, trajectories=8)
+    for at in range(0, 80, 5):
+        made.add("rollouter", "loop.stall", at, 2)
+    made.write(2, at=90.0)
+    made.state("completed", 2)
+    yield from served(made)
+
+
+@pytest.fixture(scope="module")
 def live_url(live: FakeRun) -> Iterator[str]:
     yield from served(live)
 
@@ -201,3 +212,46 @@ def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str)
         page.wait_for_function(f"() => Number(document.body.dataset.drawn) > {count + 1}")
         assert page.evaluate("Bokeh.documents[0].get_model_by_name('time').end") == end
         assert tab.errors == []
+
+
+def test_what_comes_first_is_from_the_first_sample_on_and_the_whole_run_is_a_click_away(
+    chromium: Browser,  # noqa: F811
+    slow_start_url: str,
+) -> None:
+    start = "Bokeh.documents[0].get_model_by_name('time').start"
+    with Tab.opened(chromium, slow_start_url) as tab:
+        page = tab.page
+        wait(page, "data.left.length > 100")
+        assert 85_000 < page.evaluate(start) < 90_000
+        assert "trouble" not in page.evaluate(f"Array.from({_SOURCE}.state)")
+        page.click("#whole")
+        wait(page, "data.state.includes('trouble')")
+        assert page.evaluate(start) < 0
+        assert tab.errors == []
+
+
+def test_lanes_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
+    with Tab.opened(chromium, slow_start_url) as tab:
+        page = tab.page
+        wait(page, "data.title.some(title => title.startsWith('requests: '))")
+        expect(page.locator("#rows")).to_be_hidden()
+        page.mouse.click(*place(page, title="requests: "))
+        wait(page, "data.title.some(title => title.startsWith('request · decode'))")
+        assert "sample" not in page.evaluate(f"Array.from({_SOURCE}.state)")
+        page.click("#rows")
+        wait(page, "data.title.some(title => title.startsWith('requests: '))")
+        expect(page.locator("#rows")).to_be_hidden()
+        assert tab.errors == []
+
+
+def test_the_page_says_what_cannot_be_read(chromium: Browser, tmp_path: Path) -> None:  # noqa: F811
+    run = FakeRun(tmp_path / "fake" / "20260101-000000")
+    run.write(1)
+    run.state("completed", 1)
+    (run.path / "events/step_000001/queue.jsonl").mkdir()
+    for url in served(run):
+        with Tab.opened(chromium, url) as tab:
+            trouble = tab.page.locator("#trouble")
+            expect(trouble).to_have_text(re.compile(r"cannot be read: /.*queue\.jsonl: Is a directory"))
+            wait(tab.page, "data.left.length > 100")
+            assert tab.overflow() <= 0

@@ -1,7 +1,8 @@
-"""`asyncrl timeline` without a browser: reading files that grow, what a window shows, the trace, the command."""
+"""`asyncrl timeline` without a browser: what a window shows, the trace, the command."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,12 @@ from starlette.testclient import TestClient
 from asyncrl.cli.main import main
 from asyncrl.cli.timeline import conversation_of, standing
 from asyncrl.timeline.details import Conversation
+from asyncrl.timeline.index import Index
 from asyncrl.timeline.reading import EventReader
-from asyncrl.timeline.server import Standing, Timeline, app
-from asyncrl.timeline.view import Window, view
-from tests.asyncrl.timeline.fake_run import START, FakeRun
-
-DONE = Standing("completed", live=False, started_at=START)
-WHOLE = Window(-1e6, 1e6, 10**12)
-"""So many pixels that nothing is merged."""
+from asyncrl.timeline.server import Timeline, app
+from asyncrl.timeline.view import Window, look, view
+from tests.asyncrl.timeline.fake_run import FakeRun
+from tests.asyncrl.timeline.looks import DONE, WHOLE, Opened, read, shown
 
 
 @pytest.fixture
@@ -38,71 +38,50 @@ def run(tmp_path: Path) -> FakeRun:
     return FakeRun(tmp_path / "runs" / "fake" / "20260101-000000")
 
 
-def read(run: FakeRun) -> Timeline:
-    timeline = Timeline(run.path)
-    timeline.read()
-    return timeline
-
-
-def shown(timeline: Timeline, window: Window = WHOLE) -> dict[str, Any]:
-    return timeline.view(DONE, window)
-
-
-# ------------------------------------------------------------------------------------------------ reading
-
-
-def test_a_torn_line_waits_until_it_is_whole_and_a_damaged_one_is_counted(run: FakeRun) -> None:
-    run.add("trainer", "step", 0, 1, step=1)
-    run.flush()
-    path = run.path / "events/step_000001/trainer.jsonl"
-    line = path.read_bytes()
-    reader = EventReader(run.path)
-    assert [len(chunk.events) for chunk in reader.new()] == [1]
-    with path.open("ab") as file:
-        file.write(line[:20])
-        file.flush()
-        assert list(reader.new()) == []
-        file.write(line[20:] + line[:20] + b"\n[1]\n" + line)
-    (chunk,) = reader.new()
-    assert (len(chunk.events), reader.damaged) == (2, 2)
-    last = chunk.events[-1]
-    assert reader.read_line(chunk.file, last.offset, last.length) == json.loads(line)
-    assert list(reader.new()) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"event":"step"}',
-        '{"timestamp":NaN,"event":"step","duration_s":0}',
-        '{"timestamp":"x","event":"a","duration_s":0}',
-    ],
-)
-def test_what_is_no_event_is_left_out(run: FakeRun, line: str) -> None:
-    run.add("trainer", "step", 0, 1, step=1)
-    run.flush()
-    (run.path / "events/step_000001/queue.jsonl").write_text(line + "\n")
-    answer = shown(read(run))
-    assert (answer["events"], answer["damaged"]) == (1, 1)
-
-
-def test_new_events_of_old_and_new_steps_are_read_once(run: FakeRun) -> None:
-    at = run.write(2)
-    timeline = read(run)
-    before = shown(timeline)["events"]
-    run.write(1, first=3, at=at)
-    run.add("driver", "part.restarted", 9.0, step=1, part="trainer")
-    run.flush()
-    timeline.read()
-    timeline.read()
-    after = shown(timeline)
-    assert after["events"] == before * 3 // 2 + 1
-    assert (
-        sum(shown(read(run))["bars"]["event"].count(number) > 0 for number in range(after["events"])) == after["events"]
-    )
-
-
 # ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_a_view_opens_each_file_once_and_lets_the_reader_go_on(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write(2)
+    timeline, opened = read(run), Opened(monkeypatch)
+    read_lines, free = EventReader.read_lines, []
+
+    def beside(reader: EventReader, places: Any) -> Any:
+        with ThreadPoolExecutor() as elsewhere:
+            free.append(elsewhere.submit(timeline.status, DONE).result(10)["events"])
+        return read_lines(reader, places)
+
+    monkeypatch.setattr(EventReader, "read_lines", beside)
+    answer = shown(timeline)
+    assert free == [answer["events"]]
+    assert len(answer["bars"]["title"]) >= answer["events"]
+    assert sorted(opened.files) == sorted(set(opened.files))
+    assert len(opened.files) == len(list((run.path / "events").glob("*/*.jsonl")))
+    opened.files.clear()
+    timeline.details(DONE, answer["bars"]["event"][0], lambda *_: Conversation())
+    assert len(opened.files) <= 1 + len(list((run.path / "events").glob("*/*.jsonl")))
+
+
+def test_bars_whose_file_is_gone_are_shown_without_what_they_say(run: FakeRun) -> None:
+    run.write(1)
+    timeline = read(run)
+    (run.path / "events/step_000001/trainer.jsonl").unlink()
+    answer = shown(timeline)
+    gone = [place for place, title in enumerate(answer["bars"]["title"]) if title.startswith("?")]
+    assert gone
+    number = answer["bars"]["event"][gone[0]]
+    assert "changed or is gone" in timeline.details(DONE, number, lambda *_: Conversation())
+
+
+def test_the_status_says_when_the_first_sample_was_admitted(run: FakeRun) -> None:
+    run.add("trainer", "loop.stall", 0, 1)
+    run.flush()
+    timeline = read(run)
+    assert timeline.status(DONE)["admitted_ms"] is None
+    run.write(1, at=90.0)
+    timeline.read()
+    assert timeline.status(DONE)["admitted_ms"] == 90_000.0
+    assert timeline.status(DONE)["oldest_ms"] == 0.0
 
 
 def test_every_event_is_there_at_full_zoom_and_no_bars_of_a_lane_overlap(run: FakeRun) -> None:
@@ -226,9 +205,7 @@ def test_details_list_what_belongs_to_the_trajectory(run: FakeRun) -> None:
 
 
 def test_an_index_of_nothing_has_a_view() -> None:
-    from asyncrl.timeline.index import Index
-
-    answer = view(Index(), 0, Window(0, 1, 10), lambda _: {})
+    answer = view(look(Index(), 0, Window(0, 1, 10)), {})
     assert answer["bars"]["left"] == []
 
 
@@ -335,6 +312,26 @@ def test_a_run_without_events(run: FakeRun, level: str, told: str, capsys: pytes
     assert "profiler.level=summary" in message
 
 
+def test_a_trace_and_a_port_exclude_each_other(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write(1)
+    assert main(["timeline", str(run.path), "--trace", str(run.path / "t.json"), "--port", "99"]) == 2
+    assert "--port=99 would be of no effect" in capsys.readouterr().err
+    assert not (run.path / "t.json").exists()
+
+
+def test_a_trace_says_what_it_lacks(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write(1)
+    with (run.path / "events/step_000001/rollouter.jsonl").open("a") as file:
+        file.write("{}\n")
+    Opened(monkeypatch).error = PermissionError(errno.EACCES, "Permission denied")
+    assert main(["timeline", str(run.path), "--trace", str(run.path / "t.json")]) == 0
+    told = capsys.readouterr().err
+    assert "1 damaged lines" in told
+    assert "trainer.jsonl: Permission denied" in told
+
+
 def test_no_such_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["timeline", "nothing"]) == 2
@@ -377,8 +374,9 @@ def test_how_a_run_stands(run: FakeRun) -> None:
     ):  # fmt: skip
         (run.path / "state.json").write_text(json.dumps({**state, "pid": pid, "host": host}))
         assert standing(run.path)[:2] == (phase, live)
-    (run.path / "summary.json").write_text("{}")
-    assert standing(run.path)[:2] == ("ended", False)
+    (run.path / "summary.json").write_text('{"status": "stopped"}')
+    assert standing(run.path)[:2] == ("stopped", False)
+    (run.path / "summary.json").unlink()
     run.state("failed")
     assert standing(run.path)[:2] == ("failed", False)
 
