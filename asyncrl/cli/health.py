@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from asyncrl.health.facts import EngineLoad, MachineHealth, ProcessHealth, RunHe
 from asyncrl.health.processes import OwnHealth, look_at_machine
 from asyncrl.health.rules import Rules, Settings, Snapshot
 from asyncrl.telemetry.live import View
+from asyncrl.telemetry.logs import ALREADY_SHOWN
 from asyncrl.telemetry.recorder import Recorder
-from asyncrl.why import REPLICA_UNHEARD_S
 
 EVERY_S = 2.0
 LOOK_S = 1.0
 """For the disk or for Ray to answer; what takes longer is not known this time."""
 MACHINE_STALE_S = 30.0
 """What was found out of the machine longer ago is not known any more."""
+STALE_S = 5.0
+"""What a part told of itself longer ago says nothing about now: it tells every second."""
+SETTLE_S = 30.0
+"""A process of which nothing was known so long ago has just started."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +56,16 @@ class HealthWatch:
             Settings(
                 private_cluster=config.ray.address is None,
                 on_policy=config.async_training.staleness_threshold == 0,
+                kept_checkpoints=config.trainer.max_checkpoints_to_keep,
             )
         )
         self._look_at_machine = _MayHang(lambda: look_at_machine(run_dir))
         self._look_at_store = _MayHang(lambda: object_store_share())
         self._machine: tuple[float, MachineHealth | None] = (-math.inf, None)
+        self._known_since: dict[str, float] = {}
+        """Process → since when without a break, monotonic."""
+        self._saves_every = config.trainer.save_freq
+        """Steps; 0 and less: no checkpoints in between."""
 
     async def run(self) -> None:
         """Look every two seconds."""
@@ -82,16 +91,36 @@ class HealthWatch:
         elif now_s - self._machine[0] > MACHINE_STALE_S:
             self._machine = (-math.inf, None)
         picture = self._picture
-        health = RunHealth(dict(self._processes()), dict(self._engines()), self._machine[1], store_share)
-        snapshot = Snapshot(now_s, time.time(), health, *self._idle(), elsewhere=self._elsewhere())
-        told, picture.health = self._rules.observe(snapshot)
-        self._recorder.health(picture.health)
+        unheard_s = self._unheard_s()
+        health = RunHealth(dict(self._processes(unheard_s)), dict(self._engines()), self._machine[1], store_share)
+        told: list[Told] = []
+        if picture.phase != "starting":  # until then everything imports and loads
+            snapshot = Snapshot(
+                now_s,
+                time.time(),
+                health,
+                *self._idle(),
+                elsewhere=self._elsewhere(),
+                settling=self._settling(now_s, {*health.processes, *unheard_s} - set(picture.restarting)),
+                unheard_s=self._silent(health, unheard_s),
+                save_s=self._save_s(),
+            )
+            told, health = self._rules.observe(snapshot)
+        picture.health = health
+        self._recorder.health(health)
         for message in told:
             self._tell(message)
 
     def _tell(self, told: Told) -> None:
-        logger.info("%s%s", f"{told.level}: " if told.level else "", told.text)  # for the file; the view has its own
+        logger.info("%s%s", f"{told.level}: " if told.level else "", told.text, extra=ALREADY_SHOWN)  # for the file
         self._view.message(told.level, told.text)
+
+    def _save_s(self) -> float:
+        """Between two checkpoints; 0: there are none, infinite: not known yet."""
+        if self._saves_every <= 0:
+            return 0.0
+        step_s = self._recorder.step_s
+        return math.inf if step_s is None else self._saves_every * step_s
 
     def _idle(self) -> tuple[float | None, float | None]:
         """Of Trainer and Rollouter, while that means something: not at the beginning, nor when all is generated."""
@@ -104,9 +133,32 @@ class HealthWatch:
 
     # ---------------------------------------------------------------------------------------------- who is there
 
-    def _processes(self) -> Iterator[tuple[str, ProcessHealth]]:
-        """Those of which something is known now."""
+    def _unheard_s(self) -> dict[str, float]:
+        """Parts that have told nothing of themselves for longer than `STALE_S`."""
+        now = time.time()
+        return {part: now - at for part, at in self._picture.heard_at.items() if now - at > STALE_S}
+
+    def _silent(self, health: RunHealth, unheard_s: Mapping[str, float]) -> dict[str, float]:
+        """Of `unheard_s` those that should answer. Not while an end is near, nor when it was this process that slept:
+        then no answer was looked at."""
+        own = health.processes.get("driver")
+        if self._picture.phase != "running" or (own is not None and (own.lag_s or 0.0) > EVERY_S):
+            return {}
+        return {part: seconds for part, seconds in unheard_s.items() if part not in self._picture.restarting}
+
+    def _settling(self, now_s: float, known: Set[str]) -> frozenset[str]:
+        """Processes that have just started, and ranks before their first step."""
+        self._known_since = {name: self._known_since.get(name, now_s) for name in known}
+        settling = {name for name, since_s in self._known_since.items() if now_s - since_s < SETTLE_S}
+        if self._picture.trainer.get("step", 0) <= self._picture.back_to.step:
+            settling |= {name for name in known if name.startswith("rank-")}
+        return frozenset(settling)
+
+    def _processes(self, unheard_s: Mapping[str, float]) -> Iterator[tuple[str, ProcessHealth]]:
+        """Those of which something is known now. Of a part that is being replaced the last status is its dead
+        process's."""
         picture = self._picture
+        silent = {*unheard_s, *picture.restarting}
         told: list[tuple[str, Any]] = [
             ("driver", self._own.tell()),
             ("queue", picture.queue.health if picture.queue is not None else None),
@@ -114,8 +166,10 @@ class HealthWatch:
             ("rollouter", picture.rollouter.get("health")),
             ("trainer", picture.trainer.get("health")),
         ]
-        ranks: list[Mapping[str, Any]] = picture.trainer.get("ranks", [])
-        told += [(f"rank-{rank['group']}-{rank['rank']}", rank.get("health")) for rank in ranks]
+        told = [(name, health) for name, health in told if name not in silent]
+        if "trainer" not in silent:  # it tells of them
+            ranks: list[Mapping[str, Any]] = picture.trainer.get("ranks", [])
+            told += [(f"rank-{rank['group']}-{rank['rank']}", rank.get("health")) for rank in ranks]
         for report in self._replicas():
             told += [(f"replica-{report.replica}", report.health), (f"engine-{report.replica}", report.engine_health)]
         return ((name, health) for name, health in told if health is not None)
@@ -138,7 +192,7 @@ class HealthWatch:
         store = self._picture.store
         replicas = store.replicas if store is not None else ()
         now = time.time()
-        return (report for report in replicas if now - report.reported_at <= REPLICA_UNHEARD_S)
+        return (report for report in replicas if now - report.reported_at <= STALE_S)
 
 
 class _MayHang:

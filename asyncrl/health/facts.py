@@ -17,7 +17,7 @@ class ProcessHealth:
     lag_s: float | None = None
     """Longest standstill of its event loop in the last 10 s; None: it has none, or none that is watched."""
     dropped_events: int = 0
-    """Profiling events that it could not keep, since it started."""
+    """Profiling events that it could not keep itself, since it started; not what others dropped that send it theirs."""
 
 
 @dataclass(frozen=True, slots=True)

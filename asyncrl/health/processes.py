@@ -71,7 +71,7 @@ class OwnHealth:
         seen = self._meter.look([self._pid])
         if seen is None:
             return None
-        return ProcessHealth(seen.rss_bytes, seen.cpu, self._lag.worst_s(), profile.status()["dropped"])
+        return ProcessHealth(seen.rss_bytes, seen.cpu, self._lag.worst_s(), profile.status()["own_dropped"])
 
 
 def look_at_machine(directory: Path) -> MachineHealth | None:

@@ -7,21 +7,31 @@ A rule looks at what is known now, and at how that has gone lately, and gives a 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncrl.health.alarms import Alarms, Condition, Judgement, Told
+from asyncrl.health.alarms import GONE_S, Alarms, Condition, Judgement, Told
 from asyncrl.health.facts import RunHealth
+from asyncrl.health.remedies import against_growth, against_lag
 
 GIB = 1 << 30
 
 LAG_BAD_S, LAG_WELL_S = 0.5, 0.25
+LAG_LONG_S = 2.0
+"""A standstill that is told at once: a process remembers it for 10 s only, and it may come once in minutes."""
+LAG_HOLD_S = 20.0
+LAG_CALM_S = 300.0
+"""So that a standstill which comes back every few minutes is one problem."""
+UNHEARD_BAD_S, UNHEARD_WELL_S = 10.0, 5.0
+"""A part answers within milliseconds, and is asked every second."""
 MEMORY_BAD, MEMORY_WELL = 0.92, 0.85
 """Shares of the machine's memory in use; Ray ends processes at 0.95."""
 GROWTH_OVER_S = 600.0
 """Growth is judged over so long: allocators take their time to settle."""
+GROWTH_PARTS = 4
 GROWTH_BAD_S, GROWTH_WELL_S = 3600.0, 7200.0
 """A process that has the machine's memory full so soon, at the present rate."""
 STORE_BAD, STORE_WELL = 0.85, 0.7
@@ -31,10 +41,12 @@ KV_PREEMPTIONS = 3
 """Preemptions within `KV_OVER_S` that are no accident."""
 DISK_BAD_BYTES, DISK_WELL_BYTES = 2 * GIB, 3 * GIB
 DISK_BAD_S, DISK_WELL_S = 1800.0, 3600.0
-DISK_OVER_S = 300.0
+DISK_PART_S = (60.0, 450.0)
+"""The disk is judged over parts of the time that are as long as what is between two checkpoints, within these limits:
+a checkpoint is written in less than the longer."""
+DISK_PARTS = 8
+"""At most so many."""
 IDLE_BAD, IDLE_WELL = 0.5, 0.35
-BUSY_CPU = 0.8
-"""CPUs that a process which computes keeps busy, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,12 @@ class Snapshot:
     """Share in which nothing was in generation."""
     elsewhere: frozenset[str] = frozenset()
     """Processes on other machines than the driver's."""
+    settling: frozenset[str] = frozenset()
+    """Processes that have just started: they import and load, and their event loops may stand still."""
+    unheard_s: Mapping[str, float] = field(default_factory=dict)
+    """Processes that do not answer, and for how long: what they told before says nothing about now."""
+    save_s: float = 0.0
+    """Between two checkpoints; 0: there are none, infinite: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,8 @@ class Settings:
     """Ray was started by this run."""
     on_policy: bool = False
     """`async_training.staleness_threshold` is 0: both sides wait for each other by design."""
+    kept_checkpoints: int = 2
+    """`trainer.max_checkpoints_to_keep`: until there are so many each takes room for good."""
 
 
 class Rules:
@@ -77,12 +97,12 @@ class Rules:
         trends, health = self._trends, snapshot.health
         trends.begin(snapshot.at_s)
         judged = [
-            *_lag(health),
+            *_lag(snapshot),
             *_machine_memory(health, snapshot.elsewhere),
             *_growth(health, trends, snapshot.elsewhere),
             *_object_store(health, self._settings),
             *_kv_cache(health, trends),
-            *_disk(health, trends),
+            *_disk(snapshot, trends, self._settings),
             *_dropped_events(health, trends),
             *_idle(snapshot, self._settings),
         ]
@@ -97,33 +117,32 @@ class Rules:
 # ---------------------------------------------------------------------------------------------- one rule after another
 
 
-def _lag(health: RunHealth) -> Iterator[Judgement]:
-    for name, process in health.processes.items():
-        if (lag_s := process.lag_s) is None:
+def _lag(snapshot: Snapshot) -> Iterator[Judgement]:
+    machine = snapshot.health.machine
+    for name, process in snapshot.health.processes.items():
+        if (lag_s := process.lag_s) is None or name in snapshot.settling:
             continue
-        machine = health.machine
-        if process.cpu >= BUSY_CPU:
-            cause = (
-                "something computes on it; move blocking work of rewards, tools and interactions into "
-                "asyncio.to_thread or a process, or lower rollout.max_concurrent_samples"
-            )
-        elif machine is not None and machine.cpu > 0.95:
-            cause = (
-                "the machine's CPUs are all busy; lower rollout.max_concurrent_samples or the number of processes, or "
-                "give the run more CPUs"
-            )
-        else:
-            cause = (
-                "something blocks it (a file, a network call, a lock); in code of your own use asyncio.to_thread "
-                "for what blocks, and look at the `loop.stall` events around that time"
-            )
+        machine_cpu = machine.cpu if machine is not None and name not in snapshot.elsewhere else None
         yield Judgement(
             f"lag/{name}",
             _above(lag_s, LAG_BAD_S, LAG_WELL_S),
-            f"the event loop of {name} stands still for up to {lag_s:.1f} s, and all that waits in it: {cause}",
+            f"the event loop of {name} stands still for up to {lag_s:.1f} s, and all that waits in it: "
+            f"{against_lag(name, process, machine_cpu)}",
             f"the event loop of {name} runs freely again",
-            hold_s=20.0,
-            calm_s=30.0,
+            hold_s=0.0 if lag_s > LAG_LONG_S else LAG_HOLD_S,
+            calm_s=LAG_CALM_S,
+        )
+    for name, unheard_s in snapshot.unheard_s.items():
+        if name in snapshot.settling:
+            continue
+        yield Judgement(
+            f"lag/{name}",
+            _above(unheard_s, UNHEARD_BAD_S, UNHEARD_WELL_S),
+            f"{name} has not answered for {unheard_s:.0f} s; its process is stopped, or its event loop stands still: "
+            f"{against_lag(name, None, machine.cpu if machine is not None else None)}",
+            f"{name} answers again",
+            hold_s=2.0,  # seen twice: a clock may have been set
+            calm_s=LAG_CALM_S,
         )
 
 
@@ -149,17 +168,16 @@ def _machine_memory(health: RunHealth, elsewhere: frozenset[str]) -> Iterator[Ju
 def _growth(health: RunHealth, trends: _Trends, elsewhere: frozenset[str]) -> Iterator[Judgement]:
     machine = health.machine
     for name, process in health.processes.items():
-        trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S)
+        trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S, GROWTH_PARTS)
         if machine is None or name in elsewhere or trend.span_s < 0.9 * GROWTH_OVER_S:
             continue
-        left_s = machine.memory_available_bytes / trend.per_s if trend.is_steady else float("inf")
+        left_s = machine.memory_available_bytes / trend.per_s if trend.per_s > 0 else math.inf
         yield Judgement(
             f"growth/{name}",
             _below(left_s, GROWTH_BAD_S, GROWTH_WELL_S),
             f"the memory of {name} grows steadily, by {size(60 * trend.per_s)} a minute to {size(process.rss_bytes)}, "
-            f"and at this rate the machine's memory is full in {left_s / 60:.0f} minutes. Something keeps what it no "
-            "longer needs, most likely code of your own (rewards, tools, interactions). Until it is found a checkpoint "
-            "(trainer.save_freq) bounds what is lost; fewer samples at once (rollout.max_concurrent_samples) take less",
+            f"and at this rate the machine's memory is full in {left_s / 60:.0f} minutes. {against_growth(name)}. "
+            "Until the cause is found a checkpoint (trainer.save_freq) bounds what is lost",
             f"the memory of {name} does not grow any more: {size(process.rss_bytes)}",
             hold_s=60.0,
             calm_s=60.0,
@@ -203,13 +221,18 @@ def _kv_cache(health: RunHealth, trends: _Trends) -> Iterator[Judgement]:
         )
 
 
-def _disk(health: RunHealth, trends: _Trends) -> Iterator[Judgement]:
-    machine = health.machine
+def _disk(snapshot: Snapshot, trends: _Trends, settings: Settings) -> Iterator[Judgement]:
+    machine = snapshot.health.machine
     if machine is None or machine.disk_free_bytes is None:
         return
     free = machine.disk_free_bytes
-    trend = trends.add("disk", -free, DISK_OVER_S)
-    left_s = free / trend.per_s if trend.span_s > 60 and trend.per_s > 0 else float("inf")
+    # A checkpoint takes much in a moment, and an older one is given up for it; only the first ones take room for good.
+    # There are more parts than these can be seen in (one of them in two parts), so that in one part the mark rises by
+    # nothing but what really grows.
+    parts = min(settings.kept_checkpoints + 3, DISK_PARTS)
+    over_s = parts * min(max(snapshot.save_s, DISK_PART_S[0]), DISK_PART_S[1])
+    trend = trends.add("disk", -free, over_s, parts)
+    left_s = free / trend.per_s if trend.span_s > 0.9 * over_s and trend.per_s > 0 else math.inf
     by_rate = _below(left_s, DISK_BAD_S, DISK_WELL_S)
     by_size = _below(free, DISK_BAD_BYTES, DISK_WELL_BYTES)
     rate = f", at the present rate it is full in {left_s / 60:.0f} minutes" if left_s < DISK_WELL_S else ""
@@ -230,7 +253,7 @@ def _dropped_events(health: RunHealth, trends: _Trends) -> Iterator[Judgement]:
         yield Judgement(
             f"events/{name}",
             "bad" if lost > 0 else "well",
-            f"{name} makes more profiling events than can be written and dropped {lost:.0f} in the last minute; "
+            f"{lost:.0f} profiling events of {name} did not fit into a buffer or onto the disk in the last minute; "
             "reports lack them: raise profiler.buffer_events, or set profiler.level=summary or off",
             f"{name} keeps all of its profiling events again",
             hold_s=0.0,
@@ -304,9 +327,8 @@ class Trend(NamedTuple):
     rise: float
     """Sum of what it went up by; a counter that began anew has risen by what it says then."""
     per_s: float
-    """Last minus first, by time."""
-    is_steady: bool
-    """It rose in each third of the window."""
+    """What its low-water mark rose by from each part of the window to the next, by time, where that was least; 0: it
+    did not rise everywhere. What comes in bursts or swings does not count."""
 
 
 @dataclass(slots=True)
@@ -314,39 +336,53 @@ class _Course:
     points: deque[tuple[float, float]] = field(default_factory=deque)
     """Thinned, so that there are some two hundred at most."""
 
-    def add(self, now_s: float, value: float, window_s: float) -> Trend:
+    def add(self, now_s: float, value: float, window_s: float, parts: int) -> Trend:
         points = self.points
         if len(points) >= 2 and now_s - points[-2][0] < window_s / 100:
             points.pop()
         points.append((now_s, value))
         while now_s - points[0][0] > window_s:
             points.popleft()
-        span_s, values = now_s - points[0][0], [value for _, value in points]
-        steps = itertools.pairwise(values)
+        steps = itertools.pairwise(value for _, value in points)
         rise = sum(after - before if after >= before else max(after, 0.0) for before, after in steps)
-        per_s = (value - values[0]) / span_s if span_s > 0 else 0.0
-        third = len(values) // 3
-        ends = [values[0], values[third], values[2 * third], value]
-        is_steady = third > 0 and all(before < after for before, after in itertools.pairwise(ends))
-        return Trend(span_s, rise, per_s, is_steady)
+        return Trend(now_s - points[0][0], rise, self._per_s(parts))
+
+    def _per_s(self, parts: int) -> float:
+        began_s, span_s = self.points[0][0], self.points[-1][0] - self.points[0][0]
+        if parts == 0 or span_s <= 0:
+            return 0.0
+        lows: list[tuple[float, float] | None] = [None] * parts
+        for at_s, value in self.points:
+            part = min(int((at_s - began_s) / span_s * parts), parts - 1)
+            low = lows[part]
+            if low is None or value < low[1]:
+                lows[part] = at_s, value
+        known = [low for low in lows if low is not None]
+        if len(known) < parts:
+            return 0.0
+        least_s = span_s / parts / 2
+        rates = (
+            (after - before) / max(after_s - before_s, least_s)
+            for (before_s, before), (after_s, after) in itertools.pairwise(known)
+        )
+        return max(0.0, min(rates))
 
 
 class _Trends:
-    """By name; what is not added to in a round is forgotten with it."""
+    """By name; what is not added to for `GONE_S` is forgotten."""
 
     def __init__(self) -> None:
         self._courses: dict[str, _Course] = {}
-        self._added: set[str] = set()
         self._now_s = 0.0
 
     def begin(self, now_s: float) -> None:
         self._now_s = now_s
-        self._added.clear()
 
-    def add(self, name: str, value: float, window_s: float) -> Trend:
-        self._added.add(name)
-        return self._courses.setdefault(name, _Course()).add(self._now_s, value, window_s)
+    def add(self, name: str, value: float, window_s: float, parts: int = 0) -> Trend:
+        """`parts`: of the window, for `Trend.per_s`; 0: nobody asks for that."""
+        return self._courses.setdefault(name, _Course()).add(self._now_s, value, window_s, parts)
 
     def end(self) -> None:
-        for name in self._courses.keys() - self._added:
-            del self._courses[name]
+        for name, course in list(self._courses.items()):
+            if self._now_s - course.points[-1][0] > GONE_S:
+                del self._courses[name]

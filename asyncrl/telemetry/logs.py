@@ -13,6 +13,8 @@ from asyncrl.telemetry.live import View
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN = ("asyncrl.", "rollouter.", "trainer.", "skip.")
 """How the names of this project's loggers begin."""
+ALREADY_SHOWN = {"already_shown": True}
+"""`extra` of a message that its sender has told the view by itself: it is for the file alone."""
 
 
 class ViewHandler(logging.Handler):
@@ -23,7 +25,8 @@ class ViewHandler(logging.Handler):
         self._view = view
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._view.message(record.levelname.lower(), self.format(record))
+        if not getattr(record, "already_shown", False):
+            self._view.message(record.levelname.lower(), self.format(record))
 
 
 class LogFile(logging.FileHandler):

@@ -25,6 +25,7 @@ from asyncrl.run_state import Restart, RunState
 from asyncrl.telemetry.closing import Example
 from asyncrl.telemetry.dashboard import Dashboard, SyncShown
 from asyncrl.telemetry.live import View
+from asyncrl.telemetry.logs import ALREADY_SHOWN
 from asyncrl.telemetry.meters import Course, TrainerIdle
 from asyncrl.telemetry.rows import Row, apply_row, step_row, validation_row
 from asyncrl.telemetry.sinks import Sink
@@ -181,11 +182,12 @@ class Recorder:
         )
         self._view.restart(restart, self._board)
         if restart.recovered_at is None:
-            logger.info("the %s is replaced: %s", restart.part, restart.cause)
+            logger.info("the %s is replaced: %s", restart.part, restart.cause, extra=ALREADY_SHOWN)
         else:
             took_s = restart.recovered_at - restart.failed_at
             profile.record("part.restarted", restart.failed_at, took_s, part=restart.part, cause=restart.cause)
-            logger.info("the %s is back after %.1f s. %s", restart.part, took_s, restart.detail or restart.cause)
+            told = restart.detail or restart.cause
+            logger.info("the %s is back after %.1f s. %s", restart.part, took_s, told, extra=ALREADY_SHOWN)
 
     def tell(self, state: RunState) -> RunState:
         """`state` with what only the recorder knows: total steps, staleness, tokens and rates, drops, restarts."""
@@ -216,6 +218,7 @@ class Recorder:
         self._books = queue.books
         seen = self._statuses
         seen.see_queue(queue)
+        seen.see_driver(profile.status()["own_dropped"])
         try:
             if rollouter:
                 seen.see_rollouter(now_s, rollouter)
@@ -239,6 +242,12 @@ class Recorder:
     def idle(self) -> tuple[float | None, float | None]:
         """Shares of the last seconds in which Trainer and Rollouter were idle; None: not known yet."""
         return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
+
+    @property
+    def step_s(self) -> float | None:
+        """From one step's record to the next, on average over the last ones; None: not known yet."""
+        times = self._step_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
     def health(self, health: RunHealth) -> None:
         """How well the run is, every few seconds; what has gone since is left out."""

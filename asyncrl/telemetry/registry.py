@@ -161,7 +161,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("active/trainer", "1", "1 - `idle/trainer`"),
         Metric("active/rollouter", "1", "1 - `idle/rollouter`"),
         Metric("profiler/events", "1", "events that Rollouter and Trainer recorded or were sent since the launch"),
-        Metric("profiler/dropped", "1", "events that did not fit into a buffer (profiler.buffer_events)"),
+        Metric("profiler/dropped", "1", "events that did not fit into a buffer or onto the disk, of all processes"),
     ),
     HEALTH: (
         Metric("health/loop_lag_s/<process>", "s", "longest standstill of its event loop in the last 10 s"),
@@ -189,7 +189,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("weight_sync/drain_s", "s", "longest wait from the wish to pause until no token was made any more"),
         Metric("weight_sync/verify_s", "s", "longest comparison of checksums; generation goes on meanwhile"),
         Metric("weight_sync/publish_to_applied_s", "s", "from publication to the last replica serving it"),
-        Metric("weight_sync/in_flight", "1", "requests in flight at the pause, over all replicas"),
+        Metric("weight_sync/in_flight", "1", "requests in flight when the pause was asked for, over all replicas"),
         Metric(
             "weight_sync/verified", "1", "share of replicas whose weights were checked against the published checksums"
         ),

@@ -31,6 +31,8 @@ class Statuses:
         """By part, the open ones."""
         self._earlier_tokens = earlier_tokens
         self._totals: dict[str, Total] = {}
+        self._events: dict[str, dict[str, Total]] = {"events": {}, "dropped": {}}
+        """Of profiling, by part."""
         self._idle_rollouter = WindowRate()
         self._idle_trainer = WindowRate()
         self._waited_s = 0.0
@@ -41,6 +43,12 @@ class Statuses:
 
     def see_queue(self, status: QueueStatus) -> None:
         self.known |= queue_metrics(status)
+        if status.health is not None:
+            self._see_events("queue", "dropped", status.health.dropped_events, status.pid)
+
+    def see_driver(self, dropped: int) -> None:
+        """`dropped`: profiling events, since the launch, by this process itself."""
+        self._see_events("driver", "dropped", dropped, 0)
 
     def see_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
         """Raises `KeyError`; see `Recorder.tick`."""
@@ -105,11 +113,13 @@ class Statuses:
                 self.known[f"skip/{role}/{what}"] = float(count)
 
     def _see_profiler(self, part: str, status: Mapping[str, Any]) -> None:
-        for what, count in status["profiler"].items():
-            total = self._totals.setdefault(f"{part} {what}", Total())
-            total.see(count, status["pid"])
-            parts = (self._totals.get(f"{name} {what}") for name in ("rollouter", "trainer"))
-            self.known[f"profiler/{what}"] = sum(found.value for found in parts if found is not None)
+        """With what was sent to it, and what is told to have been dropped there."""
+        for what in ("events", "dropped"):
+            self._see_events(part, what, status["profiler"][what], status["pid"])
+
+    def _see_events(self, part: str, what: str, count: int, pid: int) -> None:
+        self._events[what].setdefault(part, Total()).see(count, pid)
+        self.known[f"profiler/{what}"] = sum(total.value for total in self._events[what].values())
 
     def _set(self, name: str, value: float | None) -> None:
         if value is not None:

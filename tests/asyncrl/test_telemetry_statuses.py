@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.health.facts import ProcessHealth
 from asyncrl.ports import ApplyReport, Books, QueueStatus
 from asyncrl.records import ApplyRecord
 from asyncrl.telemetry import registry
@@ -90,6 +91,21 @@ def test_events_are_counted_over_both_parts_and_their_restarts() -> None:
     seen.see_rollouter(1.0, rollouter(incarnation=2, profiler={"events": 5, "dropped": 1}))
     seen.see_trainer(1.0, trainer(pid=8, profiler={"events": 1, "dropped": 0}), 0.0)
     assert (seen.known["profiler/events"], seen.known["profiler/dropped"]) == (116, 3)
+
+
+def test_dropped_events_are_those_of_all_processes_each_counted_once() -> None:
+    """What replicas and ranks dropped is in what Rollouter and Trainer tell; queue and driver send theirs to nobody."""
+    seen = Statuses(0)
+    seen.see_rollouter(0.0, rollouter(profiler={"events": 100, "dropped": 5, "own_dropped": 2}))
+    seen.see_trainer(0.0, trainer(profiler={"events": 10, "dropped": 4, "own_dropped": 0}), 0.0)
+    for dropped in (1, 8):
+        seen.see_queue(QueueStatus(Books(), 1, False, {}, pid=3, health=ProcessHealth(1, dropped_events=dropped)))
+        seen.see_driver(16)
+    assert (seen.known["profiler/events"], seen.known["profiler/dropped"]) == (110, 33)
+    seen.see_queue(QueueStatus(Books(), 1, False, {}, pid=4, health=ProcessHealth(1, dropped_events=1)))
+    assert seen.known["profiler/dropped"] == 34
+    assert "profiler/own_dropped" not in seen.known
+    registry.check(seen.known)
 
 
 @pytest.mark.parametrize("missing", ["version", "waited_s", "profiler", "skip"])

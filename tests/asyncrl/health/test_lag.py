@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 
+import pytest
+
+from asyncrl.health import processes
 from asyncrl.health.lag import EVERY_S, WINDOW_S, LagMonitor
 from asyncrl.health.processes import OwnHealth
 from asyncrl.profiling import Profiler, Setup
@@ -120,3 +124,14 @@ async def test_a_process_tells_of_itself() -> None:
     own.stop()
     last = OwnHealth("gone", pid=2**30).tell()
     assert last is None
+
+
+def test_a_process_tells_of_the_events_that_it_dropped_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = Profiler()
+    home.configure("rollouter", Setup("summary", tmp_path, 100))
+    sent = {"timestamp": 0.0, "event": "profiler.dropped", "duration_s": 0.0, "events": 7}
+    home.take("replica-a", [sent])
+    monkeypatch.setattr(processes, "profile", home)
+    told = OwnHealth("rollouter").tell()
+    assert home.status()["dropped"] == 7 and told is not None and told.dropped_events == 0
+    home.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from asyncrl.run_state import FILE_NAME, dump, load
 from asyncrl.telemetry import registry
 from asyncrl.telemetry.dashboard import Dashboard
 from asyncrl.telemetry.live import View
+from asyncrl.telemetry.logs import logging_to
 from asyncrl.telemetry.recorder import Recorder
 from asyncrl.telemetry.screen import health_line
 from asyncrl.telemetry.state_file import StateFile
@@ -122,6 +125,94 @@ async def test_a_problem_is_told_once_and_its_end_too(rig: Rig) -> None:
     assert not (await rig.look(60)).problems
     levels = [level for level, _ in rig.view.messages]
     assert levels == ["warning", ""] and "ray.object_store_memory_bytes" in rig.view.messages[0][1]
+
+
+async def test_it_is_shown_once_and_kept_in_the_log(rig: Rig, tmp_path: Path) -> None:
+    rig.store = lambda: 0.95
+    with logging_to(rig.view, tmp_path, "info"):
+        await rig.look(60)
+    (shown,) = rig.view.messages
+    assert shown[0] == "warning" and "object store" in shown[1]
+    assert (tmp_path / "driver.log").read_text().count(shown[1]) == 1
+
+
+def late(lag_s: float) -> dict[str, Any]:
+    return {"waits": [], "health": replace(PROCESS, lag_s=lag_s)}
+
+
+async def test_nothing_is_told_before_all_has_started_nor_right_after(rig: Rig) -> None:
+    rig.picture.phase, rig.picture.rollouter = "starting", late(9.0)
+    rig.store = lambda: 0.95
+    health = await rig.look(120)
+    assert "rollouter" in health.processes and not health.problems and rig.view.messages == []
+    rig.store = lambda: 0.25
+    rig.picture.phase = "running"
+    await rig.look(20)
+    rig.picture.rollouter = late(0.1)
+    await rig.look(60)
+    assert rig.view.messages == []
+    rig.picture.rollouter = late(9.0)
+    await rig.look()
+    assert [level for level, _ in rig.view.messages] == ["warning"]
+
+
+async def test_a_part_that_is_replaced_starts_anew(rig: Rig) -> None:
+    rig.picture.rollouter = late(0.1)
+    await rig.look(60)
+    rig.picture.restarting, rig.picture.heard_at["rollouter"] = {"rollouter": time.time()}, time.time() - 60
+    health = await rig.look(60)
+    assert "rollouter" not in health.processes and rig.view.messages == [], "its last word is the dead process's"
+    rig.picture.restarting, rig.picture.heard_at["rollouter"] = {}, time.time()
+    rig.picture.rollouter = late(9.0)
+    await rig.look(20)
+    assert rig.view.messages == []
+
+
+async def test_ranks_may_stand_still_until_their_first_step(rig: Rig) -> None:
+    rank = {"group": "actor", "rank": 0, "pid": 1, "node_id": "n", "health": replace(PROCESS, lag_s=9.0)}
+    rig.picture.trainer = {"waits": [], "node_id": "n", "ranks": [rank], "step": 0}
+    await rig.look(120)
+    assert rig.view.messages == []
+    rig.picture.trainer = {**rig.picture.trainer, "step": 1}
+    await rig.look()
+    assert len(rig.view.messages) == 1 and "rank-actor-0" in rig.view.messages[0][1]
+
+
+async def test_what_a_part_told_long_ago_says_nothing_but_its_silence_does(rig: Rig) -> None:
+    rig.picture.rollouter, rig.picture.heard_at["rollouter"] = late(0.1), time.time()
+    rig.picture.trainer = {"waits": [], "health": PROCESS, "node_id": "n", "ranks": []}
+    await rig.look(60)
+    rig.picture.heard_at["rollouter"] = time.time() - 45
+    health = await rig.look(4)
+    assert "rollouter" not in health.processes and "trainer" in health.processes
+    assert [problem.key for problem in health.problems] == ["lag/rollouter"]
+    assert "has not answered for 45 s" in rig.view.messages[0][1]
+    rig.picture.heard_at["rollouter"], rig.picture.rollouter = time.time(), late(45.0)
+    await rig.look(10)
+    assert len(rig.view.messages) == 1, "one standstill, one warning"
+
+
+async def test_silence_of_parts_is_not_told_when_the_driver_slept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.look(10)  # it has just started: its own standstill is not told
+    monkeypatch.setattr(rig.watch._own._lag, "worst_s", lambda: 20.0)
+    rig.picture.heard_at["rollouter"] = time.time() - 20
+    assert not (await rig.look(4)).problems
+    monkeypatch.undo()
+
+
+def test_replicas_that_have_not_reported_for_some_seconds_are_not_judged(rig: Rig) -> None:
+    now = time.time()
+    reports = [replace(report(name, health=PROCESS), reported_at=now - ago) for name, ago in (("a", 1), ("b", 8))]
+    rig.picture.store = StoreStatus(1, None, tuple(reports))
+    assert [each.replica for each in rig.watch._replicas()] == ["a"]
+
+
+async def test_the_time_between_checkpoints_is_known_from_steps(rig: Rig) -> None:
+    assert rig.watch._save_s() == 0.0, "there are none in between"
+    rig.watch._saves_every = 20
+    assert rig.watch._save_s() == math.inf
+    rig.recorder._step_times.extend([10.0, 12.0, 16.0])
+    assert rig.watch._save_s() == 60.0
 
 
 async def test_what_hangs_or_fails_is_not_known_and_holds_nothing_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
