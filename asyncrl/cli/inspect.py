@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import psutil
+import yaml
 from rich.console import Console
 from rich.live import Live
 
@@ -225,6 +226,45 @@ def is_live(seen: Seen) -> bool:
     if state is None or state.phase in ENDED or seen.driver == "gone":
         return False
     return seen.driver in ("alive", "stopped") or seen.now - state.written_at <= STALE_S
+
+
+class Standing(NamedTuple):
+    """How a run is, from `state.json` and `summary.json` alone."""
+
+    how: Literal["live", "ended", "died", "unknown"]
+    """`died`: its driver is gone and has left no word. `unknown`: it has left no state."""
+    phase: str
+    """While it lives its phase, `running` and the like; once it has ended how, `completed` and the like; or `how`."""
+    state: RunState | None
+
+
+def standing(run_dir: Path) -> Standing:
+    """Cheaper than `look`, and never an error. Blocking."""
+    state = None
+    with contextlib.suppress(ConfigError):
+        state = read_state(run_dir)
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        ended = str(summary["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        ended = ""
+    if state is None:
+        return Standing("ended", ended, None) if ended else Standing("unknown", "unknown", None)
+    if state.phase in ENDED or ended:  # the summary comes last
+        return Standing("ended", ended or state.phase, state)
+    driver = driver_of(state)
+    if driver in ("alive", "stopped") or (driver == "unknown" and time.time() - state.written_at <= STALE_S):
+        return Standing("live", state.phase, state)
+    return Standing("died", "died", state)
+
+
+def events_level(run_dir: Path) -> str | None:
+    """profiler.level of the run; None: its config.yaml does not say. Blocking."""
+    try:
+        level = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["profiler"]["level"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return "off" if level is False else str(level)  # YAML reads a bare `off` as false
 
 
 def chain(seen: Seen) -> tuple[Link, ...]:

@@ -15,14 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from asyncrl.cli.inspect import driver_of, find_run
+from asyncrl.cli.inspect import events_level, find_run, standing
 from asyncrl.failures import ConfigError
-from asyncrl.report.analysis import analyse
+from asyncrl.report import folder
+from asyncrl.report.analysis import LIVE, analyse
 from asyncrl.report.load import Events, load, read_json
 from asyncrl.report.words import figures, percent, seconds
-from asyncrl.run_dir import disk_error
-from asyncrl.run_state import ENDED
-from asyncrl.telemetry.state_file import read_state
 
 DIRECTORY = "report"
 MOST_SHOWN = 10
@@ -33,9 +31,15 @@ def report(run: str | None, *, out: Path | None, as_json: bool) -> int:
     """Make the report of a run; with `as_json`, print report.json and write nothing.
 
     Raises:
-        ConfigError: there is no such run, it has no events, or `out` cannot be written.
+        ConfigError: there is no such run, it has no events, or `out` cannot be written, or holds something else.
+        click.UsageError: `as_json` with `out`.
     """
+    if as_json and out is not None:
+        raise click.UsageError("--json prints report.json and writes nothing: leave --out out, or --json")
     run_dir = find_run(run)
+    directory = out or run_dir / DIRECTORY
+    if not as_json:
+        folder.check(directory)
     console = Console(highlight=False, stderr=as_json)
     began = time.monotonic()
     with _progress(console) as tell:
@@ -47,7 +51,7 @@ def report(run: str | None, *, out: Path | None, as_json: bool) -> int:
         found = analyse(events, about, read_json(run_dir / _SUMMARY))
         found["figures"] = figures(found)
         del events
-        page = None if as_json else _write(found, out or run_dir / DIRECTORY, tell)
+        page = None if as_json else _write(found, directory, tell)
     if page is None:
         click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=2))
         return 0
@@ -89,9 +93,6 @@ def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _write(found: Mapping[str, Any], directory: Path, tell: Callable[[str, int, int], None]) -> Path:
-    from asyncrl.report.page import write_data, write_page
-    from asyncrl.report.plots import draw
-
     count = 0
 
     def drawn(title: str) -> None:
@@ -99,13 +100,7 @@ def _write(found: Mapping[str, Any], directory: Path, tell: Callable[[str, int, 
         count += 1
         tell(f"drawing: {title}", count, len(found["figures"]))
 
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_data(found, directory)
-        draw(found, directory, drawn)
-        return write_page(found, directory).absolute()
-    except OSError as error:
-        raise disk_error(Path(error.filename or directory), error) from error
+    return folder.write(found, directory, drawn)
 
 
 # ---------------------------------------------------------------------------------------------- the run
@@ -117,29 +112,23 @@ def _about(run_dir: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, yaml.YAMLError):
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     config = config if isinstance(config, dict) else {}
-    rollout, profiler = config.get("rollout") or {}, config.get("profiler") or {}
+    rollout = config.get("rollout") or {}
     return {
         "name": run_dir.name,
         "run_dir": str(run_dir),
         "experiment": config.get("experiment_name"),
-        "mode": (config.get("async_training") or {}).get("mode"),
         "status": _status(run_dir),
-        "level": profiler.get("level"),
+        "level": events_level(run_dir),
         "response_length": rollout.get("response_length"),
     }
 
 
 def _status(run_dir: Path) -> str:
     """In words: live, how it ended, or that it has left without a word."""
-    summary = read_json(run_dir / _SUMMARY)
-    state = None
-    with contextlib.suppress(ConfigError):
-        state = read_state(run_dir)
-    if state is not None and state.phase not in ENDED and driver_of(state) in ("alive", "stopped"):
-        return "running"
-    if "status" in summary:
-        return str(summary["status"])
-    return "unknown how it ended" if state is None else "died"
+    seen = standing(run_dir)
+    if seen.how == "live":
+        return LIVE
+    return "unknown how it ended" if seen.how == "unknown" else seen.phase
 
 
 def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:

@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.report import balance, findings, idle, requests, shares, steps, turns, versions, waste
-from asyncrl.report.intervals import total, union
+from asyncrl.report.intervals import complement, total, union
 from asyncrl.report.lives import trace
 from asyncrl.report.load import Events
 from asyncrl.report.numbers import plain
+from asyncrl.report.words import count, seconds
+from asyncrl.run_state import ENDED
 
 FORMAT = 1
 """Of report.json."""
+LIVE = "running"
+"""`about["status"]` of a run that has not ended."""
 
 
 def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,23 +29,25 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     start, end, down = idle.window(events)
     made = requests.logical(events)
     lives = trace(events, made)
-    made["step"] = lives.step_of(made["index"], made["step"])
+    made["step"] = lives.step_of(made["index"].where(made["counts"], 0), made["step"])
+    done = made[~made["aborted"]]
+    over = about.get("status") in ENDED
     wall_s = end - start - total(down)
     figures = {
         "requests": requests.analyse(made),
         "shares": shares.analyse(lives),
         "turns": turns.analyse(events, made),
-        "steps": steps.analyse(events, lives, made, start),
-        "idle": idle.analyse(events, start, end, down),
-        **{"staleness": versions.staleness(events, lives), "weight_sync": versions.weight_sync(events, wall_s)},
-        "thrown_away": waste.thrown_away(events),
+        "steps": steps.analyse(events, lives, done, start),
+        "idle": idle.analyse(events, start, end, down, over=over),
+        **{"staleness": versions.staleness(events, lives), "weight_sync": versions.weight_sync(events)},
+        "thrown_away": waste.thrown_away(events, lives),
         "lower_limits": waste.lower_limits(events, lives, made, about.get("response_length")),
     }
     waits = events.of("trainer.wait_samples")
-    material = findings.Material(
-        events, lives, made, union(waits["timestamp"].to_numpy(), waits["end"].to_numpy()), wall_s
-    )
-    found = [*findings.anomalies(material), *balance.hints(figures, events, summary, start)]
+    waited = union(waits["timestamp"].to_numpy(), waits["end"].to_numpy())
+    up = complement(down, start, end)
+    material = findings.Material(events, lives, made, waited, up, findings.begun_anew(events, down))
+    found = [*findings.anomalies(material), *balance.hints(figures, material, summary)]
     run = {
         **about,
         "wall_s": wall_s,
@@ -52,7 +58,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "last_step": lives.steps["step"].max() if len(lives.steps) else None,
         "samples_trained": len(lives.trained_in),
         "trajectories": figures["turns"]["trajectories"],
-        "requests": len(made),
+        "requests": len(done),
         "validation_requests": int((events.of("request")["index"] == 0).sum()),
         "replicas": sorted(str(each) for each in events.of("request")["replica"].dropna().unique()),
         "sampled_tokens": figures["thrown_away"]["sampled_tokens"],
@@ -62,12 +68,12 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "unknown_events": events.num_unknown,
         "dropped_events": events.of("profiler.dropped")["events"].sum(),
     }
-    report = {"format": FORMAT, "run": run, "notes": _notes(run, figures, events)}
+    report = {"format": FORMAT, "run": run, "notes": _notes(run, figures, events, over=over)}
     report["findings"] = findings.rank(found, wall_s)
     return {key: plain(value) for key, value in {**report, **figures}.items()}
 
 
-def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events) -> list[str]:
+def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *, over: bool) -> list[str]:
     """What a reader has to know before trusting the figures."""
     told = []
     if run["dropped_events"]:
@@ -75,16 +81,20 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events) -
             f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "
             "profiler.buffer_events, or record less with profiler.level=summary."
         )
-    if run["torn_lines"]:
-        told.append(f"{run['torn_lines']} damaged lines were left out: a process was killed while it wrote them.")
+    # A run that lives is writing the last lines of its files.
+    torn = run["torn_lines"] - (events.num_unfinished if run.get("status") == LIVE else 0)
+    if torn > 0:
+        verb = "was" if torn == 1 else "were"
+        told.append(f"{count(torn, 'damaged line')} {verb} left out: a process was killed while it wrote.")
+    if not over:
+        told.append(_unfinished(run, figures["idle"]))
     if run["unknown_events"]:
         told.append(f"{run['unknown_events']} events have names that this version of asyncrl does not know.")
     if figures["steps"]["abandoned"]:
         steps = sorted({row["step"] for row in figures["steps"]["abandoned"]})
         told.append(
             f"Training went back: steps {', '.join(map(str, steps))} were done again. Figures by step are of those "
-            "that "
-            "survived; work of the others counts for replicas, tools and rewards."
+            "that survived; work of the others counts for replicas, tools and rewards."
         )
     if run["down_s"]:
         told.append(
@@ -93,11 +103,25 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events) -
     if run.get("level") != "full" and not len(events.of("sample.slot")):
         told.append(
             "Waits for a place in generation, writing of samples and what ranks did inside a step are recorded only "
-            "with "
-            "profiler.level=full; here they count as other time."
+            "with profiler.level=full; here they count as other time."
         )
     if not run["requests"]:
         told.append("No request of a training sample was recorded: figures of requests, turns and replicas are empty.")
     elif not figures["shares"]["trajectories"]:
         told.append("No sample was trained yet: figures that need a sample's whole life are empty.")
     return told
+
+
+def _unfinished(run: Mapping[str, Any], idle: Mapping[str, Any]) -> str:
+    """An event is written when it ends."""
+    why = "The run lives" if run.get("status") == LIVE else "The run did not end in good order"
+    ends = [
+        f"{name} at {seconds(side['known_s'])}"
+        for name, side in (("the Trainer's", idle["trainer"]), ("the Rollouter's", idle["rollouter"]))
+        if side is not None
+    ]
+    text = f"{why}, and what was under way at its last event is not among the events: idle figures end where the last "
+    text += f"word of each side is ({' and '.join(ends)} of {seconds(idle['wall_s'])})"
+    if idle["under_way"]:
+        text += f"; {count(idle['under_way'], 'sample')} that came to no end count as in generation until then"
+    return text + "."

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncrl.report.findings import Finding
-from asyncrl.report.load import Events
-from asyncrl.report.words import percent, seconds
+import pandas as pd
+
+from asyncrl.report.findings import Finding, Material
+from asyncrl.report.intervals import Intervals, intersection, union
+from asyncrl.report.words import count, percent, seconds
 
 MUCH_SHARE = 0.05
 """Of the run: less than that is not worth a word."""
+_TIMES = ["timestamp", "end"]
+_SAME_S = 0.05
+"""The same recovery, in the events and in summary.json."""
 LONG_STALL_S = 5.0
 """Short ones are many where processes outnumber cores; they tell of the machine."""
 
 
-def hints(figures: Mapping[str, Any], events: Events, summary: Mapping[str, Any], begun: float) -> Iterator[Finding]:
-    """`figures`: those of report.json. `summary`: summary.json, or nothing. `begun`: when the first sample was."""
+def hints(figures: Mapping[str, Any], material: Material, summary: Mapping[str, Any]) -> Iterator[Finding]:
+    """`figures`: those of report.json. `summary`: summary.json, or nothing."""
     wall = figures["idle"]["wall_s"]
     yield from _sides(figures["idle"], wall)
-    yield from _tail(figures["requests"], figures["steps"])
+    yield from _tail(figures["requests"], material)
     yield from _sync(figures["weight_sync"], wall)
-    yield from _checkpoints(events, wall)
-    yield from _stalls(events, begun)
-    yield from _restarts(figures["steps"], summary)
+    yield from _checkpoints(material, wall)
+    yield from _stalls(material)
+    yield from _restarts(material, summary)
     yield from _thrown_away(figures["thrown_away"], wall)
 
 
@@ -32,9 +38,8 @@ def _sides(idle: Mapping[str, Any], wall: float) -> Iterator[Finding]:
     if trainer["idle_s"] > MUCH_SHARE * wall:
         yield Finding(
             "trainer_waits", "trainer", "trainer.wait_samples", trainer["idle_s"],
-            f"The Trainer waited for samples for {seconds(trainer['idle_s'])}, {percent(trainer['share'])} of the "
-            "run: generation "
-            "is the slower side.",
+            f"The Trainer waited for samples for {seconds(trainer['idle_s'])}, "
+            f"{percent(trainer['idle_s'] / wall)} of the run: generation is the slower side.",
             "Give generation more: rollout.num_replicas, or let it run further ahead with "
             "async_training.staleness_threshold. Alarms above, if there are any, may be the cause.",
             {"event": "trainer.wait_samples"}, hint=True,
@@ -42,25 +47,27 @@ def _sides(idle: Mapping[str, Any], wall: float) -> Iterator[Finding]:
     if rollouter and rollouter["idle_s"] > MUCH_SHARE * wall:
         yield Finding(
             "rollouter_idle", "rollouter", "sample.generate", rollouter["idle_s"],
-            f"Nothing was in generation for {seconds(rollouter['idle_s'])}, {percent(rollouter['share'])} of the "
-            "run: training is "
-            "the slower side, or pacing holds generation back.",
+            f"Nothing was in generation for {seconds(rollouter['idle_s'])}, "
+            f"{percent(rollouter['idle_s'] / wall)} of the run: training is the slower side, or pacing holds "
+            "generation back.",
             "Give training more, or let generation run further ahead with async_training.staleness_threshold.",
             {"event": "sample.generate"}, hint=True,
         )  # fmt: skip
 
 
-def _tail(requests: Mapping[str, Any], steps: Mapping[str, Any]) -> Iterator[Finding]:
-    rows = requests["time"]["by_step"]
-    lost = sum(row["max"] - row["p90"] for row in rows)
-    if not rows or requests["time"]["done_early"] < 0.7:
+def _tail(requests: Mapping[str, Any], material: Material) -> Iterator[Finding]:
+    """What it costs: the Trainer waits, and of the requests of its step only the last tenth is not done."""
+    if not requests["time"]["by_step"] or requests["time"]["done_early"] < 0.7:
         return
-    slowest, whole = requests["slowest"][0], sum(row["duration_s"] for row in steps["by_step"])
+    ends = material.requests[~material.requests["aborted"]].groupby("step")["end"]
+    last_tenth = union(ends.quantile(0.9).to_numpy(), ends.max().to_numpy())
+    lost = material.lost(intersection(last_tenth, material.waits))
+    slowest = requests["slowest"][0]
     yield Finding(
-        "long_tail", "request", str(slowest["request"]), min(lost, whole or lost),
+        "long_tail", "request", str(slowest["request"]), lost,
         f"Requests have a long tail: {percent(requests['time']['done_early'])} of them are done in "
-        f"{percent(requests['tail_at'])} of "
-        f"the time of their step's longest. Waiting for the last tenth took {seconds(lost)}, added up over the steps.",
+        f"{percent(requests['tail_at'])} of the time of their step's longest. The Trainer waited {seconds(lost)} for "
+        "the last tenth of them.",
         "If responses are long (see what lower limits would do): a lower rollout.response_length, or over-sampling "
         "(rollout.over_sample). async_training.partial_rollout keeps them from holding up weight syncs.",
         {name: slowest[name] for name in ("step", "replica", "request", "sample", "trajectory", "turn")}
@@ -81,8 +88,8 @@ def _sync(sync: Mapping[str, Any], wall: float) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _checkpoints(events: Events, wall: float) -> Iterator[Finding]:
-    spent = events.of("trainer.checkpoint")["duration_s"].sum()
+def _checkpoints(material: Material, wall: float) -> Iterator[Finding]:
+    spent = material.lost(_times(material.events.of("trainer.checkpoint")))
     if spent > MUCH_SHARE * wall:
         yield Finding(
             "checkpoints", "checkpoint", "trainer.checkpoint", spent,
@@ -91,12 +98,13 @@ def _checkpoints(events: Events, wall: float) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _stalls(events: Events, begun: float) -> Iterator[Finding]:
-    stalls = events.of("loop.stall")
-    stalls = stalls[stalls["timestamp"] >= begun]  # while parts start, they import
+def _stalls(material: Material) -> Iterator[Finding]:
+    stalls = material.events.of("loop.stall")
+    if len(material.up):
+        stalls = stalls[stalls["timestamp"] >= material.up[0, 0]]  # while parts start, they import
     for part, own in stalls.groupby("part", observed=True):
         worst = own.loc[own["duration_s"].idxmax()]
-        spent = own["duration_s"].sum()
+        spent = material.lost(_times(own))
         yield Finding(
             "loop_stall", "part", str(part), spent,
             f"The event loop of {part} stood still {len(own)} times, for {seconds(spent)} in all and "
@@ -108,24 +116,55 @@ def _stalls(events: Events, begun: float) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _restarts(steps: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[Finding]:
-    again = sum(row["duration_s"] for row in steps["abandoned"])
-    down = sum(entry.get("recovered_s") or 0.0 for entry in summary.get("recovery") or ())
-    if again + down <= 0:
+def _restarts(material: Material, summary: Mapping[str, Any]) -> Iterator[Finding]:
+    """The events tell when; of a run that has none of them, and of more than it has, summary.json tells how long."""
+    events, abandoned = material.events.of("part.restarted"), material.lives.abandoned
+    more = _untold(events, summary)
+    again = material.lost(_times(abandoned))
+    down = material.lost(_times(events)) + sum(entry["recovered_s"] for entry in more)
+    lost = material.lost(_times(pd.concat([abandoned[_TIMES], events[_TIMES]]))) + down - material.lost(_times(events))
+    if lost <= 0:
         return
-    causes = [f"{entry['part']}: {entry['cause']}" for entry in summary.get("recovery") or ()]
-    first = f" The first cause: {causes[0].splitlines()[0]}" if causes else ""
+    causes = [(str(row["part"]), str(row["cause"])) for _, row in events.iterrows()]
+    causes += [(str(entry["part"]), str(entry["cause"])) for entry in more]
+    counts = Counter(part for part, _ in causes)
+    replaced = ", ".join(f"{part} {count(number, 'time')}" for part, number in counts.items())
+    text = f"Replaced: {replaced}; recovering took {seconds(down)}." if causes else ""
+    if len(abandoned):
+        text += f" Training went back: {count(len(abandoned), 'step')} {'was' if len(abandoned) == 1 else 'were'} done "
+        text += f"again ({seconds(again)})."
+    if causes:
+        part, cause = causes[0]
+        text += f" The first cause, of the {part}: {(cause.splitlines() or ['unknown'])[0].rstrip('.')}."
+    first = abandoned.iloc[0] if len(abandoned) else events.iloc[0] if len(events) else None
+    evidence: dict[str, Any] = {} if first is None else {"step": first["step"]}
+    if len(events) or len(abandoned):
+        evidence["event"] = "part.restarted" if len(events) else "step"
     yield Finding(
-        "restarts", "part", str(causes[0].split(":")[0]) if causes else "trainer", again + down,
-        f"Parts were replaced, and training went back: {len(steps['abandoned'])} steps were done again "
-        f"({seconds(again)}), "
-        f"and recovering took {seconds(down)}.{first}",
+        "restarts", "part", causes[0][0] if causes else "trainer", lost, text.strip(),
         "`asyncrl status` tells the restarts and their causes. Checkpoints more often (trainer.save_freq) make going "
-        "back "
-        "cheaper.",
-        {"event": "part.restarted", **({"step": steps["abandoned"][0]["step"]} if steps["abandoned"] else {})},
-        hint=True,
+        "back cheaper.",
+        evidence, hint=True,
     )  # fmt: skip
+
+
+def _untold(events: pd.DataFrame, summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Recoveries of summary.json that are not among the events."""
+    known = [(str(row["part"]), float(row["duration_s"])) for _, row in events.iterrows()]
+    more = []
+    for entry in summary.get("recovery") or ():
+        if entry.get("recovered_s") is None:
+            continue
+        same = [one for one in known if one[0] == entry["part"] and abs(one[1] - entry["recovered_s"]) < _SAME_S]
+        if same:
+            known.remove(same[0])
+        else:
+            more.append(entry)
+    return more
+
+
+def _times(rows: pd.DataFrame) -> Intervals:
+    return union(rows["timestamp"].to_numpy(), rows["end"].to_numpy())
 
 
 def _thrown_away(waste: Mapping[str, Any], wall: float) -> Iterator[Finding]:

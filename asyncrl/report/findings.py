@@ -8,11 +8,12 @@ time that its peers would not have needed. So findings can be compared, and none
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from asyncrl.report.excess import excess
 from asyncrl.report.intervals import Intervals, intersection, total, union, without
@@ -66,13 +67,30 @@ class Material:
     """See `requests.logical`; with `step` as the report counts it."""
     waits: Intervals
     """When the Trainer waited for samples."""
-    wall_s: float
+    up: Intervals
+    """From the first sample to the last event, without the time in which the run was down."""
+    fresh: NDArray[np.float64]
+    """When processes may have begun anew: parts were replaced, the run was down, training went back. Ascending."""
+
+    def lost(self, intervals: Intervals) -> float:
+        """Seconds of the run in them."""
+        return total(intersection(intervals, self.up))
+
+
+def begun_anew(events: Events, down: Intervals) -> NDArray[np.float64]:
+    """See `Material.fresh`."""
+    steps = events.of("step")
+    lineages = steps.groupby(steps["lineage"].fillna(0)).agg(first=("timestamp", "min"), last=("end", "max"))
+    # What a lineage begins with comes before its first step, and after the last step of the one before.
+    times = (events.of("part.restarted")["timestamp"], down[:, 0], lineages["first"][1:], lineages["last"][:-1])
+    return np.unique(np.concatenate([np.asarray(each, dtype="float64") for each in times]))
 
 
 def rank(found: list[Finding], wall_s: float) -> list[dict[str, Any]]:
     """As they go into report.json, the worst first."""
     told = []
     for one in found:
+        one = replace(one, seconds_lost=min(one.seconds_lost, max(0.0, wall_s)))  # clocks differ a little
         if one.seconds_lost < LEAST_LOST_S:
             continue
         told.append(
@@ -170,7 +188,7 @@ def _requests(material: Material) -> Iterator[Finding]:
     warm = replica.map(rows["end"].groupby(replica).min())
     first = bool((rows["timestamp"] < warm)[stuck].all())
     yield Finding(
-        "request_stuck", "request", str(worst["request"]), total(lost),
+        "request_stuck", "request", str(worst["request"]), material.lost(lost),
         f"{_count(int(stuck.sum()), 'request')} of {len(rows)} took far longer than their tokens explain. The worst, "
         f"{worst['request']} on replica {worst['replica']}, took {seconds(worst['duration_s'])} for "
         f"{worst['response_tokens']:.0f} tokens." + (" They were its first." if first else ""),
@@ -194,7 +212,7 @@ def _tools(material: Material) -> Iterator[Finding]:
         if found is not None:
             worst = found.worst
             yield Finding(
-                "tool_hang", "tool", str(tool), total(found.lost),
+                "tool_hang", "tool", str(tool), material.lost(found.lost),
                 f"{_count(len(found.calls), 'call')} of {found.num_calls} to the tool {tool} hung: the longest took "
                 f"{seconds(worst['duration_s'])} (status {worst['status']}), half of all take at most "
                 f"{seconds(found.median_s)}.",
@@ -228,7 +246,7 @@ def _rewards(material: Material) -> Iterator[Finding]:
             continue
         worst = found.worst
         yield Finding(
-            "reward_hang", "reward", event, total(found.lost),
+            "reward_hang", "reward", event, material.lost(found.lost),
             f"{_count(len(found.calls), 'call')} of {found.num_calls} of the reward took far longer than the others: "
             f"the longest {seconds(worst['duration_s'])} for {worst['sample']}, half of all at most "
             f"{seconds(found.median_s)}.",
@@ -288,23 +306,30 @@ def _calls(material: Material) -> Iterator[Finding]:
                 found = excess(own)
                 if found is None:
                     continue
-                lost = total(without(found.lost, told))
+                lost = material.lost(without(found.lost, told))
                 told = _join(told, found.lost)
-                if lost < 0.3 * total(found.lost):
+                if lost < 0.3 * material.lost(found.lost):
                     continue
                 worst = found.worst
-                # The first one of a process warms it up: compilers, caches, connections.
-                first = len(found.calls) == 1 and worst.name == own.index[0]
+                first = bool(found.calls.index.isin(_firsts(material, own)).all())
+                whose = " It was the first one." if len(found.calls) == 1 else " Each was the first of its process."
                 yield Finding(
                     f"{what}_hang", what, str(name), lost,
                     f"{subject} was slow: {_count(len(found.calls), 'time')} of {found.num_calls} `{name}` took far "
                     f"longer than usual, the longest {seconds(worst['duration_s'])}{_on(worst)}, the median is "
-                    f"{seconds(found.median_s)}." + (" It was the first one." if first else ""),
+                    f"{seconds(found.median_s)}." + (whose if first else ""),
                     remedy,
                     {**_where(material, worst), "event": event, "duration_s": worst["duration_s"],
                      "normal_s": found.median_s},
                     hint=first,
                 )  # fmt: skip
+
+
+def _firsts(material: Material, calls: pd.DataFrame) -> pd.Index:
+    """The first one of each process, by row: it warms it up (compilers, caches, connections)."""
+    by = [pd.Series(np.searchsorted(material.fresh, calls["timestamp"].to_numpy(), side="right"), index=calls.index)]
+    by += [calls[column].astype("str") for column in ("replica", "role", "rank") if column in calls]
+    return calls.groupby(by, sort=False, dropna=False).head(1).index
 
 
 def _ranks(material: Material) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from asyncrl.report.load import Events
+from asyncrl.report.requests import whole_trajectories
 
 KINDS = {
     "permit": "waiting for a permit",
@@ -138,19 +139,12 @@ def _last_before(update: pd.DataFrame, steps: pd.Series, times: pd.Series) -> ND
     return told
 
 
-def whole_trajectories(events: Events) -> pd.DataFrame:
-    """`trajectory` events of training samples that came to their end; of what was made twice, the second."""
-    rows = events.of("trajectory")
-    rows = rows[(rows["index"] > 0) & (rows["finish_reason"] != "aborted") & rows["error"].isna()]
-    return rows.drop_duplicates(["index", "trajectory"], keep="last")
-
-
 def _trajectories(events: Events, samples: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFrame:
     rows = whole_trajectories(events)
     rows = rows[rows["index"].isin(samples.index)].reset_index(drop=True)
     of_sample = samples.reindex(rows["index"]).reset_index(drop=True)
     keys = ["index", "trajectory"]
-    phases = requests.groupby(keys)[[f"{phase}_s" for phase in PHASES]].sum()
+    phases = requests[requests["counts"]].groupby(keys)[[f"{phase}_s" for phase in PHASES]].sum()
     inside = rows[keys].merge(phases, left_on=keys, right_index=True, how="left").fillna(0.0)
     found = rows[keys].copy()
     found["step"] = of_sample["step"].astype("int64")

@@ -55,6 +55,8 @@ class Events:
     num_events: int = 0
     num_torn: int = 0
     """Lines that are no event: cut short by a kill, or damaged."""
+    num_unfinished: int = 0
+    """Of these, last lines of files, which may still be written."""
     num_unknown: int = 0
     """Events of a name that this version of asyncrl does not know."""
     num_files: int = 0
@@ -87,7 +89,7 @@ def load(run_dir: Path, progress: Progress = lambda _done, _total: None) -> Even
     pieces: dict[str, list[pa.Table]] = defaultdict(list)
     done = 0
     for part, files in by_part.items():
-        for data in _batches(files):
+        for data in _batches(files, events):
             _add(events, pieces, _parsed(data, events), part)
             done += len(data)
             progress(min(done, total), total)
@@ -100,13 +102,16 @@ def load(run_dir: Path, progress: Progress = lambda _done, _total: None) -> Even
     return events
 
 
-def _batches(files: Sequence[Path]) -> Iterator[bytes]:
+def _batches(files: Sequence[Path], events: Events) -> Iterator[bytes]:
     """Whole files put together, so that a run of many small ones costs as little as one of a few."""
     held: list[bytes] = []
     size = 0
     for file in files:
         data = file.read_bytes()
-        held.append(data if data.endswith(b"\n") else data + b"\n")
+        if data and not data.endswith(b"\n"):
+            data += b"\n"
+            events.num_unfinished += 1
+        held.append(data)
         size += len(data)
         if size >= BATCH_BYTES:
             yield b"".join(held)

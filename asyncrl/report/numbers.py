@@ -63,7 +63,8 @@ def groups(items: Sequence[int], most: int) -> list[list[int]]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON values: numpy's become Python's, six digits are kept, what is not finite becomes None."""
+    """As JSON values: numpy's become Python's, what is not finite becomes None. Whole numbers are exact, from 1000 on
+    three decimals are kept (of timestamps too), below six digits."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -73,5 +74,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return _rounded(float(value)) if math.isfinite(value) else None
     return value
+
+
+def _rounded(value: float) -> float:
+    return round(value, 3) if abs(value) >= 1000 or value.is_integer() else float(f"{value:.6g}")

@@ -38,9 +38,7 @@ _STYLE = {
 
 
 def draw(report: Report, directory: Path, done: Callable[[str], None] = lambda _name: None) -> None:
-    """Write the PNG of each of `report["figures"]`, and remove those of an earlier report. Raises `OSError`."""
-    for name in _DRAWN:
-        (directory / f"{name}.png").unlink(missing_ok=True)
+    """Write the PNG of each of `report["figures"]`. Raises `OSError`."""
     for entry in report["figures"]:
         with matplotlib.rc_context(_STYLE):
             figure = _DRAWN[entry["id"]](report)
@@ -262,7 +260,9 @@ def _idle(report: Report) -> Figure:
         shown.append(("run was down", idle["down"]))
     figure, axes = _figure(height=0.9 + 0.55 * len(shown))
     image = axes.imshow(
-        np.array([strip for _, strip in shown]), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest",
+        np.array([strip for _, strip in shown], dtype=float),  # None, not known, becomes nan
+        aspect="auto", cmap=matplotlib.colormaps["Blues"].with_extremes(bad="#DDDDDD"), vmin=0, vmax=1,
+        interpolation="nearest",
         extent=(0, idle["wall_s"] + idle["down_s"], len(shown) - 0.5, -0.5),
     )  # fmt: skip
     axes.set_yticks(range(len(shown)), [name for name, _ in shown])
@@ -331,7 +331,7 @@ def _limits(report: Report) -> Figure:
     rows = report["lower_limits"]["limits"]
     limits = [row["limit"] for row in rows]
     for key, label, colour, marker in (
-        ("longest_saved_share", "saved of the longest request of each step", _BLUE, "o"),
+        ("longest_trajectory_saved_share", "saved of each step's longest trajectory", _BLUE, "o"),
         ("decode_saved_share", "saved of all decoding", _SKY, "s"),
         ("reward_lost_share", "reward lost", _RED, "v"),
         ("cut_share", "trajectories cut", _GREY, "x"),

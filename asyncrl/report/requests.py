@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from asyncrl.report.intervals import total, union
 from asyncrl.report.load import Events
@@ -19,21 +20,33 @@ SUMS = ("duration_s", "response_tokens", "gate_s", "queued_s", "prefill_s", "dec
 CURVES = 40
 """Steps whose CDF is told; of a longer run, evenly chosen ones."""
 SLOWEST = 20
+CLOCKS_S = 0.5
+"""By which the clocks of a replica and of the Rollouter may differ."""
+_TURN = ["index", "trajectory", "turn"]
+
+
+def attempts(events: Events) -> tuple[pd.DataFrame, NDArray[np.bool_]]:
+    """Every request of training samples, by turn and time, and whether it went on with the one before it: that was
+    aborted, and its tokens are in the prompt. Any other second request of a turn is of a sample that is made again."""
+    frame = events.of("request")
+    frame = frame[frame["index"] > 0].sort_values([*_TURN, "timestamp"], ignore_index=True)
+    goes_on = np.zeros(len(frame), dtype=bool)
+    if len(frame):
+        key, prompt = frame[_TURN].to_numpy(), frame["prompt_tokens"].to_numpy()
+        grown = prompt[1:] - prompt[:-1] - frame["response_tokens"].fillna(0.0).to_numpy()[:-1]
+        aborted = (frame["finish_reason"] == "aborted").to_numpy()
+        goes_on[1:] = (key[1:] == key[:-1]).all(axis=1) & aborted[:-1] & (np.isnan(grown) | (grown == 0))
+    return frame, goes_on
 
 
 def logical(events: Events) -> pd.DataFrame:
     """One row a request: `index, trajectory, turn, sample, request, replica` (of its last attempt), `timestamp, end,
-    step` (under way when it came), `attempts`, `aborted` (its last attempt was, and none followed), and `SUMS`."""
-    frame = events.of("request")
-    frame = frame[frame["index"] > 0]
-    frame = frame.sort_values(["index", "trajectory", "turn", "timestamp"], ignore_index=True)
+    step` (under way when it came), `attempts`, `aborted` (its last attempt was, and none followed), `SUMS`, and
+    `counts`: it is of the sample as it was made last."""
+    frame, goes_on = attempts(events)
+    fresh = ~goes_on
     frame[list(SUMS)] = frame[list(SUMS)].fillna(0.0)
-    key = frame[["index", "trajectory", "turn"]].to_numpy()
-    fresh = np.ones(len(frame), dtype=bool)
     ended = (frame["finish_reason"] != "aborted").to_numpy()
-    if len(frame):
-        # A second one of the same turn, after the first had ended: the sample was generated again.
-        fresh[1:] = (key[1:] != key[:-1]).any(axis=1) | ended[:-1]
     numbers = pd.Series(np.cumsum(fresh))
     found = frame[fresh].reset_index(drop=True)
     last = np.concatenate((fresh[1:], [True])) if len(frame) else fresh
@@ -44,8 +57,30 @@ def logical(events: Events) -> pd.DataFrame:
         found[column] = frame.loc[last, column].reset_index(drop=True)
     found["aborted"] = ~ended[last]
     found["request"] = found["request"].str.replace(r"-\d+$", "", regex=True)
+    found["counts"] = _counts(events, found)
     columns = ["index", "trajectory", "turn", "sample", "request", "replica", "timestamp", "end", "step", "version"]
-    return found[[*columns, "attempts", "aborted", "finish_reason", "prompt_tokens", *SUMS]]
+    return found[[*columns, "attempts", "aborted", "counts", "finish_reason", "prompt_tokens", *SUMS]]
+
+
+def whole_trajectories(events: Events) -> pd.DataFrame:
+    """`trajectory` events of training samples that came to their end; of what was made twice, the second."""
+    rows = events.of("trajectory")
+    rows = rows[(rows["index"] > 0) & ~rows["finish_reason"].isin(("aborted", "surplus")) & rows["error"].isna()]
+    return rows.drop_duplicates(["index", "trajectory"], keep="last")
+
+
+def _counts(events: Events, requests: pd.DataFrame) -> pd.Series:
+    """Those within their trajectory, or where that has not ended, after the sample was last admitted."""
+    keys = ["index", "trajectory"]
+    whole = whole_trajectories(events).set_index(keys)[["timestamp", "end"]]
+    begun = events.of("sample.admitted")
+    admitted = begun[begun["index"] > 0].drop_duplicates("index", keep="last").set_index("index")["timestamp"]
+    own = whole.reindex(pd.MultiIndex.from_frame(requests[keys]))
+    after = requests["index"].map(admitted).to_numpy(dtype="float64", na_value=-np.inf)
+    begin, end = own["timestamp"].fillna(-np.inf).to_numpy(), own["end"].fillna(np.inf).to_numpy()
+    end = np.where(after > end, np.inf, end)  # it is being made again
+    middle = (requests["timestamp"] + requests["end"]) / 2
+    return (middle >= np.maximum(begin, after) - CLOCKS_S) & (middle <= end + CLOCKS_S)
 
 
 def analyse(requests: pd.DataFrame) -> dict[str, Any]:
@@ -58,7 +93,7 @@ def analyse(requests: pd.DataFrame) -> dict[str, Any]:
         "quantiles_percent": list(QUANTILES),
         "time": _distributions(done, "duration_s"),
         "length": _distributions(done, "response_tokens"),
-        "by_replica": replicas(requests),
+        "by_replica": replicas(done),
         "slowest": slowest(done),
     }
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from asyncrl.report.lives import whole_trajectories
 from asyncrl.report.load import Events
 from asyncrl.report.numbers import histogram, spread
+from asyncrl.report.requests import whole_trajectories
 
 MOST = 50
 """Turns that are told one by one."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from asyncrl.report.intervals import total, union
 from asyncrl.report.lives import Lives
 from asyncrl.report.load import Events
 from asyncrl.report.numbers import histogram, spread
@@ -38,7 +39,10 @@ def staleness(events: Events, lives: Lives) -> dict[str, Any]:
     return told
 
 
-def weight_sync(events: Events, wall_s: float) -> dict[str, Any]:
+_OF_REPLICAS = ("request", "sync.fetch", "sync.drain", "sync.pause", "sync.load", "sync.verify")
+
+
+def weight_sync(events: Events) -> dict[str, Any]:
     """Each phase, over all replicas and syncs, and by replica where the phase is a replica's."""
     phases = []
     for name, meaning in PHASES.items():
@@ -46,13 +50,29 @@ def weight_sync(events: Events, wall_s: float) -> dict[str, Any]:
         if len(frame):
             own = spread(frame["duration_s"].to_numpy()) or {}
             phases.append({"phase": name, "meaning": meaning, **own, "by_replica": _by_replica(frame)})
-    pauses = events.of("sync.pause")
-    num_replicas = max(1, pauses["replica"].nunique())
     return {
         "syncs": len(events.of("sync.apply")),
         "phases": phases,
-        "paused_share": pauses["duration_s"].sum() / num_replicas / wall_s if wall_s > 0 else None,
+        "paused_share": _paused_share(events),
     }
+
+
+def _paused_share(events: Events) -> float | None:
+    """Of the time from the first event of each replica to its last; one that was replaced is another one."""
+    begins: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for name in _OF_REPLICAS:
+        by = events.of(name).groupby("replica", observed=True)
+        for replica, first in by["timestamp"].min().items():
+            begins[replica] = min(first, begins.get(replica, first))
+        for replica, last in by["end"].max().items():
+            ends[replica] = max(last, ends.get(replica, last))
+    lived = sum(ends[replica] - begin for replica, begin in begins.items())
+    paused = sum(
+        total(union(own["timestamp"].to_numpy(), own["end"].to_numpy()))
+        for _, own in events.of("sync.pause").groupby("replica", observed=True)
+    )
+    return paused / lived if lived > 0 else None
 
 
 def _by_replica(frame: pd.DataFrame) -> list[dict[str, Any]]:

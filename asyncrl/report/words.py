@@ -55,10 +55,8 @@ def _step_times(report: Report) -> str:
     return (
         f"Half of the {count(every['count'], 'request')} take at most {seconds(every['median'])}, 95 % at most "
         f"{seconds(every['p95'])}, the longest {seconds(every['max'])}. On average {percent(time['done_early'])} of "
-        "the "
-        f"requests of a step are done in {percent(report['requests']['tail_at'])} of the time of its longest: the "
-        "higher "
-        f"that is, the longer the tail. It is highest in step {worst['step']}: {percent(worst['done_early'])}."
+        f"the requests of a step are done in {percent(report['requests']['tail_at'])} of the time of its longest: the "
+        f"higher that is, the longer the tail. It is highest in step {worst['step']}: {percent(worst['done_early'])}."
     )
 
 
@@ -96,8 +94,7 @@ def _shares(report: Report) -> str:
     number = shares["trajectories"]
     return (
         f"A trajectory lives {seconds(shares['whole_s_mean'])} on average, from the ask for a permit until its "
-        "gradient "
-        f"is in a step; most of that: {named}. Shares are averages over {number:,} "
+        f"gradient is in a step; most of that: {named}. Shares are averages over {number:,} "
         f"{'trajectory' if number == 1 else 'trajectories'}, and add up to 100 %."
     )
 
@@ -162,17 +159,18 @@ def _idle(report: Report) -> str:
     trainer, rollouter = idle["trainer"], idle["rollouter"]
     text = (
         f"The Trainer waited for samples for {percent(trainer['share'])} of the run ({seconds(trainer['idle_s'])}, "
-        "at most "
-        f"{seconds(trainer['longest_s'])} at once)"
+        f"at most {seconds(trainer['longest_s'])} at once)"
     )
     if idle["first_wait_s"] is not None:
         text += f"; its first wait, before anything was generated, is {seconds(idle['first_wait_s'])} of that"
     if rollouter is not None:
         text += (
-            f". Nothing was in generation for {percent(rollouter['share'])} ({seconds(rollouter['idle_s'])}, at most "
-            f"{seconds(rollouter['longest_s'])} at once)"
+            f". Nothing was in generation, neither samples nor the validation set, for {percent(rollouter['share'])} "
+            f"({seconds(rollouter['idle_s'])}, at most {seconds(rollouter['longest_s'])} at once)"
         )
-    return text + ". The darker, the more of that moment was idle."
+    sides = [side for side in (trainer, rollouter) if side is not None]
+    unknown = " Grey: not known." if any(None in side["strip"] for side in sides) else ""
+    return text + f". The darker, the more of that moment was idle.{unknown}"
 
 
 def _staleness(report: Report) -> str:
@@ -202,7 +200,7 @@ def _weight_sync(report: Report) -> str:
     if "sync.pause" in phases:
         row = phases["sync.pause"]
         text += f"A replica stands still for {seconds(row['median'])}, at most {seconds(row['max'])}: "
-        text += f"{percent(report['weight_sync']['paused_share'])} of the run."
+        text += f"{percent(report['weight_sync']['paused_share'])} of the time that replicas lived."
     return text or "What the phases of the weight syncs took."
 
 
@@ -216,28 +214,31 @@ def _thrown_away(report: Report) -> str:
         f"({percent(waste['share'])}) were thrown away with dropped or surplus samples. Weight syncs or callers "
         "aborted "
         f"{count(aborted['attempts'], 'attempt')} with {aborted['tokens']:,.0f} tokens; {aborted['resumed']} were "
-        "gone on "
-        f"with, for {seconds(aborted['prefill_again_s'])} of prefill a second time."
+        f"gone on with, for {seconds(aborted['prefill_again_s'])} of prefill a second time."
     )
 
 
 def _limits(report: Report) -> str:
     told = report["lower_limits"]
-    rows = [row for row in told["limits"] if row["cut_share"] > 0]
     if not told["limits"]:
         return ""
-    text = f"The longest of {count(told['trajectories'], 'response')} has {told['longest']:.0f} tokens. "
+    number = count(told["trajectories"], "response")
+    text = f"The longest of {number} has {told['longest']:.0f} tokens, tools' answers included. "
+    rows = [row for row in told["limits"] if row["cut_share"] > 0]
     if not rows:
         return text + "No lower limit that is looked at would cut any."
-    cheap = [row for row in rows if (row["reward_lost_share"] or 0.0) <= CHEAP]
+    known = all(row["reward_lost_share"] is not None for row in rows)
+    cheap = [row for row in rows if known and row["reward_lost_share"] <= CHEAP]
     best = cheap[0] if cheap else rows[-1]
+    lost = f", lose {percent(best['reward_lost_share'])} of the reward" if known else ""
     text += (
-        f"A limit of {best['limit']} tokens would cut {percent(best['cut_share'])} of the trajectories, lose "
-        f"{percent(best['reward_lost_share'])} of the reward and save {percent(best['longest_saved_share'])} of the "
-        "time of "
-        "the longest request of each step"
+        f"A limit of {best['limit']} tokens would cut {percent(best['cut_share'])} of the trajectories{lost} and save "
+        f"{percent(best['longest_trajectory_saved_share'])} of the time in requests of each step's longest trajectory. "
     )
-    return text + f". Counted: {told['reward_from']}; what is cut is worth the least reward of the run."
+    if known:
+        return text + f"Counted: {told['reward_from']}; what is cut is worth nothing."
+    why = "no reward is among the events" if told["reward_from"] is None else "no reward is worth more than another"
+    return text + f"What that costs cannot be told: {why}."
 
 
 FIGURES = (

@@ -7,6 +7,7 @@ call tools, are scored, wait, are leased in the order in which they became ready
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from asyncrl.profiling.events import Level, enabled
 from asyncrl.profiling.files import DIRECTORY, step_dir
 
 START = 1_790_000_000.0
+VALIDATION_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class Plan:
     seed: int = 0
     back_from: int = 0
     """After this step training goes back by two, in a new lineage; 0: it does not."""
+    validation_alone: bool = False
+    """Nothing else is generated while a validation set is answered."""
+    until_s: float = math.inf
+    """From the start; then the run is killed: what had not ended is not among the events."""
+    replayed: float = 0.0
+    """Share of samples that come out of a record, of no engine; half of them are dropped as stale."""
+    replica_replaced_after: int = 0
+    """The last replica is replaced after this step, by one whose first load is slow; 0: it is not."""
+    first_update_s: float = 0.0
+    """What the first update of each lineage takes longer."""
     faults: Faults = field(default_factory=Faults)
 
 
@@ -70,6 +82,7 @@ class _Sample:
     version: int
     tokens: int
     reward: float
+    replayed: bool = False
 
     @property
     def name(self) -> str:
@@ -110,6 +123,9 @@ class _Run:
         self._tool_hangs = _spread(expected, plan.faults.tool_hangs, self._random)
         self._speeds = [plan.token_s * self._random.uniform(0.95, 1.05) for _ in range(plan.replicas)]
         self._speeds[-1] *= plan.faults.replica_factor
+        self._replicas = [f"r{number}" for number in range(plan.replicas)]
+        self._new_replica = ""
+        self._updated: set[int] = set()
 
     def write(self, num_events: int | None) -> int:
         plan = self._plan
@@ -122,13 +138,18 @@ class _Run:
             pending.sort(key=lambda each: each.ready)
             leased, pending = pending[: plan.samples], pending[plan.samples :]
             free = self._train(leased, free, lineage)
+            admits = free
             if plan.validation_every and self._step % plan.validation_every == 0:
                 self._validate(free)
+                admits += VALIDATION_S if plan.validation_alone else 0.0
+            if self._step == plan.replica_replaced_after:
+                self._replicas[-1] = self._new_replica = "new"
+                self._put("driver", free - 5, "part.restarted", 5, part="replica", cause="killed")
             self._version += 1
             self._sync(free)
             for _ in leased:
-                sample = self._sample(free + self._random.uniform(0, 0.05))
-                while self._random.random() < plan.dropped:
+                sample = self._sample(admits + self._random.uniform(0, 0.05))
+                while self._random.random() < (0.5 if sample.replayed else plan.dropped):
                     tokens = float(sample.tokens)
                     self._put(
                         "rollouter",
@@ -139,11 +160,11 @@ class _Run:
                         reason="stale",
                         tokens=tokens,
                     )
-                    sample = self._sample(free + self._random.uniform(0, 0.05))
+                    sample = self._sample(admits + self._random.uniform(0, 0.05))
                 pending.append(sample)
             if self._step == plan.back_from and not went_back:
                 went_back, lineage = True, 1
-                self._put("driver", free, "part.restarted", 0, part="trainer", cause="killed")
+                self._put("driver", free, "part.restarted", 5, part="trainer", cause="killed")
                 self._step -= 2
                 self._version -= 2
                 free += 5
@@ -166,6 +187,12 @@ class _Run:
         slot = rng.uniform(0, 0.02)
         self._put("rollouter", admitted, "sample.slot", slot, sample=name)
         begun = admitted + slot
+        if plan.replayed and rng.random() < plan.replayed:
+            # It was sampled by an earlier run.
+            fields = {"sample": name, "trajectories": plan.n, "tokens": 10 * plan.tokens}
+            self._put("rollouter", begun, "sample.generate", 0, replayed=1, **fields)
+            self._put("rollouter", begun, "sample.ready", 0, sample=name, reward=0.0, tokens=fields["tokens"])
+            return _Sample(index, begun, begun, self._version, 10 * plan.tokens, 0.0, replayed=True)
         ends, tokens = [], 0
         for number in range(plan.n):
             hangs = index in self._tool_hangs and number == 0
@@ -206,11 +233,12 @@ class _Run:
         now, tokens, generate_s, tool_s, context = begun, 0, 0.0, 0.0, 60
         for turn in range(turns):
             length = max(4, int(rng.lognormvariate(0, 0.45) * plan.tokens))
+            done = 0
             for attempt, part in self._attempts(length):
-                took = self._request(
-                    sample, number, turn, attempt, replica, now, context, part, aborted=attempt == 1 and part < length
-                )
+                aborted = attempt == 1 and part < length
+                took = self._request(sample, number, turn, attempt, replica, now, context + done, part, aborted=aborted)
                 now += took
+                done += part
                 generate_s += took
             tokens += length
             context += length
@@ -257,14 +285,14 @@ class _Run:
         took = queued + prefill + decode + paused
         place = f"{sample}/{number}" if turn == 0 else f"{sample}/{number}.{turn}"
         self._put(
-            f"replica-r{replica}", now, "request", took,
-            replica=f"r{replica}", request=f"{place}-{attempt}", sample=sample, trajectory=number, turn=turn,
+            f"replica-{self._replicas[replica]}", now, "request", took,
+            replica=self._replicas[replica], request=f"{place}-{attempt}", sample=sample, trajectory=number, turn=turn,
             prompt_tokens=context, response_tokens=length, finish_reason="aborted" if aborted else "stop", gate_s=0.0,
             queued_s=queued, prefill_s=prefill, decode_s=decode, paused_s=paused, in_flight=8,
         )  # fmt: skip
         self._put(
             "rollouter", now, "generate.call", took,
-            sample=sample, trajectory=number, turn=turn, replica=f"r{replica}", requests=1,
+            sample=sample, trajectory=number, turn=turn, replica=self._replicas[replica], requests=1,
         )  # fmt: skip
         return took
 
@@ -274,7 +302,7 @@ class _Run:
             took = self._request(name, 0, 0, 1, number % self._plan.replicas, now, 60, 40, aborted=False)
             tokens = {"turns": 1, "calls": 0, "tokens": 40, "sampled_tokens": 40, "finish_reason": "stop"}
             self._put("rollouter", now, "trajectory", took, sample=name, trajectory=0, generate_s=took, **tokens)
-        self._put("rollouter", now, "validation", 2.0, prompts=4)
+        self._put("rollouter", now, "validation", VALIDATION_S, prompts=4)
 
     # ------------------------------------------------------------------------------------------------ the Trainer
 
@@ -283,11 +311,14 @@ class _Run:
         got = max(free, leased[-1].ready)
         self._put("trainer", free, "trainer.wait_samples", got - free, samples=len(leased))
         self._put("trainer", got - 0.01, "trainer.fetch", 0.01, samples=len(leased))
-        staleness = [self._version - each.version for each in leased]
+        staleness = [max(0, self._version - each.version) for each in leased]
         for each, age in zip(leased, staleness, strict=True):
             self._put("trainer", got, "sample.leased", 0, sample=each.name, staleness=age)
         work = 0.4 * len(leased) / 8
         experience, update = work * rng.uniform(0.9, 1.1), 3 * work * rng.uniform(0.9, 1.1)
+        if lineage not in self._updated:
+            self._updated.add(lineage)
+            update += self._plan.first_update_s
         self._put("trainer", got, "trainer.experience", experience)
         self._put("trainer", got + experience, "trainer.update", update)
         for rank in range(2):
@@ -320,21 +351,25 @@ class _Run:
         longest = 0.0
         for replica in range(self._plan.replicas):
             at = now
+            name = self._replicas[replica]
+            part = f"replica-{name}"
             for event, took in (("sync.fetch", 0.08), ("sync.drain", 0.01), ("sync.pause", 0.05)):
                 took *= rng.uniform(0.8, 1.2)
-                part, name = f"replica-r{replica}", f"r{replica}"
+                if event == "sync.pause" and name == self._new_replica:
+                    self._new_replica = ""
+                    took += 20.0
                 self._put(part, at, event, took, replica=name)
                 if event == "sync.pause":
                     self._put(part, at, "sync.load", took * 0.8, replica=name)
                 at += took
-            self._put(f"replica-r{replica}", at, "sync.verify", 0.02, replica=f"r{replica}")
+            self._put(part, at, "sync.verify", 0.02, replica=name)
             longest = max(longest, at - now)
         self._put("rollouter", now, "sync.apply", longest, replicas=self._plan.replicas)
 
     # ------------------------------------------------------------------------------------------------ files
 
     def _put(self, file: str, at: float, event: str, took: float, **fields: Any) -> None:
-        if event not in self._names:
+        if event not in self._names or at + took > START + self._plan.until_s:
             return
         line: dict[str, Any] = {"timestamp": round(at, 6), "event": event, "duration_s": round(took, 6)}
         line |= {"step": self._step, "version": self._version}

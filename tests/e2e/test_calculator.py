@@ -76,8 +76,9 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
         assert len(row["rollout_log_probs"]) == len(ids)
         assert all(value <= 0 for value in np.array(row["rollout_log_probs"])[mask])
         assert not np.array(row["rollout_log_probs"])[~mask].any()
-        sampled = tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True)
-        assert one["reward"] == float(sampled.rpartition("#")[2].strip() == one["ground_truth"])
+        first, count = one["turns"][-1]["first_token"], one["turns"][-1]["num_tokens"]
+        answer = tokenizer.decode(ids[first : first + count].tolist(), skip_special_tokens=True)
+        assert one["reward"] == float(answer.rpartition("#")[2].strip() == one["ground_truth"])
         called += len(one["turns"]) > 1
     assert 0.1 < called / len(trajectories) < 0.9
     last = run.steps()[-1]

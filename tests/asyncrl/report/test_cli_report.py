@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.cli.inspect import Standing
 from asyncrl.cli.main import BAD_CONFIG, main
-from asyncrl.profiling.files import DIRECTORY, EventFiles, Line
+from asyncrl.profiling.files import DIRECTORY, EventFiles, Line, step_dir
 from asyncrl.report import plots
 from asyncrl.report.words import FIGURES
 from benchmarks.profiling.synthetic import START, Faults, Plan, write_run
@@ -125,27 +126,74 @@ def test_out_is_where_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_second_report_leaves_no_figures_of_the_first(tmp_path: Path) -> None:
+def test_figures_that_a_new_report_does_not_draw_go_and_files_of_others_stay(tmp_path: Path) -> None:
     write_run(tmp_path, SMALL)
+    found = made(tmp_path)
+    report = tmp_path / "report"
+    found["figures"] += [{"png": "of_another_version.png"}, {"png": "../outside.png"}]
+    (report / "report.json").write_text(json.dumps(found))
+    others = [report / "of_another_version.png", tmp_path / "outside.png", report / "mine.png", report / "mine.txt"]
+    for path in others:
+        path.touch()
     made(tmp_path)
-    (tmp_path / "report" / "of_another_version.png").touch()
-    (tmp_path / "report" / "mine.txt").touch()
-    made(tmp_path)
-    assert not (tmp_path / "report" / "of_another_version.png").exists()
-    assert (tmp_path / "report" / "mine.txt").exists()
+    assert [path.exists() for path in others] == [False, True, True, True]
+    assert not list(report.glob(".*"))
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", replace(SMALL, steps=1))
+    out = tmp_path / "site"
+    out.mkdir()
+    (out / "index.html").write_text("mine")
+    for data in (None, "[]", '{"format": "theirs", "figures": []}'):
+        if data is not None:
+            (out / "report.json").write_text(data)
+        assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == BAD_CONFIG
+        assert f"--out={out} holds" in capsys.readouterr().err
+    assert (out / "index.html").read_text() == "mine"
+
+
+def test_a_report_that_cannot_be_finished_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(report: Any, directory: Path, done: Any) -> None:
+        (directory / "steps.png").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plots, "draw", fails)
+    write_run(tmp_path / "run", replace(SMALL, steps=1))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_text('{"format": 1, "figures": []}')
+    assert main(["report", str(tmp_path / "run"), "--out", str(out)]) == BAD_CONFIG
+    assert f"--out={out} cannot be written: No space left" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["report.json"]
+    assert (out / "report.json").read_text() == '{"format": 1, "figures": []}'
+
+
+def test_json_and_out_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--json", "--out", str(tmp_path / "out")]) == BAD_CONFIG
+    assert "leave --out out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("plan", "missing"),
     [
-        (replace(SMALL, steps=1), {"event_shares_by_step"}),
-        (replace(SMALL, turns=1, tools=()), set()),
-        (replace(SMALL, replicas=1, n=1, samples=1, steps=2, dropped=0, aborted=0), {"thrown_away"}),
-        (replace(SMALL, back_from=4), set()),
-        (replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set()),
+        pytest.param(replace(SMALL, steps=1), {"event_shares_by_step"}, id="one step", marks=pytest.mark.slow),
+        pytest.param(
+            replace(SMALL, replicas=1, n=1, samples=1, steps=2, dropped=0, aborted=0), {"thrown_away"},
+            id="one of everything", marks=pytest.mark.slow,
+        ),
+        pytest.param(replace(SMALL, turns=1, tools=()), set(), id="no tools", marks=pytest.mark.slow),
+        pytest.param(
+            replace(SMALL, back_from=4, until_s=20.0), set(), id="went back, and was killed", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set(),
+            id="many steps", marks=pytest.mark.slow,
+        ),
     ],
-    ids=["one step", "no tools", "one of everything", "went back", "many steps"],
-)
+)  # fmt: skip
 def test_runs_of_many_kinds(tmp_path: Path, plan: Plan, missing: set[str]) -> None:
     write_run(tmp_path, plan)
     found = made(tmp_path)
@@ -160,19 +208,40 @@ def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str
         path.write_bytes(path.read_bytes()[:-20])
     found = made(tmp_path)
     assert found["run"]["torn_lines"] >= 1
-    assert "damaged lines" in capsys.readouterr().out
+    assert "damaged line" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_half_a_line_at_the_end_of_a_run_that_lives_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.cli.report.standing", lambda _run_dir: Standing("live", "running", None))
+    write_run(tmp_path, SMALL)
+    path = step_dir(tmp_path / DIRECTORY, 6) / "rollouter.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    found = made(tmp_path)
+    assert found["run"]["torn_lines"] == 1
+    assert found["run"]["status"] == "running"
+    assert not any("damaged" in note for note in found["notes"])
+    assert any("The run lives" in note for note in found["notes"])
+    path.write_bytes(b"torn\n" + path.read_bytes())
+    assert any("1 damaged line was" in note for note in made(tmp_path)["notes"])
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_how_the_run_is_is_told(tmp_path: Path) -> None:
-    write_run(tmp_path, SMALL)
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"status": "failed", "recovery": [{"part": "replica", "cause": "killed", "recovered_s": 12.5}]})
-    )
+    """One of two recoveries is among the events: the other adds to it."""
+    write_run(tmp_path, replace(SMALL, replica_replaced_after=3))
+    recovery = [
+        {"part": "replica", "cause": "killed", "recovered_s": 5.0},
+        {"part": "rollouter", "cause": "lost", "recovered_s": 12.5},
+        {"part": "queue", "cause": "not back yet", "recovered_s": None},
+    ]
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "recovery": recovery}))
     found = made(tmp_path)
     assert found["run"]["status"] == "failed"
     restarts = next(each for each in found["findings"] if each["kind"] == "restarts")
-    assert (restarts["seconds_lost"], restarts["name"]) == (12.5, "replica")
+    assert (restarts["seconds_lost"], restarts["name"]) == (17.5, "replica")
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -188,8 +257,9 @@ def config(run_dir: Path, level: str) -> None:
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"profiler": {"level": level}}))
 
 
-def test_without_events_it_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config(tmp_path, "off")
+@pytest.mark.parametrize("level", ["off", "'off'"])
+def test_without_events_it_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"profiler:\n  level: {level}\n")  # YAML reads a bare `off` as false
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     assert main(["report", str(tmp_path)]) == BAD_CONFIG
     told = capsys.readouterr().err
@@ -220,10 +290,11 @@ def test_no_such_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run", SMALL)
-    (tmp_path / "file").touch()
-    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "file" / "below")]) != 0
-    assert str(tmp_path / "file") in capsys.readouterr().err
+    write_run(tmp_path / "run", replace(SMALL, steps=1))
+    assert main(["report", str(tmp_path / "run"), "--out", "/dev/null/x"]) == BAD_CONFIG
+    told = capsys.readouterr().err
+    assert "--out=/dev/null/x cannot be written: Not a directory" in told
+    assert "run_dir" not in told
 
 
 def test_help_loads_nothing_heavy() -> None:

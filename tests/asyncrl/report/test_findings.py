@@ -19,8 +19,8 @@ from asyncrl.report.excess import excess
 from asyncrl.report.load import load
 from benchmarks.profiling.synthetic import START, Faults, Plan, write_run
 
-SMALL = Plan(steps=8, samples=6)
-few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SMALL = Plan(steps=6, samples=5, n=2)
+few = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def report(path: Path, plan: Plan) -> dict[str, Any]:
@@ -32,14 +32,12 @@ def alarms(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [(each["kind"], each["name"]) for each in found["findings"] if each["severity"] == "alarm"]
 
 
-@pytest.mark.parametrize("level", ["summary", "full"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "level"), [(0, "summary"), (1, "full")])
 def test_a_healthy_run_has_no_alarm(tmp_path: Path, seed: int, level: Any) -> None:
     assert alarms(report(tmp_path, replace(SMALL, seed=seed, level=level))) == []
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("replicas", [2, 6])
+@pytest.mark.parametrize(("seed", "replicas"), [(0, 2), (1, 6)])
 def test_a_replica_that_is_slower_than_its_peers_comes_first(tmp_path: Path, seed: int, replicas: int) -> None:
     plan = replace(SMALL, seed=seed, replicas=replicas, faults=Faults(replica_factor=4))
     found = report(tmp_path, plan)
@@ -53,6 +51,7 @@ def test_a_replica_that_is_slower_than_its_peers_comes_first(tmp_path: Path, see
     assert "times as slow" in first["text"]
 
 
+@pytest.mark.slow
 @given(st.floats(2.0, 10.0), st.integers(0, 1000))
 @few
 def test_however_slow_it_is(tmp_path_factory: pytest.TempPathFactory, factor: float, seed: int) -> None:
@@ -61,7 +60,7 @@ def test_however_slow_it_is(tmp_path_factory: pytest.TempPathFactory, factor: fl
     assert (first["kind"], first["name"]) == ("replica_slow", "r2")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_tool_that_hangs_in_a_few_calls_comes_first(tmp_path: Path, seed: int) -> None:
     found = report(tmp_path, replace(SMALL, seed=seed, faults=Faults(tool_hang_s=30, tool_hangs=3)))
     first = found["findings"][0]
@@ -73,6 +72,7 @@ def test_a_tool_that_hangs_in_a_few_calls_comes_first(tmp_path: Path, seed: int)
     assert "3 calls" in first["text"]
 
 
+@pytest.mark.slow
 @given(st.floats(12.0, 120.0), st.integers(1, 4), st.integers(0, 1000))
 @few
 def test_however_long_it_hangs(tmp_path_factory: Any, hang_s: float, hangs: int, seed: int) -> None:
@@ -81,7 +81,7 @@ def test_however_long_it_hangs(tmp_path_factory: Any, hang_s: float, hangs: int,
     assert (first["kind"], first["name"]) == ("tool_hang", "search")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_one_slow_call_of_the_reward_comes_first(tmp_path: Path, seed: int) -> None:
     found = report(tmp_path, replace(SMALL, seed=seed, faults=Faults(reward_hang_s=20, reward_hangs=1)))
     first = found["findings"][0]
@@ -89,7 +89,7 @@ def test_one_slow_call_of_the_reward_comes_first(tmp_path: Path, seed: int) -> N
     assert first["seconds_lost"] == pytest.approx(20, abs=0.5)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_reward_that_is_always_slow_comes_first(tmp_path: Path, seed: int) -> None:
     first = report(tmp_path, replace(SMALL, seed=seed, faults=Faults(reward_always_s=10)))["findings"][0]
     assert (first["kind"], first["what"], first["severity"]) == ("reward_slow", "reward", "alarm")
@@ -108,7 +108,6 @@ def test_every_finding_says_where_to_look_and_what_to_do(tmp_path: Path) -> None
     found = report(tmp_path, replace(SMALL, faults=faults, back_from=5))
     assert {each["what"] for each in found["findings"]} >= {"replica", "tool", "reward", "part"}
     for each in found["findings"]:
-        assert each["evidence"]["event"]
         assert each["text"].endswith(".")
         assert each["remedy"].endswith(".")
         assert 0 < each["share_of_run"] <= 1
