@@ -199,7 +199,12 @@ SECTIONS: dict[str, tuple[EventInfo, ...]] = {
         EventInfo("skip.write", "full", "writing a record", {"role": "of it"}),
         EventInfo("part.restarted", "summary", "a part was replaced", {"part": "which", "cause": "why"}),
         EventInfo("loop.stall", "summary", "an event loop stood still", {"part": "whose"}),
-        EventInfo("profiler.dropped", "summary", "events that did not fit into the buffer, or onto the disk", {"events": "lost"}),
+        EventInfo(
+            "profiler.dropped",
+            "summary",
+            "events that did not fit into the buffer, or onto the disk",
+            {"events": "lost"},
+        ),
     ),
 }
 
