@@ -80,13 +80,18 @@ class Share(NamedTuple):
     """On average in the cell: bars in this state."""
 
 
-def shares(bars: Bars, resolution: int) -> Share:
-    """Of all bars together, in cells that begin at multiples of `resolution`; cells of nothing are left out."""
-    first = bars.start // resolution
-    num_cells = np.maximum(first, (bars.end - 1) // resolution) - first + 1
+def shares(bars: Bars, start: int, end: int, resolution: int) -> Share:
+    """Of all bars together from `start` to `end`, in cells that begin at multiples of `resolution`; cells of nothing
+    are left out."""
+    # Bars reach far beyond a narrow window, and have as many cells there as it is narrow.
+    start, end = start // resolution * resolution, -(-end // resolution) * resolution
+    bars = bars.take((bars.end > start) & (bars.start < end))
+    begins, ends = np.maximum(bars.start, start), np.minimum(bars.end, end)
+    first = begins // resolution
+    num_cells = np.maximum(first, (ends - 1) // resolution) - first + 1
     bar = np.repeat(np.arange(len(bars)), num_cells)
     cell = np.arange(len(bar)) - np.repeat(np.cumsum(num_cells) - num_cells, num_cells) + first[bar]
-    inside = np.minimum(bars.end[bar], (cell + 1) * resolution) - np.maximum(bars.start[bar], cell * resolution)
+    inside = np.minimum(ends[bar], (cell + 1) * resolution) - np.maximum(begins[bar], cell * resolution)
     keys, place = np.unique((cell << _STATE_BITS) | bars.state[bar], return_inverse=True)
     total = np.bincount(place, weights=inside, minlength=len(keys))
     keys, total = keys[total > 0], total[total > 0]

@@ -79,7 +79,7 @@ def look(index: Index, origin: int, window: Window) -> Look:
     lanes = [lane for row in shown if row not in crowded for lane in row.lanes]
     bars, resolution = at_most(index.bars(start, end, lanes), resolution, MAX_BARS)
     width = max(resolution, (end - start) * max(1, len(crowded)) // MAX_CELLS)
-    found = [(row, shares(index.bars(start, end, row.lanes), width)) for row in crowded]
+    found = [(row, shares(index.bars(start, end, row.lanes), start, end, width)) for row in crowded]
     versions = _lines(index.versions, origin, start, end, window.pixels)
     return Look(origin, layout, bars, resolution, found, width, versions)
 

@@ -174,12 +174,24 @@ def test_a_merged_bar_has_the_state_of_the_longest() -> None:
 
 @given(bars(), st.integers(1, 30))
 def test_shares_add_up_to_the_time_of_all_bars(all_bars: Bars, resolution: int) -> None:
-    found = shares(all_bars, resolution)
+    whole = int(all_bars.end.max(initial=0))
+    found = shares(all_bars, int(all_bars.start.min(initial=0)), whole, resolution)
     for state in range(4):
         mine = all_bars.take(all_bars.state == state)
         told = found.at_a_time[found.state == state].sum() * resolution
         assert np.isclose(told, (mine.end - mine.start).sum())
     assert not len(found.start) or not (found.start % resolution).any()
+
+
+def test_a_narrow_window_of_long_bars_has_as_many_cells_as_it_is_wide() -> None:
+    """A microsecond a cell, in bars of an hour: cells of their whole length filled the memory."""
+    hour = 3_600_000_000
+    lanes = np.arange(500)
+    long = Bars(lanes, lanes, lanes + hour, lanes % 2, lanes, np.ones_like(lanes))
+    found = shares(long, hour // 2, hour // 2 + 1000, 1)
+    assert len(found.start) == 2 * 1000 and set(found.start.tolist()) == set(range(hour // 2, hour // 2 + 1000))
+    assert set(found.at_a_time.tolist()) == {250.0}
+    assert not len(shares(long, 2 * hour, 2 * hour + 10, 3).start)
 
 
 # ------------------------------------------------------------------------------------------------ where things are
