@@ -144,7 +144,8 @@ class QueueActor:
 
     async def close(self, caller: Caller) -> None:
         await self._queue.close(caller=caller)
-        await anyio.to_thread.run_sync(profile.flush)
+        if profile.on:
+            await anyio.to_thread.run_sync(profile.flush)
 
     async def mark(self, caller: Caller, step: int) -> QueueSnapshot:
         return await self._queue.mark(step, caller=caller)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import subprocess
 import sys
@@ -130,10 +131,9 @@ def check_report(run: Launch) -> None:
     found = json.loads((directory / "report.json").read_text())
     assert found["run"]["steps"] == 6 and found["run"]["samples_trained"] == 96 and found["run"]["torn_lines"] == 0
     assert found["turns"]["trajectories"] >= 96 * 8
-    page = (directory / "index.html").read_text()
-    assert all(
-        (directory / figure["png"]).stat().st_size > 5000 and figure["title"] in page for figure in found["figures"]
-    )
+    page = html.unescape((directory / "index.html").read_text())
+    for figure in found["figures"]:
+        assert (directory / figure["png"]).stat().st_size > 5000 and figure["title"] in page, figure
     trace = run.run_dir / "trace.json.gz"
     subprocess.run(
         [*command, "timeline", str(run.run_dir), "--trace", str(trace)],

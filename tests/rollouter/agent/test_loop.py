@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -436,6 +437,7 @@ async def test_tokens_that_the_template_would_not_give_are_found(mode: str, capl
         with pytest.raises(MismatchError, match="other tokens"):
             await rig.converse('5[add {"x": 2}]', "3")
         return
+    caplog.set_level(logging.WARNING)
     one = await rig.converse('5[add {"x": 2}]', "3")
     assert one.finish_reason is FinishReason.STOP
     assert rig.agent.status()["token_mismatches"] == (mode == "warn")
