@@ -138,6 +138,8 @@ def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:
         )
     elif about["level"] == "off":
         why = "profiler.level was off"
+    elif standing(run_dir).how == "live":
+        return f"{run_dir} has no events to report of yet: the run lives, and is starting. Ask again in a minute."
     else:
         why = "there is no events/ in it: it recorded none, or ended before it began"
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from asyncrl.timeline.index import Group
@@ -51,6 +51,14 @@ def lay_out(groups: Iterable[Group], hidden: Collection[str] = ()) -> Layout:
         rows.append(Row(group.name, top, at, group.lanes))
         blocks[-1] = blocks[-1]._replace(bottom=at)
     return Layout(at + GAP / 2, blocks, rows, lanes)
+
+
+def spread(row: Row, lanes: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Places for some lanes of a group, where the others are not drawn: together they have its whole height, each at
+    most that of a lane which is alone."""
+    height = min(1.0, (row.bottom - row.top) / max(1, len(lanes)))
+    tops = (row.top + number * height for number in range(len(lanes)))
+    return {lane: (top, top + height * _THICKNESS) for lane, top in zip(lanes, tops, strict=True)}
 
 
 def _height(num_lanes: int) -> float:

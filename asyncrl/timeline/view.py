@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.timeline.detail import SEVERAL, Bars, Ints, Share, at_most, shares
 from asyncrl.timeline.index import Index, Mark
 from asyncrl.timeline.kinds import PHASES, STATES
-from asyncrl.timeline.layout import Layout, Row, lay_out
+from asyncrl.timeline.layout import Layout, Row, lay_out, spread
 from asyncrl.timeline.phases import microseconds
 
 MAX_BARS = 5000
@@ -75,13 +75,24 @@ def look(index: Index, origin: int, window: Window) -> Look:
     start, end = origin + round(window.start * 1000), origin + round(window.end * 1000)
     resolution = max(1, (end - start) // max(1, window.pixels))
     shown = [row for row in layout.groups if row.bottom >= window.top and row.top <= window.bottom]
-    crowded = [row for row in shown if _is_crowded(row, layout, window)]
-    lanes = [lane for row in shown if row not in crowded for lane in row.lanes]
+    crowded: list[tuple[Row, Bars]] = []
+    lanes: list[int] = []
+    for row in shown:
+        if not _is_crowded(row, len(row.lanes), layout, window):
+            lanes += row.lanes
+            continue
+        found = index.bars(start, end, row.lanes)
+        used = np.unique(found.lane).tolist()
+        if _is_crowded(row, len(used), layout, window):
+            crowded.append((row, found))
+        else:  # in this window there are few enough: they have the room of all
+            lanes += used
+            layout = layout._replace(lanes=layout.lanes | spread(row, used))
     bars, resolution = at_most(index.bars(start, end, lanes), resolution, MAX_BARS)
     width = max(resolution, (end - start) * max(1, len(crowded)) // MAX_CELLS)
-    found = [(row, shares(index.bars(start, end, row.lanes), start, end, width)) for row in crowded]
+    drawn = [(row, shares(found, start, end, width)) for row, found in crowded]
     versions = _lines(index.versions, origin, start, end, window.pixels)
-    return Look(origin, layout, bars, resolution, found, width, versions)
+    return Look(origin, layout, bars, resolution, drawn, width, versions)
 
 
 def view(seen: Look, fields: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -110,10 +121,10 @@ def _named(row: Row) -> dict[str, Any]:
     return {"name": row.name, "top": row.top, "bottom": row.bottom}
 
 
-def _is_crowded(row: Row, layout: Layout, window: Window) -> bool:
-    """Its lanes are too thin to be seen one by one."""
+def _is_crowded(row: Row, num_lanes: int, layout: Layout, window: Window) -> bool:
+    """So many lanes in it are too thin to be seen one by one."""
     height = min(layout.height, window.bottom) - max(0.0, window.top)
-    return len(row.lanes) > 1 and (row.bottom - row.top) / len(row.lanes) * window.pixels_high < LANE_PIXELS * height
+    return num_lanes > 1 and (row.bottom - row.top) / num_lanes * window.pixels_high < LANE_PIXELS * height
 
 
 def _shares(found: Share, row: Row, width: int, origin: int) -> dict[str, list[Any]]:

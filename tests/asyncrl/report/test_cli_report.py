@@ -274,6 +274,15 @@ def test_a_run_that_ended_before_it_began(tmp_path: Path, capsys: pytest.Capture
     assert "ended before it began" in capsys.readouterr().err
 
 
+def test_a_run_that_is_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config(tmp_path, "summary")
+    monkeypatch.setattr("asyncrl.cli.report.standing", lambda run_dir: Standing("live", "starting", None))
+    assert main(["report", str(tmp_path)]) == BAD_CONFIG
+    assert "the run lives, and is starting. Ask again" in capsys.readouterr().err
+
+
 def test_files_without_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config(tmp_path, "summary")
     directory = tmp_path / DIRECTORY / "step_000000"

@@ -112,6 +112,24 @@ def test_every_event_is_there_at_full_zoom_and_no_bars_of_a_lane_overlap(run: Fa
     assert expected <= set(bars["state"])
 
 
+def test_a_window_that_few_lanes_are_used_in_shows_their_bars(tmp_path: Path) -> None:
+    """400 requests at once in a burst, and three at a time later: their bars are drawn one by one, whatever the burst
+    has made of the lanes."""
+    run = FakeRun(tmp_path)
+    for number, (begun, took) in enumerate([(10.0, 1.0)] * 400 + [(100.0, 8.0), (101.0, 8.0), (102.0, 8.0)]):
+        told = {"request": f"sample_0_1/{number}-1", "sample": "sample_0_1", "trajectory": number, "decode_s": took}
+        run.add("replica-a", "request", begun, took, step=1, replica="a", **told)
+    run.flush()
+    timeline = read(run)
+    burst = shown(timeline, Window(9_000, 12_000, 1000, 700))
+    later = shown(timeline, Window(99_000, 110_000, 1000, 700))
+    assert burst["crowded"] == 1 and later["crowded"] == 0
+    (row,) = (row for row in later["groups"] if row["name"] == "requests")
+    places = sorted(set(zip(later["bars"]["top"], later["bars"]["bottom"], strict=True)))
+    assert len(places) == 3 and row["top"] <= places[0][0] and places[-1][1] <= row["bottom"]
+    assert all(above[1] <= below[0] for above, below in pairwise(places))
+
+
 def test_a_long_window_has_few_bars_and_crowded_lanes_are_drawn_as_how_many(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "r", samples=40, trajectories=4, level="summary")
     end = run.write(6) * 1000
