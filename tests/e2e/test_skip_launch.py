@@ -119,6 +119,7 @@ def test_a_recorded_run_completes(recorded: Launch, dump_dir: Path) -> None:
     assert {one.entry.step for one in find(dump_dir)} >= set(range(1, 16 * STEPS + 1))
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_in_order_with_a_checkpoint_that_a_resumed_run_completes(
     recorded: Launch, dump_dir: Path, tmp_path: Path
 ) -> None:
