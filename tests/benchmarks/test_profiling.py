@@ -1,0 +1,28 @@
+"""The profiling benchmark at tiny sizes: its tables are complete and it measures what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.profiling import __main__ as benchmark
+from benchmarks.profiling import spans
+
+
+def test_spans_of_each_level_are_recorded_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "BURST", 300)
+    rows = {row["level"]: row for row in spans.measure_spans(tmp_path, 2)}
+    assert list(rows) == ["off", "summary", "full"]
+    assert all(0 < row["caller_us"] <= row["worst_round_us"] for row in rows.values())
+    assert len((tmp_path / "full-1" / "step_000001" / "benchmark.jsonl").read_text().splitlines()) == 300
+    assert not (tmp_path / "off-0").exists()
+
+
+def test_a_report_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    result = tmp_path / "deep" / "result.json"
+    benchmark.main(["--only", "report", "--events", "2000", "--json", str(result)])
+    told = json.loads(result.read_text())
+    (row,) = told["report"]
+    assert row["events"] >= 2000 and row["wall_s"] > 0 and row["peak_mb"] > 50 and told["aims"]["report"]
