@@ -54,6 +54,6 @@ async def _burst(level: Level, directory: Path) -> tuple[float, float]:
     told = profiler.status()
     profiler.close()
     expected = 0 if level == "off" else BURST
-    if told != {"events": expected, "dropped": 0}:
+    if (told["events"], told["dropped"]) != (expected, 0):
         raise RuntimeError(f"{level}: {told}, expected {expected} events")
     return caller / BURST * 1e6, process / BURST * 1e6
