@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +80,34 @@ def names(directory: Path | str, pattern: str = "*") -> set[str]:
     return {path.name for path in Path(directory).glob(pattern)}
 
 
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _OTHERS: set[int] = set()
 """Processes of the tests before: a worker that they have left, the resource tracker of multiprocessing."""
 
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
+    """Orphans come to this process while a test runs, so that it sees those that are left when their parent is gone."""
+    before = ctypes.c_int()
+    kernel.LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _OTHERS.update(_descendants())
     yield
     _OTHERS.clear()
+    kernel.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
 def descendants() -> set[int]:
     """Processes that this one, or one it has started, is the parent of, since the test began."""
     return _descendants() - _OTHERS
+
+
+async def gone(before: Set[int] = frozenset()) -> bool:
+    """Whether nothing but `before` is left. A process that has been killed needs a moment to be gone."""
+    with anyio.move_on_after(5):
+        while descendants() - before:  # noqa: ASYNC110: no event tells the end of a process that is nobody's child
+            await anyio.sleep(0.01)
+    return descendants() == before
 
 
 def _descendants() -> set[int]:
@@ -103,7 +118,7 @@ def _descendants() -> set[int]:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            # Where a test before this one has made this process the one that orphans go to, nobody else reaps them.
+            # Nobody reaps the orphans that come to this process.
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
     found: set[int] = set()
@@ -190,7 +205,7 @@ async def test_a_session_keeps_its_variables(session_tool: PythonTool) -> None:
     finally:
         await session_tool.release(state)
         await session_tool.release(other)
-    assert not descendants()
+    assert await gone()
 
 
 # ------------------------------------------------------------------------------------------------ limits
@@ -261,7 +276,7 @@ async def test_processes_and_threads(level: Sandbox) -> None:
         assert "Error" in shell.output
         assert "PermissionError" in (await run(level, "import os\nos.execv('/bin/true', ['true'])")).output
         assert "PermissionError" in (await run(level, "import os\nos.setsid()")).output
-    assert descendants() == before
+    assert await gone(before)
     threads = await run(
         level, "import threading\nt = threading.Thread(target=lambda: print('in'))\nt.start(); t.join()"
     )
@@ -284,7 +299,7 @@ time.sleep(60)
 """
     outcome = await run(sandbox, code)
     assert outcome.ending == "timeout"
-    assert descendants() == before
+    assert await gone(before)
 
 
 # ------------------------------------------------------------------------------------------------ out of reach
@@ -475,7 +490,7 @@ async def test_nothing_is_left_after_a_cancelled_call(tool: PythonTool) -> None:
         with anyio.move_on_after(delay):
             await call(tool, "1")
     assert time.monotonic() - started < 5
-    assert descendants() == before
+    assert await gone(before)
     assert names(tempfile.gettempdir(), "asyncrl-code-*") <= left
 
 
@@ -569,7 +584,7 @@ async def test_it_is_configured_by_its_short_name() -> None:
             called = await tools.call("python", json.dumps({"code": code}), turn=0)
             assert (called.call.status, called.call.result) == ("ok", text)
         assert descendants()
-    assert not descendants()
+    assert await gone()
 
 
 @pytest.mark.parametrize(
@@ -598,7 +613,7 @@ async def test_a_process_without_its_walls_gets_no_code(monkeypatch: pytest.Monk
     before = descendants()
     with pytest.raises(InfraError, match="came up without its walls: network, files, processes"):
         await sandbox.start()
-    assert descendants() == before
+    assert await gone(before)
 
 
 def test_both_sides_know_the_same_mechanisms() -> None:
