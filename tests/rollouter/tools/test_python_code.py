@@ -82,7 +82,7 @@ def names(directory: Path | str, pattern: str = "*") -> set[str]:
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _OTHERS: set[int] = set()
-"""Processes of the tests before: a worker that they have left, the resource tracker of multiprocessing."""
+"""Processes of the tests before: Ray, which starts workers when it likes, the resource tracker of multiprocessing."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,26 +91,22 @@ def others() -> Iterator[None]:
     before = ctypes.c_int()
     kernel.LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _OTHERS.update(_descendants())
+    _OTHERS.update(descendants())
     yield
     _OTHERS.clear()
     kernel.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
-def descendants() -> set[int]:
-    """Processes that this one, or one it has started, is the parent of, since the test began."""
-    return _descendants() - _OTHERS
-
-
 async def gone(before: Set[int] = frozenset()) -> bool:
     """Whether nothing but `before` is left. A process that has been killed needs a moment to be gone."""
     with anyio.move_on_after(5):
-        while descendants() - before:  # noqa: ASYNC110: no event tells the end of a process that is nobody's child
+        while descendants() - before:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     return descendants() == before
 
 
-def _descendants() -> set[int]:
+def descendants() -> set[int]:
+    """Processes that this one, or one it has started, is the parent of, but for the others and what they start."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -122,7 +118,7 @@ def _descendants() -> set[int]:
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
     found: set[int] = set()
-    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
+    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found - _OTHERS:
         found |= more
     return found
 
