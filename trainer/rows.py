@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 from asyncrl.failures import DataError
 from asyncrl.records import Metrics
 from asyncrl.staleness import stale_token_mask, staleness
-from asyncrl.types import DropReason, Media, Provenance, Row, Sample, SampleId, TokenIds, versions_per_token
+from asyncrl.types import (
+    DropReason,
+    FinishReason,
+    Media,
+    Provenance,
+    Row,
+    Sample,
+    SampleId,
+    TokenIds,
+    versions_per_token,
+)
 from trainer.algorithms.filtering import group_is_flat
 
 OLD = 3
@@ -54,6 +64,7 @@ class TrainRow:
     """Score of the greedy response to the same prompt (ReMax)."""
     media: tuple[Media, ...] = ()
     """Of the prompt."""
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +159,7 @@ def _train_row(sample: Sample, row: Row, stale: NDArray[np.bool_]) -> TrainRow:
         reward_extra=row.reward_extra,
         baseline_reward=sample.baseline_reward,
         media=sample.media,
+        finish_reason=row.finish_reason,
     )
 
 
@@ -234,12 +246,14 @@ def sample_metrics(samples: Sequence[TrainSample]) -> Metrics:
     rewards = np.array([reward for sample in samples for reward in sample.rewards])
     of_all = [trajectory for sample in samples for trajectory in trajectories(sample.rows)]
     lengths = np.array([sum(len(row.response_ids) for row in trajectory) for trajectory in of_all])
+    cut = np.array([trajectory[-1].finish_reason is FinishReason.LENGTH for trajectory in of_all])
     ages = np.array([sample.staleness for sample in samples])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
+        "response_tokens/length_share": float(cut.mean()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
         **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(OLD)},

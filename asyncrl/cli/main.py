@@ -226,6 +226,8 @@ def timeline(run: str | None, trace: str | None, port: int, opened: bool | None)
     are recorded with profiler.level=summary (the default) or full; a run without any: exit code 2. Ctrl-C ends the
     page, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
     """
+    if trace and opened:
+        raise click.UsageError("--trace writes a file and serves no page that --open could open: leave one of them out")
     from asyncrl.cli.timeline import timeline as show_timeline
 
     if opened is None:

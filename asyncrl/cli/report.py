@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from asyncrl.cli.inspect import events_level, find_run, standing
+from asyncrl.cli.inspect import Standing, events_level, find_run, standing
 from asyncrl.failures import ConfigError
 from asyncrl.report import folder
 from asyncrl.report.analysis import LIVE, analyse
@@ -113,19 +113,20 @@ def _about(run_dir: Path) -> dict[str, Any]:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     config = config if isinstance(config, dict) else {}
     rollout = config.get("rollout") or {}
+    seen = standing(run_dir)
     return {
         "name": run_dir.name,
         "run_dir": str(run_dir),
         "experiment": config.get("experiment_name"),
-        "status": _status(run_dir),
+        "status": _status(seen),
+        "started_at": seen.state.started_at if seen.state is not None else None,
         "level": events_level(run_dir),
         "response_length": rollout.get("response_length"),
     }
 
 
-def _status(run_dir: Path) -> str:
+def _status(seen: Standing) -> str:
     """In words: live, how it ended, or that it has left without a word."""
-    seen = standing(run_dir)
     if seen.how == "live":
         return LIVE
     return "unknown how it ended" if seen.how == "unknown" else seen.phase

@@ -187,16 +187,22 @@ def _mistyped(error: pydantic.ValidationError) -> Iterator[Problem]:
         if detail["type"] == "missing":
             yield Problem(key.name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
             continue
-        fix = f"give {key.kind}"
-        if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-            options = key.kind.removeprefix("one of ").split(", ")
-            close = get_close_matches(detail["input"], options, n=1)
-            fix = f"did you mean {close[0]}? It is {key.kind}" if close else fix
-        if key.kind.startswith("a list") and isinstance(detail["input"], str):
-            fix += f", e.g. [{detail['input']}]"
         default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
         consequence = f"it cannot be used: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-        yield Problem(key.name, detail["input"], consequence, fix + default)
+        yield Problem(key.name, detail["input"], consequence, _fix(key.kind, detail) + default)
+
+
+def _fix(kind: str, detail: Any) -> str:
+    """For a value that is not `kind`."""
+    given = detail["input"]
+    example = f", e.g. [{given}]" if detail["type"] == "tuple_type" and isinstance(given, (str, int, float)) else ""
+    if isinstance(given, str) and "one of " in kind:
+        options = kind.partition("one of ")[2].split(", ")
+        close = get_close_matches(given, options, n=1)
+        if close and close[0] != given:
+            return f"did you mean {f'[{close[0]}]' if example else close[0]}? It is {kind}"
+        example = example if close else ""
+    return f"give {kind}{example}"
 
 
 def _in_entry(loc: Sequence[str | int]) -> bool:

@@ -100,7 +100,7 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return "a mapping"
     if origin is tuple:
         item = describe(args[0])
-        return f"a list of {item}" if args[-1] is ... else f"a list of {len(args)}: each {item}"
+        return f"a list, each {item}" if args[-1] is ... else f"a list of {len(args)}, each {item}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "a section of keys"
     return _NAMES[annotation] + _bounds(metadata)

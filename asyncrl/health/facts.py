@@ -18,6 +18,8 @@ class ProcessHealth:
     """Longest standstill of its event loop in the last 10 s; None: it has none, or none that is watched."""
     dropped_events: int = 0
     """Profiling events that it could not keep itself, since it started; not what others dropped that send it theirs."""
+    unsent_events: int = 0
+    """Profiling events that the OTLP endpoint did not take from it, since it started."""
 
 
 @dataclass(frozen=True, slots=True)

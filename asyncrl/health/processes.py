@@ -71,7 +71,8 @@ class OwnHealth:
         seen = self._meter.look([self._pid])
         if seen is None:
             return None
-        return ProcessHealth(seen.rss_bytes, seen.cpu, self._lag.worst_s(), profile.status()["own_dropped"])
+        events = profile.status()
+        return ProcessHealth(seen.rss_bytes, seen.cpu, self._lag.worst_s(), events["own_dropped"], events["unsent"])
 
 
 def look_at_machine(directory: Path) -> MachineHealth | None:

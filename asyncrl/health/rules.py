@@ -104,6 +104,7 @@ class Rules:
             *_kv_cache(health, trends),
             *_disk(snapshot, trends, self._settings),
             *_dropped_events(health, trends),
+            *_unsent_events(health, trends),
             *_idle(snapshot, self._settings),
         ]
         trends.end()
@@ -259,6 +260,20 @@ def _dropped_events(health: RunHealth, trends: _Trends) -> Iterator[Judgement]:
             hold_s=0.0,
             calm_s=60.0,
         )
+
+
+def _unsent_events(health: RunHealth, trends: _Trends) -> Iterator[Judgement]:
+    sums = {name: process.unsent_events for name, process in health.processes.items()}
+    lost = sum(trends.add(f"unsent/{name}", unsent, 60.0).rise for name, unsent in sums.items())
+    yield Judgement(
+        "unsent_events",
+        "bad" if lost > 0 else "well",
+        f"profiler.otlp_endpoint did not take {lost:.0f} events in the last minute (the files of the run directory "
+        "have them): is a collector listening there, and fast enough? Without one, leave the key out",
+        "profiler.otlp_endpoint takes all events again",
+        hold_s=0.0,
+        calm_s=60.0,
+    )
 
 
 def _idle(snapshot: Snapshot, settings: Settings) -> Iterator[Judgement]:

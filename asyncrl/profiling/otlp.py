@@ -74,6 +74,7 @@ class OtlpSink:
         """At once; what does not fit is lost."""
         with self._changed:
             if self._unusable:
+                self.lost += len(lines)
                 return
             room = 0 if self._ending else max(0, self._most - len(self._lines))
             self._lines.extend(lines[:room])
@@ -98,7 +99,7 @@ class OtlpSink:
             self._exporter.shutdown()  # it gives up trying again
             self._thread.join(max(0.0, until + 1.0 - time.monotonic()))
         self.lost += len(self._lines)
-        if self.lost:
+        if self.lost and not self._unusable:
             logger.warning("%s lacks %d events of this run", self._endpoint, self.lost)
 
     # ------------------------------------------------------------------------------------------- the sending thread
@@ -111,6 +112,7 @@ class OtlpSink:
             logger.warning("no events are sent to %s: %s: %s", self._endpoint, type(error).__name__, error)
             with self._changed:
                 self._unusable = True
+                self.lost += len(self._lines)
                 self._lines.clear()
                 self._changed.notify_all()
             return

@@ -208,12 +208,14 @@ class Profiler:
             self._buffer.append(Line(part, placed))
 
     def status(self) -> dict[str, int]:
-        """Since `configure`: `events` and `dropped`, of this process and of what was sent to it, and `own_dropped`, by
-        this process alone."""
+        """Since `configure`: `events` and `dropped`, of this process and of what was sent to it, `own_dropped`, by
+        this process alone, and `unsent`, which the OTLP endpoint did not take."""
+        otlp = self._home.otlp if self._home is not None else None
         return {
             "events": self._taken + len(self._buffer),
             "dropped": self._dropped + self._dropped_elsewhere,
             "own_dropped": self._dropped,
+            "unsent": otlp.lost if otlp is not None else 0,
         }
 
     # ------------------------------------------------------------------------------------------------ writing

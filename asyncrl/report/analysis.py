@@ -23,7 +23,8 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     """
     Args:
         events: at least one.
-        about: `name, run_dir, experiment, status, level, response_length`, as far as known.
+        about: `name, run_dir, experiment, status, level, response_length`, as far as known; `started_at`, wall clock,
+            of the launch or its last resumption.
         summary: summary.json, or nothing.
     """
     start, end, down = idle.window(events)
@@ -52,6 +53,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         **about,
         "wall_s": wall_s,
         "down_s": total(down),
+        **_around(about.get("started_at"), summary.get("wall_s"), start, end),
         "first_event": start,
         "last_event": end,
         "steps": len(lives.steps),
@@ -73,9 +75,22 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
     return {key: plain(value) for key, value in {**report, **figures}.items()}
 
 
+def _around(started_at: float | None, whole_s: float | None, start: float, end: float) -> dict[str, float | None]:
+    """Before the first sample and after the last event; None: not known, as of what came before a resumption."""
+    starting = start - started_at if started_at is not None and started_at <= start else None
+    ending = started_at + whole_s - end if starting is not None and started_at is not None and whole_s else None
+    return {"starting_s": starting, "ending_s": None if ending is None else max(0.0, ending)}
+
+
 def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *, over: bool) -> list[str]:
     """What a reader has to know before trusting the figures."""
     told = []
+    if run["starting_s"] is not None:
+        ending = f", and ending it {seconds(run['ending_s'])}" if run["ending_s"] is not None else ""
+        told.append(
+            f"Starting the run took {seconds(run['starting_s'])}, until its first sample{ending}: all figures are of "
+            f"the {seconds(run['wall_s'])} between."
+        )
     if run["dropped_events"]:
         told.append(
             f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "

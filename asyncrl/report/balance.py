@@ -14,6 +14,9 @@ from asyncrl.report.words import count, percent, seconds
 
 MUCH_SHARE = 0.05
 """Of the run: less than that is not worth a word."""
+SLOWER_SIDE = 2.0
+"""It keeps the other one idle for so many times as long as it is idle itself."""
+FIRST_SHARE = 0.2
 _TIMES = ["timestamp", "end"]
 _SAME_S = 0.05
 """The same recovery, in the events and in summary.json."""
@@ -35,16 +38,23 @@ def hints(figures: Mapping[str, Any], material: Material, summary: Mapping[str, 
 
 def _sides(idle: Mapping[str, Any], wall: float) -> Iterator[Finding]:
     trainer, rollouter = idle["trainer"], idle["rollouter"]
-    if trainer["idle_s"] > MUCH_SHARE * wall:
+    waits, idles = (side is not None and side["idle_s"] > MUCH_SHARE * wall for side in (trainer, rollouter))
+    if waits and idles:
+        more, less = sorted((trainer["idle_s"], rollouter["idle_s"]), reverse=True)
+        if more < SLOWER_SIDE * less:
+            yield _in_turns(idle, wall)
+            return
+        waits, idles = trainer["idle_s"] == more, rollouter["idle_s"] == more
+    if waits:
         yield Finding(
             "trainer_waits", "trainer", "trainer.wait_samples", trainer["idle_s"],
             f"The Trainer waited for samples for {seconds(trainer['idle_s'])}, "
-            f"{percent(trainer['idle_s'] / wall)} of the run: generation is the slower side.",
+            f"{percent(trainer['idle_s'] / wall)} of the run{_first(idle)}: generation is the slower side.",
             "Give generation more: rollout.num_replicas, or let it run further ahead with "
             "async_training.staleness_threshold. Alarms above, if there are any, may be the cause.",
             {"event": "trainer.wait_samples"}, hint=True,
         )  # fmt: skip
-    if rollouter and rollouter["idle_s"] > MUCH_SHARE * wall:
+    if idles:
         yield Finding(
             "rollouter_idle", "rollouter", "sample.generate", rollouter["idle_s"],
             f"Nothing was in generation for {seconds(rollouter['idle_s'])}, "
@@ -53,6 +63,25 @@ def _sides(idle: Mapping[str, Any], wall: float) -> Iterator[Finding]:
             "Give training more, or let generation run further ahead with async_training.staleness_threshold.",
             {"event": "sample.generate"}, hint=True,
         )  # fmt: skip
+
+
+def _in_turns(idle: Mapping[str, Any], wall: float) -> Finding:
+    trainer, rollouter = idle["trainer"]["idle_s"], idle["rollouter"]["idle_s"]
+    return Finding(
+        "in_turns", "trainer", "trainer.wait_samples", trainer,
+        f"The sides wait for each other in turns: the Trainer waited for samples for {seconds(trainer)}, "
+        f"{percent(trainer / wall)} of the run{_first(idle)}, and nothing was in generation for {seconds(rollouter)}. "
+        "Neither is the slower side: pacing lets them overlap too little.",
+        "Let generation run further ahead (async_training.staleness_threshold), or publish more often "
+        "(async_training.trigger_parameter_sync_step), so that it is let on sooner.",
+        {"event": "trainer.wait_samples"}, hint=True,
+    )  # fmt: skip
+
+
+def _first(idle: Mapping[str, Any]) -> str:
+    """The wait that every run begins with, where it is much of all."""
+    first, all_ = idle["first_wait_s"], idle["trainer"]["idle_s"]
+    return f" (the first samples took {seconds(first)} of it)" if first and first > FIRST_SHARE * all_ else ""
 
 
 def _tail(requests: Mapping[str, Any], material: Material) -> Iterator[Finding]:

@@ -21,14 +21,14 @@ KINDS = {
     "paused": "engine paused for a weight sync",
     "tool": "in tools",
     "user": "in users and environments",
-    "handling": "in its conversation, outside engines and tools",
+    "handling": "handling of its conversation (templates, parsing, waits)",
     "siblings": "waiting for the rest of its group",
     "reward": "being scored",
     "payload": "written, and offered to the queue",
     "ready": "waiting in the queue",
     "leased": "leased, its step had not begun",
-    "training": "trained",
-    "other": "between all of these",
+    "training": "in its training step",
+    "other": "anything else",
 }
 """Where a trajectory is, from the ask for a permit until its gradient is in a step; every second is in one of these."""
 

@@ -62,6 +62,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/token_share_age_<n>", "1", "share of trained tokens that are so old"),
         Metric("response_tokens/mean", "tokens", "mean response length of the step's trajectories, tools' tokens too"),
         Metric("response_tokens/max", "tokens", "longest response"),
+        Metric("response_tokens/length_share", "1", "share of responses cut by the length limit"),
         Metric("sampled_tokens/mean", "tokens", "mean of them that the policy sampled; absent where it sampled all"),
         Metric("rows/per_trajectory", "1", "mean rows that a trajectory is trained as; absent where all are one"),
         Metric("staleness/mean", "versions", "mean over the samples: trainer version minus oldest token's version"),

@@ -104,7 +104,7 @@ def _figure() -> figure:
         )
         axis.major_label_text_font_size = "11px"
     plot.xgrid.grid_line_color, plot.ygrid.grid_line_color = _FAINT, None
-    wheel = WheelZoomTool(dimensions="width", zoom_on_axis=True)
+    wheel = WheelZoomTool(name="wheel", dimensions="width")
     plot.add_tools(
         wheel, HoverTool(renderers=[drawn], tooltips=_TOOLTIP, point_policy="follow_mouse", line_policy="none")
     )

@@ -131,6 +131,38 @@ def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
         assert figure in text, figure
 
 
+def test_how_a_run_stands(run_dir: Path, ended_pid: int) -> None:
+    assert inspect.standing(run_dir) == ("unknown", "unknown", None)
+    live = now_is(STUCK)
+    write(run_dir, live)
+    assert inspect.standing(run_dir)[:2] == ("live", "running")
+    write(run_dir, replace(live, pid=ended_pid))
+    assert inspect.standing(run_dir)[:2] == ("died", "died")
+    summarize(run_dir, "interrupted")  # comes last: its word counts, whatever the state says
+    how, phase, state = inspect.standing(run_dir)
+    assert (how, phase) == ("ended", "interrupted") and state is not None
+    (run_dir / FILE_NAME).write_text("{")
+    assert inspect.standing(run_dir) == ("ended", "interrupted", None)
+    (run_dir / "summary.json").write_text("[]")
+    assert inspect.standing(run_dir) == ("unknown", "unknown", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "level"),
+    [
+        ("profiler: {level: full}", "full"),
+        ("profiler: {level: off}", "off"),  # a boolean, as YAML reads it
+        ("profiler: {level: 'off'}", "off"),
+        ("", None),
+        ("profiler: 3", None),
+        ("{", None),
+    ],
+)
+def test_at_what_level_a_run_records_events(run_dir: Path, config: str, level: str | None) -> None:
+    (run_dir / "config.yaml").write_text(config)
+    assert inspect.events_level(run_dir) == level
+
+
 def test_a_replica_that_does_not_report_is_told(run_dir: Path) -> None:
     write(run_dir, now_is(replace(STUCK, replicas=(report("0"), report("1", reported_at=NOW - 60)))))
     console = Console(width=100, file=io.StringIO(), record=True)

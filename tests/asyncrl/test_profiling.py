@@ -213,7 +213,7 @@ def test_too_many_are_counted_and_told(bursts: list[int], most: int) -> None:
             else:
                 told += event["events"]
     assert sent + told == recorded
-    assert profiler.status() == {"events": sent, "dropped": told, "own_dropped": told}
+    assert profiler.status() == {"events": sent, "dropped": told, "own_dropped": told, "unsent": 0}
 
 
 def test_an_answer_carries_so_many() -> None:
@@ -226,7 +226,7 @@ def test_an_answer_carries_so_many() -> None:
 
 def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
     profiler.take("replica-a", [{"event": "profiler.dropped", "timestamp": 0, "duration_s": 0, "events": 5}])
-    assert profiler.status() == {"events": 1, "dropped": 5, "own_dropped": 0}
+    assert profiler.status() == {"events": 1, "dropped": 5, "own_dropped": 0, "unsent": 0}
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -299,7 +299,7 @@ def test_a_full_disk_costs_events_and_nothing_else(
     ready, marker = written(profiler, tmp_path)
     assert ready["event"] == "sample.ready"
     assert (marker["event"], marker["events"]) == ("profiler.dropped", 6)
-    assert profiler.status() == {"events": 7, "dropped": 6, "own_dropped": 6}
+    assert profiler.status() == {"events": 7, "dropped": 6, "own_dropped": 6, "unsent": 0}
 
 
 def test_a_disk_that_takes_a_part_keeps_whole_lines(

@@ -174,6 +174,16 @@ def test_a_dead_collector_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> N
     assert sink.lost >= 4
 
 
+def test_what_is_not_sent_is_in_the_status(collector: Collector, tmp_path: Path) -> None:
+    collector.status = 400
+    profiler = Profiler()
+    profiler.configure("rollouter", Setup.of(ProfilerConfig(otlp_endpoint=collector.url), tmp_path / "small-1"))
+    profiler.note("sample.ready")
+    profiler.flush()
+    assert (profiler.status()["unsent"], profiler.status()["dropped"]) == (1, 0)
+    profiler.close()
+
+
 def test_without_an_endpoint_none_is_made(tmp_path: Path) -> None:
     assert Setup.of(ProfilerConfig(), tmp_path).otlp_endpoint is None
     away = Setup.of(ProfilerConfig(otlp_endpoint="http://127.0.0.1:9"), None)
@@ -186,5 +196,8 @@ def test_an_exporter_that_cannot_be_made_is_told_once(caplog: pytest.LogCaptureF
 
     sink = OtlpSink("http://127.0.0.1:9/v1/traces", "rollouter", "r", make_exporter=make)
     sink([line()])
+    sink.settle()
+    sink([line(), line()])
     sink.close()
+    assert sink.lost == 3
     assert messages(caplog) == ["no events are sent to http://127.0.0.1:9/v1/traces: ImportError: no opentelemetry"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.failures import BugError, DataError
 from asyncrl.telemetry.registry import describe
-from asyncrl.types import DropReason, Sample, SampleId, Span
+from asyncrl.types import DropReason, FinishReason, Sample, SampleId, Span
 from tests.fakes.trainer_parts import forked, make_sample
 from trainer.rows import RowRules, TrainRow, TrainSample, check_row, prepare, sample_metrics
 
@@ -156,13 +156,19 @@ def test_figures_of_a_step_with_turns() -> None:
     """Two rows of 3 and 2 tokens are one response of 5, of which 4 were sampled."""
     sample = forked(make_sample(SampleId(0, 1), (0.5, 1.0)), 0, [1, 1, 0], [1, 1])
     extras: list[dict[str, float]] = [{"format": 1.0}, {"format": 1.0}, {"format": 0.0, "calls": 3.0}]
-    rows = tuple(replace(row, reward_extra=extra) for row, extra in zip(sample.rows, extras, strict=True))
+    # The trajectory of two rows was cut at its end.
+    ends = [FinishReason.TOOL_CALL, FinishReason.LENGTH, FinishReason.STOP]
+    rows = tuple(
+        replace(row, reward_extra=extra, finish_reason=end)
+        for row, extra, end in zip(sample.rows, extras, ends, strict=True)
+    )
     found = sample_metrics([prepared(replace(sample, rows=rows)), prepared(make_sample(SampleId(0, 2), (0.0,)))])
     expected = {
         "reward/mean": 0.5,
         "reward/std": np.std([0.5, 1.0, 0.0]),
         "response_tokens/mean": (5 + 4 + 4) / 3,
         "response_tokens/max": 5.0,
+        "response_tokens/length_share": 1 / 3,
         "sampled_tokens/mean": 4.0,
         "rows/per_trajectory": 4 / 3,
         "reward/extra/calls": 3.0,
@@ -186,6 +192,7 @@ def test_figures_of_a_step() -> None:
             "reward/std": np.std([1.0, 0.0, 0.5]),
             "response_tokens/mean": 6.0,
             "response_tokens/max": 10.0,
+            "response_tokens/length_share": 0.0,
             "staleness/mean": 2.0,
             "staleness/max": 3.0,
             "staleness/share_0": 0.0,

@@ -31,8 +31,14 @@
     };
     for (const range of [model.x, model.y]) range.change.connect(() => { if (!ownMove) { userMoved(range); } });
     model.bars.selected.change.connect(clicked);
+    const view = Bokeh.index.find_one(plot), canvas = view.canvas_view.events_el;
     // The frame that a click would draw around everything; a style sheet does not reach it.
-    Bokeh.index.find_one(plot).canvas_view.events_el.style.outline = "none";
+    canvas.style.outline = "none";
+    // Over the names of the lanes the wheel is for their height; set before the tool sees it.
+    window.addEventListener("wheel", (event) => {
+      const across = event.clientX - canvas.getBoundingClientRect().left;
+      named("wheel").dimensions = across < view.frame.bbox.left ? "height" : "width";
+    }, { capture: true, passive: true });
     window.addEventListener("resize", soon);
     buttons();
     poll();

@@ -270,6 +270,17 @@ def test_dropped_events_are_told_at_once() -> None:
     assert "profiler.buffer_events" in told[0].text
 
 
+def test_a_collector_that_takes_no_events_is_told_once_for_all_processes() -> None:
+    def at(now_s: float) -> RunHealth:
+        lost = 0 if now_s < 10 else 40 if now_s < 30 else 100
+        return RunHealth({name: ProcessHealth(1, unsent_events=lost) for name in ("driver", "rollouter")})
+
+    told, _ = run(200, at)
+    assert [each.key for each in told] == ["unsent_events", "unsent_events"]
+    assert "did not take 80 events in the last minute" in told[0].text and "collector" in told[0].text
+    assert told[1].text == "profiler.otlp_endpoint takes all events again"
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [

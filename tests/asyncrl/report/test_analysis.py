@@ -222,6 +222,18 @@ def test_any_part_of_a_run_makes_a_report(tmp_path: Path, only: set[str]) -> Non
     figures(found)
 
 
+def test_how_long_the_run_took_to_start_and_to_end(tmp_path: Path) -> None:
+    """Its events are from 100 s to 111 s."""
+    write(tmp_path, TINY)
+    events = load(tmp_path)
+    found = analyse(events, {"status": "completed", "started_at": 40.0}, {"wall_s": 80.0})
+    assert (found["run"]["starting_s"], found["run"]["wall_s"], found["run"]["ending_s"]) == (60, 11, 9)
+    assert "Starting the run took 60 s, until its first sample, and ending it 9 s" in found["notes"][0]
+    resumed = analyse(events, {"status": "completed", "started_at": 105.0}, {"wall_s": 8.0})
+    assert (resumed["run"]["starting_s"], resumed["run"]["ending_s"]) == (None, None)
+    assert not any("Starting" in note for note in resumed["notes"])
+
+
 def test_validation_is_left_out(tmp_path: Path) -> None:
     own = [(name, at, took, {**fields, "sample": "val_0_1"}) for name, at, took, fields in TINY if "sample" in fields]
     write(tmp_path, own)

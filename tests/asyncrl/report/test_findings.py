@@ -212,6 +212,29 @@ def test_a_replica_that_is_slow_for_it_has_more_to_do_is_no_alarm(tmp_path: Path
     assert "more to do" in told["text"]
 
 
+@pytest.mark.parametrize(
+    ("generate_s", "train_s", "kind", "says"),
+    [
+        (9.0, 1.0, "trainer_waits", "(the first samples took 39 s of it): generation is the slower side"),
+        (1.0, 9.0, "rollouter_idle", "training is the slower side"),
+        (6.0, 4.0, "in_turns", "wait for each other in turns"),
+    ],
+)
+def test_one_side_at_most_is_the_slower_one(
+    tmp_path: Path, generate_s: float, train_s: float, kind: str, says: str
+) -> None:
+    lines, first = [], 30.0 if kind == "trainer_waits" else 0.0
+    for k in range(10):
+        began, until = 10.0 * k - (first if k == 0 else 0.0), 10.0 * k + generate_s
+        lines.append(("sample.generate", began, until - began, {"sample": f"sample_0_{k + 1}", "trajectories": 1}))
+        lines.append(("trainer.wait_samples", began, until - began, {"samples": 1}))
+        lines.append(("trainer.update", until, train_s, {}))
+    put(tmp_path, *lines)
+    found = analyse(load(tmp_path), {"name": "run", "status": "completed"}, {})["findings"]
+    (told,) = [each for each in found if each["kind"] in ("trainer_waits", "rollouter_idle", "in_turns")]
+    assert told["kind"] == kind and says in told["text"]
+
+
 def calls(*durations: float) -> pd.DataFrame:
     starts = 1000.0 * np.arange(len(durations))
     return pd.DataFrame({"timestamp": starts, "duration_s": durations, "end": starts + np.array(durations)})

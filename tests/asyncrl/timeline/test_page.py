@@ -157,6 +157,15 @@ def test_zooming_fetches_finer_bars_and_parts_can_be_hidden(chromium: Browser, u
         assert page.evaluate("document.getElementById('told').textContent") != wide
         page.keyboard.press("0")
         wait(page, "data.event.includes(-1)")
+        # Over the names of the lanes the wheel makes them taller, and leaves the time that is shown.
+        window = "(({x_range: x, y_range: y}) => [x.start, x.end, y.start - y.end])(Bokeh.documents[0].get_model_by_name('timeline'))"
+        start, end, rows = page.evaluate(window)
+        page.mouse.move(20, place(page, title="trainer.update")[1])
+        page.mouse.wheel(0, -240)
+        page.wait_for_function(f"rows => {window}[2] < 0.9 * rows", arg=rows)
+        assert page.evaluate(window)[:2] == [start, end]
+        page.click("#rows")
+        page.wait_for_function(f"rows => {window}[2] === rows", arg=rows)
         page.click("#parts summary")
         page.get_by_label("rollouter").uncheck()
         wait(page, "!data.state.includes('tool') && data.state.includes('decode')")

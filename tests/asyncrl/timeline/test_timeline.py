@@ -334,6 +334,8 @@ def test_a_trace_and_a_port_exclude_each_other(run: FakeRun, capsys: pytest.Capt
     run.write(1)
     assert main(["timeline", str(run.path), "--trace", str(run.path / "t.json"), "--port", "99"]) == 2
     assert "--port=99 would be of no effect" in capsys.readouterr().err
+    assert main(["timeline", str(run.path), "--trace", str(run.path / "t.json"), "--open"]) == 2
+    assert "no page that --open could open" in capsys.readouterr().err
     assert not (run.path / "t.json").exists()
 
 
