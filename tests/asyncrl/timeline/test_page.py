@@ -158,7 +158,8 @@ def test_zooming_fetches_finer_bars_and_parts_can_be_hidden(chromium: Browser, u
         page.keyboard.press("0")
         wait(page, "data.event.includes(-1)")
         # Over the names of the lanes the wheel makes them taller, and leaves the time that is shown.
-        window = "(({x_range: x, y_range: y}) => [x.start, x.end, y.start - y.end])(Bokeh.documents[0].get_model_by_name('timeline'))"
+        model = "Bokeh.documents[0].get_model_by_name('timeline')"
+        window = f"(({{x_range: x, y_range: y}}) => [x.start, x.end, y.start - y.end])({model})"
         start, end, rows = page.evaluate(window)
         page.mouse.move(20, place(page, title="trainer.update")[1])
         page.mouse.wheel(0, -240)
