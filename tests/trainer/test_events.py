@@ -178,7 +178,7 @@ async def test_a_run_without_events_is_the_same_run(tmp_path: Path) -> None:
     await feed(rig.queue, 8)
     records = await rig.run()
     assert len(records) == 4
-    assert profile.status() == {"events": 0, "dropped": 0, "own_dropped": 0}
+    assert profile.status() == {"events": 0, "dropped": 0, "own_dropped": 0, "unsent": 0}
     assert not (tmp_path / "events").exists()
     profile.configure("", Setup())
 
