@@ -27,7 +27,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _writable(options.json)
     # vLLM's parsers are read in this process, and it logs to where its results go.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Scripted calls are no tokens of their conversation, and it says so.
-    logging.getLogger("rollouter.agent.loop").setLevel(logging.ERROR)
     load_before = os.getloadavg()[0]
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _without_warnings():
         tables = measure(options.only, options.rounds, options.jitter)
     facts = {"rounds": options.rounds, "jitter": options.jitter, "load_before": load_before}
     result = {"name": "agents", **facts, "aims": AIMS, **tables, "machine": machine()}
@@ -66,6 +64,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(f"agents, {name}", rows, aim=f"aim: {AIMS[name]}")
     if options.json is not None:
         options.json.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Scripted calls are no tokens of their conversation, and its loop says so."""
+    logger = logging.getLogger("rollouter.agent.loop")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, list[dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -258,6 +259,7 @@ def test_json_alone_is_all_that_is_printed(asked: list[Any], capsys: pytest.Capt
     assert told["tools"] == told["lag"] == [{"way": "one", "figure": 1.5}]
     assert "cost" not in told and told["aims"] == benchmark.AIMS and told["machine"]["cores"] > 0
     assert told["load_before"] >= 0
+    assert logging.getLogger("rollouter.agent.loop").level == logging.NOTSET  # for whoever comes after it
 
 
 def test_tables_for_people_and_a_file(asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

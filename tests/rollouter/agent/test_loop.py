@@ -430,13 +430,7 @@ class Sloppy(LineParser):
 
 
 @pytest.mark.parametrize("mode", ["off", "warn", "strict"])
-async def test_tokens_that_the_template_would_not_give_are_found(
-    mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Libraries that tests before this one have started may have cut this logger off from the root's handlers.
-    log = logging.getLogger("rollouter.agent.loop")
-    monkeypatch.setattr(log, "disabled", False)
-    monkeypatch.setattr(log, "handlers", [caplog.handler])
+async def test_tokens_that_the_template_would_not_give_are_found(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(tokenization_sanity_check_mode=mode)
     rig.agent._parser = Sloppy(lambda ids: rig.tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[assignment]
     if mode == "strict":
