@@ -43,6 +43,7 @@ class Replica:
 
         from rollouter.serving.generation import Generation
         from rollouter.serving.health import Health
+        from rollouter.serving.phases import Pauses
 
         options = serving_options(config, namespace="test", gpus=False)
         arguments = AsyncEngineArgs(model=config.model.path, **options.llm_config["engine_kwargs"])
@@ -50,7 +51,7 @@ class Replica:
         self.health = Health(replica="r", node_id="n", engine_s=60, store=None)
         gate = asyncio.Event()
         gate.set()
-        self._generation = Generation(self.llm, self.health, gate)
+        self._generation = Generation(self.llm, self.health, gate, Pauses())
         self._numbers = iter(range(1000))
 
     async def run(self, *requests: GenerateRequest) -> list[Turn]:

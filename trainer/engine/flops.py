@@ -52,7 +52,7 @@ _LINEAR = frozenset({"linear_attention", "conv"})
 
 def peak_flops(device_name: str) -> float | None:
     """FLOPs per second of a GPU, by `torch.cuda.get_device_name`; None: not known here."""
-    if "Laptop" in device_name or "MIG" in device_name:  # less power, or a part of it, under the same name
+    if re.search(r"Laptop|MIG|\b(?:D|Ti|SUPER)\b", device_name):  # another chip, or a part of it, under the same name
         return None
     for pattern, tflops in _PEAK_TFLOPS:
         if re.search(rf"\b(?:{pattern})\b", device_name):

@@ -178,8 +178,11 @@ def test_peaks(name: str, tflops: float) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "AMD MI300X", ""],
-)
+    [
+        "Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H200 MIG 1g.18gb", "AMD MI300X", "",
+    ],
+)  # fmt: skip
 def test_a_device_that_is_not_known_has_no_peak(name: str) -> None:
     assert peak_flops(name) is None
 
