@@ -111,7 +111,7 @@ async def _generate(
                         on_place(replica)
                     continue
                 if isinstance(news, Told):
-                    profile.take(f"replica-{news.replica}", news.events)
+                    profile.take(f"replica-{news.replica}", news.events, sent=news.sent)
                     continue
                 if news is None:
                     if unended:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "events"
 MAX_TEXT = 1_000
-"""Characters of a value that is neither number nor text."""
+"""Characters of a value that is no number; the rest of it is cut off."""
 MAX_OPEN = 8
 """Files at once: events of a few steps at a time come in."""
 
@@ -38,18 +38,29 @@ class EventFiles:
         self._directory = directory
         self._open: OrderedDict[tuple[int, str], int] = OrderedDict()
         self._told = False
+        self._told_of_odd = False
 
-    def write(self, lines: Sequence[Line]) -> int:
-        """Returns how many were lost."""
+    def write(self, lines: Sequence[Line]) -> list[Line]:
+        """Returns those that are lost."""
+        lost: list[Line] = []
+        encoded: list[Line] = []
         texts: dict[tuple[int, str], list[str]] = {}
         for line in lines:
-            texts.setdefault((_step(line.event), line.part), []).append(_encoded(line.event))
-        lost = 0
+            try:
+                text = _encoded(line.event)
+            except Exception as error:  # noqa: BLE001  of whatever somebody has put into it
+                lost.append(line)
+                if not self._told_of_odd:
+                    logger.warning("%s cannot be written, nor others like it: %s", line.event["event"], error)
+                self._told_of_odd = True
+            else:
+                texts.setdefault((_step(line.event), line.part), []).append(text)
+                encoded.append(line)
         for key, found in texts.items():
             try:
                 self._append(key, ("\n".join(found) + "\n").encode())
-            except OSError as error:
-                lost += len(found)
+            except (OSError, ValueError) as error:  # ValueError: a part that cannot be a file's name
+                lost += [line for line in encoded if (_step(line.event), line.part) == key]
                 if not self._told:
                     logger.warning(
                         "events cannot be written to %s (%s): reports of this run will lack them",
@@ -85,9 +96,13 @@ class EventFiles:
         parent = step_dir(self._directory, step)
         parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(parent / f"{part}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.write(descriptor, b"\n")  # behind the torn line of a process that was killed
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                os.write(descriptor, b"\n")  # behind the torn line of a process that was killed
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._open[key] = descriptor
         if len(self._open) > MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
@@ -107,10 +122,17 @@ def _step(event: Mapping[str, Any]) -> int:
 def _encoded(event: Mapping[str, Any]) -> str:
     """As one line of JSON, whatever somebody has put into it."""
     try:
-        return json.dumps(event, separators=(",", ":"), default=_plain, allow_nan=False)
+        line = json.dumps(event, separators=(",", ":"), default=_plain, allow_nan=False)
     except (TypeError, ValueError, OverflowError, RecursionError):
         plain = {str(name): _plain(value) for name, value in event.items()}
-        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+        line = json.dumps(plain, separators=(",", ":"), allow_nan=False)
+    return _whole(line) if "\\ud" in line else line
+
+
+def _whole(line: str) -> str:
+    """With `?` for halves of characters: a model may write "\\ud800", and readers of JSON refuse it."""
+    text = json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace")
+    return json.dumps(json.loads(text), separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:

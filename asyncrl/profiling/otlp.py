@@ -196,5 +196,7 @@ def _attributes(event: Mapping[str, Any]) -> dict[str, str | bool | int | float]
         if name not in _OWN_WORDS:
             item = getattr(value, "item", None)
             plain = item() if callable(item) else value
-            found[f"asyncrl.{name}"] = plain if isinstance(plain, (str, bool, int, float)) else str(plain)
+            told = plain if isinstance(plain, (str, bool, int, float)) else str(plain)
+            # Half a character, as a model may write one, would cost its whole batch.
+            found[f"asyncrl.{name}"] = told.encode(errors="replace").decode() if isinstance(told, str) else told
     return found

@@ -13,15 +13,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config.sections.run import ProfilerConfig
+from asyncrl.profiling.buffer import Buffer, events_dropped
 from asyncrl.profiling.events import EVENTS, Level, describe, enabled
-from asyncrl.profiling.files import DIRECTORY, EventFiles, Line
+from asyncrl.profiling.files import DIRECTORY, MAX_TEXT, EventFiles, Line
 from asyncrl.profiling.otlp import OtlpSink
 from asyncrl.profiling.spans import NO_CONTEXT, NOTHING, Context, Raw, Span, context
 
@@ -61,10 +61,14 @@ OFF = Setup()
 class _Home(NamedTuple):
     """Where a process at home writes. Each `configure` makes a new one: an old thread that is late ends by itself."""
 
+    buffer: Buffer
     files: EventFiles
     sinks: list[Callable[[Sequence[Line]], None]]
     otlp: OtlpSink | None
     ended: threading.Event
+    failed: threading.Event
+    """It has been told that something went wrong."""
+    writing: threading.Lock
 
 
 class Profiler:
@@ -75,35 +79,26 @@ class Profiler:
         self.synchronize: Callable[[], None] = _do_nothing
         """Called around spans with `sync=True`: on a GPU, waits until it is done."""
         self._enabled: frozenset[str] = frozenset()
-        self._buffer: deque[Raw | Line] = deque()
-        self._most = 0
-        self._part = ""
-        self._taken = 0
-        """Events that have left the buffer."""
-        self._dropping = threading.Lock()
-        self._dropped = 0
-        self._dropped_told = 0
-        self._dropped_elsewhere = 0
+        self._buffer = Buffer()
         self._home: _Home | None = None
         self._thread: threading.Thread | None = None
-        self._writing = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------ setting up
 
     def configure(self, part: str, setup: Setup) -> None:
         """From now on this process records as `part`, which names its file. Calling it again starts anew."""
         self.close()
-        self._part = part
-        self._most = setup.buffer_events
+        self._buffer = buffer = Buffer(part, setup.buffer_events)
         self._enabled = enabled(setup.level)
         self.place = (None, None)
         self.synchronize = _do_nothing
-        self._taken = self._dropped = self._dropped_told = self._dropped_elsewhere = 0
-        self._buffer.clear()
         if setup.level != "off" and setup.directory is not None:
             otlp = OtlpSink(setup.otlp_endpoint, part, setup.run) if setup.otlp_endpoint is not None else None
             sinks: list[Callable[[Sequence[Line]], None]] = [] if otlp is None else [otlp]
-            self._home = home = _Home(EventFiles(setup.directory), sinks, otlp, threading.Event())
+            files = EventFiles(setup.directory)
+            self._home = home = _Home(
+                buffer, files, sinks, otlp, threading.Event(), threading.Event(), threading.Lock()
+            )
             self._thread = threading.Thread(target=self._run, args=(home,), name="profiler", daemon=True)
             self._thread.start()
 
@@ -172,10 +167,22 @@ class Profiler:
 
     def put(self, raw: Raw) -> None:
         """For spans."""
-        if len(self._buffer) >= self._most:
-            self._lose(1)
+        try:
+            for value in raw.fields.values():
+                if type(value) is str and len(value) > MAX_TEXT:
+                    raw = raw._replace(fields=_cut(raw.fields))
+                    break
+        except RuntimeError:  # another thread adds to the span that ends in this one
+            pass
+        buffer = self._buffer
+        if len(buffer.waiting) >= buffer.most:
+            buffer.lose(1)
         else:
-            self._buffer.append(raw)
+            buffer.waiting.append(raw)
+
+    def lose(self, count: int) -> None:
+        """Count events as lost that were recorded here and drained, and went nowhere."""
+        self._buffer.lose(count)
 
     # ------------------------------------------------------------------------------------------------ away, and home
 
@@ -183,38 +190,39 @@ class Profiler:
         """Events to send home, oldest first; at most `MAX_DRAINED`. Empty at home: they are written there anyhow."""
         if self._home is not None:
             return []
-        lines = self._take_lines(MAX_DRAINED)
-        if marker := self._marker():
+        lines = self._buffer.take(MAX_DRAINED)
+        if marker := self._buffer.marker(self.place):
             lines.append(marker)
         return [line.event for line in lines]
 
-    def take(self, part: str, events: Iterable[Mapping[str, Any]]) -> None:
-        """Events that `part` sent. Those without a step or a version belong to what is under way here."""
+    def take(self, part: str, events: Sequence[Mapping[str, Any]], *, sent: int | None = None) -> None:
+        """Events that `part` sent. Those without a step or a version belong to what is under way here.
+
+        `sent`: how many it has sent until now, with these. Of those since the first such word that never come, it is
+        counted and told that they are lost.
+        """
         if not self._enabled or self._home is None:
             return
         step, version = self.place
+        buffer = self._buffer
+        buffer.came(part, len(events), sum(map(events_dropped, events)), sent)
         for event in events:
-            if event["event"] == "profiler.dropped":
-                with self._dropping:
-                    self._dropped_elsewhere += int(event.get("events", 0))
-            if len(self._buffer) >= self._most:
-                self._lose(1)
-                continue
             placed = {**event}
             if step is not None:
                 placed.setdefault("step", step)
             if version is not None:
                 placed.setdefault("version", version)
-            self._buffer.append(Line(part, placed))
+            buffer.put_line(Line(part, placed))
 
     def status(self) -> dict[str, int]:
         """Since `configure`: `events` and `dropped`, of this process and of what was sent to it, `own_dropped`, by
         this process alone, and `unsent`, which the OTLP endpoint did not take."""
         otlp = self._home.otlp if self._home is not None else None
+        buffer = self._buffer
         return {
-            "events": self._taken + len(self._buffer),
-            "dropped": self._dropped + self._dropped_elsewhere,
-            "own_dropped": self._dropped,
+            "events": buffer.taken + len(buffer.waiting),
+            "dropped": buffer.dropped + buffer.dropped_elsewhere,
+            "own_dropped": buffer.dropped,
             "unsent": otlp.lost if otlp is not None else 0,
         }
 
@@ -245,18 +253,31 @@ class Profiler:
         while not home.ended.wait(WRITE_EVERY_S):
             self._write(home)
         self._write(home)
-        with self._writing:
+        with home.writing:
             home.files.close()
 
     def _write(self, home: _Home) -> None:
-        with self._writing:
-            lines = self._take_lines(len(self._buffer))
+        buffer = home.buffer
+        with home.writing:
+            lines = buffer.take(len(buffer.waiting))
             if lines:
-                self._lose(home.files.write(lines))
+                for line in self._file(home, lines):
+                    buffer.lose_line(line)
                 self._send_on(home, lines)
-            marker = self._marker()
-            if marker is not None and home.files.write([marker]):
-                self._dropped_told -= int(marker.event["events"])  # told again, once there is room
+            marker = buffer.marker(self.place)
+            if marker is not None and self._file(home, [marker]):
+                buffer.tell_again(marker)  # once there is room
+
+    @staticmethod
+    def _file(home: _Home, lines: Sequence[Line]) -> Sequence[Line]:
+        """Returns those that are lost. Whatever goes wrong, the thread goes on."""
+        try:
+            return home.files.write(lines)
+        except Exception:
+            if not home.failed.is_set():
+                logger.warning("events cannot be written: reports of this run will lack some", exc_info=True)
+            home.failed.set()
+            return lines
 
     @staticmethod
     def _send_on(home: _Home, lines: Sequence[Line]) -> None:
@@ -267,49 +288,9 @@ class Profiler:
                 logger.warning("events could not be sent on; no more are", exc_info=True)
                 home.sinks.remove(sink)
 
-    def _lose(self, count: int) -> None:
-        if count:
-            with self._dropping:
-                self._dropped += count
 
-    def _take_lines(self, most: int) -> list[Line]:
-        offset = time.time() - time.perf_counter()
-        lines: list[Line] = []
-        for _ in range(min(most, len(self._buffer))):
-            try:
-                raw = self._buffer.popleft()
-            except IndexError:  # another thread has taken it
-                break
-            lines.append(raw if isinstance(raw, Line) else Line(self._part, _encoded(raw, offset)))
-        self._taken += len(lines)
-        return lines
-
-    def _marker(self) -> Line | None:
-        """Tells of what was dropped since the last one."""
-        untold = self._dropped - self._dropped_told
-        if untold <= 0:
-            return None
-        self._dropped_told += untold
-        raw = Raw("profiler.dropped", time.time(), 0.0, self.place, {}, {"events": untold}, wall=True)
-        return Line(self._part, _encoded(raw, 0.0))
-
-
-def _encoded(raw: Raw, offset: float) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "timestamp": round(raw.start if raw.wall else raw.start + offset, 6),
-        "event": raw.name,
-        "duration_s": round(raw.duration_s, 6),
-    }
-    step, version = raw.place
-    if step is not None:
-        event["step"] = step
-    if version is not None:
-        event["version"] = version
-    for fields in (raw.context, raw.fields):
-        for name, value in fields.items():
-            if value is not None:
-                event[name] = value
-    return event
+def _cut(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _do_nothing() -> None:

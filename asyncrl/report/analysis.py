@@ -27,12 +27,12 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
             of the launch or its last resumption.
         summary: summary.json, or nothing.
     """
-    start, end, down = idle.window(events)
+    over = about.get("status") in ENDED
+    start, end, down = idle.window(events, over=over, launched_at=about.get("started_at"))
     made = requests.logical(events)
     lives = trace(events, made)
     made["step"] = lives.step_of(made["index"].where(made["counts"], 0), made["step"])
     done = made[~made["aborted"]]
-    over = about.get("status") in ENDED
     wall_s = end - start - total(down)
     figures = {
         "requests": requests.analyse(made),

@@ -10,6 +10,7 @@ import pandas as pd
 
 from asyncrl.report.findings import Finding, Material
 from asyncrl.report.intervals import Intervals, intersection, union
+from asyncrl.report.waste import reasons_of
 from asyncrl.report.words import count, percent, seconds
 
 MUCH_SHARE = 0.05
@@ -199,11 +200,11 @@ def _times(rows: pd.DataFrame) -> Intervals:
 def _thrown_away(waste: Mapping[str, Any], wall: float) -> Iterator[Finding]:
     share = waste["share"] or 0.0
     if share > MUCH_SHARE:
-        dropped = ", ".join(f"{row['tokens']:.0f} {row['reason']}" for row in waste["dropped"] if row["tokens"])
+        told = ", ".join(f"{tokens:.0f} {reason}" for reason, tokens in reasons_of(waste))
         yield Finding(
             "thrown_away", "tokens", "sampled", share * wall,
-            f"{percent(share)} of the sampled tokens were thrown away ({dropped or 'cut as surplus'}).",
+            f"{percent(share)} of the sampled tokens were thrown away ({told}).",
             "Dropped as stale: async_training.max_staleness or a lower staleness_threshold. Surplus: "
-            "rollout.over_sample.unfinished keeps it.",
-            {"event": "sample.dropped"}, hint=True,
+            "rollout.over_sample.unfinished keeps it, and fewer rollout.over_sample.trajectories make less of it.",
+            {"event": "sample.dropped" if waste["dropped"] else "trajectory"}, hint=True,
         )  # fmt: skip

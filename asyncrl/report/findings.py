@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from asyncrl.report.critical import Chain
 from asyncrl.report.excess import excess
 from asyncrl.report.intervals import Intervals, intersection, total, union, without
 from asyncrl.report.lives import Lives
@@ -111,10 +112,11 @@ def rank(found: list[Finding], wall_s: float) -> list[dict[str, Any]]:
 
 def anomalies(material: Material) -> Iterator[Finding]:
     """Where something is slower than its peers, or than itself."""
+    chain = Chain(material.events)
     yield from _replicas(material)
     yield from _requests(material)
-    yield from _tools(material)
-    yield from _rewards(material)
+    yield from _tools(material, chain)
+    yield from _rewards(material, chain)
     yield from _calls(material)
     yield from _ranks(material)
 
@@ -203,7 +205,7 @@ def _requests(material: Material) -> Iterator[Finding]:
 # ---------------------------------------------------------------------------------------------- tools, rewards
 
 
-def _tools(material: Material) -> Iterator[Finding]:
+def _tools(material: Material, chain: Chain) -> Iterator[Finding]:
     calls = material.events.of("tool.execute")
     calls = calls[calls["duration_s"] > 0]  # a call that is refused at once is none
     medians = calls.groupby("tool", observed=True)["duration_s"].median()
@@ -223,22 +225,21 @@ def _tools(material: Material) -> Iterator[Finding]:
             )  # fmt: skip
         others = medians.drop(tool)
         usual = float(others.median()) if len(others) else 0.0
-        waited = intersection(_all(own), material.waits)
         if usual > 0 and medians[tool] >= max(1.0, SLOW_TOOL * usual):
+            waited = intersection(chain.calls(own), material.waits)
             worst = own.loc[own["duration_s"].idxmax()]
             yield Finding(
                 "tool_slow", "tool", str(tool), total(waited),
                 f"The tool {tool} is slow all the time: half of its {len(own)} calls take {seconds(medians[tool])} "
                 "or more, "
-                f"the other tools' {seconds(usual)}. While it was being called, the Trainer waited for samples for "
-                f"{seconds(total(waited))}.",
+                f"the other tools' {seconds(usual)}. The Trainer waited {seconds(total(waited))} for its answers.",
                 f"Make {tool} faster, or let more of its calls run at once (its max_concurrency or rate in "
                 "rollout.multi_turn.tools).",
                 {**_where(material, worst), "event": "tool.execute", "duration_s": medians[tool], "normal_s": usual},
             )  # fmt: skip
 
 
-def _rewards(material: Material) -> Iterator[Finding]:
+def _rewards(material: Material, chain: Chain) -> Iterator[Finding]:
     for event in ("reward.score", "sample.reward"):
         rows = material.events.of(event)
         found = excess(rows)
@@ -263,13 +264,12 @@ def _rewards(material: Material) -> Iterator[Finding]:
     scoring, making = float(rows["duration_s"].median()), float(made["duration_s"].median())
     if scoring < 1.0 or scoring < DOMINATES * (scoring + making):
         return
-    waited = intersection(_all(rows), material.waits)
+    waited = intersection(chain.rewards(), material.waits)
     worst = rows.loc[rows["duration_s"].idxmax()]
     yield Finding(
         "reward_slow", "reward", "sample.reward", total(waited),
         f"The reward is slow all the time: half of the samples are scored for {seconds(scoring)} or more, after "
-        f"{seconds(making)} of generation. While it was at it, the Trainer waited for samples for "
-        f"{seconds(total(waited))}.",
+        f"{seconds(making)} of generation. The Trainer waited {seconds(total(waited))} for nothing but that.",
         "Make the reward faster, or let more of its calls run at once: reward.max_concurrency, "
         "reward.judge.max_concurrency, reward_model.num_replicas.",
         {**_where(material, worst), "event": "sample.reward", "duration_s": scoring, "normal_s": making},
@@ -351,10 +351,6 @@ def _ranks(material: Material) -> Iterator[Finding]:
 
 
 # ---------------------------------------------------------------------------------------------- words
-
-
-def _all(rows: pd.DataFrame) -> Intervals:
-    return union(rows["timestamp"].to_numpy(), rows["end"].to_numpy())
 
 
 def _join(left: Intervals, right: Intervals) -> Intervals:

@@ -11,23 +11,41 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from asyncrl.report.intervals import NONE, Intervals, clip, complement, covered, intersection, total, union, without
 from asyncrl.report.load import Events
 
 BINS = 240
 OUTAGE_S = 60.0
-"""If no event of any kind covers so long a time, the run was down, or stood still altogether."""
+"""If no event of any kind covers so long a time, the run may have been down."""
 _BUBBLE_S = 1.0
 _OF_TRAINER = (
     "step", "trainer.wait_samples", "trainer.fetch", "trainer.experience", "trainer.critic", "trainer.update",
     "trainer.commit", "trainer.publish", "trainer.checkpoint", "sample.leased", "sample.trained",
 )  # fmt: skip
+_TURNS = (
+    "step", "trainer.wait_samples", "trainer.experience", "trainer.critic", "trainer.update", "trainer.publish",
+    "trainer.checkpoint",
+)  # fmt: skip
+"""A Trainer that trains is always in one of these."""
 _ENDS_OF_SAMPLES = ("sample.generate", "sample.dropped", "sample.ready")
 
 
-def window(events: Events) -> tuple[float, float, Intervals]:
-    """From the first sample's admission to the end of the last event, and when the run was down within it."""
+def window(events: Events, *, over: bool, launched_at: float | None = None) -> tuple[float, float, Intervals]:
+    """From the first sample's admission to the end of the last event, and when the run was down within it.
+
+    Time that no event covers is an outage if the run is over, for then all that it did is recorded. Of one that lives
+    or died, whatever covers that time may not have ended. There it is an outage only if something has begun anew since:
+
+    - the Trainer is at something that it began later: had it lived through that time, its event would cover it;
+    - a sample that came to no end is admitted again, though the Rollouter was not replaced;
+    - the run was launched or resumed in that time.
+
+    Args:
+        over: the run has ended in good order.
+        launched_at: when it was launched or last resumed, as far as known.
+    """
     start, end = events.window()
     for name in ("sample.admitted", "sample.generate", "trainer.wait_samples"):
         if events.has(name):
@@ -36,7 +54,19 @@ def window(events: Events) -> tuple[float, float, Intervals]:
     starts = np.concatenate([frame["timestamp"].to_numpy() for frame in events.frames.values()] or [np.empty(0)])
     ends = np.concatenate([frame["end"].to_numpy() for frame in events.frames.values()] or [np.empty(0)])
     silent = complement(union(starts, ends + 1e-6), start, end) if end > start else NONE
-    return start, end, silent[silent[:, 1] - silent[:, 0] > OUTAGE_S]
+    silent = silent[silent[:, 1] - silent[:, 0] > OUTAGE_S]
+    if over or not len(silent):
+        return start, end, silent
+    first, last = silent.T
+    anew = last <= max((float(events.of(name)["timestamp"].max()) for name in _TURNS if events.has(name)), default=0.0)
+    admitted, again = _open_admissions(events)
+    replaced = _replaced(events)
+    lost = np.isfinite(again) & (np.searchsorted(replaced, admitted) == np.searchsorted(replaced, again))
+    for begin, until in zip(admitted[lost], again[lost], strict=True):
+        anew |= (begin <= first) & (last <= until)
+    if launched_at is not None:
+        anew |= (first <= launched_at) & (launched_at <= last)
+    return start, end, silent[anew]
 
 
 class _Generation(NamedTuple):
@@ -92,6 +122,15 @@ def _generation(events: Events, start: float, end: float, down: Intervals, *, ov
 def _unended(events: Events, end: float, down: Intervals) -> tuple[Intervals, int]:
     """From each admission that no end of its sample follows until the sample is admitted again, the Rollouter is
     replaced, or the run is down; if none of that follows either it is under way: until `end`, and counted."""
+    begins, again = _open_admissions(events)
+    stops = np.sort(np.concatenate((_replaced(events), down[:, 0], [np.inf])))
+    until = np.minimum(again, stops[np.searchsorted(stops, begins, side="right").clip(max=len(stops) - 1)])
+    under_way = int(np.isinf(until).sum())
+    return np.column_stack((begins, np.minimum(until, end))), under_way
+
+
+def _open_admissions(events: Events) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Admissions that no end of their sample follows, and when it was admitted again: inf, it was not."""
     admitted = events.of("sample.admitted")
     admitted = admitted[admitted["index"] > 0][["index", "timestamp"]]
     done = [events.of(name)[["index", "end"]].rename(columns={"end": "timestamp"}) for name in _ENDS_OF_SAMPLES]
@@ -100,14 +139,14 @@ def _unended(events: Events, end: float, down: Intervals) -> tuple[Intervals, in
     following = rows.shift(-1)
     has_next = following["index"] == rows["index"]
     open_ = ~rows["ends"] & ~(has_next & (following["ends"] == True))  # noqa: E712 (nan behind the last row)
-    begins = rows.loc[open_, "timestamp"].to_numpy()
-    until = following["timestamp"].where(has_next)[open_].fillna(np.inf).to_numpy()
+    again = following["timestamp"].where(has_next)[open_].fillna(np.inf)
+    return rows.loc[open_, "timestamp"].to_numpy(), again.to_numpy()
+
+
+def _replaced(events: Events) -> NDArray[np.float64]:
+    """When the Rollouter was, ascending."""
     restarted = events.of("part.restarted")
-    gone = restarted.loc[restarted["part"] == "rollouter", "timestamp"].to_numpy()
-    stops = np.sort(np.concatenate((gone, down[:, 0], [np.inf])))
-    until = np.minimum(until, stops[np.searchsorted(stops, begins, side="right").clip(max=len(stops) - 1)])
-    under_way = int(np.isinf(until).sum())
-    return np.column_stack((begins, np.minimum(until, end))), under_way
+    return restarted.loc[restarted["part"] == "rollouter", "timestamp"].to_numpy()
 
 
 def _validating(events: Events) -> float | None:

@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from asyncrl.report.load import Events
-from asyncrl.report.requests import whole_trajectories
+from asyncrl.report.requests import CLOCKS_S, whole_trajectories
 
 KINDS = {
     "permit": "waiting for a permit",
@@ -93,7 +93,7 @@ def _surviving_samples(trained: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFra
 # ---------------------------------------------------------------------------------------------- samples
 
 
-def _newest(frame: pd.DataFrame, column: str) -> pd.Series:
+def newest(frame: pd.DataFrame, column: str) -> pd.Series:
     """By feed index; of a sample that was generated twice, the second time."""
     frame = frame[frame["index"] > 0].drop_duplicates("index", keep="last")
     return frame.set_index("index")[column]
@@ -114,7 +114,7 @@ def _samples(events: Events, trained: pd.DataFrame, steps: pd.DataFrame) -> pd.D
         ("ready", "sample.ready", "timestamp"),
         ("leased", "sample.leased", "timestamp"),
     ):
-        found[name] = _newest(events.of(event), column).reindex(found.index)
+        found[name] = newest(events.of(event), column).reindex(found.index)
     waits = ["permit", "slot", "reward_s", "payload_s", "offer_s"]
     found[waits] = found[waits].fillna(0.0).clip(lower=0.0)
     found["admitted"] = found["admitted"].fillna(found["begun"])
@@ -139,6 +139,16 @@ def _last_before(update: pd.DataFrame, steps: pd.Series, times: pd.Series) -> ND
     return told
 
 
+def _with_legs(events: Events, rows: pd.DataFrame) -> pd.Series:
+    """How long each of these trajectories took, with what came before its generation was cut and gone on with."""
+    keys = ["index", "trajectory"]
+    legs = events.of("trajectory")
+    legs = legs[(legs["finish_reason"] == "aborted") & legs["index"].isin(rows["index"])]
+    admitted = legs["index"].map(newest(events.of("sample.admitted"), "timestamp"))
+    before = legs[legs["timestamp"] >= admitted - CLOCKS_S].groupby(keys)["duration_s"].sum()
+    return rows["duration_s"] + before.reindex(pd.MultiIndex.from_frame(rows[keys])).fillna(0.0).to_numpy()
+
+
 def _trajectories(events: Events, samples: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFrame:
     rows = whole_trajectories(events)
     rows = rows[rows["index"].isin(samples.index)].reset_index(drop=True)
@@ -155,7 +165,7 @@ def _trajectories(events: Events, samples: pd.DataFrame, requests: pd.DataFrame)
         kinds[phase] = inside[f"{phase}_s"].to_numpy()
     kinds["tool"], kinds["user"] = rows["tool_s"].fillna(0.0), rows["user_s"].fillna(0.0)
     inside_s = kinds[[*PHASES, "tool", "user"]].fillna(0.0).sum(axis=1)
-    kinds["handling"] = rows["duration_s"] - inside_s
+    kinds["handling"] = _with_legs(events, rows) - inside_s
     kinds["siblings"] = of_sample["generated"] - rows["end"]
     kinds["reward"] = of_sample["reward_s"]
     kinds["payload"] = of_sample["payload_s"] + of_sample["offer_s"]

@@ -1,7 +1,8 @@
 """The events of a run as one pandas frame for each name. Blocking.
 
-Files are parsed in batches by pyarrow; a batch that it refuses (a torn line, a field of another type) is read line by
-line. At 1,000,000 events memory is what counts, so a frame has only the columns that its event can have.
+Files are parsed in batches by pyarrow; a batch that it refuses, or that has anything odd (a torn line, a field of
+another type, a time that cannot be), is read line by line. At 1,000,000 events memory is what counts, so a frame has
+only the columns that its event can have.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pyarrow.json as pj
 
 from asyncrl.profiling.events import EVENTS, FIELDS
 from asyncrl.profiling.files import event_files
+from asyncrl.profiling.reading import LATEST, MOST, SOONEST, WHOLE, is_number, parsed
 from asyncrl.types import SampleId
 
 BATCH_BYTES = 16 << 20
@@ -136,11 +138,11 @@ def _parsed(data: bytes, events: Events) -> pa.Table:
     schema = pa.schema(list(types.items()))
     parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     try:
+        data.decode()  # pyarrow does not look
         table = pj.read_json(pa.BufferReader(data), pj.ReadOptions(block_size=BLOCK_BYTES), parse)
-        bad = pc.or_(pc.is_null(table["event"]), pc.is_null(table["timestamp"]))
-        if pc.any(bad).as_py():
-            raise pa.ArrowInvalid("a line without name or time")
-    except pa.ArrowInvalid:
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        return _parsed_by_line(data, events)
+    if table.num_rows != data.count(b"\n") or not _is_sound(table):
         return _parsed_by_line(data, events)
     for column in ("trajectory", "replica"):
         if types[column] == pa.float64():
@@ -149,20 +151,32 @@ def _parsed(data: bytes, events: Events) -> pa.Table:
     return table
 
 
+def _is_sound(table: pa.Table) -> bool:
+    """Every row is an event by `profiling.reading`, and all of its numbers can have been measured."""
+    if any(table[column].null_count for column in ("event", "timestamp", "duration_s")):
+        return False
+    at, took = table["timestamp"].to_numpy(), table["duration_s"].to_numpy()
+    if not ((at >= SOONEST) & (at + took <= LATEST)).all():
+        return False
+    for column in table.column_names:
+        if pa.types.is_floating(table[column].type):
+            values = table[column].drop_null().to_numpy()
+            if not (np.abs(values) < MOST).all() or (column in (*WHOLE, "replica") and (values % 1).any()):
+                return False
+    return True
+
+
 def _parsed_by_line(data: bytes, events: Events) -> pa.Table:
     rows: dict[str, list[Any]] = {column: [] for column in _COLUMNS}
-    for line in data.splitlines():
+    for line in data.split(b"\n"):
         if not line.strip():
             continue
-        try:
-            raw = json.loads(line)
-            head = (str(raw["event"]), float(raw["timestamp"]), float(raw.get("duration_s") or 0.0))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        event = parsed(line)
+        if event is None:
             events.num_torn += 1
             continue
-        raw.update(zip(("event", "timestamp", "duration_s"), head, strict=True))
         for column, values in rows.items():
-            values.append(_plain(raw.get(column), column))
+            values.append(_plain(event.get(column), column))
     arrays = [pa.array(values, _type(column)) for column, values in rows.items()]
     return pa.Table.from_arrays(arrays, names=list(rows))
 
@@ -172,10 +186,7 @@ def _plain(value: Any, column: str) -> str | float | None:
         return None
     if column in _TEXT:
         return str(value)
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
+    return float(value) if is_number(value) else None
 
 
 def _columns_of(name: str) -> tuple[str, ...]:
@@ -235,7 +246,7 @@ def _with_request_parts(frame: pd.DataFrame) -> pd.DataFrame:
     if missing.any():
         parts = frame.loc[missing, "request"].str.replace(_ATTEMPT, "", regex=True).str.partition("/")
         place = parts[2].str.partition(".")
-        turns = pd.to_numeric(place[2], errors="coerce").fillna(0).astype("int64")
+        turns = place[2].map(_number).clip(lower=0)
         frame["sample"] = frame["sample"].astype("str").where(~(missing & no_sample), parts[0])
         frame["trajectory"] = frame["trajectory"].astype("str").where(~(missing & no_trajectory), place[0])
         frame["turn"] = frame["turn"].where(~(missing & no_turn), turns).astype("int64")
@@ -249,16 +260,18 @@ def _by_category(column: pd.Series, read: Callable[[str], int]) -> pd.Series:
 
 def _feed_index(sample: str) -> int:
     try:
-        return SampleId.parse(sample).index
+        index = SampleId.parse(sample).index
     except ValueError:
         return 0
+    return index if index < MOST else 0
 
 
 def _number(text: str) -> int:
     try:
-        return int(float(text))
+        number = float(text)
     except ValueError:
         return -1
+    return int(number) if is_number(number) else -1
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from asyncrl.report.lives import KINDS
+from asyncrl.report.waste import reasons_of
 
 Report = Mapping[str, Any]
 WIDTH, DPI = 11.0, 120
@@ -312,8 +313,7 @@ def _weight_sync(report: Report) -> Figure:
 
 def _thrown_away(report: Report) -> Figure:
     waste = report["thrown_away"]
-    rows = [(f"dropped: {row['reason']}", row["tokens"], _RED) for row in waste["dropped"]]
-    rows.append(("cut as surplus", waste["cut"]["thrown_away_tokens"], _RED))
+    rows = [(reason, tokens, _RED) for reason, tokens in reasons_of(waste)]
     rows.append(("cut as surplus, gone on with", waste["cut"]["kept_tokens"], _GREEN))
     rows.append(("in aborted attempts", waste["aborted"]["tokens"], _ORANGE))
     rows = [row for row in rows if row[1]] or rows[-1:]

@@ -70,17 +70,19 @@ def whole_trajectories(events: Events) -> pd.DataFrame:
 
 
 def _counts(events: Events, requests: pd.DataFrame) -> pd.Series:
-    """Those within their trajectory, or where that has not ended, after the sample was last admitted."""
+    """Those since the sample was last admitted, until their trajectory ended, if it has. What was cut and gone on with
+    is of one life."""
     keys = ["index", "trajectory"]
     whole = whole_trajectories(events).set_index(keys)[["timestamp", "end"]]
     begun = events.of("sample.admitted")
     admitted = begun[begun["index"] > 0].drop_duplicates("index", keep="last").set_index("index")["timestamp"]
     own = whole.reindex(pd.MultiIndex.from_frame(requests[keys]))
     after = requests["index"].map(admitted).to_numpy(dtype="float64", na_value=-np.inf)
-    begin, end = own["timestamp"].fillna(-np.inf).to_numpy(), own["end"].fillna(np.inf).to_numpy()
+    begin = np.where(np.isfinite(after), after, own["timestamp"].fillna(-np.inf).to_numpy())
+    end = own["end"].fillna(np.inf).to_numpy()
     end = np.where(after > end, np.inf, end)  # it is being made again
     middle = (requests["timestamp"] + requests["end"]) / 2
-    return (middle >= np.maximum(begin, after) - CLOCKS_S) & (middle <= end + CLOCKS_S)
+    return (middle >= begin - CLOCKS_S) & (middle <= end + CLOCKS_S)
 
 
 def analyse(requests: pd.DataFrame) -> dict[str, Any]:

@@ -16,21 +16,27 @@ SIGMAS = 5.0
 LEAST_RATIO = 1.25
 """An outlier is longer than the median by so many robust standard deviations, and by so much at least."""
 MOST_OUTLIERS = 20
+_CLOCK_S = 1e-3
+"""By which the end of an event and the begin of the next may seem to overlap."""
 _PARTS = {
     "trainer.experience": "log-probs and advantages",
     "trainer.critic": "the critic",
     "trainer.update": "the update of the policy",
     "trainer.publish": "publishing weights",
-    "trainer.checkpoint": "a checkpoint",
 }
+_CHECKPOINT = "a checkpoint behind it"
 _LEAVES = ("tool.execute", "user.step", "reward.score", "agent.run", "request", "sync.load", "sync.pause", "sync.fetch",
-           *_PARTS, "loop.stall")  # fmt: skip
+           *_PARTS, "trainer.checkpoint", "loop.stall")  # fmt: skip
 """Events that may be the one that a step waited for."""
 
 
 def analyse(events: Events, lives: Lives, requests: pd.DataFrame, start: float) -> dict[str, Any]:
-    """`requests`: with `step` as the report counts it. Times are seconds since `start`."""
-    steps = lives.steps
+    """`requests`: with `step` as the report counts it. Times are seconds since `start`.
+
+    Training stands still for a checkpoint between two steps: it counts for the one before it, whose duration here is
+    longer by it than that of its event.
+    """
+    steps = _with_checkpoints(events, lives)
     parts = _parts(events, steps)
     durations = steps["duration_s"].to_numpy()
     median = float(np.median(durations)) if len(steps) else 0.0
@@ -72,6 +78,20 @@ def analyse(events: Events, lives: Lives, requests: pd.DataFrame, start: float) 
     }
 
 
+def _with_checkpoints(events: Events, lives: Lives) -> pd.DataFrame:
+    """The steps that survived, with `checkpoint_s` of the checkpoint behind each, and longer by it."""
+    steps = lives.steps.assign(checkpoint_s=0.0)
+    # A checkpoint behind an abandoned step is of no other one.
+    ends = pd.concat([steps["end"], lives.abandoned["end"].set_axis([-1] * len(lives.abandoned))]).sort_values()
+    own = events.of("trainer.checkpoint")
+    place = np.searchsorted(ends.to_numpy(), own["timestamp"].to_numpy() + _CLOCK_S, side="right") - 1
+    behind = pd.Series(np.append(ends.index.to_numpy(dtype="int64"), -1)[place], index=own.index)
+    by = own[behind >= 0].groupby(behind)
+    steps.loc[by.size().index, "checkpoint_s"] = by["duration_s"].sum()
+    steps.loc[by.size().index, "end"] = by["end"].max()
+    return steps.assign(duration_s=steps["duration_s"] + steps["checkpoint_s"])
+
+
 def _parts(events: Events, steps: pd.DataFrame) -> pd.DataFrame:
     """Seconds of each step by what the Trainer did, by row of `steps`."""
     found = pd.DataFrame(index=steps.index)
@@ -82,9 +102,10 @@ def _parts(events: Events, steps: pd.DataFrame) -> pd.DataFrame:
         # The events of a step lie within it; those of an abandoned one of the same number do not.
         inside = place < len(steps)
         own, place = own[inside], place[inside]
-        within = own["timestamp"].to_numpy() >= steps["timestamp"].to_numpy()[place] - 1e-3
+        within = own["timestamp"].to_numpy() >= steps["timestamp"].to_numpy()[place] - _CLOCK_S
         seconds = np.bincount(place[within], own["duration_s"].to_numpy()[within], minlength=len(steps))
         found[name] = seconds[: len(steps)]
+    found[_CHECKPOINT] = steps["checkpoint_s"]
     known = found.sum(axis=1)
     found["the rest"] = (steps["duration_s"] - known).clip(lower=0.0)
     return found
@@ -126,7 +147,7 @@ def _outlier(
 
 def _last_sample(lives: Lives, step: int) -> dict[str, Any] | None:
     """The one that the step's lease waited for, and what took it longer than others."""
-    samples = lives.samples[lives.samples["step"] == step]
+    samples = lives.samples[(lives.samples["step"] == step) & lives.samples["ready"].notna()]
     if not len(samples):
         return None
     last = samples.loc[samples["ready"].idxmax()]
@@ -173,8 +194,11 @@ def _slowest_turn(events: Events, lives: Lives, requests: pd.DataFrame | None, s
 
 def _typical(frame: pd.DataFrame) -> pd.Series:
     """Median by what the event is about: its tool, or itself."""
-    by = frame["tool"].astype("str") if "tool" in frame else pd.Series("", index=frame.index)
-    return frame["duration_s"].groupby(by).median()
+    return frame["duration_s"].groupby(_about(frame)).median()
+
+
+def _about(frame: pd.DataFrame) -> pd.Series:
+    return frame["tool"].astype("str").fillna("") if "tool" in frame else pd.Series("", index=frame.index)
 
 
 def _event(events: Events, begin: float, end: float, typical: dict[str, pd.Series]) -> dict[str, Any] | None:
@@ -185,8 +209,7 @@ def _event(events: Events, begin: float, end: float, typical: dict[str, pd.Serie
         frame = frame[(frame["timestamp"] < end) & (frame["end"] > begin)]
         if not len(frame):
             continue
-        by = frame["tool"].astype("str") if "tool" in frame else pd.Series("", index=frame.index)
-        usual = by.map(typical[name])
+        usual = _about(frame).map(typical[name])
         excess = frame["duration_s"] - usual
         place = excess.idxmax()
         if best is None or excess[place] > best["excess_s"]:

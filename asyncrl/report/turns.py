@@ -12,6 +12,10 @@ from asyncrl.report.requests import whole_trajectories
 
 MOST = 50
 """Turns that are told one by one."""
+UNKNOWN = "(unknown tools)"
+"""Stands for all names that only models use: there is no end to what they make up."""
+_OF_NO_TOOL = ("unknown_tool", "too_many")
+"""How calls of any name end."""
 
 
 def analyse(events: Events, requests: pd.DataFrame) -> dict[str, Any]:
@@ -55,8 +59,10 @@ def _by_turn(frame: pd.DataFrame) -> dict[int, float]:
 
 def _tools(events: Events) -> list[dict[str, Any]]:
     calls = events.of("tool.execute")
+    known = calls.loc[(calls["duration_s"] > 0) | ~calls["status"].isin(_OF_NO_TOOL), "tool"]
+    names = calls["tool"].astype("str").where(calls["tool"].isin(known) & (calls["tool"] != ""), UNKNOWN)
     told = []
-    for tool, own in calls.groupby("tool", observed=True):
+    for tool, own in calls.groupby(names):
         told.append(
             {
                 "tool": tool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ FRACTIONS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 def thrown_away(events: Events, lives: Lives) -> dict[str, Any]:
-    """Dropped samples, over-sampled generation that was cut, and attempts that weight syncs aborted.
-
-    What a dropped sample cost is what engines sampled for it in this run: of one out of a record nothing.
+    """What engines sampled in this run and is in no sample that was trained or may still be: of dropped samples, of
+    over-sampled generation that was cut, of trajectories beyond those that were asked for, and of those that count what
+    was sampled again. Of one out of a record engines sampled nothing.
     """
     requests, goes_on = attempts(events)
     requests["response_tokens"] = requests["response_tokens"].fillna(0.0)
@@ -36,9 +37,11 @@ def thrown_away(events: Events, lives: Lives) -> dict[str, Any]:
     lost_cut = cut[(cut["kept"].fillna(0) != 1) & ~cut["index"].isin(dropped["index"])]
     cut_tokens = lost_cut.groupby("index")["tokens"].sum()
     cut_tokens = np.minimum(cut_tokens, sampled.reindex(cut_tokens.index).fillna(0.0)).sum()
-    tokens, whole = cut_tokens + cost.sum(), requests["response_tokens"].sum()
+    gone = dropped["index"].tolist() + lost_cut["index"].tolist()
+    surplus, again = _beside(events, lives, requests[~requests["index"].isin(gone)])
+    tokens, whole = cost.sum() + cut_tokens + surplus.sum() + again.sum(), requests["response_tokens"].sum()
     aborted = requests[requests["finish_reason"] == "aborted"]
-    again = requests[goes_on]
+    resumed = requests[goes_on]
     return {
         "sampled_tokens": whole,
         "thrown_away_tokens": tokens,
@@ -46,14 +49,43 @@ def thrown_away(events: Events, lives: Lives) -> dict[str, Any]:
         "dropped": sorted(reasons, key=lambda row: -row["tokens"]),
         "cut": {"groups": len(cut), "thrown_away_tokens": cut_tokens,
                 "kept_tokens": cut.loc[cut["kept"] == 1, "tokens"].sum()},
+        "surplus_trajectories": {"trajectories": len(surplus), "tokens": surplus.sum()},
+        "sampled_again": {"trajectories": int((again > 0).sum()), "tokens": again.sum()},
         "aborted": {
             "attempts": len(aborted),
             "share_of_attempts": len(aborted) / len(requests) if len(requests) else None,
             "tokens": aborted["response_tokens"].sum(),
-            "resumed": len(again),
-            "prefill_again_s": again["prefill_s"].sum(),
+            "resumed": len(resumed),
+            "prefill_again_s": resumed["prefill_s"].sum(),
         },
     }  # fmt: skip
+
+
+def reasons_of(waste: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Why tokens were thrown away, and how many; none is zero. `waste`: see `thrown_away`."""
+    told = [(f"dropped: {row['reason']}", row["tokens"]) for row in waste["dropped"]]
+    told.append(("cut as surplus", waste["cut"]["thrown_away_tokens"]))
+    told.append(("surplus trajectories", waste["surplus_trajectories"]["tokens"]))
+    told.append(("sampled again or given up", waste["sampled_again"]["tokens"]))
+    return [(reason, tokens) for reason, tokens in told if tokens]
+
+
+def _beside(events: Events, lives: Lives, requests: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Of samples that are not lost, tokens by trajectory: of those that do not count, as enough others had ended
+    before; and what was sampled for those that count beyond what is in them.
+
+    `requests`: attempts; a trajectory that is under way is in neither.
+    """
+    keys = ["index", "trajectory"]
+    sampled = requests.groupby(keys)["response_tokens"].sum()
+    ended = pd.MultiIndex.from_frame(events.of("trajectory")[keys])
+    whole = whole_trajectories(events).set_index(keys)
+    done = events.of("sample.ready")["index"].tolist() + lives.trained_in.index.tolist()
+    of_done = sampled.index.get_level_values("index").isin(done)
+    surplus = sampled[of_done & sampled.index.isin(ended) & ~sampled.index.isin(whole.index)]
+    own = sampled[sampled.index.isin(whole.index)]
+    used = whole["sampled_tokens"].fillna(whole["tokens"]).reindex(own.index)
+    return surplus, (own - used.fillna(own)).clip(lower=0.0)
 
 
 def lower_limits(events: Events, lives: Lives, requests: pd.DataFrame, configured: int | None) -> dict[str, Any]:

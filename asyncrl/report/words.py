@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from asyncrl.report.lives import KINDS
+from asyncrl.report.waste import reasons_of
 
 Report = Mapping[str, Any]
 CHEAP = 0.02
@@ -211,11 +212,15 @@ def _thrown_away(report: Report) -> str:
     aborted = waste["aborted"]
     return (
         f"{waste['thrown_away_tokens']:,.0f} of {waste['sampled_tokens']:,.0f} sampled tokens "
-        f"({percent(waste['share'])}) were thrown away with dropped or surplus samples. Weight syncs or callers "
-        "aborted "
+        f"({percent(waste['share'])}) were thrown away{_why(waste)}. Weight syncs or callers aborted "
         f"{count(aborted['attempts'], 'attempt')} with {aborted['tokens']:,.0f} tokens; {aborted['resumed']} were "
         f"gone on with, for {seconds(aborted['prefill_again_s'])} of prefill a second time."
     )
+
+
+def _why(waste: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{tokens:,.0f} {reason}" for reason, tokens in reasons_of(waste))
+    return f" ({reasons})" if reasons else ""
 
 
 def _limits(report: Report) -> str:

@@ -6,7 +6,6 @@ A line that is not whole waits until it is. One that was cut off for good, or is
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.profiling.files import DIRECTORY, step_dir
+from asyncrl.profiling.reading import parsed
 
 CHUNK_BYTES = 4 << 20
 """Read at a time."""
@@ -23,8 +23,6 @@ FULL_LOOK_S = 60.0
 """A step that is long over may still get events: of a part that was slow to send its own, or after going back to it."""
 _NEWEST = 4
 _WARM_S = 1.5 * FULL_LOOK_S
-_SOONEST, _LATEST = 946_684_800, 4_102_444_800
-"""The years 2000 to 2100: an event at another time is damage."""
 
 
 class Event(NamedTuple):
@@ -118,7 +116,7 @@ class EventReader:
         for file, events in groupby(by_place, key=lambda each: each[1][0]):
             with contextlib.suppress(OSError), self._files[file].open("rb", buffering=0) as opened:
                 for key, (_, offset, length) in events:
-                    found[key] = _parsed(os.pread(opened.fileno(), length, offset)) or {}
+                    found[key] = parsed(os.pread(opened.fileno(), length, offset)) or {}
         return {key: found.get(key, {}) for key in places}
 
     def _to_look_at(self, now: float, *, full: bool) -> list[str]:
@@ -175,31 +173,17 @@ class EventReader:
     def _events(self, data: bytes, offset: int) -> list[Event]:
         events = []
         for line in data.split(b"\n")[:-1]:
-            if line:
-                fields = _parsed(line)
-                event = _event(fields, offset, len(line)) if fields is not None else None
-                if event is None:
+            if line.strip():
+                fields = parsed(line)
+                if fields is None:
                     self.damaged += 1
                 else:
-                    events.append(event)
+                    events.append(_event(fields, offset, len(line)))
             offset += len(line) + 1
         return events
 
 
-def _parsed(line: bytes) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _event(fields: Mapping[str, Any], offset: int, length: int) -> Event | None:
-    try:
-        at, duration, name = fields["timestamp"], fields["duration_s"], fields["event"]
-        if not (at >= _SOONEST and duration < math.inf and at + duration <= _LATEST and isinstance(name, str)):
-            return None
-        start = round(at * 1_000_000)
-        return Event(start, start + max(0, round(duration * 1_000_000)), name, fields, offset, length)
-    except (KeyError, TypeError, OverflowError):
-        return None
+def _event(fields: Mapping[str, Any], offset: int, length: int) -> Event:
+    start = round(fields["timestamp"] * 1_000_000)
+    end = start + max(0, round(fields["duration_s"] * 1_000_000))
+    return Event(start, end, fields["event"], fields, offset, length)

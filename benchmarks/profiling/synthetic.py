@@ -6,6 +6,7 @@ call tools, are scored, wait, are leased in the order in which they became ready
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import random
@@ -35,6 +36,8 @@ class Faults:
     reward_hangs: int = 0
     reward_always_s: float = 0.0
     """Added to every call of the reward."""
+    tool_always_s: float = 0.0
+    """Added to every call of the first tool."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class Plan:
     tools: tuple[str, ...] = ("search", "python")
     ahead: int = 1
     """Versions' worth of samples that generation runs ahead."""
+    lanes: int = 0
+    """Places in generation; the next sample comes as soon as one is free, whatever the Trainer does. 0: samples come
+    as it consumes them."""
     token_s: float = 0.02
     tokens: int = 80
     """Median of a turn."""
@@ -131,8 +137,11 @@ class _Run:
         plan = self._plan
         free = START
         pending: list[_Sample] = []
-        for _ in range(plan.samples * (1 + plan.ahead)):
-            pending.append(self._sample(START + self._random.uniform(0, 0.2)))
+        if plan.lanes:
+            pending = self._by_lanes()
+        else:
+            for _ in range(plan.samples * (1 + plan.ahead)):
+                pending.append(self._sample(START + self._random.uniform(0, 0.2)))
         lineage, went_back = 0, False
         while self._step <= plan.steps:
             pending.sort(key=lambda each: each.ready)
@@ -147,7 +156,7 @@ class _Run:
                 self._put("driver", free - 5, "part.restarted", 5, part="replica", cause="killed")
             self._version += 1
             self._sync(free)
-            for _ in leased:
+            for _ in leased if not plan.lanes else ():
                 sample = self._sample(admits + self._random.uniform(0, 0.05))
                 while self._random.random() < (0.5 if sample.replayed else plan.dropped):
                     tokens = float(sample.tokens)
@@ -176,12 +185,23 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ the Rollouter
 
-    def _sample(self, admitted: float) -> _Sample:
+    def _by_lanes(self) -> list[_Sample]:
+        """All samples of the run."""
+        free = [START] * self._plan.lanes
+        made = []
+        for _ in range(self._plan.steps * self._plan.samples):
+            sample = self._sample(heapq.heappop(free), permit_s=0.0)
+            heapq.heappush(free, sample.generated)
+            made.append(sample)
+        return made
+
+    def _sample(self, admitted: float, *, permit_s: float = 0.2) -> _Sample:
+        """`permit_s`: the least wait of its ask for a permit."""
         plan, rng = self._plan, self._random
         self._index += 1
         index = self._index
         name = f"sample_0_{index}"
-        wait = rng.uniform(0, 0.1)
+        wait = permit_s + rng.uniform(0, 0.1)
         self._put("rollouter", admitted - wait, "rollout.permit", wait, granted=1)
         self._put("rollouter", admitted, "sample.admitted", 0, sample=name, permit_wait_s=wait)
         slot = rng.uniform(0, 0.02)
@@ -230,7 +250,7 @@ class _Run:
         replica = rng.randrange(plan.replicas)
         turns = 1 + min(plan.turns - 1, int(rng.expovariate(1.0) + rng.random())) if plan.turns > 1 else 1
         turns = max(turns, 2 if hangs and plan.turns > 1 else 1)
-        now, tokens, generate_s, tool_s, context = begun, 0, 0.0, 0.0, 60
+        now, tokens, sampled, generate_s, tool_s, context = begun, 0, 0, 0.0, 0.0, 60
         for turn in range(turns):
             length = max(4, int(rng.lognormvariate(0, 0.45) * plan.tokens))
             done = 0
@@ -241,12 +261,14 @@ class _Run:
                 done += part
                 generate_s += took
             tokens += length
+            sampled += length
             context += length
             for event, took in (("turn.parse", 0.001), ("turnlog.write", 0.002)):
                 self._put("rollouter", now, event, took, sample=sample, trajectory=number, turn=turn, tokens=length)
             if turn + 1 < turns and plan.tools:
                 tool = plan.tools[0] if hangs and turn == 0 else rng.choice(plan.tools)
                 took = 0.3 * rng.lognormvariate(0, 0.3) + (plan.faults.tool_hang_s if hangs and turn == 0 else 0.0)
+                took += plan.faults.tool_always_s if tool == plan.tools[0] else 0.0
                 self._put(
                     "rollouter", now, "tool.execute", took,
                     sample=sample, trajectory=number, turn=turn, tool=tool, status="ok", wait_s=0.0,
@@ -261,7 +283,7 @@ class _Run:
         self._put(
             "rollouter", begun, "trajectory", now - begun,
             sample=sample, trajectory=number, turns=turns, calls=turns - 1 if plan.tools else 0, tokens=tokens,
-            sampled_tokens=tokens, finish_reason="stop", generate_s=generate_s, tool_s=tool_s, user_s=0.0,
+            sampled_tokens=sampled, finish_reason="stop", generate_s=generate_s, tool_s=tool_s, user_s=0.0,
         )  # fmt: skip
         return now, tokens
 

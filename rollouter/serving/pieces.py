@@ -24,6 +24,8 @@ class Told:
 
     replica: str
     events: Sequence[Mapping[str, Any]]
+    sent: int | None = None
+    """How many it has sent until now, with these (`Profiler.take`); None: it does not say."""
 
 
 class Piece(NamedTuple):

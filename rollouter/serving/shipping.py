@@ -2,8 +2,9 @@
 the process's `profile`.
 
 They go with the answers to generate calls: at the end of the last call that is open, and about once a second while
-there are others, as a message costs a millisecond. What was on its way to a caller who has turned away goes with the
-next answer.
+there are others, as a message costs a millisecond. What a caller who has turned away did not fetch goes with the next
+answer if Ray had not taken it. If it had, it is lost; as each message says how many events this replica has sent, the
+Rollouter counts what does not come (`Profiler.take`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Shipping:
         self._clock = clock
         self._open = 0
         self._last = clock()
+        self._sent = 0
+        """Events, in all."""
         self._unsent: list[Mapping[str, Any]] = []
 
     async def along(self, answer: AsyncGenerator[News, None]) -> AsyncGenerator[News | Told, None]:
@@ -52,7 +55,9 @@ class Shipping:
     def all(self) -> Sequence[Mapping[str, Any]]:
         """What there is to tell, for an answer that is given anyhow."""
         unsent, self._unsent = self._unsent, []
-        return [*unsent, *profile.drain()]
+        events = [*unsent, *profile.drain()]
+        self._sent += len(events)
+        return events
 
     def _due(self, *, at_end: bool = False) -> Told | None:
         """What goes with the answer now; None: nothing. `at_end`: of a call."""
@@ -66,11 +71,12 @@ class Shipping:
         if not events:
             return None
         self._last = now
-        return Told(self._replica, events)
+        return Told(self._replica, events, self._sent)
 
     @contextmanager
     def _sending(self, told: Told) -> Iterator[None]:
-        """Whoever does not come back for what follows may not have got it."""
+        """If Ray does not come back for what follows, it has not taken it. If it does, the caller may yet not fetch
+        it."""
         try:
             yield
         except BaseException:
@@ -79,6 +85,6 @@ class Shipping:
 
     def _put_back(self, events: Sequence[Mapping[str, Any]]) -> None:
         room = max(0, MAX_UNSENT - len(self._unsent))
+        self._sent -= len(events)
         self._unsent += events[:room]
-        if len(events) > room:
-            profile.note("profiler.dropped", events=len(events) - room)
+        profile.lose(max(0, len(events) - room))

@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from asyncrl.failures import BugError
 from asyncrl.profiling import Profiler, Setup
 from asyncrl.profiling import events as registry
-from asyncrl.profiling.files import event_files
+from asyncrl.profiling.files import MAX_TEXT, EventFiles, Line, event_files
 from asyncrl.profiling.profiler import MAX_DRAINED
 
 ROOT = Path(__file__).parents[2]
@@ -224,8 +225,57 @@ def test_an_answer_carries_so_many() -> None:
     assert [len(profiler.drain()) for _ in range(3)] == [MAX_DRAINED, 7, 0]
 
 
+def dropped(count: int) -> dict[str, Any]:
+    return {"event": "profiler.dropped", "timestamp": 0.0, "duration_s": 0.0, "events": count}
+
+
+@pytest.mark.parametrize(
+    ("answers", "lost"),
+    [
+        ([(2, 2), (3, 5), (1, 6)], 0),
+        ([(2, 2), (1, 6), (1, 7), (1, 8)], 3),
+        ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # overtaken
+        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # late, after it was told; then as many are lost
+        ([(2, 502), (1, 503), (1, 504)], 0),  # most went to the Rollouter before this one
+        ([(2, 2), (4, None), (1, 7), (1, 8)], 0),
+        ([(2, 2), (2, None), (1, 7), (1, 8)], 2),
+    ],
+)
+def test_what_was_sent_and_does_not_come_is_lost(
+    tmp_path: Path, answers: list[tuple[int, int | None]], lost: int
+) -> None:
+    profiler = Profiler()
+    profiler.configure("rollouter", Setup("full", tmp_path / "events"))
+    request = {"event": "request", "timestamp": 0.0, "duration_s": 0.0}
+    for count, sent in answers:
+        profiler.take("replica-a", [request] * count, sent=sent)
+        profiler.take("replica-b", [request] * 2)
+    events = written(profiler, tmp_path)
+    assert profiler.status()["dropped"] == lost and profiler.status()["own_dropped"] == 0
+    told = [(event["file"], event["events"]) for event in events if event["event"] == "profiler.dropped"]
+    assert told == ([("step_000000/rollouter", lost)] if lost else [])
+    profiler.close()
+
+
+def test_what_others_have_dropped_is_told_though_their_word_of_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
+    profiler = Profiler()
+    profiler.configure("rollouter", Setup("full", tmp_path / "events", 1))
+    profiler.take("replica-a", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}, dropped(5)])
+    assert written(profiler, tmp_path)[-1]["events"] == 6
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full_disk)
+        profiler.take("replica-a", [dropped(7)])
+        profiler.flush()
+    told = sum(event.get("events", 0) for event in written(profiler, tmp_path))
+    assert told == profiler.status()["dropped"] == 6 + 8
+    profiler.close()
+
+
 def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
-    profiler.take("replica-a", [{"event": "profiler.dropped", "timestamp": 0, "duration_s": 0, "events": 5}])
+    profiler.take("replica-a", [dropped(5)])
     assert profiler.status() == {"events": 1, "dropped": 5, "own_dropped": 0, "unsent": 0}
 
 
@@ -302,6 +352,22 @@ def test_a_full_disk_costs_events_and_nothing_else(
     assert profiler.status() == {"events": 7, "dropped": 6, "own_dropped": 6, "unsent": 0}
 
 
+def full_disk(descriptor: int, data: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_a_torn_line_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torn = tmp_path / "step_000000" / "x.jsonl"
+    torn.parent.mkdir()
+    torn.write_text('{"event": "sample.re')
+    files = EventFiles(tmp_path)
+    monkeypatch.setattr(os, "write", full_disk)
+    line = Line("x", {"event": "sample.ready"})
+    assert files.write([line]) == [line]
+    here = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
+    assert torn.resolve() not in here
+
+
 def test_a_disk_that_takes_a_part_keeps_whole_lines(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +408,7 @@ class Odd:
         (float("nan"), None),
         (np.float32("inf"), None),
         (Odd(), "Odd"),
-        ("x" * 5000, "x" * 5000),
+        ("x" * 5000, "x" * MAX_TEXT),
         ([1, 2], [1, 2]),
     ],
 )
@@ -356,6 +422,117 @@ def test_whatever_somebody_puts_into_a_field_the_line_can_be_read(
     assert (tool["scores"], tool["turn"]) == (read, 1)
     assert ready["step"] == "seven" and ready["file"] == "step_000000/rollouter"
     assert profiler.status()["dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("a\ud800b", "a?b"),
+        ("\udc00\ud83d", "??"),
+        ("\U0001f600\u2028é", "\U0001f600\u2028é"),
+        ("\\ud800", "\\ud800"),
+        (["\ud800", 1], ["?", 1]),
+    ],
+)
+def test_half_a_character_is_not_written(profiler: Profiler, tmp_path: Path, text: Any, read: Any) -> None:
+    """A model may call a tool of any name, and `json.loads` takes it."""
+    profiler.note("tool.execute", tool=text)
+    (event,) = written(profiler, tmp_path)
+    assert event["tool"] == read
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_texts_are_cut_before_they_wait(tmp_path: Path, at_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
+    profiler = Profiler()
+    profiler.configure("x", Setup("full", tmp_path if at_home else None))
+    tracemalloc.start()
+    for number in range(20):
+        with profiler.span("tool.execute", turn=number) as span:
+            span.add(tool=str(number) * 1_000_000)
+        del span
+        profiler.note("part.restarted", part="x", cause="y" * (1_000_000 + number))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    profiler.close()
+    assert held < 1_000_000
+
+
+def test_an_event_that_cannot_be_encoded_is_lost_alone_and_told_once(
+    profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            profiler.note("sample.ready", tokens=1)
+            profiler.record("request", started_at=cast(float, None), duration_s=1.0)
+            profiler.note("sample.ready", tokens=10**5000)
+            profiler.note("sample.ready", tokens=2)
+            profiler.take("\0", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}])
+            profiler.flush()
+    events = written(profiler, tmp_path)
+    assert [event["tokens"] for event in events if event["event"] == "sample.ready"] == [1, 2] * 2
+    assert sum(event.get("events", 0) for event in events) == profiler.status()["dropped"] == 6
+    assert caplog.text.count("cannot be encoded") == caplog.text.count("nor others like it") == 1
+
+
+def test_whatever_goes_wrong_the_thread_writes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = EventFiles.write
+
+    def fail(self: EventFiles, lines: Any) -> Any:
+        failed.release()
+        raise MemoryError
+
+    failed = threading.Semaphore(0)
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr(EventFiles, "write", fail)
+    profiler = Profiler()
+    profiler.configure("x", Setup("full", tmp_path / "events"))
+    profiler.note("sample.ready", tokens=1)
+    for _ in range(3):
+        assert failed.acquire(timeout=30)
+    monkeypatch.setattr(EventFiles, "write", write)
+    profiler.note("sample.ready", tokens=2)
+    profiler.close()
+    events = written(profiler, tmp_path)
+    assert sorted((event["event"], event.get("tokens"), event.get("events")) for event in events) == [
+        ("profiler.dropped", None, 1),
+        ("sample.ready", 2, None),
+    ]
+    assert caplog.text.count("events cannot be written") == 1
+
+
+def test_a_writer_that_is_late_leaves_the_next_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    in_time: list[bool] = []
+    write = EventFiles.write
+
+    def slow(self: EventFiles, lines: Any) -> Any:
+        if self._directory == tmp_path / "old" / "events":
+            writing.set()
+            in_time.append(go_on.wait(2))
+        return write(self, lines)
+
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
+    monkeypatch.setattr("asyncrl.profiling.profiler.CLOSE_S", 0.01)
+    monkeypatch.setattr(EventFiles, "write", slow)
+    profiler = Profiler()
+    profiler.configure("x", Setup("summary", tmp_path / "old" / "events"))
+    late = profiler._thread
+    profiler.note("sample.ready")
+    assert writing.wait(30) and late is not None
+    monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
+    profiler.configure("x", Setup("summary", tmp_path / "new" / "events"))
+    profiler.note("sample.ready", tokens=1)
+    profiler.flush()
+    profiler.note("sample.ready", tokens=2)
+    go_on.set()
+    late.join(30)
+    assert in_time[0], "nobody waits for the other's disk"
+    assert [event["tokens"] for event in written(profiler, tmp_path / "new")] == [1, 2]
+    assert profiler.status() == {"events": 2, "dropped": 0, "own_dropped": 0, "unsent": 0}
+    profiler.close()
 
 
 def test_what_is_recorded_while_the_last_lines_are_written_is_written_too(

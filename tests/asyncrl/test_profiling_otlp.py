@@ -174,6 +174,14 @@ def test_a_dead_collector_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> N
     assert sink.lost >= 4
 
 
+def test_half_a_character_costs_no_batch(collector: Collector) -> None:
+    sink = OtlpSink(collector.url, "rollouter", "small-1")
+    sink([line(tool="\ud800add"), line(tool="größer 😀")])
+    sink.close()
+    told = sorted(attribute.value.string_value for _, span in collector.spans() for attribute in span.attributes)
+    assert sink.lost == 0 and told == ["?add", "größer 😀"]
+
+
 def test_what_is_not_sent_is_in_the_status(collector: Collector, tmp_path: Path) -> None:
     collector.status = 400
     profiler = Profiler()

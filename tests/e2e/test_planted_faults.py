@@ -95,7 +95,7 @@ def test_a_tool_that_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_slow_reward(tmp_path: Path) -> None:
+def test_one_slow_call_of_the_reward(tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import itertools, time\n"
@@ -109,3 +109,20 @@ def test_a_slow_reward(tmp_path: Path) -> None:
     first = worst(run)
     assert (first["kind"], first["what"]) == ("reward_hang", "reward")
     assert first["evidence"]["duration_s"] > 19 and first["evidence"]["sample"].startswith("sample_0_")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_reward_that_is_always_slow(tmp_path: Path) -> None:
+    """Every response is scored for as long: generation and training of a step are a fraction of that."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import asyncio\n"
+        "async def score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    await asyncio.sleep(8)\n"
+        "    return float(solution_str.strip() == str(ground_truth))\n"
+    )
+    run = start(tmp_path, *QUIET, f"reward.function={rewards}:score", "reward.max_concurrency=1024")
+    first = worst(run)
+    assert (first["kind"], first["what"]) == ("reward_slow", "reward")
+    assert first["evidence"]["duration_s"] > 7.9 > first["evidence"]["normal_s"]

@@ -42,10 +42,8 @@ def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_pa
     assert (summary["step"], summary["version"], summary["resumed"]["step"]) == (6, 6, 4)
     assert summary["samples"]["trained"] == summary["samples"]["fed"] == 6 * BATCH
     assert balanced(summary["samples"])
-    points = summary["validation"]["points"]
-    assert [point["step"] for point in points] == [0, 4, 4, 6]
-    # The policy that one rank has read is the one that two have written.
-    assert points[2]["reward"] == pytest.approx(points[1]["reward"], abs=1 / 16)
+    # What the first launch has validated is not validated again.
+    assert [point["step"] for point in summary["validation"]["points"]] == [0, 4, 6]
     steps = second.steps()
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(step["critic/grad_norm"] > 0 for step in steps)

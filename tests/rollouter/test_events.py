@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from asyncrl.config.schema import Config, OverSampleConfig, SkipConfig
 from asyncrl.failures import InfraError, UserCodeError
 from asyncrl.payloads import PackedBlob, pack, to_blob, unpack
 from asyncrl.ports import ApplyReport, GenerateRequest, Lease, Publication
-from asyncrl.profiling import Setup, profile
+from asyncrl.profiling import Profiler, Setup, profile
 from asyncrl.profiling.files import event_files
 from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
@@ -723,6 +724,41 @@ async def test_events_on_their_way_to_a_caller_who_turns_away_go_with_the_next_a
     assert [await last.next(), await last.next()] == ["a", ["sync.fetch"]]
     await last.leave()
     assert [one["event"] for one in shipping.all()] == ["sync.fetch"] and not shipping.all()
+
+
+async def test_events_that_nobody_fetches_are_missed_at_home(events_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray comes back for the next item before the caller has fetched the one before."""
+    clock, away = ManualClock(), Profiler()
+    away.configure("replica-r", Setup("full"))
+    monkeypatch.setattr(shipping_module, "profile", away)
+    shipping = Shipping("r", clock)
+
+    async def message() -> Told:
+        async def say() -> AsyncGenerator[str, None]:
+            while True:
+                yield ""
+
+        away.note("sync.load")
+        away.note("sync.verify")
+        clock.now_s += SHIP_EVERY_S
+        async with aclosing(shipping.along(say())) as answer:
+            told = [await anext(answer) for _ in range(3)][1]
+        assert isinstance(told, Told)
+        return told
+
+    first, _, *others = [await message() for _ in range(4)]
+    turn = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+
+    async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
+        for news in (Taken("r"), first, *others, [Piece(0, turn, True)]):
+            yield news
+
+    request = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
+    await client.generate(call, [request], session="s", max_attempts=1)
+    events = written(events_dir)
+    assert len(of(events, "sync.load")) == len(of(events, "sync.verify")) == 3
+    assert the(events, "profiler.dropped")["events"] == profile.status()["dropped"] == 2
+    away.close()
 
 
 async def test_of_events_that_nobody_takes_no_more_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:

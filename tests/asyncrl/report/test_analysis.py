@@ -16,7 +16,7 @@ from asyncrl.report.analysis import analyse
 from asyncrl.report.lives import KINDS
 from asyncrl.report.load import load
 from asyncrl.report.words import figures
-from benchmarks.profiling.synthetic import Faults, Plan, write_run
+from benchmarks.profiling.synthetic import START, Faults, Plan, write_run
 
 SAMPLE = {"step": 1, "sample": "sample_0_1"}
 FIRST = {**SAMPLE, "trajectory": 0}
@@ -62,7 +62,7 @@ def write(run_dir: Path, events: Any) -> None:
     files = EventFiles(run_dir / DIRECTORY)
     files.write(
         [
-            Line("all", {"timestamp": at, "event": name, "duration_s": took, **fields})
+            Line("all", {"timestamp": START + at, "event": name, "duration_s": took, **fields})
             for name, at, took, fields in events
         ]
     )
@@ -226,10 +226,10 @@ def test_how_long_the_run_took_to_start_and_to_end(tmp_path: Path) -> None:
     """Its events are from 100 s to 111 s."""
     write(tmp_path, TINY)
     events = load(tmp_path)
-    found = analyse(events, {"status": "completed", "started_at": 40.0}, {"wall_s": 80.0})
+    found = analyse(events, {"status": "completed", "started_at": START + 40}, {"wall_s": 80.0})
     assert (found["run"]["starting_s"], found["run"]["wall_s"], found["run"]["ending_s"]) == (60, 11, 9)
     assert "Starting the run took 60 s, until its first sample, and ending it 9 s" in found["notes"][0]
-    resumed = analyse(events, {"status": "completed", "started_at": 105.0}, {"wall_s": 8.0})
+    resumed = analyse(events, {"status": "completed", "started_at": START + 105}, {"wall_s": 8.0})
     assert (resumed["run"]["starting_s"], resumed["run"]["ending_s"]) == (None, None)
     assert not any("Starting" in note for note in resumed["notes"])
 

@@ -11,6 +11,8 @@ import pytest
 from asyncrl.profiling.files import DIRECTORY, EventFiles, Line, step_dir
 from asyncrl.report import load as loading
 from asyncrl.report.load import load, read_json
+from asyncrl.timeline.reading import EventReader
+from benchmarks.profiling.synthetic import START
 
 
 def put(run_dir: Path, part: str, *lines: str | dict[str, Any], step: int = 1) -> None:
@@ -21,7 +23,7 @@ def put(run_dir: Path, part: str, *lines: str | dict[str, Any], step: int = 1) -
 
 
 def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
-    return {"timestamp": at, "event": name, "duration_s": 0.5, "step": 1, **fields}
+    return {"timestamp": START + at, "event": name, "duration_s": 0.5, "step": 1, **fields}
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -30,19 +32,19 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         [
             Line("rollouter", event("tool.execute", 3.0, sample="sample_2_7", trajectory=1, turn=0, tool="search")),
             Line("rollouter", event("tool.execute", 2.0, sample="val_0_1", trajectory=0, turn=2, tool="python")),
-            Line("trainer", {"timestamp": 1.0, "event": "step", "duration_s": 4.0, "step": 1, "lineage": 0}),
+            Line("trainer", {"timestamp": START + 1, "event": "step", "duration_s": 4.0, "step": 1, "lineage": 0}),
         ]
     )
     files.close()
     events = load(tmp_path)
     tools = events.of("tool.execute")
     assert (events.num_events, events.num_torn, events.num_files) == (3, 0, 2)
-    assert tools["timestamp"].tolist() == [2.0, 3.0]
+    assert tools["timestamp"].tolist() == [START + 2, START + 3]
     assert tools["index"].tolist() == [0, 7]
     assert tools["tool"].tolist() == ["python", "search"]
     assert tools["trajectory"].tolist() == [0, 1]
-    assert events.of("step")["end"].tolist() == [5.0]
-    assert events.window() == (1.0, 5.0)
+    assert events.of("step")["end"].tolist() == [START + 5]
+    assert events.window() == (START + 1, START + 5)
 
 
 def test_events_that_never_happened_have_the_right_columns(tmp_path: Path) -> None:
@@ -59,13 +61,66 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path, torn: str) -> No
     assert events.num_torn == (1 if torn else 0)
 
 
+DAMAGED = [
+    "[" * 100_000,
+    '{"timestamp":1e999,"event":"step","duration_s":1}',
+    '{"timestamp":12,"event":"step","duration_s":1}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1e300}',
+    '{"timestamp":1790000000,"event":"step"}',
+    '{"timestamp":1790000000,"event":7,"duration_s":1}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1,"step":1e400}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1,"step":9e300}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1,"turn":0.5}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1,"trajectory":1.5}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1}{"timestamp":1790000000,"event":"step","duration_s":1}',
+    b'{"timestamp":1790000000,"event":"step","duration_s":1,"error":"\xff"}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_report_and_timeline_leave_out_the_same_lines(tmp_path: Path, line: str | bytes) -> None:
+    put(tmp_path, "trainer", event("step", 1.0))
+    path = step_dir(tmp_path / DIRECTORY, 1) / "trainer.jsonl"
+    path.write_bytes(path.read_bytes() + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    events, reader = load(tmp_path), EventReader(tmp_path)
+    shown = [each for chunk in reader.new() for each in chunk.events]
+    assert (len(events.of("step")), events.num_events, events.num_torn) == (1, 1, 1)
+    assert (len(shown), reader.damaged) == (1, 1)
+
+
+@pytest.mark.parametrize("odd", ["1e400", "NaN", "Infinity", "1e300", '"many"', "1" + "0" * 400])
+def test_a_number_that_nobody_can_have_measured_is_not_known(tmp_path: Path, odd: str) -> None:
+    line = json.dumps(event("step", 1.0, samples=8, tokens=-1)).replace("-1", odd)
+    put(tmp_path, "trainer", line)
+    steps = load(tmp_path).of("step")
+    assert steps["samples"].tolist() == [8]
+    assert steps["tokens"].isna().all()
+
+
+@pytest.mark.parametrize(
+    "raw", ["sample_0_1/1.1e400-1", "sample_0_99999999999999999999/inf-1", "x/1.99999999999999999999"]
+)
+def test_numbers_in_names_may_be_too_large(tmp_path: Path, raw: str) -> None:
+    put(tmp_path, "replica-a", event("request", 1.0, request=raw))
+    requests = load(tmp_path).of("request")
+    assert requests["index"].tolist() == [int(raw.startswith("sample_0_1/"))]
+    assert requests["turn"].tolist() == [0]
+
+
+def test_halves_of_surrogate_pairs_can_be_written(tmp_path: Path) -> None:
+    """A model may write anything as the name of a tool."""
+    put(tmp_path, "rollouter", event("tool.execute", 1.0, tool="a\ud800", status="\U0001f600"))
+    tools = load(tmp_path).of("tool.execute")
+    assert (tools["tool"].tolist(), tools["status"].tolist()) == (["a?"], ["\U0001f600"])
+
+
 def test_a_line_cut_short_at_the_end_of_a_file_does_not_join_the_next_file(tmp_path: Path) -> None:
     put(tmp_path, "trainer", event("step", 1.0), step=1)
     path = step_dir(tmp_path / DIRECTORY, 1) / "trainer.jsonl"
     path.write_text(path.read_text() + '{"timestamp": 2.0, "event": "st')
     put(tmp_path, "trainer", event("step", 3.0), step=2)
     events = load(tmp_path)
-    assert events.of("step")["timestamp"].tolist() == [1.0, 3.0]
+    assert events.of("step")["timestamp"].tolist() == [START + 1, START + 3]
     assert events.num_torn == 1
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.profiling.files import DIRECTORY, EventFiles, Line, event_files
 from asyncrl.report.analysis import analyse
 from asyncrl.report.intervals import total, union
-from asyncrl.report.load import load
+from asyncrl.report.load import Events, load
 from asyncrl.report.numbers import plain
 from asyncrl.report.words import figures
-from benchmarks.profiling.synthetic import Faults, Plan, write_run
+from benchmarks.profiling.synthetic import START, Faults, Plan, write_run
 
 BASE = Plan(steps=5, samples=4, n=2, validation_every=2)
 PLANS = {
@@ -216,8 +218,131 @@ def put(run_dir: Path, *lines: tuple[str, float, float, dict[str, Any]]) -> None
     files = EventFiles(run_dir / DIRECTORY)
     files.write(
         [
-            Line("all", {"timestamp": 1000.0 + at, "event": name, "duration_s": took, **fields})
+            Line("all", {"timestamp": START + at, "event": name, "duration_s": took, **fields})
             for name, at, took, fields in lines
         ]
     )
     files.close()
+
+
+# ---------------------------------------------------------------------------------------------- events that are missing
+
+
+@pytest.fixture(scope="module")
+def held_up(tmp_path_factory: pytest.TempPathFactory) -> Events:
+    """A run with a step that stands out."""
+    path = tmp_path_factory.mktemp("run")
+    write_run(path, Plan(steps=4, samples=2, n=1, ahead=0, faults=Faults(tool_hang_s=60, tool_hangs=1)))
+    events = load(path)
+    assert report_of(events)["steps"]["outliers"]
+    return events
+
+
+def report_of(events: Events) -> dict[str, Any]:
+    found = analyse(events, {"name": "run", "status": "running"}, {})
+    json.dumps(found, allow_nan=False)
+    figures(found)
+    return found
+
+
+def without(events: Events, kinds: Set[str], begin: float = 0.0, end: float = 0.0) -> Events:
+    """Less these kinds, and less what ended between these shares of its time."""
+    first, last = events.window()
+    low, high = (first + share * (last - first) for share in (begin, end))
+    kept = {name: frame[~frame["end"].between(low, high)] for name, frame in events.frames.items() if name not in kinds}
+    return Events({name: frame.reset_index(drop=True) for name, frame in kept.items() if len(frame)}, events.num_events)
+
+
+def test_samples_of_a_step_that_stands_out_may_lack_their_ends(held_up: Events) -> None:
+    found = report_of(without(held_up, {"sample.generate", "sample.ready"}))
+    assert {row["last_sample"] for row in found["steps"]["outliers"]} == {None}
+
+
+@given(st.data())
+@settings(max_examples=4, deadline=None, derandomize=True)
+def test_whatever_events_are_missing(held_up: Events, data: st.DataObject) -> None:
+    share = st.floats(0, 1)
+    kinds = data.draw(st.sets(st.sampled_from(sorted(held_up.frames))))
+    rest = without(held_up, kinds, data.draw(share), data.draw(share))
+    if rest.frames:
+        report_of(rest)
+
+
+# ---------------------------------------------------------------------------------------------- down, or under way
+
+STARTED = [("sample.admitted", 0.0, 0.0, {"step": 1, "sample": f"sample_0_{index}"}) for index in range(1, 9)]
+STALL = ("loop.stall", 600.0, 0.5, {"part": "rollouter"})
+
+
+def idle_of(run_dir: Path, *lines: tuple[str, float, float, dict[str, Any]], **about: Any) -> dict[str, Any]:
+    put(run_dir, *lines)
+    found = analyse(load(run_dir), {"name": "run", "status": "running", **about}, {})
+    assert any("was down" in note for note in found["notes"]) == (found["idle"]["down_s"] > 0)
+    return found["idle"]
+
+
+def test_a_run_that_lives_is_not_down_while_its_samples_are_made(tmp_path: Path) -> None:
+    idle = idle_of(tmp_path, *STARTED, STALL, started_at=START - 100)
+    assert (idle["down_s"], idle["wall_s"], idle["under_way"]) == (0, 600.5, 8)
+    assert idle["rollouter"]["idle_s"] == 0
+
+
+def test_a_run_that_lives_is_not_down_while_a_step_takes_long(tmp_path: Path) -> None:
+    """Its last whole event is the wait for the step's samples."""
+    made = [("sample.generate", 0.0, 2.0, fields) for _, _, _, fields in STARTED]
+    idle = idle_of(tmp_path, *STARTED, *made, ("trainer.wait_samples", 0.0, 2.0, {"step": 1}), STALL)
+    assert (idle["down_s"], idle["wall_s"], idle["under_way"]) == (0, 600.5, 0)
+
+
+def test_samples_of_a_rollouter_that_was_replaced_were_under_way_until_then(tmp_path: Path) -> None:
+    again = [(name, 610.0, took, fields) for name, _, took, fields in STARTED]
+    replaced = ("part.restarted", 600.0, 10.0, {"part": "rollouter", "cause": "hung"})
+    idle = idle_of(tmp_path, *STARTED, replaced, *again)
+    assert (idle["down_s"], idle["under_way"], idle["rollouter"]["idle_s"]) == (0, 8, 10)
+
+
+@pytest.mark.parametrize("sign", ["admitted again", "trained", "launched"])
+def test_a_run_that_was_killed_and_resumed_was_down(tmp_path: Path, sign: str) -> None:
+    later = {
+        "admitted again": [("sample.admitted", 600.0, 0.0, STARTED[3][3])],
+        "trained": [("trainer.wait_samples", 600.0, 1.0, {"step": 2})],
+        "launched": [STALL],
+    }
+    about = {"started_at": START + 590} if sign == "launched" else {}
+    first = ("trainer.wait_samples", 0.0, 2.0, {"step": 1})
+    idle = idle_of(tmp_path, *STARTED, first, *later[sign], **about)
+    assert idle["down_s"] == pytest.approx(598, abs=1e-3)
+    # Those that were not admitted again died with the first life.
+    assert idle["under_way"] == (1 if sign == "admitted again" else 0)
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_counts_for_the_step_that_it_is_behind(tmp_path: Path) -> None:
+    """As the loop makes them: between a step's end and the next one's begin."""
+    lines, at = [], 0.0
+    for step in range(1, 7):
+        fields = {"step": step, "wait_samples_s": 1.0, "samples": 1, "lineage": 0}
+        lines += [("trainer.update", at + 1, 1.0, {"step": step}), ("step", at, 2.0, fields)]
+        at += 2.0
+        if step in (2, 4):
+            took = 0.25 if step == 2 else 10.0
+            lines.append(("trainer.checkpoint", at, took, {"step": step}))
+            at += took
+    put(tmp_path, *lines)
+    steps = analyse(load(tmp_path), {"name": "run"}, {})["steps"]
+    assert [row["duration_s"] for row in steps["by_step"]] == [2, 2.25, 2, 12, 2, 2]
+    assert [row["parts"]["a checkpoint behind it"] for row in steps["by_step"]] == [0, 0.25, 0, 10, 0, 0]
+    assert all(sum(row["parts"].values()) == row["duration_s"] for row in steps["by_step"])
+    (outlier,) = steps["outliers"]
+    assert (outlier["step"], outlier["cause"]) == (4, "a checkpoint behind it took 10.0 s, usually 0.0 s")
+    assert outlier["event"]["event"] == "trainer.checkpoint"
+
+
+def test_a_checkpoint_behind_an_abandoned_step_is_of_no_other_one(tmp_path: Path) -> None:
+    lines = [("step", 2.0 * place, 2.0, {"step": step, "lineage": lineage, "samples": 1})
+             for place, (step, lineage) in enumerate([(1, 0), (2, 0), (2, 1)], start=1)]  # fmt: skip
+    put(tmp_path, ("trainer.checkpoint", 1.0, 0.5, {}), *lines, ("trainer.checkpoint", 6.0, 1.0, {"step": 2}))
+    steps = analyse(load(tmp_path), {"name": "run"}, {})["steps"]
+    assert [(row["step"], row["duration_s"]) for row in steps["by_step"]] == [(1, 2), (2, 2)]

@@ -62,7 +62,7 @@ class FakeRun:
         return at
 
     def flush(self) -> None:
-        assert self._files.write(self.lines) == 0
+        assert not self._files.write(self.lines)
         self._files.close()
         self.lines.clear()
 

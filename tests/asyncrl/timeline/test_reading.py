@@ -54,6 +54,7 @@ def test_a_torn_line_waits_until_it_is_whole_and_a_damaged_one_is_counted(run: F
         '{"timestamp":1780000000,"event":"step","duration_s":-1e400}',
         '{"timestamp":12,"event":"step","duration_s":1}',
         '{"timestamp":1' + "0" * 400 + ',"event":"step","duration_s":0}',
+        '{"timestamp":1780000000,"event":"step","duration_s":0,"step":1e400}',
         "[" * 100_000,
     ],
 )
@@ -86,6 +87,19 @@ def test_an_event_of_which_only_what_it_says_is_odd_is_shown(run: FakeRun) -> No
     timeline = read(run)
     assert shown(timeline)["bars"]["right"] == [1000.0]
     assert "sample_0_1" in timeline.details(DONE, 0, lambda *_: Conversation())
+
+
+def test_halves_of_surrogate_pairs_can_be_shown(run: FakeRun) -> None:
+    (directory := run.path / "events/step_000001").mkdir(parents=True)
+    line = '{"timestamp":1780000000,"event":"tool.execute","duration_s":1,'
+    line += r'"tool":"\\ud800 \ud800","\udc00":["\ud83d\ude00"]}'
+    (directory / "rollouter.jsonl").write_text(line + "\n")
+    timeline = read(run)
+    (chunk,) = EventReader(run.path).new()
+    assert chunk.events[0].fields["tool"] == r"\ud800 ?"
+    assert chunk.events[0].fields["?"] == ["\U0001f600"]
+    json.dumps(shown(timeline), ensure_ascii=False).encode()
+    timeline.details(DONE, 0, lambda *_: Conversation()).encode()
 
 
 @pytest.mark.parametrize("lanes", [40, 3000])
