@@ -18,6 +18,7 @@ MUCH_SHARE = 0.05
 SLOWER_SIDE = 2.0
 """It keeps the other one idle for so many times as long as it is idle itself."""
 FIRST_SHARE = 0.2
+"""Of all waits: the first one is told apart from there on."""
 _TIMES = ["timestamp", "end"]
 _SAME_S = 0.05
 """The same recovery, in the events and in summary.json."""
@@ -73,8 +74,8 @@ def _in_turns(idle: Mapping[str, Any], wall: float) -> Finding:
         f"The sides wait for each other in turns: the Trainer waited for samples for {seconds(trainer)}, "
         f"{percent(trainer / wall)} of the run{_first(idle)}, and nothing was in generation for {seconds(rollouter)}. "
         "Neither is the slower side: pacing lets them overlap too little.",
-        "Let generation run further ahead (async_training.staleness_threshold), or publish more often "
-        "(async_training.trigger_parameter_sync_step), so that it is let on sooner.",
+        "Let generation run further ahead (a higher async_training.staleness_threshold), or publish more often (a "
+        "lower async_training.trigger_parameter_sync_step), so that it is let on sooner.",
         {"event": "trainer.wait_samples"}, hint=True,
     )  # fmt: skip
 
