@@ -20,6 +20,12 @@ class EngineGauges(StatLoggerBase):
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.generated_tokens = 0
         self.load = EngineLoad()
+        self._cleared = 0
+        """Requests that were thrown out for a new version's sake, which vLLM has not counted yet."""
+
+    def clear(self, in_flight: int) -> None:
+        """The KV cache was cleared under so many requests: that those which ran were thrown out is no want of room."""
+        self._cleared = min(in_flight, self.load.running)
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -27,6 +33,9 @@ class EngineGauges(StatLoggerBase):
         if iteration_stats is not None:
             self.generated_tokens += iteration_stats.num_generation_tokens
         preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+        cleared = min(preempted, self._cleared)
+        self._cleared -= cleared
+        preempted -= cleared
         if scheduler_stats is not None:
             self.load = EngineLoad(
                 running=scheduler_stats.num_running_reqs,

@@ -66,7 +66,7 @@ class RolloutServer(LLMServer):
         llm = self.engine.client
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
-        self._weights = Weights(llm, self._health, store, options)
+        self._weights = Weights(self.engine, self._health, store, options)
         self._generation = Generation(llm, self._health, self._weights.gate, self._weights.pauses)
         await self._weights.start()
         self._health.up = True

@@ -24,6 +24,7 @@ from asyncrl.ports import ApplyReport, Edition, Publication
 from asyncrl.profiling import Span, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME
+from rollouter.serving.engine import OpenAIEngine
 from rollouter.serving.health import Health
 from rollouter.serving.options import ServingOptions
 from rollouter.serving.phases import Pauses
@@ -58,13 +59,14 @@ _NO_SWAP = _Swap()
 class Weights:
     """The versions that a replica serves, one after another."""
 
-    def __init__(self, llm: AsyncLLM, health: Health, store: Any, options: ServingOptions) -> None:
+    def __init__(self, engine: OpenAIEngine, health: Health, store: Any, options: ServingOptions) -> None:
         """`store`: the weight store's handle; None: there is none, and the model's files are served for good."""
         self.gate = asyncio.Event()
         """Requests wait while it is not set."""
         self.gate.set()
         self.pauses = Pauses()
-        self._llm = llm
+        self._llm: AsyncLLM = engine.client
+        self._gauges = engine.gauges
         self._health = health
         self._store = store
         self._namespace = options.namespace
@@ -240,6 +242,8 @@ class Weights:
                 started = time.perf_counter()
                 # The other modes leave none, though the last outputs may not have come through to here yet.
                 held = self._llm.output_processor.get_num_unfinished_requests() if mode == "keep" else 0
+                if clear_kv:
+                    self._gauges.clear(held)
                 self.pauses.begin(time.monotonic())
                 health.paused = True
                 health.enter("loading")

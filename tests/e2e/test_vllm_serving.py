@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -139,6 +140,12 @@ async def test_keep_carries_requests_across_the_swap(engine: Engine) -> None:
         np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
         assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
+    ended = time.time()
+    told = (await replicas(engine))[-1]
+    while told.reported_at < ended:
+        await anyio.sleep(0.1)
+        told = (await replicas(engine))[-1]
+    assert told.load is not None and told.load.preemptions == 0, "to compute the cache anew is no want of room"
 
 
 async def test_requests_say_where_their_time_went(engine: Engine, tmp_path: Path) -> None:
