@@ -59,6 +59,7 @@ def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]
         "steps": len(lives.steps),
         "last_step": lives.steps["step"].max() if len(lives.steps) else None,
         "samples_trained": len(lives.trained_in),
+        "samples_unrecorded": len(lives.trained_in) - int(lives.samples["generated"].notna().sum()),
         "trajectories": figures["turns"]["trajectories"],
         "requests": len(done),
         "validation_requests": int((events.of("request")["index"] == 0).sum()),
@@ -95,6 +96,12 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *
         told.append(
             f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "
             "profiler.buffer_events, or record less with profiler.level=summary."
+        )
+    if unrecorded := run["samples_unrecorded"]:
+        told.append(
+            f"How {count(unrecorded, 'trained sample')} {'was' if unrecorded == 1 else 'were'} generated is not among "
+            "the events: a Rollouter that is killed has not written its last half second. They count as trained; "
+            "figures of requests, turns and waits are without them."
         )
     # A run that lives is writing the last lines of its files.
     torn = run["torn_lines"] - (events.num_unfinished if run.get("status") == LIVE else 0)

@@ -258,3 +258,18 @@ def test_percentages_sum_up(tmp_path_factory: Any, seed: int, n: int, turns: int
     for row in found["steps"]["by_step"]:
         assert sum(row["parts"].values()) == pytest.approx(row["duration_s"], rel=0.02)
     assert sum(row["requests"] for row in found["steps"]["by_step"]) <= found["run"]["requests"]
+
+
+def test_a_sample_whose_generation_nobody_wrote_down_is_told(tmp_path: Path) -> None:
+    """Its Rollouter was killed right after it had delivered it."""
+    delivered = [(name, *rest) for name, *rest in TINY if name in ("sample.leased", "sample.trained", "step")]
+    write(tmp_path / "lost", delivered)
+    found = analysed(tmp_path / "lost")
+    assert (found["run"]["samples_trained"], found["run"]["samples_unrecorded"]) == (1, 1)
+    assert any(note.startswith("How 1 trained sample was generated is not among the events") for note in found["notes"])
+    admitted = [row for row in TINY if row[0] not in ("request", "trajectory", "sample.generate", "sample.reward")]
+    write(tmp_path / "admitted", admitted)
+    assert analysed(tmp_path / "admitted")["run"]["samples_unrecorded"] == 1
+    write(tmp_path / "whole", TINY)
+    found = analysed(tmp_path / "whole")
+    assert found["run"]["samples_unrecorded"] == 0 and not any("not among" in note for note in found["notes"])
