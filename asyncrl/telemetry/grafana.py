@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from asyncrl.telemetry.registry import SECTIONS, Metric, describe
+from asyncrl.telemetry.registry import PLACEHOLDER, SECTIONS, Metric, describe
 from asyncrl.telemetry.sinks.prometheus import exported
 
 TITLE = "asyncrl"
@@ -132,13 +132,12 @@ def _panel(panel: _Panel, *, x: int, y: int) -> dict[str, Any]:
 
 
 def _target(metric: Metric) -> dict[str, str]:
-    """A name with placeholders stands for every series that fits it."""
     where = 'experiment=~"$experiment",run=~"$run"'
-    if "<" not in metric.name:
-        return {"expr": f"{_PREFIX}{exported(metric.name)}{{{where}}}", "legendFormat": f"{metric.name} · {{{{run}}}}"}
-    parts = [exported(part).removeprefix("asyncrl_") for part in re.split(r"<\w+>", metric.name)]
-    name = f"{_PREFIX}asyncrl_" + ".+".join(parts)
-    return {"expr": f'{{__name__=~"{name}",{where}}}', "legendFormat": "{{__name__}} · {{run}}"}
+    name = PLACEHOLDER.sub(r"{{\1}}", metric.name)
+    return {
+        "expr": f"{_PREFIX}{exported(metric.name).name}{{{where}}}",
+        "legendFormat": f"{name} · {{{{run}}}}",
+    }
 
 
 def _letter(number: int) -> str:
@@ -171,7 +170,7 @@ def _variable(label: str, *, within: str = "") -> dict[str, Any]:
         "name": label,
         "label": label.capitalize(),
         "datasource": {"type": "prometheus", "uid": "${source}"},
-        "query": {"query": f"label_values({_PREFIX}{exported('reward/mean')}{which}, {label})", "refId": label},
+        "query": {"query": f"label_values({_PREFIX}{exported('reward/mean').name}{which}, {label})", "refId": label},
         "refresh": 2,
         "sort": 2,
         "multi": True,

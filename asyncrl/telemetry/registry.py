@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -213,26 +213,36 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 
 METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)
 
+PLACEHOLDER = re.compile(r"<([a-z_]+)>")
 _EXACT = {metric.name: metric for metric in METRICS if "<" not in metric.name}
 _PATTERNS = [
-    (re.compile(".+".join(re.escape(part) for part in re.split(r"<[a-z_]+>", metric.name)), re.DOTALL), metric)
+    (re.compile(PLACEHOLDER.sub(r"(?P<\1>.+)", re.escape(metric.name)), re.DOTALL), metric)
     for metric in METRICS
     if "<" in metric.name
 ]
 
 
-@cache
 def describe(name: str) -> Metric:
     """The registered metric behind `name`.
 
     Raises:
         BugError: there is none.
     """
+    return find(name)[0]
+
+
+@cache
+def find(name: str) -> tuple[Metric, Mapping[str, str]]:
+    """The registered metric behind `name`, and what `name` has in place of its placeholders.
+
+    Raises:
+        BugError: there is none.
+    """
     if name in _EXACT:
-        return _EXACT[name]
+        return _EXACT[name], {}
     for pattern, metric in _PATTERNS:
-        if pattern.fullmatch(name):
-            return metric
+        if found := pattern.fullmatch(name):
+            return metric, found.groupdict()
     near = difflib.get_close_matches(name, _EXACT, n=1)
     hint = f"; the nearest registered name is {near[0]!r}" if near else ""
     raise BugError(

@@ -13,26 +13,17 @@ from typing import Any
 import pytest
 
 from asyncrl.telemetry import grafana, registry
-from asyncrl.telemetry.sinks.prometheus import exported
+from asyncrl.telemetry.sinks.prometheus import TAGS, exported
 
 ROOT = Path(__file__).parents[2]
 WHERE = 'experiment=~"$experiment",run=~"$run"'
 
 
-def named(expression: str) -> re.Pattern[str]:
-    """The names of the series that an expression asks for."""
-    exact = re.fullmatch(rf"(ray_asyncrl_\w+)\{{{re.escape(WHERE)}\}}", expression)
-    if exact:
-        return re.compile(exact[1])
-    pattern = re.fullmatch(rf'\{{__name__=~"(ray_asyncrl_[\w.+]+)",{re.escape(WHERE)}\}}', expression)
-    assert pattern, f"{expression} names no metric"
-    return re.compile(pattern[1])
-
-
-def examples() -> Iterator[str]:
-    """Every registered metric, placeholders filled in."""
-    for metric in registry.METRICS:
-        yield re.sub(r"<\w+>", "some/thing", metric.name)
+def named(expression: str) -> str:
+    """The name of the series that an expression asks for."""
+    found = re.fullmatch(rf"(ray_asyncrl_\w+)\{{{re.escape(WHERE)}\}}", expression)
+    assert found, f"{expression} names no metric"
+    return found[1]
 
 
 def panels(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -49,19 +40,25 @@ def test_the_dashboard_is_current() -> None:
 
 
 def test_every_expression_names_a_registered_metric_and_every_metric_is_shown() -> None:
-    known = {f"ray_{exported(name)}" for name in examples()}
-    asked = [named(expression) for expression in grafana.expressions(grafana.dashboard())]
-    for pattern in asked:
-        assert any(pattern.fullmatch(name) for name in known), f"{pattern.pattern} is no registered metric"
-    for name in known:
-        assert any(pattern.fullmatch(name) for pattern in asked), f"{name} is in no panel"
+    known = {f"ray_{exported(metric.name).name}" for metric in registry.METRICS}
+    assert {named(expression) for expression in grafana.expressions(grafana.dashboard())} == known
+
+
+def test_a_legend_tells_series_of_one_name_apart() -> None:
+    for panel in panels(grafana.dashboard()):
+        for target in panel.get("targets", ()):
+            (metric,) = [one for one in registry.METRICS if f"ray_{exported(one.name).name}{{" in target["expr"]]
+            assert all(f"{{{{{label}}}}}" in target["legendFormat"] for label in exported(metric.name).labels)
 
 
 def test_exported_names_are_told_apart_and_prometheus_takes_them() -> None:
-    names = [exported(name) for name in registry._EXACT]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", name) for name in names)
-    assert exported("validation/reward/mean/openai/gsm8k-µ") == "asyncrl_validation_reward_mean_openai_gsm8k__"
+    series = [exported(metric.name) for metric in registry.METRICS]
+    assert len({one.name for one in series}) == len(series)
+    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", one.name) and not set(one.labels) & set(TAGS) for one in series)
+    assert exported("health/rss_bytes/<process>") == ("asyncrl_health_rss_bytes_by_process", ("process",))
+    assert exported("skip/<role>/replayed") == ("asyncrl_skip_replayed_by_role", ("role",))
+    metric, labels = registry.find("validation/reward/mean/openai/gsm8k-µ")
+    assert (metric.name, labels) == ("validation/reward/mean/<data_source>", {"data_source": "openai/gsm8k-µ"})
 
 
 def test_panels_have_units_places_and_numbers_of_their_own() -> None:
@@ -93,7 +90,7 @@ from asyncrl.telemetry.sinks.prometheus import PrometheusTracker
 from asyncrl.telemetry.sinks.remote import RemoteSink, TrackedRun
 directory = Path(sys.argv[1])
 sink = RemoteSink("prometheus", PrometheusTracker(TrackedRun("p", "small", "one", directory, {}, False)))
-sink.write(Row("step", 3, 3, 1.0, time.time(), {"reward/mean": 0.25}))
+sink.write(Row("step", 3, 3, 1.0, time.time(), {"reward/mean": 0.25, "health/cpu/rank 0": 1.5}))
 until, found = time.monotonic() + 60, []
 while not found and time.monotonic() < until:
     time.sleep(0.5)
@@ -102,11 +99,14 @@ while not found and time.monotonic() < until:
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         found = [line for line in lines if line.startswith("ray_asyncrl_reward_mean{")]
+        by = [line for line in lines if line.startswith("ray_asyncrl_health_cpu_by_process{")]
 sink.close()
 assert not (directory / "prometheus.json").exists()
 [line] = found
 assert line.endswith(" 0.25"), line
 assert 'experiment="small"' in line and 'run="one"' in line and 'lineage="0"' in line, line
+[line] = by
+assert line.endswith(" 1.5") and 'process="rank 0"' in line, line
 ray.shutdown()
 """
 

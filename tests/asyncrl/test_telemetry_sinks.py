@@ -175,10 +175,12 @@ def test_mlflow_begins_anew_where_the_earlier_run_is_not_known(run_dir: RunDir, 
 
 def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) -> None:
     set_to: dict[str, list[tuple[float, dict[str, str]]]] = {}
+    labels: dict[str, tuple[str, ...]] = {}
 
     class Gauge:
         def __init__(self, name: str, about: str, tags: tuple[str, ...]) -> None:
-            assert about and tags == ("experiment", "run", "lineage")
+            assert about and tags[:3] == ("experiment", "run", "lineage")
+            labels[name] = tags[3:]
             assert name not in set_to  # Ray wants one object a name
             self.seen = set_to.setdefault(name, [])
 
@@ -186,13 +188,17 @@ def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) 
             self.seen.append((value, tags))
 
     tracker = PrometheusTracker(TrackedRun("p", "e", "r", tmp_path, {}, False), Gauge)
-    tracker.write(row(1, **{"validation/reward/mean/a b": 0.5, "health/problems": 1.0}))
+    scores = {"validation/reward/mean/a b": 0.5, "validation/reward/mean/a_b": 0.75}
+    tracker.write(row(1, **scores, **{"health/problems": 1.0, "health/cpu/rank-0": 2.0}))
     tags = {"experiment": "e", "run": "r", "lineage": "0"}
     tracker.refresh()
-    assert set_to["asyncrl_validation_reward_mean_a_b"] == [(0.5, tags)] * 2
+    by_source = [(0.5, {**tags, "data_source": "a b"}), (0.75, {**tags, "data_source": "a_b"})]
+    assert set_to["asyncrl_validation_reward_mean_by_data_source"] == by_source * 2
+    assert labels["asyncrl_validation_reward_mean_by_data_source"] == ("data_source",)
+    assert labels["asyncrl_health_problems"] == ()
     tracker.write(row(2, **{"reward/mean": 0.25}))
-    assert len(set_to["asyncrl_health_problems"]) == 2  # gone
-    assert len(set_to["asyncrl_validation_reward_mean_a_b"]) == 3
+    assert len(set_to["asyncrl_health_problems"]) == len(set_to["asyncrl_health_cpu_by_process"]) == 2  # gone
+    assert len(set_to["asyncrl_validation_reward_mean_by_data_source"]) == 6
     tracker.rewind()
     tracker.refresh()
     tracker.write(replace(row(1), lineage=1))

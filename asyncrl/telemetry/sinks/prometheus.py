@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from asyncrl.telemetry import registry
+from asyncrl.telemetry.registry import PLACEHOLDER, Metric
 from asyncrl.telemetry.rows import Row
 from asyncrl.telemetry.sinks.remote import TrackedRun, Tracker, values
 
@@ -23,13 +24,27 @@ TARGETS = "prometheus.json"
 REFRESH_S = 5.0
 
 
-def exported(name: str) -> str:
-    """What a metric is called in Ray's metrics; its endpoint puts `ray_` before that."""
-    return "asyncrl_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+class Series(NamedTuple):
+    name: str
+    """In Ray's metrics; its endpoint puts `ray_` before that."""
+    labels: tuple[str, ...]
+    """Besides `TAGS`."""
+
+
+def exported(metric: str) -> Series:
+    """As what a registered metric is exported: `health/cpu/<process>` is `asyncrl_health_cpu_by_process{process=…}`."""
+    labels = tuple(PLACEHOLDER.findall(metric))
+    name = re.sub(r"[/_]?<\w+>", "", metric)
+    return Series("asyncrl_" + "_by_".join((re.sub(r"\W", "_", name, flags=re.ASCII), *labels)), labels)
+
+
+def _find(name: str) -> tuple[Metric, Mapping[str, str]]:
+    """The head of a row, its step and version, is of no section of the registry."""
+    return registry.find(name) if "/" in name else (Metric(name, "1", name), {})
 
 
 class PrometheusTracker(Tracker):
-    """A gauge for each metric. The first row comes when Ray is up."""
+    """A gauge for each registered metric. The first row comes when Ray is up."""
 
     refresh_s = REFRESH_S
 
@@ -49,9 +64,10 @@ class PrometheusTracker(Tracker):
             self._make_gauge = Gauge
             self._tell_where()
         for name in ("step", *values(row)):
-            if name not in self._gauges:
-                about = registry.describe(name).meaning if "/" in name else name
-                self._gauges[name] = self._make_gauge(exported(name), about, TAGS)
+            about, _ = _find(name)
+            if about.name not in self._gauges:
+                series = exported(about.name)
+                self._gauges[about.name] = self._make_gauge(series.name, about.meaning, TAGS + series.labels)
         if row.kind == "step":  # what has gone since, replicas and processes, is in `health/` no more
             self._values = {name: value for name, value in self._values.items() if not name.startswith("health/")}
         self._values |= {"step": float(row.step), **values(row)}
@@ -64,7 +80,8 @@ class PrometheusTracker(Tracker):
     def refresh(self) -> None:
         tags = {"experiment": self._of.experiment, "run": self._of.name, "lineage": str(self._lineage)}
         for name, value in self._values.items():
-            self._gauges[name].set(value, tags)
+            about, labels = _find(name)
+            self._gauges[about.name].set(value, {**tags, **labels})
 
     def close(self, *, ok: bool) -> None:
         (self._of.directory / TARGETS).unlink(missing_ok=True)
