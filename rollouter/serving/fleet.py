@@ -68,9 +68,9 @@ class ServeFleet:
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         """Bring every replica to the publication's version, all at once; a failed replica is tried again once replaced.
 
-        A replica that does not answer at all holds this up until Serve replaces it, after some `timeouts.probe_s`.
-        Where a replica fails and there is a newer publication by then, that is applied instead, and the reports say so:
-        the Trainer that published this one may be dead, so that nobody can fetch it any more.
+        A replica that does not answer at all holds this up until Serve replaces it, after some 1.5 times
+        `timeouts.probe_s`. Where a replica fails and there is a newer publication by then, that is applied instead, and
+        the reports say so: the Trainer that published this one may be dead, so that nobody can fetch it any more.
 
         Raises:
             InfraError: some replica could not, and `timeouts.start_s` have passed since the first try, or since one in

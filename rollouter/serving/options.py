@@ -18,6 +18,10 @@ ROUTER = "rollouter.serving.routing.SessionRouter"
 
 UNANSWERED_CHECKS = 3
 """Serve replaces a replica that leaves so many health checks in a row unanswered (its own constant)."""
+PATIENCE = 1.5
+"""A replica may be silent for so many times `probe_s`. When a stream of answers ends, Ray holds up the replica's event
+loop until whoever asked has acknowledged all of them (`WaitAllObjectsReported`), so one that is stopped silences every
+replica that answers it. It is found and ended after `probe_s`; the replicas are well, and have to outlast it."""
 _REPLICAS = {
     # Replicas queue by themselves: the Rollouter bounds how much it sends.
     "max_ongoing_requests": 1_000_000,
@@ -110,7 +114,7 @@ def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus:
 
 
 def _replicas(probe_s: float) -> dict[str, Any]:
-    return {**_REPLICAS, "health_check_timeout_s": probe_s / UNANSWERED_CHECKS}
+    return {**_REPLICAS, "health_check_timeout_s": PATIENCE * probe_s / UNANSWERED_CHECKS}
 
 
 def _engine_kwargs(config: Config, gpus: bool) -> dict[str, Any]:
