@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import anyio
 
@@ -78,6 +78,8 @@ class Probation:
         self._settle_s = settle_s
         self._wall_clock = wall_clock
         self._changed = anyio.Event()
+        self._limits: dict[str, TimeLimit] = {}
+        """Of those that have been at a crash."""
 
     def placed(self, name: str, replica: str) -> None:
         """Its requests are on this replica from now on; empty: on none."""
@@ -85,33 +87,42 @@ class Probation:
         self._tell()
 
     async def crashed(self, name: str, error: EngineCrashError, limit: TimeLimit) -> None:
-        """An engine died that had `name`. Returns once it may be tried again; the wait is not on its time.
+        """An engine died that had `name`. Returns once it may be tried again.
+
+        The wait is not on its time, `limit`, but for that in which another session of the same sample is in the lane:
+        one that comes to no end there would keep the lane for ever, if its siblings who wait for it stopped its clock.
 
         Raises:
             PoisonError: it may not: engines crash in its presence.
         """
         logger.info("%s was in flight when an engine crashed: %s", name, error.message)
-        with limit.paused(), self._waits.waiting("probation"):
-            crash = self._quarantine.crashed(name, error.brief, error.replica, self._wall_clock())
-            self._tell()
-            with anyio.move_on_after(LONGEST_S):
-                await anyio.sleep(self._settle_s)
-                while not (crash.judged or self._quarantine.all_told(crash)):
-                    await self._changed.wait()
-            self._quarantine.judge(crash)
-            self._tell()
+        self._limits[name] = limit
+        with self._waits.waiting("probation"):
+            with limit.paused():
+                crash = self._quarantine.crashed(name, error.brief, error.replica, self._wall_clock())
+                self._tell()
+                with anyio.move_on_after(LONGEST_S):
+                    await anyio.sleep(self._settle_s)
+                    while not (crash.judged or self._quarantine.all_told(crash)):
+                        await self._changed.wait()
+                self._quarantine.judge(crash)
+                self._tell()
             while (standing := self._quarantine.standing(name)) == "waiting":
-                await self._changed.wait()
+                sibling = self._limits.get(self._quarantine.in_lane or "") is limit
+                with nullcontext() if sibling else limit.paused():
+                    await self._changed.wait()
         if standing == "guilty":
             raise self._quarantine.poison(name)
 
     def left(self, name: str) -> None:
         """It has its tokens, or is given up."""
+        self._limits.pop(name, None)
         self._quarantine.left(name)
         self._tell()
 
     def suspended(self, name: str) -> None:
         """It was cut, and is gone on with later."""
+        self._limits.pop(name, None)
         self._quarantine.suspended(name)
         self._tell()
 

@@ -118,6 +118,11 @@ class Quarantine:
             self._convict(struck[0], crash)
         self._suspect(present)
 
+    @property
+    def in_lane(self) -> str | None:
+        """The suspect that may be tried now."""
+        return self._in_lane
+
     def standing(self, name: str) -> Standing:
         """Whether it may be tried again: `free` and `in the lane` may."""
         if name in self._evidence:

@@ -226,7 +226,8 @@ def test_a_validation_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_a_store_that_forgets_that_it_has_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarted, it takes it that nothing was ever published. A replica that starts then serves the first version until
-    the next one is published, which never is if it has to be trained on samples of a newer one."""
+    the next one is published, which never is if it has to be trained on samples of a newer one. If it is, what a newer
+    version has begun may have been gone on with by the first one."""
     start = FuzzStore.__init__
 
     def forgetful(self: FuzzStore, number: int) -> None:
@@ -235,7 +236,7 @@ def test_a_store_that_forgets_that_it_has_forgotten_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(FuzzStore, "__init__", forgetful)
     told = found("store", most_seeds=5000)  # one in eighty of those with the fault finds it
-    assert "virtual seconds and no end" in told or "nothing moved" in told
+    assert any(what in told for what in ("virtual seconds and no end", "nothing moved", "spans in order"))
 
 
 @pytest.mark.slow

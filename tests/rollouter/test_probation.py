@@ -8,7 +8,8 @@ import pytest
 from asyncrl.failures import EngineCrashError, PoisonError
 from asyncrl.waits import WaitBoard
 from rollouter import probation as module
-from rollouter.probation import Probation, time_limit
+from rollouter.drops import TooLongError
+from rollouter.probation import Probation, TimeLimit, time_limit
 
 pytestmark = pytest.mark.asyncio
 
@@ -62,3 +63,42 @@ async def test_nobody_waits_for_ever_for_a_call_that_does_not_end(monkeypatch: p
     with anyio.fail_after(10):
         await rig.crashed("a", "r1")
     assert rig.free == ["a"]
+
+
+async def test_who_comes_to_no_end_in_the_lane_runs_out_of_time_though_a_sibling_waits_for_it() -> None:
+    """Conversations of one sample share its time, and are suspects by themselves. A stranger's wait is not on its own
+    time."""
+    rig = Rig()
+    out_of_time: list[str] = []
+    there: dict[str, list[str]] = {"r1": [], "r2": []}
+    full = {"r1": anyio.Event(), "r2": anyio.Event()}
+
+    async def conversation(name: str, limit: TimeLimit) -> None:
+        for replica in ("r1", "r2"):
+            rig.probation.placed(name, replica)
+            there[replica].append(name)
+            if len(there[replica]) == 3:
+                full[replica].set()
+            await full[replica].wait()
+            await rig.probation.crashed(name, crash_of(replica), limit)
+        rig.free.append(name)
+        await anyio.sleep_forever()
+
+    async def sample(name: str, conversations: int, limit_s: float) -> None:
+        names = [f"{name}/{number}" for number in range(conversations)]
+        try:
+            with time_limit(name, limit_s) as limit:
+                async with anyio.create_task_group() as group:
+                    for each in names:
+                        group.start_soon(conversation, each, limit)
+        except TooLongError:
+            out_of_time.append(name)
+        for each in names:
+            rig.probation.left(each)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(sample, "one", 2, 0.3)
+            group.start_soon(sample, "other", 1, 0.1)
+    assert rig.free == ["one/0", "other/0"]
+    assert out_of_time == ["one", "other"]
