@@ -67,6 +67,8 @@ class Quarantine:
         self._strikes: dict[str, list[Crash]] = {}
         self._suspects: dict[str, None] = {}
         """In the order in which they came to be."""
+        self._away: set[str] = set()
+        """Who is cancelled and not tried again yet."""
         self._in_lane: str | None = None
         self._evidence: dict[str, tuple[Crash, ...]] = {}
         """Of the guilty who have not left yet."""
@@ -81,6 +83,7 @@ class Quarantine:
             if not self._there[before]:
                 del self._there[before]
         if replica:
+            self._away.discard(name)
             self._places[name] = replica
             self._there[replica].add(name)
 
@@ -149,6 +152,7 @@ class Quarantine:
         strikes = self._strikes.pop(name, [])
         self._evidence.pop(name, None)
         self._suspects.pop(name, None)
+        self._away.discard(name)
         for crash in self._crashes.values():
             if not crash.judged and name in crash.told:
                 # It will not be tried again, but it was there: nobody else was alone.
@@ -157,8 +161,10 @@ class Quarantine:
         self._call_next()
 
     def suspended(self, name: str) -> None:
-        """It was cancelled, and will be tried again: until then it keeps its strikes and stands in no lane."""
+        """It was cancelled, and will be tried again: until then it keeps its strikes and stands in no lane, also when a
+        crash at which it was is judged only now."""
         self._suspects.pop(name, None)
+        self._away.add(name)
         self.placed(name, "")
         self._call_next()
 
@@ -201,7 +207,7 @@ class Quarantine:
 
     def _suspect(self, names: Iterable[str]) -> None:
         for name in names:
-            if len(self._strikes.get(name, ())) >= self._max_crashes:
+            if name not in self._away and len(self._strikes.get(name, ())) >= self._max_crashes:
                 self._suspects.setdefault(name)
         self._call_next()
 

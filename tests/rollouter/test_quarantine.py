@@ -314,3 +314,17 @@ def test_who_is_cut_keeps_its_strikes_and_holds_up_nobody() -> None:
     again = quarantine.crashed("a", "died", "s", 1.0)
     quarantine.judge(again)
     assert quarantine.standing("a") == "guilty", "its strike of before counts"
+
+
+def test_who_was_cut_before_the_crash_is_judged_stands_in_no_lane() -> None:
+    """Nobody would leave the lane, and all others would wait for it."""
+    quarantine = Quarantine(max_crashes=1)
+    for name in "abc":
+        quarantine.placed(name, "r")
+    for name in "abc":
+        report = quarantine.crashed(name, "died", "r", 0.0)
+    quarantine.suspended("a")
+    quarantine.judge(report)
+    assert standings(quarantine, "abc") == {"a": "free", "b": "in the lane", "c": "waiting"}
+    crash(quarantine, "a")  # it is tried again
+    assert quarantine.standing("a") == "guilty", "its strike of before counts"
