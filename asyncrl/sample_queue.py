@@ -109,6 +109,8 @@ class LocalSampleQueue:
         )
         self._ledger = self._state.ledger
         self._pacing = replace(options.pacing, total_samples=self._state.total_samples)
+        self._given_up: dict[SampleId, QueuedSample] = {}
+        """What was lost or damaged, and is being made again."""
         self._eviction = Eviction(self._state, options.max_staleness, options.stale_action)
         self._in_feed_order = options.in_feed_order
         lock = anyio.Lock()
@@ -183,7 +185,10 @@ class LocalSampleQueue:
             for sample in samples:
                 sample_id = sample.meta.sample_id
                 error: AsyncRLError | None = None
-                if sample_id not in taken and self._ledger.is_running(sample_id):
+                given_up = self._given_up.get(sample_id)
+                if caller.again and given_up is not None and sample.payload == given_up.payload:
+                    pass  # it was taken, and found damaged: this is not what it was fed again for
+                elif sample_id not in taken and self._ledger.is_running(sample_id):
                     taken[sample_id] = sample
                 elif not self._ledger.is_late(sample_id) and not (caller.again and self._ledger.was_fed(sample_id)):
                     error = self._ledger.illegal(sample_id, "finish")
@@ -263,6 +268,8 @@ class LocalSampleQueue:
             self._check(caller)
             there = self._ledger.is_ready(sample_id) or self._ledger.is_leased(sample_id)
             if not self._ledger.is_late(sample_id) and (there or not caller.again):
+                if (entry := self._state.entry(sample_id)) is not None:
+                    self._given_up[sample_id] = entry
                 self._do(Redone(sample_id))
                 self._notify_both()
         await self._flushed()

@@ -20,7 +20,7 @@ from asyncrl.lives import Lives
 from asyncrl.payloads import FileRef
 from asyncrl.ports import Admission, Lease, QueueControl, QueuedSample, SampleQueue
 from asyncrl.recovery import QueueState
-from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
+from asyncrl.sample_queue import ANYBODY, Caller, LocalSampleQueue, QueueOptions
 from asyncrl.staleness import Pacing
 from asyncrl.transitions import (
     Admitted,
@@ -239,6 +239,20 @@ async def test_redo_feeds_it_again_and_forgets_the_payload() -> None:
     await queue.commit(lease.lease_id, [ids[0]])
     with pytest.raises(BugError, match="redo of sample_0_1, which is TRAINED"):
         await queue.redo(ids[0])
+
+
+async def test_an_offer_that_is_repeated_is_not_what_the_sample_was_fed_again_for() -> None:
+    """The queue's answer to it was lost, and by the time it comes again its payload has been found damaged."""
+    queue = make_queue(MemoryLog())
+    (first,) = await fill(queue, 1)
+    await queue.redo(first)
+    assert (await queue.admit(1, timeout_s=0)).sample_ids == (first,)
+    repeated = ANYBODY._replace(again=True)
+    await queue.offer(meta(first), payload(first), caller=repeated)
+    assert (await queue.status()).books.running == 1
+    anew = FileRef("1-anew.safetensors", 0)
+    await queue.offer(meta(first), anew, caller=repeated)
+    assert [each.payload for each in (await queue.lease(1, trainer_version=0, timeout_s=0)).samples] == [anew]
 
 
 async def test_files_are_idle_once_nothing_in_them_is_needed() -> None:

@@ -245,6 +245,40 @@ async def test_a_version_that_changes_in_mid_generation_is_in_the_spans() -> Non
     assert (meta.oldest_version, meta.newest_version) == (0, 3)
 
 
+async def test_a_sample_may_be_fed_again_before_its_offer_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The queue has died over its answer, and the payload is found damaged before Ray has asked again."""
+    rig = Rig(permits=1, fleet=FakeFleet())
+    answers, offer, ends = [anyio.Event(), anyio.Event()], rig.queue.offer, anyio.Event()
+    left = iter(answers)
+
+    async def offer_and_be_late(*what: Any) -> None:
+        answer = next(left)
+        await offer(*what)
+        await answer.wait()
+
+    monkeypatch.setattr(rig.queue, "offer", offer_and_be_late)
+    monkeypatch.setattr(rig.turns, "forget", lambda sample_id: done(ends))
+    async with rig.running():
+        (found,) = (await rig.lease(1)).samples
+        rig.clock.now_s = 1.0
+        await rig.queue.redo(found.meta.sample_id)
+        (again,) = (await rig.lease(1)).samples
+        assert again.meta.sample_id == found.meta.sample_id
+        answers[0].set()
+        await ends.wait()
+        await anyio.wait_all_tasks_blocked()
+        assert rig.pump.in_flight == 1
+        answers[1].set()
+        await anyio.wait_all_tasks_blocked()
+        assert rig.pump.in_flight == 0
+
+
+async def done(event: anyio.Event) -> None:
+    event.set()
+
+
 # ------------------------------------------------------------------------------------------------ the queue's end
 
 
