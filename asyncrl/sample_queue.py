@@ -194,6 +194,8 @@ class LocalSampleQueue:
                     error = self._ledger.illegal(sample_id, "finish")
                 errors.append(error)
             if taken:
+                for sample_id in taken:
+                    self._given_up.pop(sample_id, None)
                 self._do(Finished(tuple(taken.values())))
                 self._eviction.came(taken)
                 self._samples.notify_all()

@@ -252,7 +252,7 @@ class Pump:
 
     async def _finish_sample(self, sample_id: SampleId, make: Callable[[], Awaitable[Sample]]) -> None:
         """Offer what is made, or drop what cannot be."""
-        since = self._in_flight.get(sample_id)
+        since = self._in_flight[sample_id]
         try:
             with profile.context(sample=str(sample_id)):
                 try:
@@ -270,7 +270,7 @@ class Pump:
             self._stages.forget(sample_id)
             # It is fed again, and in flight once more, if its payload is found damaged before the answer is here.
             if self._in_flight.get(sample_id) == since:
-                self._in_flight.pop(sample_id, None)
+                del self._in_flight[sample_id]
 
     async def _offer(self, sample: Sample) -> None:
         self._drops.passed()

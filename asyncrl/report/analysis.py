@@ -100,8 +100,8 @@ def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *
     if unrecorded := run["samples_unrecorded"]:
         told.append(
             f"How {count(unrecorded, 'trained sample')} {'was' if unrecorded == 1 else 'were'} generated is not among "
-            "the events: a Rollouter that is killed has not written its last half second. They count as trained; "
-            "figures of requests, turns and waits are without them."
+            "the events: they are lost, like the last half second of a Rollouter that is killed. They count as "
+            "trained; figures of requests, turns and waits are without them."
         )
     # A run that lives is writing the last lines of its files.
     torn = run["torn_lines"] - (events.num_unfinished if run.get("status") == LIVE else 0)

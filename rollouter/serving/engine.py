@@ -25,7 +25,7 @@ class EngineGauges(StatLoggerBase):
 
     def clear(self, in_flight: int) -> None:
         """The KV cache was cleared under so many requests: that those which ran were thrown out is no want of room."""
-        self._cleared = min(in_flight, self.load.running)
+        self._cleared = min(in_flight, self._cleared + self.load.running)
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
