@@ -4,6 +4,7 @@
 #   TORCH_INDEX=URL          where torch's CPU build comes from if the configured package index has none
 #   GPU=1                    set up for NVIDIA GPUs: torch and vLLM with CUDA, newest versions that pyproject.toml allows
 #   PYTEST_ARGS="-k queue"   further arguments for pytest
+#   TEST_PROCESSES=4         processes that share the test suite (by default 2)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +19,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := requirements/cpu.txt
 GPU ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.set-up-for
 # What the environment was made from; another lock, project file or kind of machine makes it stale.
 WANTED := $(shell { echo "gpu=$(GPU)"; cat $(LOCK) pyproject.toml; } | cksum | tr -d ' ')
@@ -63,16 +65,17 @@ demo: setup ## train the shipped model: asyncrl launch fully_async
 	@$(VENV)/bin/asyncrl launch fully_async
 
 test: setup ## the test suite
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
 slow: setup ## the tests that take minutes
 	@$(PY) -m pytest -m slow $(PYTEST_ARGS)
 
-lint: setup ## ruff, mypy, import contracts
+lint: setup ## ruff, mypy, import contracts, freshness of docs/architecture.md
 	@$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) -m pytest -q --disable-warnings tests/test_architecture.py
 
 format: setup ## apply ruff's fixes and format
 	@$(VENV)/bin/ruff check --fix .
@@ -80,9 +83,10 @@ format: setup ## apply ruff's fixes and format
 
 docs: setup ## regenerate the generated pages of docs/
 	@$(PY) -m asyncrl.config.docs docs/config.md
-	$(PY) -m asyncrl.telemetry.registry > docs/metrics.md
-	$(PY) -c 'from asyncrl.profiling.events import markdown; print(markdown(), end="")' > docs/events.md
-	$(PY) -m asyncrl.telemetry.grafana > docs/grafana-dashboard.json
+	$(PY) -m asyncrl.observe.metrics.registry > docs/metrics.md
+	$(PY) -c 'from asyncrl.profiling.catalog import markdown; print(markdown(), end="")' > docs/events.md
+	$(PY) -m asyncrl.observe.metrics.grafana > docs/grafana-dashboard.json
+	WRITE_DOCS=1 $(PY) -m pytest -q --disable-warnings tests/test_architecture.py
 
 # torch itself is left out (it is installed first, from its own index), and so is what pyproject.toml overrides away.
 lock: setup ## resolve pyproject.toml anew into requirements/cpu.txt

@@ -1,1 +1,1 @@
-"""One runnable command per figure that the README or the docs quote."""
+"""One runnable command for each figure that the README or the docs quote."""

@@ -1,4 +1,4 @@
-"""Random Llamas of given shapes, saved as a model directory: speed and memory don't depend on what was learnt."""
+"""Random models of given shapes, saved as model directories: speed and memory don't depend on the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Shape:
+class TransformerShape:
     hidden_size: int
     layers: int
     heads: int
@@ -19,21 +19,23 @@ class Shape:
 
 
 SHAPES = {
-    "1M": Shape(hidden_size=128, layers=4, heads=4, kv_heads=4, intermediate_size=512, vocab_size=64),
-    "135M": Shape(hidden_size=576, layers=30, heads=9, kv_heads=3, intermediate_size=1536, vocab_size=49152),
+    "1M": TransformerShape(hidden_size=128, layers=4, heads=4, kv_heads=4, intermediate_size=512, vocab_size=64),
+    "135M": TransformerShape(hidden_size=576, layers=30, heads=9, kv_heads=3, intermediate_size=1536, vocab_size=49152),
 }
-"""About the quickstart's model; SmolLM2-135M's."""
+"""`1M` is about the size of the quickstart's model; `135M` has the shape of SmolLM2-135M."""
 QWEN_SHAPES = {
-    "0.5B": Shape(896, layers=24, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936, max_positions=32768),
-    "1.5B": Shape(
+    "0.5B": TransformerShape(
+        896, layers=24, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936, max_positions=32768
+    ),
+    "1.5B": TransformerShape(
         1536, layers=28, heads=12, kv_heads=2, intermediate_size=8960, vocab_size=151936, max_positions=32768
     ),
 }
-"""Qwen2.5's."""
+"""The shapes of Qwen2.5."""
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
-def make_llama(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
+def make_llama(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Path:
     """Save a random Llama with tied embeddings, and a tokenizer of one character per id, from `!` on."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -57,7 +59,7 @@ def make_llama(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
     return directory
 
 
-def make_qwen(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
+def make_qwen(directory: Path, shape: TransformerShape, *, seed: int = 0) -> Path:
     """Save a random Qwen 2 with tied embeddings, in bfloat16, without a tokenizer."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -68,8 +70,8 @@ def make_qwen(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
     return directory
 
 
-def _dimensions(shape: Shape) -> dict[str, Any]:
-    """As transformers names them; embeddings are tied."""
+def _dimensions(shape: TransformerShape) -> dict[str, Any]:
+    """Return the config values of transformers, with tied embeddings."""
     return {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,

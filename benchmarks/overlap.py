@@ -1,13 +1,13 @@
-"""How much of the possible overlap is real: the same work through `launch sync` and `launch fully_async`.
+"""Measure how much of the possible overlap `launch fully_async` achieves over `launch sync` on the same work.
 
     python -m benchmarks.overlap [--rounds N] [--steps N] [--json FILE]
 
 Both modes run the same prompts with the same response lengths (drawn from a long-tailed distribution by a seed and
-forced with `ignore_eos`), on the same cores, by turns: sync, async, sync, async, ... Each is a real launch in a process
-of its own. Wall time is from the first wait of the Trainer to the end of its last step: start-up is left out.
+forced with `ignore_eos`), on the same cores, alternating: sync, async, sync, async, ... Each is a real launch in its
+own process. Wall time runs from the first wait of the Trainer to the end of its last step and excludes start-up.
 
 The limit is what perfect overlap of the sync run's own parts would give, `(gen + train) / max(gen, train)`, where `gen`
-is what its Trainer waited for samples and `train` is the rest of its wall time.
+is the time its Trainer waited for samples and `train` is the rest of its wall time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ AIM = 0.9
 MODES = ("sync", "fully_async")
 
 
-class Measured(NamedTuple):
-    """One launch. Seconds and shares."""
+class LaunchTimes(NamedTuple):
+    """Times of one launch in seconds, and the idle share of each part."""
 
     wall_s: float
     wait_s: float
@@ -46,7 +46,7 @@ def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: M
 
 
 def write_prompts(path: Path, num_prompts: int, *, longest: int, seed: int) -> int:
-    """Rows with a response length each, log-normal and cut at `longest`. Returns the tokens of one response each."""
+    """Write prompts with log-normal response lengths of at most `longest`; return the sum of the lengths."""
     draw = random.Random(seed)
     total = 0
     with path.open("w", encoding="utf-8") as file:
@@ -63,11 +63,11 @@ def write_prompts(path: Path, num_prompts: int, *, longest: int, seed: int) -> i
     return total
 
 
-def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Sequence[str]) -> Measured:
-    """One real launch, in a process of its own.
+def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Sequence[str]) -> LaunchTimes:
+    """Run a launch in its own process.
 
     Raises:
-        RuntimeError: it failed; the message has the end of its output.
+        RuntimeError: the launch failed; the message has the end of its output.
     """
     command = [
         *(sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}"),
@@ -83,13 +83,13 @@ def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Seque
     return measure(run_dir)
 
 
-def measure(run_dir: Path) -> Measured:
-    """Read a finished run's own records."""
+def measure(run_dir: Path) -> LaunchTimes:
+    """Read the metrics and the summary of a finished run."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     wall_s = steps[-1]["time/monotonic_s"] - (steps[0]["time/monotonic_s"] - steps[0]["timing/step_s"])
-    return Measured(
+    return LaunchTimes(
         wall_s=wall_s,
         wait_s=sum(step["timing/wait_samples_s"] for step in steps),
         idle_trainer=summary["idle"]["trainer"],
@@ -99,19 +99,19 @@ def measure(run_dir: Path) -> Measured:
     )
 
 
-def overlap_limit(sync: Measured) -> float:
-    """`(gen + train) / max(gen, train)`."""
+def overlap_limit(sync: LaunchTimes) -> float:
+    """Return `(gen + train) / max(gen, train)`."""
     return sync.wall_s / max(sync.wait_s, sync.wall_s - sync.wait_s)
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=2, help="launches of each mode (default 2)")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a launch (default 40)")
-    parser.add_argument("--longest", type=int, default=128, help="longest response in tokens (default 128)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="more configuration, for both modes")
+    parser.add_argument("--rounds", type=int, default=2, help="number of launches of each mode (default 2)")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each launch (default 40)")
+    parser.add_argument("--longest", type=int, default=128, help="maximum response length in tokens (default 128)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides for both modes")
     options = parser.parse_args()
-    runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+    runs: dict[str, list[LaunchTimes]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(prefix="asyncrl-overlap-") as scratch:
         prompts = Path(scratch) / "prompts.jsonl"
         write_prompts(prompts, options.steps * MINI_BATCH, longest=options.longest, seed=0)

@@ -1,7 +1,8 @@
-"""What the training engine is measured against: transformers, AdamW and a loop, as one would write them first.
+"""The baseline of the training engine: a plain loop over a transformers model with AdamW.
 
-Sequences are padded to the batch's longest, in the order they come, and cut into micro-batches of the same token budget
-that the engine has. Same loss: PPO's clip, mean over all trained tokens. Same clipping, same fused AdamW.
+Sequences keep their order, are padded to the longest of the batch, and are split into micro-batches with the token
+budget of the engine. The loss (PPO's clip, mean over all trained tokens), the gradient clipping and the fused AdamW
+are the same as the engine's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from asyncrl.config.schema import AlgorithmConfig, OptimConfig
-from asyncrl.types import SampleId
-from trainer.rows import TrainRow
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.trainer import OptimConfig
+from asyncrl.core.types import SampleId
+from trainer.batches import TrainRow
 
 GROUP = 4
-"""Rows of one sample."""
+"""Number of rows of a sample."""
 
 
 SIGMAS = {"equal": 0.0, "long-tailed": 0.9}
@@ -29,25 +31,25 @@ SIGMAS = {"equal": 0.0, "long-tailed": 0.9}
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch for one model."""
+    """The batch that is trained on."""
 
     rows: int
     prompt_tokens: int
     mean_tokens: int
-    """Of the responses."""
+    """Mean length of the responses."""
     longest_tokens: int
-    """No response is longer."""
+    """Maximum length of a response."""
     micro_batch_tokens: int
 
     def lengths(self, sigma: float, seed: int = 0) -> list[int]:
-        """Response lengths: the same mean whatever the spread, except for what `longest_tokens` cuts off."""
+        """Draw response lengths whose mean does not depend on `sigma`, except for the cut at `longest_tokens`."""
         drawn = np.exp(np.random.default_rng(seed).normal(0.0, sigma, self.rows))
         scaled = np.rint(self.mean_tokens * drawn / drawn.mean())
         return np.clip(scaled, 8, self.longest_tokens).astype(int).tolist()
 
 
 def make_rows(lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[TrainRow]:
-    """Rows of random tokens, `GROUP` to a sample, all of them trained."""
+    """Make rows of random tokens, `GROUP` for each sample, all of them trained."""
     rng = np.random.default_rng(seed)
     return [
         TrainRow(
@@ -66,7 +68,7 @@ def make_rows(lengths: Sequence[int], prompt_tokens: int, vocab_size: int, seed:
 
 
 class PlainTrainer:
-    """A transformers model, AdamW, a loop over micro-batches."""
+    """A transformers model with AdamW and a loop over micro-batches."""
 
     def __init__(self, path: Path, optim: OptimConfig, algorithm: AlgorithmConfig, device: str, dtype: torch.dtype):
         from transformers import AutoModelForCausalLM
@@ -85,7 +87,7 @@ class PlainTrainer:
         self._device, self._dtype = device, dtype
 
     def update(self, rows: Sequence[TrainRow], advantages: Sequence[float], micro_batch_tokens: int) -> float:
-        """One optimizer step over `rows`, each with its advantage; returns the loss."""
+        """Take one optimizer step over `rows` with their advantages and return the loss."""
         lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
         width = max(lengths)
         step = max(1, micro_batch_tokens // width)

@@ -1,15 +1,15 @@
-"""Samples per second and latency through the sample queue, against a plain Ray actor around a deque.
+"""Measure throughput and latency of the sample queue, against a plain Ray actor around a deque.
 
     journal on    producer ─ put ─▶ files on disk ◀─ get ─ consumer     the queue actor sees metadata and references,
-                  and has written down what it answers
-    journal off   producer ─ put ─▶ object store ◀─ get ─ consumer      the same, in memory
+                  and writes its journal before it answers
+    journal off   producer ─ put ─▶ object store ◀─ get ─ consumer      the same in memory, without a journal
     deque         producer ─ pickled payload ─▶ actor ─ pickled payload ─▶ consumer, one call per sample and side
 
-All ways: one producer actor with 64 samples in hand at once, one consumer actor that takes 64 at a time and reads
-every byte of them, at most 256 samples under way, the same samples. The rate is measured at full speed. Latency
-is measured apart, at a gentle pace with a waiting consumer: at full speed it would only say 256 divided by the rate.
-Rounds of all ways alternate within one run. Rates are medians over rounds, ratios are medians of the ratios of
-neighbouring rounds, latencies are percentiles over all rounds.
+Each transport moves the same samples, from one producer actor that handles 64 samples concurrently to one consumer
+actor that takes 64 at a time and reads every byte; at most 256 samples are in the queue. The rate is measured at full
+speed. Latency is measured separately, at a low rate with a waiting consumer: at full speed it would be 256 divided by
+the rate. Rounds of all transports alternate within one run. Rates are medians over rounds, ratios are medians of the
+ratios of neighbouring rounds, latencies are percentiles over all rounds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ import anyio
 import numpy as np
 import ray
 
-from asyncrl.payload_files import FilePayloads
-from asyncrl.payload_objects import RayPayloads
-from asyncrl.ports import PayloadStore, SampleQueue
-from asyncrl.queue_actor import QueueClient, start_queue
-from asyncrl.sample_queue import QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
+from asyncrl.core.ports import PayloadStore
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
+from asyncrl.queue.actor import QueueClient, start_queue
+from asyncrl.queue.payloads import FilePayloads, RayPayloads
+from asyncrl.queue.sample_queue import QueueOptions, SampleQueue
 from benchmarks.report import arguments, report
 
 IN_HAND = 64
@@ -45,11 +44,11 @@ UNDER_WAY = 4 * LEASE
 TRAJECTORIES = 8
 CALL_TIMEOUT_S = 120.0
 LEASES_PER_CHECKPOINT = 8
-"""Only then are payload files deleted."""
+"""Payload files are deleted once a checkpoint covers their samples."""
 
 
 def make_sample(num_bytes: int, seed: int = 0) -> Sample:
-    """A group of 8 scored trajectories with about `num_bytes` of arrays."""
+    """Make a group of 8 scored trajectories with about `num_bytes` of arrays."""
     per_row = num_bytes // TRAJECTORIES
     prompt_tokens = min(128, per_row // 8)
     tokens = max(1, (per_row - 4 * prompt_tokens) // 9)
@@ -70,8 +69,8 @@ def make_sample(num_bytes: int, seed: int = 0) -> Sample:
     return Sample(SampleId(0, 1), rows)
 
 
-class Reader:
-    """Reads every byte that arrives, into memory that is used again, so that the figures are not of page faults."""
+class SampleReader:
+    """Copies every byte of a sample into reused memory, so that page faults do not dominate the figures."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = np.empty(num_bytes, dtype=np.uint8)
@@ -82,16 +81,16 @@ class Reader:
                 np.copyto(self._memory[: array.nbytes].view(array.dtype), array)
 
 
-class Way(Protocol):
-    """One end of either queue."""
+class QueueTransport(Protocol):
+    """Moves samples from the producer to the consumer."""
 
-    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None: ...
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pacer) -> None: ...
 
     async def consume(self, num_samples: int, batch: int, took: Callable[[list[Sample]], None]) -> None: ...
 
 
-class Pace:
-    """Lets one sample go every `interval_s`; 0: at once. Counts from the first."""
+class Pacer:
+    """Releases one sample every `interval_s`, counted from the first; 0 releases them without a delay."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -105,13 +104,13 @@ class Pace:
 
 
 class ThroughQueue:
-    """The project's own: admit, put, offer; lease, get, commit."""
+    """The sample queue: the producer admits, puts and offers; the consumer leases, gets and commits."""
 
     def __init__(self, handle: Any, payloads: PayloadStore) -> None:
         self._queue: SampleQueue = QueueClient(handle, CALL_TIMEOUT_S)
         self._payloads = payloads
 
-    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None:
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pacer) -> None:
         in_hand = anyio.Semaphore(IN_HAND)
         async with anyio.create_task_group() as tasks:
             fed = 0
@@ -148,7 +147,7 @@ class ThroughQueue:
 
 
 class DequeActor:
-    """The baseline: payloads in a deque, producers wait when it is full, consumers when it is empty."""
+    """The baseline: a deque of payloads; producers wait while it is full, consumers while it is empty."""
 
     def __init__(self, size: int) -> None:
         self._deque: deque[bytes] = deque()
@@ -170,12 +169,12 @@ class DequeActor:
 
 
 class ThroughDeque:
-    """verl's way: the pickled sample travels through the actor's mailbox, in and out."""
+    """Sends each pickled sample through the actor's mailbox, as verl does."""
 
     def __init__(self, handle: Any) -> None:
         self._actor = handle
 
-    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pace) -> None:
+    async def produce(self, num_samples: int, make: Callable[[int], Sample], pace: Pacer) -> None:
         in_hand = anyio.Semaphore(IN_HAND)
         async with anyio.create_task_group() as tasks:
             for index in range(1, num_samples + 1):
@@ -196,37 +195,37 @@ class ThroughDeque:
             taken += wanted
 
 
-WAYS: dict[str, Callable[[Any, Path], Way]] = {
+WAYS: dict[str, Callable[[Any, Path], QueueTransport]] = {
     "journal on": lambda handle, run_dir: ThroughQueue(handle, FilePayloads(run_dir, incarnation=1)),
     "journal off": lambda handle, _: ThroughQueue(handle, RayPayloads(CALL_TIMEOUT_S)),
     "deque": lambda handle, _: ThroughDeque(handle),
 }
 
 
-class Producer:
+class ProducerActor:
     async def run(
         self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, interval_s: float
     ) -> float:
-        """Returns when it began. A sample's `generate_s` carries the time at which it was finished."""
-        # Enough that no two samples put together share an array: pickle would write it once.
+        """Produce the samples and return the start time; `generate_s` of a sample holds the time it was made."""
+        # No two samples of a batch may share an array: pickle would write it once.
         pool = [make_sample(num_bytes, seed) for seed in range(max(8, min(IN_HAND, (64 << 20) // num_bytes)))]
         started = time.monotonic()
 
         def make(index: int) -> Sample:
             return replace(pool[index % len(pool)], sample_id=SampleId(0, index), generate_s=time.monotonic())
 
-        await WAYS[way](handle, run_dir).produce(num_samples, make, Pace(interval_s))
+        await WAYS[way](handle, run_dir).produce(num_samples, make, Pacer(interval_s))
         return started
 
 
-class Consumer:
+class ConsumerActor:
     async def run(
         self, way: str, handle: Any, run_dir: Path, num_samples: int, num_bytes: int, batch: int
     ) -> tuple[float, list[float]]:
-        """Returns when it had everything, and each sample's seconds from finished to in hand."""
+        """Consume the samples; return the end time and the latency of each sample in seconds."""
         latencies: list[float] = []
         seen: set[int] = set()
-        reader = Reader(num_bytes)
+        reader = SampleReader(num_bytes)
 
         def took(samples: list[Sample]) -> None:
             now = time.monotonic()
@@ -242,7 +241,7 @@ class Consumer:
 
 
 def start(way: str, run_dir: Path) -> Any:
-    """A fresh queue of that kind; at most `UNDER_WAY` samples fit."""
+    """Start an empty queue of this kind with room for `UNDER_WAY` samples."""
     if way == "deque":
         actor: Any = ray.remote(DequeActor)
         return actor.options(num_cpus=0, max_concurrency=1000).remote(UNDER_WAY)
@@ -251,24 +250,24 @@ def start(way: str, run_dir: Path) -> Any:
     return start_queue(options, run_dir=run_dir if way == "journal on" else None)
 
 
-class Round:
-    """Runs one stream from producer to consumer through a fresh queue.
+class StreamRunner:
+    """Sends one stream of samples from the producer to the consumer through an empty queue.
 
     Args:
-        root: where run directories are made, and removed after their round.
+        root: the parent of the run directories, each of which is removed after its round.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        producer: Any = ray.remote(Producer)
-        consumer: Any = ray.remote(Consumer)
+        producer: Any = ray.remote(ProducerActor)
+        consumer: Any = ray.remote(ConsumerActor)
         self._producer = producer.options(num_cpus=0).remote()
         self._consumer = consumer.options(num_cpus=0).remote()
 
     def __call__(
         self, way: str, num_bytes: int, num_samples: int, *, interval_s: float = 0.0
     ) -> tuple[float, list[float]]:
-        """Samples per second, and each one's latency in seconds."""
+        """Return samples per second, and the latency of each sample in seconds."""
         with tempfile.TemporaryDirectory(dir=self._root) as directory:
             run_dir = Path(directory)
             handle = start(way, run_dir)
@@ -283,19 +282,19 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PayloadSize:
     name: str
     num_bytes: int
     num_samples: int
-    """In a round at full speed."""
+    """Samples of a round at full speed."""
     paced: int
     interval_s: float
 
 
 SIZES = (
-    Size("1 KB", 1_000, 4000, 150, 0.02),
-    Size("100 KB", 100_000, 4000, 150, 0.02),
-    Size("5 MB", 5_000_000, 320, 50, 0.04),
+    PayloadSize("1 KB", 1_000, 4000, 150, 0.02),
+    PayloadSize("100 KB", 100_000, 4000, 150, 0.02),
+    PayloadSize("5 MB", 5_000_000, 320, 50, 0.04),
 )
 
 
@@ -304,19 +303,22 @@ AIM = "journal off at 3 times the deque's rate or more, journal on at 0.8 of jou
 
 def main() -> None:
     parser = arguments(str(__doc__))
-    parser.add_argument("--rounds", type=int, default=3, help="of each way and size (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each transport and size (default 3)")
     parser.add_argument(
-        "--journal", action=argparse.BooleanOptionalAction, default=True, help="measure with the journal too (default)"
+        "--journal", action=argparse.BooleanOptionalAction, default=True, help="also measure with the journal (default)"
     )
     parser.add_argument(
-        "--dir", type=Path, default=Path.cwd(), help="on the disk to measure (default: the working directory)"
+        "--dir",
+        type=Path,
+        default=Path.cwd(),
+        help="a directory on the disk to measure (default: the working directory)",
     )
     args = parser.parse_args()
     ways = [way for way in WAYS if args.journal or way != "journal on"]
     ray.init(include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="queue-benchmark-") as root:
-            one_round = Round(Path(root))
+            one_round = StreamRunner(Path(root))
             rows: list[dict[str, Any]] = []
             ratios: dict[str, dict[str, float]] = {}
             for size in SIZES:
@@ -334,9 +336,12 @@ def main() -> None:
 
 
 def measure(
-    one_round: Round, size: Size, ways: Sequence[str], rounds: int
+    one_round: StreamRunner, size: PayloadSize, ways: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Rates of the rounds, and latencies of all samples, by way; they take turns, after a round that does not count."""
+    """Return the rate of each round and the latencies of all samples, by transport.
+
+    The transports alternate; the first round is a warm-up and does not count.
+    """
     rates: dict[str, list[float]] = {way: [] for way in ways}
     latencies: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 1):

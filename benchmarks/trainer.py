@@ -1,24 +1,23 @@
-"""Tokens per second of one update of the training engine, against a plain loop on the same batch.
+"""Measure tokens per second of an update of the training engine, against a plain loop on the same batch.
 
-    ours    rows -> batch -> micro-batches -> loss -> gradient, summed over ranks -> clipping -> AdamW
+    engine  rows -> batch -> micro-batches -> loss -> gradient, summed over ranks -> clipping -> AdamW
     plain   rows -> padded tensors -> transformers, loss, backward -> clipping -> AdamW    (benchmarks.plain_trainer)
 
 On CPU: random Llamas of 1M and 135M parameters, in float32. One rank is `local` with one thread. Two ranks are `fsdp2`
-with one thread each; the plain loop then has two threads in one process. Both layouts of ours (padded micro-batches,
-packed ones without padding) and the plain loop are set up side by side and take turns, round by round, after a first
-round that is not counted and in which their losses have to agree. Rates are of medians over rounds; `ratio` is ours /
-plain.
+with one thread each; the plain loop then has two threads in one process. Both layouts of the engine (padded
+micro-batches, and packed ones without padding) and the plain loop are set up together and alternate. In the first
+round, a warm-up, their losses have to agree. Rates are medians over rounds; `ratio` is engine / plain.
 
 With a GPU: Qwen-like models of 0.5B and 1.5B parameters with random weights, bfloat16 compute on float32 masters,
-batches of 16k tokens, one way after another so that each has the memory to itself. `mfu` counts 6 operations for each
+batches of 16k tokens, one method after another so that each has the whole memory. `mfu` counts 6 operations for each
 parameter (without input embeddings) and token, and 6 x layers x width x length^2 for causal attention.
 
-Lengths: `equal`, all responses alike; `long-tailed`, lognormal with the same mean. `tokens` are prompt and response
-tokens without padding, for every way.
+Lengths: `equal` gives all responses the same length, `long-tailed` draws lognormal ones with the same mean. `tokens`
+are prompt and response tokens without padding, for every method.
 
     python -m benchmarks.trainer --json trainer.json
     python -m benchmarks.trainer --models 1M --lengths long-tailed --rounds 9
-    python -m benchmarks.trainer --quick        # smaller batches, two rounds: does it run?
+    python -m benchmarks.trainer --quick        # a smoke test with smaller batches and two rounds
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any
 from benchmarks.models import QWEN_SHAPES, SHAPES, make_llama, make_qwen
 from benchmarks.plain_trainer import SIGMAS, Workload
 from benchmarks.report import arguments, report
-from benchmarks.updates import Case, Measured, take_turns
+from benchmarks.updates import UpdateCase, UpdateTimes, take_turns
 
 CPU = {
     "1M": Workload(rows=32, prompt_tokens=32, mean_tokens=128, longest_tokens=1500, micro_batch_tokens=4096),
@@ -44,28 +43,38 @@ GPU = {
     "1.5B": Workload(rows=16, prompt_tokens=256, mean_tokens=768, longest_tokens=8000, micro_batch_tokens=16384),
 }
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362, "RTX 4090": 165}
-"""Dense bfloat16, from the makers' data sheets, by a part of the device's name."""
+"""Dense bfloat16 TFLOPS from the data sheets, by a part of the device's name."""
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--models", nargs="+", choices=[*CPU, *GPU], help="default: all of the device")
-    parser.add_argument("--lengths", nargs="+", choices=list(SIGMAS), default=list(SIGMAS))
-    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), help="default: 1 and 2 on CPU, 1 on a GPU")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default) uses a GPU if there is one"
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=[*CPU, *GPU], help="models to measure (default: all of the device)"
+    )
+    parser.add_argument("--lengths", nargs="+", choices=list(SIGMAS), default=list(SIGMAS), help="default: both")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, choices=(1, 2), help="number of ranks (default: 1 and 2 on CPU, 1 on a GPU)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each method (default 5)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, two rounds, the smaller model")
-    parser.add_argument("--peak-tflops", type=float, help="of the GPU in bfloat16, if its name tells nothing")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        help="peak TFLOPS of the GPU in bfloat16, for a GPU that this benchmark does not know",
+    )
     options = parser.parse_args()
     device = _device(options.device)
     workloads = GPU if device == "cuda" else CPU
     if device == "cuda" and 2 in (options.ranks or ()):
-        parser.error("--ranks 2: on GPUs one rank is measured, the plain loop knows no other")
+        parser.error("--ranks 2: on GPUs only one rank is supported, as the plain loop has no other")
     names = options.models or list(workloads)[: 1 if options.quick else None]
     if unfit := [name for name in names if name not in workloads]:
-        parser.error(f"{', '.join(unfit)}: not measured on {device}; there are {', '.join(workloads)}")
+        parser.error(f"{', '.join(unfit)}: not measured on {device}; the choices are {', '.join(workloads)}")
     cases = [
-        Case(
+        UpdateCase(
             name,
             device,
             ranks,
@@ -82,8 +91,8 @@ def main() -> None:
     report("trainer", rows, options.json, aim="aim: ratio at least 1.0; packed at least 1.5 on long-tailed lengths")
 
 
-def measure(cases: Sequence[Case], peak_tflops: float | None = None) -> list[dict[str, Any]]:
-    """Two table rows for each case: padded and packed."""
+def measure(cases: Sequence[UpdateCase], peak_tflops: float | None = None) -> list[dict[str, Any]]:
+    """Return two table rows for each case: padded and packed."""
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         for number, case in enumerate(cases):
@@ -95,7 +104,7 @@ def measure(cases: Sequence[Case], peak_tflops: float | None = None) -> list[dic
     return table
 
 
-def _row(case: Case, way: str, measured: Measured, peak_tflops: float | None) -> dict[str, Any]:
+def _row(case: UpdateCase, way: str, measured: UpdateTimes, peak_tflops: float | None) -> dict[str, Any]:
     ours = measured.tokens / statistics.median(measured.times_s[way])
     plain = measured.tokens / statistics.median(measured.times_s["plain"]) if measured.times_s["plain"] else None
     row: dict[str, Any] = {
@@ -116,7 +125,7 @@ def _row(case: Case, way: str, measured: Measured, peak_tflops: float | None) ->
     return row
 
 
-def _make(case: Case, path: Path) -> None:
+def _make(case: UpdateCase, path: Path) -> None:
     if case.device == "cuda":
         make_qwen(path, QWEN_SHAPES[case.model])
     else:

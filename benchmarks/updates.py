@@ -1,4 +1,4 @@
-"""Updates of the engine and of the plain loop on one batch, in turns, in processes of their own."""
+"""Timed updates of the engine and of the plain loop on one batch, in separate processes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from benchmarks.plain_trainer import GROUP, SIGMAS, PlainTrainer, Workload, make_rows
 from trainer.algorithms.objective import PolicyLoss
-from trainer.batching import balance
-from trainer.engine.base import BaseEngine, EngineSpec
-from trainer.engine.registry import EngineRegistry
-from trainer.rows import TrainRow
-from trainer.tensors import input_lengths, to_batch
+from trainer.batches import TrainRow
+from trainer.engines.base import BaseEngine, EngineSpec
+from trainer.engines.compute.packing import balance, input_lengths
+from trainer.engines.registry import EngineRegistry
+from trainer.workers.tensors import to_batch
 
 WAYS = ("plain", "padded", "packed")
 LR = 1e-6
 ALGORITHM = AlgorithmConfig(clip_ratio_c=None)
-"""Plain PPO: one clip."""
+"""Plain PPO with a single clip."""
 GATHER_S = 600
-"""How long one rank waits for another: the plain loop runs in one of them."""
+"""Timeout of the collectives: rank 1 waits while rank 0 runs the plain loop."""
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
-"""The ways have to agree on the first loss, or they don't do the same work."""
+"""Methods whose first losses differ by more do not do the same work."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One comparison."""
+class UpdateCase:
+    """A model, a batch and a device on which the methods are compared."""
 
     model: str
     device: str
@@ -46,31 +48,31 @@ class Case:
     rounds: int
 
 
-class Measured(NamedTuple):
+class UpdateTimes(NamedTuple):
     tokens: int
     """Prompt and response tokens of the batch."""
     flops: float
     """Floating point operations of one update, without recomputation."""
     times_s: dict[str, list[float]]
-    """Of each way, round by round; empty where the GPU's memory was too small."""
+    """Seconds of each round, by method; empty if the GPU's memory was too small."""
     peak_bytes: dict[str, int]
-    """Of the GPU's memory."""
+    """Peak GPU memory, by method."""
 
 
-class Way(NamedTuple):
+class UpdateMethod(NamedTuple):
     update: Callable[[], float]
-    """One optimizer step; returns the loss."""
+    """Takes one optimizer step and returns the loss."""
     close: Callable[[], None]
 
 
-def take_turns(case: Case, path: Path, directory: Path) -> Measured:
-    """Run the case on the model at `path`; `directory` is made, for what the processes tell each other."""
+def take_turns(case: UpdateCase, path: Path, directory: Path) -> UpdateTimes:
+    """Run the case on the model at `path`; the processes exchange files in `directory`, which is created."""
     directory.mkdir()
     mp.start_processes(_run_rank, (case, path, directory), nprocs=case.ranks, start_method="spawn")
-    return Measured(**json.loads((directory / "result.json").read_text(encoding="utf-8")))
+    return UpdateTimes(**json.loads((directory / "result.json").read_text(encoding="utf-8")))
 
 
-def _run_rank(rank: int, case: Case, path: Path, directory: Path) -> None:
+def _run_rank(rank: int, case: UpdateCase, path: Path, directory: Path) -> None:
     if case.ranks > 1:
         os.environ["LOCAL_RANK"] = str(rank)
         dist.init_process_group(
@@ -85,7 +87,7 @@ def _run_rank(rank: int, case: Case, path: Path, directory: Path) -> None:
     runner = _Runner(rank, case, path, rows)
     times_s, peak_bytes = runner.alone() if case.device == "cuda" else runner.in_turns()
     if rank == 0:
-        measured = Measured(
+        measured = UpdateTimes(
             tokens=sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
             flops=update_flops(path, rows),
             times_s=times_s,
@@ -97,14 +99,14 @@ def _run_rank(rank: int, case: Case, path: Path, directory: Path) -> None:
 
 
 class _Runner:
-    """The three ways to make one update, on this rank."""
+    """Runs the three methods on this rank."""
 
-    def __init__(self, rank: int, case: Case, path: Path, rows: list[TrainRow]) -> None:
+    def __init__(self, rank: int, case: UpdateCase, path: Path, rows: list[TrainRow]) -> None:
         self._rank, self._case, self._path, self._rows = rank, case, path, rows
         self._advantages = [(number % GROUP - (GROUP - 1) / 2) / GROUP for number in range(len(rows))]
 
     def in_turns(self) -> tuple[dict[str, list[float]], dict[str, int]]:
-        """All ways are set up; each round runs each of them once."""
+        """Set up all methods and run each of them once in every round."""
         ways = {name: self._build(name) for name in WAYS}
         self._compare({name: way.update() for name, way in ways.items()})
         times_s: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -116,7 +118,7 @@ class _Runner:
         return times_s, dict.fromkeys(WAYS, 0)
 
     def alone(self) -> tuple[dict[str, list[float]], dict[str, int]]:
-        """One way after another, each with the GPU's memory to itself."""
+        """Run one method after another, each with the whole GPU memory."""
         times_s: dict[str, list[float]] = {name: [] for name in WAYS}
         peak_bytes = dict.fromkeys(WAYS, 0)
         losses = {}
@@ -135,7 +137,7 @@ class _Runner:
         self._compare(losses)
         return times_s, peak_bytes
 
-    def _timed(self, way: Way) -> float:
+    def _timed(self, way: UpdateMethod) -> float:
         self._meet()
         started = time.perf_counter()
         way.update()
@@ -151,16 +153,18 @@ class _Runner:
     def _compare(self, losses: dict[str, float]) -> None:
         known = [loss for loss in losses.values() if loss == loss]
         if max(known) - min(known) > LOSS_TOLERANCE[self._case.device]:
-            raise SystemExit(f"{self._case.model}: the ways disagree on the loss, so they do different work: {losses}")
+            raise SystemExit(
+                f"{self._case.model}: the methods disagree on the loss, so they do different work: {losses}"
+            )
 
-    def _build(self, name: str) -> Way:
+    def _build(self, name: str) -> UpdateMethod:
         if name != "plain":
             return self._engine(packed=name == "packed")
         if self._rank != 0:
-            return Way(lambda: float("nan"), lambda: None)
+            return UpdateMethod(lambda: float("nan"), lambda: None)
         return self._plain()
 
-    def _plain(self) -> Way:
+    def _plain(self) -> UpdateMethod:
         case = self._case
         dtype = torch.bfloat16 if case.device == "cuda" else torch.float32
         loop = PlainTrainer(self._path, OptimConfig(lr=LR), ALGORITHM, case.device, dtype)
@@ -169,9 +173,9 @@ class _Runner:
             torch.set_num_threads(case.ranks)
             return loop.update(self._rows, self._advantages, case.workload.micro_batch_tokens)
 
-        return Way(update, lambda: None)
+        return UpdateMethod(update, lambda: None)
 
-    def _engine(self, *, packed: bool) -> Way:
+    def _engine(self, *, packed: bool) -> UpdateMethod:
         case = self._case
         settings = EngineConfig(
             strategy="local" if case.ranks == 1 else "fsdp2",
@@ -191,10 +195,10 @@ class _Runner:
             engine.optim_step(figures["loss"])
             return figures["loss"]
 
-        return Way(update, engine.close)
+        return UpdateMethod(update, engine.close)
 
     def _share(self, engine: BaseEngine) -> object:
-        """This rank's rows, as the Trainer lays them out: made anew for every update."""
+        """Lay out the rows of this rank as the Trainer does before every update."""
         batch = to_batch(self._rows)
         batch["old_log_probs"] = batch["rollout_log_probs"]
         batch["advantages"] = torch.tensor(self._advantages)[:, None].expand_as(batch["rollout_log_probs"]).contiguous()
@@ -203,7 +207,7 @@ class _Runner:
 
 
 def update_flops(path: Path, rows: list[TrainRow]) -> float:
-    """`6 · parameters · tokens`, input embeddings aside, and `6 · layers · width · length²` for causal attention.
+    """Return `6 · parameters · tokens` without input embeddings, plus `6 · layers · width · length²` for attention.
 
     PaLM (https://arxiv.org/abs/2204.02311) appendix B, with half of the attention scores masked.
     """

@@ -1,8 +1,9 @@
-"""A version's way from the Trainer into a live engine, against a bare copy of the same bytes in memory.
+"""Measure a weight update of a live engine, against a plain copy of the same bytes in memory.
 
-Every round: requests are in flight; `publish` puts the weights into the store; `apply` fetches, pauses (`keep`), loads,
-resumes and verifies. The copy is numpy's, of all tensors into arrays that exist already, on one thread, between rounds,
-with nothing in flight. `applied_ms` counts from the start of publish; `ratio` is pause / copy. Medians over rounds.
+In every round requests are in flight while `publish` puts the weights into the store and `apply` fetches, pauses
+(`keep`), loads, resumes and verifies. Between rounds, with nothing in flight, numpy copies all tensors into existing
+arrays on one thread. `applied_ms` counts from the start of publish; `ratio` is pause / copy. All are medians over
+rounds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import numpy as np
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import GenerateRequest
+from asyncrl.core.ports import GenerateRequest
 from asyncrl.weights.object_store import ObjectStorePublisher, start_store
+from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
 from rollouter.serving.app import start_app, stop_app
@@ -33,15 +35,15 @@ MAX_MODEL_LEN = 1024
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=7, help="weight updates of each model (default 7)")
+    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES), help="default: all")
     options = parser.parse_args()
     rows = [measure(name, options.rounds) for name in options.models]
     report("weight sync", rows, options.json, aim="aim: pause at most 3 times the copy for 135M")
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """One row: start an engine for the model, sync it `rounds` times."""
+    """Start an engine for the model, update its weights `rounds` times and return the table row."""
     with tempfile.TemporaryDirectory() as directory:
         path = make_llama(Path(directory) / name, SHAPES[name])
         ray.init(
@@ -66,7 +68,7 @@ async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
     for version in range(1, rounds + 1):
         copies.append(_copy(weights, target))
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(fleet.generate, _requests(), session="s"))
+            group.start_soon(finished_turns, fleet.generate(_requests(), session="s"))
             await anyio.sleep(0.3)
             started = time.perf_counter()
             publication = await publisher.publish(version, version, weights, validate=False)

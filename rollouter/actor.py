@@ -1,4 +1,4 @@
-"""The Rollouter as a Ray actor: adapters around `rollouter.rollouter`, and nothing that decides."""
+"""The Rollouter as a Ray actor: adapters around `rollouter.rollouter`, without decisions."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError
-from asyncrl.health.processes import OwnHealth
-from asyncrl.payload_files import make_payloads
-from asyncrl.profiling import Setup, profile
-from asyncrl.queue_actor import QueueClient
-from asyncrl.record_stream import stream_records
-from asyncrl.records import RecordSink, RunRecord
-from asyncrl.turn_files import FileTurns, NoTurns
+from asyncrl.core.failures import BugError
+from asyncrl.core.records import RecordSink, RunRecord, stream_records
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.profiling.process_usage import ProcessMonitor
+from asyncrl.queue.actor import QueueClient
+from asyncrl.queue.payloads import make_payloads
+from asyncrl.queue.turn_log import FileTurns, NoTurns
 from asyncrl.weights.object_store import ObjectStoreFeed
-from rollouter.coverage import NoFleet, ToCome, first_uncovered
-from rollouter.dump import make_dump
-from rollouter.gateway.errors import unknown_key
+from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.gateway.external import ExternalAgent
-from rollouter.gateway.responses import Answer
-from rollouter.rewards.combination import CombinedScorer
-from rollouter.rewards.model import ServedModel
-from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
-from rollouter.serving.agents import endpoint_url, rollouter_name
+from rollouter.gateway.protocol import GatewayResponse, unknown_key
+from rollouter.rewards.model import ServedRewardModel
+from rollouter.rewards.scorer import CombinedScorer
+from rollouter.rollouter import Rollouter, RolloutStart, RolloutTask, load_task
 from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.http import endpoint_url, rollouter_name
+from rollouter.trajectory_dump import make_dump
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16
 FLUSH_S = 5.0
-"""For events that are not on the disk when `run` ends."""
+"""Longest wait at the end of `run` until profiler events are on disk."""
 AGENT_REQUESTS = 10_000
-"""Requests of agents at once, besides; the HTTP side lets no more through (`rollouter.serving.agents`)."""
+"""Additional concurrent calls for agents. `rollouter.serving.http` forwards fewer at a time."""
 
 
 class RolloutActor:
-    """See `start_rollouter`. `run` stays inside; the other calls come beside it."""
+    """The Ray actor that `start_rollouter` starts. Other calls run concurrently with `run`."""
 
     def __init__(self, config: Config, incarnation: int = 1) -> None:
         self._config = config
         self._incarnation = incarnation
-        self._task: Task | None = None
+        self._task: RolloutTask | None = None
         self._run_dir: Path | None = None
         self._rollouter: Rollouter | None = None
         self._stopped = False
-        self._health = OwnHealth("rollouter") if ray.is_initialized() else None
+        self._health = ProcessMonitor("rollouter") if ray.is_initialized() else None
 
     async def prepare(self, run_dir: str) -> Mapping[str, int]:
         """Load data, tokenizer and reward function; needs no engine, so it can run while they start.
@@ -61,9 +59,9 @@ class RolloutActor:
             `num_prompts` per epoch, `num_val_prompts`, `num_filtered` and `num_val_filtered` (over-length prompts).
 
         Raises:
-            ConfigError, DataError, UserCodeError: what is wrong with them.
+            ConfigError, DataError, UserCodeError: one of them is unusable.
         """
-        profile.configure("rollouter", Setup.of(self._config.profiler, Path(run_dir)))
+        profile.configure("rollouter", ProfilerSettings.of(self._config.profiler, Path(run_dir)))
         await to_thread.run_sync(SkipManager.init, self._config)
         task = await to_thread.run_sync(load_task, self._config, Path(run_dir) / "cache")
         self._task, self._run_dir = task, Path(run_dir)
@@ -74,18 +72,18 @@ class RolloutActor:
             "num_val_filtered": task.num_val_filtered,
         }
 
-    async def first_uncovered(self, to_come: ToCome) -> str:
-        """See `rollouter.coverage`. After `prepare`."""
+    async def first_uncovered(self, remaining: RemainingSamples) -> str:
+        """See `rollouter.coverage`. Call it after `prepare`."""
         if self._task is None:
             raise BugError("RolloutActor.first_uncovered before prepare")
-        look = partial(first_uncovered, self._config, self._task.prompts, to_come, self._task.agent)
-        return await to_thread.run_sync(look, abandon_on_cancel=True)
+        find = partial(first_uncovered, self._config, self._task.prompts, remaining, self._task.agent)
+        return await to_thread.run_sync(find, abandon_on_cancel=True)
 
     async def run(self, queue_handle: Any, store_handle: Any, start: RolloutStart) -> AsyncIterator[RunRecord]:
-        """Generate until the queue ends; yields what happened as it happens. After `prepare` and `start_app`.
+        """Generate until the queue ends, and yield the run's records. Call it after `prepare` and `start_app`.
 
         Raises:
-            FencedError: a newer incarnation is at work.
+            FencedError: a newer incarnation is running.
             AsyncRLError: the first failure of any part.
         """
         if self._task is None or self._run_dir is None:
@@ -95,11 +93,17 @@ class RolloutActor:
             yield record
 
     async def _run(
-        self, task: Task, run_dir: Path, queue_handle: Any, store_handle: Any, start: RolloutStart, sink: RecordSink
+        self,
+        task: RolloutTask,
+        run_dir: Path,
+        queue_handle: Any,
+        store_handle: Any,
+        start: RolloutStart,
+        sink: RecordSink,
     ) -> None:
         config, call_s = self._config, self._config.timeouts.call_s
         namespace = ray.get_runtime_context().namespace
-        served = ServedModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
+        served = ServedRewardModel(config, namespace=namespace) if config.reward_model.placement == "serve" else None
         scorer = CombinedScorer(task.scorer, config, task.decode, served)
         if isinstance(task.agent, ExternalAgent) and start.has_engines:
             url = await to_thread.run_sync(endpoint_url, namespace, abandon_on_cancel=True)
@@ -112,7 +116,7 @@ class RolloutActor:
             payloads=make_payloads(config, run_dir, self._incarnation),
             turns=turns,
             feed=ObjectStoreFeed(store_handle, call_s=call_s),
-            fleet=ServeFleet(config, namespace=namespace) if start.has_engines else NoFleet(),
+            fleet=ServeFleet(config, namespace=namespace) if start.has_engines else UnavailableFleet(),
             sink=sink,
             start=start,
             dump=make_dump(config, run_dir, task.decode),
@@ -128,16 +132,16 @@ class RolloutActor:
             await scorer.aclose()
         await turns.aclose()
 
-    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> Answer:
-        """A request with a trajectory's key, see `Gateway.answer`."""
+    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """Answer a request with a trajectory's key, see `Gateway.answer`."""
         agent = self._task.agent if self._task is not None else None
         if not isinstance(agent, ExternalAgent):
             refusal = unknown_key()
-            return Answer(refusal.status, refusal.body)
+            return GatewayResponse(refusal.status, refusal.body)
         return await agent.gateway.answer(key, path, body)
 
     async def stop(self) -> None:
-        """End `run` soon, without a last apply. For an orderly end close the queue instead."""
+        """End `run` soon, without applying the last version. Close the queue instead to end it in order."""
         self._stopped = True
         if self._rollouter is not None:
             self._rollouter.stop()
@@ -151,7 +155,7 @@ class RolloutActor:
             "node_id": ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         }
         if self._health is not None:
-            own["health"] = self._health.tell()
+            own["health"] = self._health.measure()
         if self._rollouter is None:
             return own
         return {**own, "profiler": profile.status(), **self._rollouter.status()}
@@ -160,15 +164,15 @@ class RolloutActor:
 def start_rollouter(config: Config, *, incarnation: int = 1) -> Any:
     """Start the actor in this Ray job, on the caller's node: it writes the run directory. Returns its handle.
 
-    Ray never restarts it: the next incarnation is the supervisor's to start, once the queue knows of it.
+    Ray never restarts it: the supervisor starts the next incarnation, after registering it with the queue.
     """
     actor: Any = ray.remote(RolloutActor)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    shell = actor.options(
+    same_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote_actor = actor.options(
         name=rollouter_name(incarnation),
         num_cpus=0,
         max_restarts=0,
         max_concurrency=MAX_CONCURRENCY + AGENT_REQUESTS * config.rollout.agent.enabled,
-        scheduling_strategy=here,
+        scheduling_strategy=same_node,
     )
-    return shell.remote(config, incarnation)
+    return remote_actor.remote(config, incarnation)

@@ -1,10 +1,8 @@
-"""A model behind an OpenAI-compatible endpoint: asked for one message, with deadlines and retries of our own.
+"""A client of one model behind an OpenAI-compatible endpoint, with its own deadlines and retries.
 
-    ask ─▶ a place ─▶ one try, within timeout_s ─▶ text
-              ▲              │ no connection, no answer in time, 429, 5xx
-              └── 1 s, 2 s, … (or Retry-After) ◀──┘   max_attempts tries in all
-
-Simulated users and judges are such models.
+ask ─▶ limiter ─▶ one try, within timeout_s ─▶ text
+          ▲              │ no connection, no answer in time, 429, 5xx
+          └── 1 s, 2 s, … (or Retry-After) ◀──┘   max_attempts tries in all
 """
 
 from __future__ import annotations
@@ -17,20 +15,20 @@ from typing import Any
 
 import anyio
 
-from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError
+from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
 
 FIRST_BACKOFF_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
-"""A server that asks for more patience is asked again all the same."""
+"""A longer `Retry-After` is cut to this."""
 CLOSE_S = 5.0
-_OURS = ("model", "messages", "stream", "n")
+_RESERVED_FIELDS = ("model", "messages", "stream", "n")
 _MISCONFIGURED = (401, 403, 404)
 _LONGEST_REPLY = 300
-"""Characters of a server's words that an error repeats."""
+"""Characters of a server's message that an error repeats."""
 
 
 class ChatEndpoint:
-    """One model of one endpoint, shared by all who ask it."""
+    """One model of one endpoint; simulated users and judges share it."""
 
     def __init__(
         self,
@@ -44,31 +42,31 @@ class ChatEndpoint:
         params: Mapping[str, Any] = {},
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
-        """Nothing is sent yet.
+        """Check the arguments; nothing is sent yet.
 
         Args:
-            base_url: As the `openai` package wants it; most end in `/v1`.
-            model: Its name there.
-            api_key_env: The environment variable that holds the key; None: the endpoint wants none.
-            timeout_s: Deadline of one try, seconds. It starts once the try has its place.
-            max_concurrency: Tries at once.
-            max_attempts: Tries of one question.
+            base_url: In the form of the `openai` package; most end in `/v1`.
+            model: The model's name at the endpoint.
+            api_key_env: The environment variable that holds the key; None: the endpoint needs no key.
+            timeout_s: Deadline of one try, seconds, after it has passed the limiter.
+            max_concurrency: Concurrent tries.
+            max_attempts: Tries per call of `ask`.
             params: Further fields of the request's body: `temperature`, `max_tokens`, ….
             sleep: Waits between tries.
 
         Raises:
-            ConfigError: no http(s) address, no such environment variable, numbers that are not positive, or a field in
-                `params` that is not the caller's to set.
+            ConfigError: `base_url` is no http(s) address, the environment variable is not set, a number is not
+                positive, or `params` has a field that this class sets itself.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url: {base_url!r} is no address; write http://host:port/v1")
         if not (timeout_s > 0 and max_concurrency >= 1 and max_attempts >= 1):
             raise ConfigError(
-                f"timeout_s = {timeout_s}, max_concurrency = {max_concurrency}, max_attempts = {max_attempts}: nobody "
-                "could be asked; all three must be positive"
+                f"timeout_s = {timeout_s}, max_concurrency = {max_concurrency}, max_attempts = {max_attempts}: all "
+                "three must be positive"
             )
-        if taken := [name for name in _OURS if name in params]:
-            raise ConfigError(f"params.{taken[0]}: it is set for every request; leave it out")
+        if reserved := [name for name in _RESERVED_FIELDS if name in params]:
+            raise ConfigError(f"params.{reserved[0]}: it is set for every request; leave it out")
         from openai import AsyncOpenAI
 
         self._about = f"model {model!r} at {base_url}"
@@ -78,16 +76,16 @@ class ChatEndpoint:
         self._params = dict(params)
         self._sleep = sleep
         self._tries = anyio.CapacityLimiter(max_concurrency)
-        # Its own retries and time limits are off: there is one deadline, and one budget.
+        # The package's own retries and timeouts are off: `ask` has its own.
         self._client = AsyncOpenAI(base_url=base_url, api_key=_key(api_key_env), max_retries=0, timeout=None)
 
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The model's answer to the conversation: not empty.
+        """Return the model's answer to the conversation, which is not empty.
 
         Raises:
             InfraError: all tries failed; `DeadlineError` if the last one took too long.
-            ConfigError: the endpoint knows no such model or address, refuses the key, or is none.
-            DataError: it refuses this conversation, or answers without a text.
+            ConfigError: the endpoint has no such model or address, refuses the key, or is not a chat endpoint.
+            DataError: the endpoint refuses this conversation, or answers without a text.
         """
         for attempt in range(1, self._max_attempts + 1):
             try:
@@ -112,30 +110,30 @@ class ChatEndpoint:
         async with self._tries:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
-                    # The body as given: the endpoint knows its own fields better than the client's signature does.
+                    # `extra_body` allows fields that the client's signature lacks.
                     answer = await self._client.chat.completions.create(
                         model=self._model,
                         messages=[dict(message) for message in messages],  # type: ignore[misc]
                         extra_body=self._params,
                     )
                 except openai.APIStatusError as error:
-                    raise self._refused(error) from error
+                    raise self._status_error(error) from error
                 except (openai.APIConnectionError, json.JSONDecodeError) as error:
                     raise _RetryableError(f"{type(error).__name__}: {error.__cause__ or error}") from error
                 return self._text(answer)
             assert deadline.cancelled_caught
         raise _RetryableError(f"no answer within timeout_s = {self._timeout_s:g} s", late=True)
 
-    def _refused(self, error: Any) -> Exception:
-        """What an `openai.APIStatusError` means for whoever asks."""
+    def _status_error(self, error: Any) -> Exception:
+        """Return our error for an `openai.APIStatusError`."""
         status: int = error.status_code
-        told = f"status {status}, {_cut(error.message)}"
+        reason = f"status {status}, {_cut(error.message)}"
         if status in (408, 409, 429) or status >= 500:
-            return _RetryableError(told, after_s=_retry_after_s(error.response.headers))
+            return _RetryableError(reason, after_s=_retry_after_s(error.response.headers))
         if status in _MISCONFIGURED:
             fix = "give the model's name and address as the endpoint has them" if status == 404 else "check the key"
-            return ConfigError.wrap(f"{self._about} cannot be asked: {told}; {fix}", error)
-        return DataError.wrap(f"{self._about} refuses the conversation: {told}", error)
+            return ConfigError.wrap(f"{self._about} cannot be asked: {reason}; {fix}", error)
+        return DataError.wrap(f"{self._about} refuses the conversation: {reason}", error)
 
     def _text(self, answer: Any) -> str:
         if not hasattr(answer, "choices"):
@@ -147,8 +145,8 @@ class ChatEndpoint:
             raise DataError(f"{self._about} answered without a choice: {_cut(answer.model_dump_json())}")
         choice = answer.choices[0]
         if choice.message.refusal or choice.finish_reason == "content_filter":
-            told = f": {_cut(choice.message.refusal)}" if choice.message.refusal else ""
-            raise DataError(f"{self._about} refused to answer{told}")
+            reason = f": {_cut(choice.message.refusal)}" if choice.message.refusal else ""
+            raise DataError(f"{self._about} refused to answer{reason}")
         text = choice.message.content
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{self._about} answered without a text, finish_reason {choice.finish_reason!r}")
@@ -156,7 +154,7 @@ class ChatEndpoint:
 
 
 class _RetryableError(Exception):
-    """A try that may go well another time."""
+    """A failed try that may succeed when repeated."""
 
     def __init__(self, message: str, *, late: bool = False, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -166,7 +164,7 @@ class _RetryableError(Exception):
 
 def _key(variable: str | None) -> str:
     if variable is None:
-        return "none"  # the client wants one
+        return "none"  # the client requires a key
     if not (key := os.environ.get(variable)):
         raise ConfigError(
             f"api_key_env: the environment variable {variable!r} is not set, so the endpoint would refuse every "
@@ -176,7 +174,7 @@ def _key(variable: str | None) -> str:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Of the header in seconds; its other form, a date, is not worth trusting two clocks."""
+    """Return the header's seconds; its other form, a date, would need synchronized clocks."""
     try:
         seconds = float(headers.get("retry-after", 0.0))
     except ValueError:

@@ -1,110 +1,105 @@
-"""Whether a run needs engines at all: every sample that it trains on may be recorded. Blocking.
+"""Determines whether a run needs engines, or whether records cover every sample that it trains on. Blocking.
 
-The driver asks before it starts them (`skip.async_rollout.serve_when_covered=false`). Each record is read whole and its
-checksums are checked, so that what is promised here holds when the sample is asked for.
+The driver calls this before it starts engines (`skip.async_rollout.engines=auto`). Records are read whole and their
+checksums are checked, so that every record found here can be replayed later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, DataError
-from asyncrl.ports import ApplyReport, GenerateRequest, OnCrash, OnCut, OnPlace, OnTurn, PromptSource, Publication
-from asyncrl.types import SampleId, Turn
-from rollouter.agent.asking import Converser
-from rollouter.stages import ask_for
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, PromptSource, Publication
+from asyncrl.core.types import SampleId
+from rollouter.agent.conversation import ConversationAgent
+from rollouter.sample_runner import ask_for
 from skip import Action, BaseSkip, Call, SkipManager
 
 
-class ToCome(NamedTuple):
-    """Which samples a run has still to train on."""
+class RemainingSamples(NamedTuple):
+    """The samples that a run still has to train on."""
 
     num_samples: int
     outstanding: tuple[SampleId, ...] = ()
-    """Fed already, and to be trained or fed again."""
+    """Samples that were fed before and are not trained on yet."""
     next_index: int = 1
-    """Of the first that was never fed."""
+    """Index of the first sample that was never fed."""
 
     def ids(self, prompts_per_epoch: int) -> Iterator[SampleId]:
-        """In feed order, without end."""
+        """Yield the samples in feed order, without end."""
         yield from sorted(self.outstanding, key=lambda sample_id: sample_id.index)
         for index in count(self.next_index):
             yield SampleId((index - 1) // prompts_per_epoch, index)
 
 
-def first_uncovered(config: Config, prompts: PromptSource, to_come: ToCome, agent: Converser | None = None) -> str:
-    """Which sample of those to come an engine is needed for, and why; empty: none.
+def first_uncovered(
+    config: Config, prompts: PromptSource, remaining: RemainingSamples, agent: ConversationAgent | None = None
+) -> str:
+    """Return the first remaining sample that needs an engine, with the reason; empty if no sample does.
 
-    Samples whose prompt cannot be asked for are dropped in the run, and others take their place; so they do here.
+    Samples with an unusable prompt are skipped, because the run drops and replaces them too.
 
     Raises:
-        ConfigError: a record was made by something else, and `on_mismatch` is `error`.
+        ConfigError: a record does not match this run, and `on_mismatch` is `error`.
     """
     role = SkipManager.get("async_rollout")
     if role is None:
         return "skip.async_rollout is not enabled"
     counts = role.counts.copy()
     try:
-        return _first_uncovered(role, config, prompts, to_come, agent)
+        return _first_uncovered(role, config, prompts, remaining, agent)
     finally:
-        role.counts = counts  # looking is not replaying
+        role.counts = counts  # looking for records is not a replay
 
 
 def _first_uncovered(
-    role: BaseSkip, config: Config, prompts: PromptSource, to_come: ToCome, agent: Converser | None
+    role: BaseSkip, config: Config, prompts: PromptSource, remaining: RemainingSamples, agent: ConversationAgent | None
 ) -> str:
-    covered = passed_over = 0
-    answered: set[tuple[object, ...]] = set()
-    for sample_id in to_come.ids(len(prompts)):
-        if covered == to_come.num_samples:
+    covered = num_unusable = 0
+    covered_shapes: set[tuple[object, ...]] = set()
+    for sample_id in remaining.ids(len(prompts)):
+        if covered == remaining.num_samples:
             break
         try:
-            asked = ask_for(config, sample_id, prompts, agent)
+            request = ask_for(config, sample_id, prompts, agent)
         except DataError:
-            passed_over += 1
-            if passed_over > to_come.num_samples + len(prompts):
-                return "no prompt can be asked for"
+            num_unusable += 1
+            if num_unusable > remaining.num_samples + len(prompts):
+                return "no prompt is usable"
             continue
         if sample_id.index not in role.steps:
             return f"{sample_id} is not among skip.async_rollout.steps={role.steps}"
         covered += 1
-        # What `repeat` finds for one sample it finds for all that ask for as much.
-        wanted = (asked.n, asked.baseline is None, asked.sampling.get("max_tokens"))
-        if role.action is Action.REPEAT and wanted in answered:
+        # With `repeat`, all samples of the same shape use the same record.
+        shape = (request.n, request.baseline is None, request.sampling.get("max_tokens"))
+        if role.action is Action.REPEAT and shape in covered_shapes:
             continue
-        ask = role.ask(Call({"asked": asked}, {}), None)
-        if ask is None or role.meet_precondition(ask) is None:
+        record_request = role.request(Call({"request": request}, {}), None)
+        if record_request is None or role.meet_precondition(record_request) is None:
             return f"{sample_id} has no record that can be used in {role.files.root}"
-        answered.add(wanted)
+        covered_shapes.add(shape)
     return ""
 
 
-class NoFleet:
+class UnavailableFleet:
     """`EngineFleet` of a run that has no engines, because its records cover it."""
 
     async def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        session: str,
-        on_turn: OnTurn | None = None,
-        on_place: OnPlace | None = None,
-        on_crash: OnCrash | None = None,
-        on_cut: OnCut | None = None,
-    ) -> list[Turn]:
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
         """
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            f"skip.async_rollout.serve_when_covered=false: {session} has no record, and there is no engine to generate "
-            "it, since the run was covered when it began. Either a record has gone since, or dropped samples brought "
-            "this one in beyond the recorded ones; set skip.async_rollout.serve_when_covered=true"
+            f"skip.async_rollout.engines=auto: {session} has no record, and there is no engine to generate "
+            "it, since records covered the run at its start. Either a record was deleted since, or a replacement for "
+            "a dropped sample exceeds the recorded ones; set skip.async_rollout.engines=always"
         )
+        yield  # makes this an async generator
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
-        """There is nobody to apply it."""
         return []

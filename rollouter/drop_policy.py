@@ -1,13 +1,13 @@
-"""Which failure drops a sample and which stops the run. Pure."""
+"""Decides whether a failure drops a sample or stops the run. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from asyncrl.failures import AsyncRLError, DataError, PoisonError, UserCodeError
-from asyncrl.trajectory import CallStatus
-from asyncrl.types import DropReason, SampleId
+from asyncrl.core.failures import AsyncRLError, DataError, PoisonError, UserCodeError
+from asyncrl.core.trajectory import CallStatus
+from asyncrl.core.types import DropReason, SampleId
 
 
 class OverlongError(DataError):
@@ -15,10 +15,10 @@ class OverlongError(DataError):
 
 
 class ToolFailedError(UserCodeError):
-    """A tool, a user or an environment failed, and was not to be told to the model."""
+    """A tool, a simulated user or an environment failed, and the error must not be shown to the model."""
 
     status: CallStatus = "raised"
-    """What became of a tool's call."""
+    """The status of the tool call."""
 
     def __init__(self, message: str, cause: str = "", on_error: Literal["stop", "drop"] = "stop") -> None:
         super().__init__(message, cause)
@@ -26,56 +26,64 @@ class ToolFailedError(UserCodeError):
 
 
 class MismatchError(DataError):
-    """A finished conversation has other tokens than the chat template gives it, and that is not to be trained on."""
+    """The tokens of a finished conversation differ from the chat template's, so it must not be trained on."""
 
 
 class TooLongError(DataError):
-    """The sample was not generated within its time."""
+    """The sample was not generated within its time limit."""
 
 
-def lasts(error: DataError | UserCodeError) -> bool:
-    """It is the prompt's own, and would be the same another time."""
+def is_permanent(error: DataError | UserCodeError) -> bool:
+    """Return whether the prompt causes the error, so that it would occur again."""
     return isinstance(error, DataError) and not isinstance(error, TooLongError | PoisonError | MismatchError)
 
 
-class Drop(NamedTuple):
+class DropDecision(NamedTuple):
     reason: DropReason
     kind: str
-    """What went wrong, in words that are the same for all samples of one kind."""
+    """The kind of failure, by which drops are counted."""
     first: bool
-    """The first of its kind: worth a line in the log."""
+    """Whether this is the first drop of its kind, which is logged as a warning."""
 
 
-class DropRule:
-    """Data errors drop, errors of user code as `reward.on_error` says; nothing drops for ever."""
+_DROPS: tuple[tuple[type[DataError], DropReason, str], ...] = (
+    (OverlongError, DropReason.OVERLONG, "prompt over length"),
+    (TooLongError, DropReason.FAILED, "took too long"),
+    (MismatchError, DropReason.FAILED, "other tokens than the chat template's"),
+    (PoisonError, DropReason.FAILED, "crashed engines"),
+    (DataError, DropReason.FAILED, "unusable prompt"),
+)
+
+
+class DropPolicy:
+    """Drops samples for data errors and, as `reward.on_error` says, for errors of user code; limits both."""
 
     def __init__(self, *, on_error: Literal["stop", "drop"], max_errors: int, num_prompts: int) -> None:
         self._on_error = on_error
         self._max_errors = max_errors
         self._num_prompts = num_prompts
-        self._in_a_row = 0
+        self._consecutive_drops = 0
         self._user_errors = 0
         self._kinds: Counter[str] = Counter()
         self.messages: list[str] = []
-        """Of the first sample of each kind, why it was dropped: for whoever runs it."""
+        """For the user: why the first sample of each kind was dropped."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples dropped, by kind."""
+        """Dropped samples by kind."""
         return dict(self._kinds)
 
-    def passed(self) -> None:
-        """A sample got through."""
-        self._in_a_row = 0
+    def note_success(self) -> None:
+        self._consecutive_drops = 0
 
-    def failed(self, sample_id: SampleId | str, error: DataError | UserCodeError) -> Drop:
-        """Decide about a sample that failed.
+    def decide(self, sample_id: SampleId | str, error: DataError | UserCodeError) -> DropDecision:
+        """Return why a failed sample is dropped.
 
         Raises:
             UserCodeError: user code failed and the run must stop: `on_error` is `stop`, or `max_errors` are exceeded.
-            DataError: as many samples in a row as an epoch has prompts were dropped, so no prompt can get through.
+            DataError: a whole epoch of samples in a row was dropped.
         """
-        self._in_a_row += 1
+        self._consecutive_drops += 1
         if isinstance(error, UserCodeError):
             self._user_errors += 1
             on_error = error.on_error if isinstance(error, ToolFailedError) else self._on_error
@@ -88,24 +96,19 @@ class DropRule:
                     error.cause,
                 )
             return self._drop(sample_id, DropReason.FAILED, "user code failed", error)
-        if self._in_a_row >= self._num_prompts:
+        if self._consecutive_drops >= self._num_prompts:
             raise DataError(
-                f"{self._in_a_row} samples in a row were dropped, a whole epoch: no prompt gets through. The last one, "
-                f"{sample_id}: {error.message}",
+                f"{self._consecutive_drops} samples in a row were dropped, a whole epoch: no prompt gets "
+                f"through. The last one, {sample_id}: {error.message}",
                 error.cause,
             )
-        if isinstance(error, OverlongError):
-            return self._drop(sample_id, DropReason.OVERLONG, "prompt over length", error)
-        if isinstance(error, TooLongError):
-            return self._drop(sample_id, DropReason.FAILED, "took too long", error)
-        if isinstance(error, MismatchError):
-            return self._drop(sample_id, DropReason.FAILED, "other tokens than the chat template's", error)
-        if isinstance(error, PoisonError):
-            return self._drop(sample_id, DropReason.FAILED, "crashed engines", error)
-        return self._drop(sample_id, DropReason.FAILED, "unusable prompt", error)
+        for error_class, reason, kind in _DROPS:
+            if isinstance(error, error_class):
+                return self._drop(sample_id, reason, kind, error)
+        raise AssertionError("DataError is the last class")
 
-    def _drop(self, sample_id: SampleId | str, reason: DropReason, kind: str, error: AsyncRLError) -> Drop:
+    def _drop(self, sample_id: SampleId | str, reason: DropReason, kind: str, error: AsyncRLError) -> DropDecision:
         self._kinds[kind] += 1
         if self._kinds[kind] == 1:
             self.messages.append(f"{sample_id} was dropped ({reason}), {kind}: {error.brief}; others are counted")
-        return Drop(reason, kind, first=self._kinds[kind] == 1)
+        return DropDecision(reason, kind, first=self._kinds[kind] == 1)

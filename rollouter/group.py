@@ -1,104 +1,73 @@
-"""One group: a prompt's `n` trajectories, and a greedy one if asked.
+"""Generates one group: a prompt's `n` trajectories and, for ReMax, a greedy one.
 
-Without an agent each is one turn, and all are asked for in one call to the fleet. With one, each conversation asks for
-its turns by itself. Where more are asked for than are wanted, the rest is aborted in the engines when enough are done.
+Without an agent every trajectory is one turn, and one call to the fleet generates all of them. With an agent each
+conversation requests its own turns. With `extra` trajectories, the unfinished ones are aborted in the engines as soon
+as enough have ended.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 import anyio
 import numpy as np
 
-from asyncrl.failures import BugError, DataError, EngineCrashError, first_failure
-from asyncrl.ports import EngineFleet, GenerateRequest, OnCut, OnTurn
+from asyncrl.core.failures import BugError, DataError, first_failure
+from asyncrl.core.ports import (
+    Accepted,
+    EngineCrashed,
+    EngineFleet,
+    GenerateRequest,
+    TurnFinished,
+    TurnProgress,
+    Unplaced,
+)
+from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, SampleId, TokenIds, Turn
+from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.trajectory import Trajectory, single_turn
-from asyncrl.types import FinishReason, Prompt, SampleId, TokenIds, Turn
-from rollouter.agent.asking import Converser, TurnRequest
-from rollouter.profiled import SURPLUS, trajectory_fields
-from rollouter.request_ids import BASELINE, number_of, trajectory_id, turn_id
+from rollouter.agent.conversation import ConversationAgent, TurnRequest
+from rollouter.crash_isolation import CrashIsolation, SampleSessions, TimeLimit
+from rollouter.requests import BASELINE, number_of, trajectory_id, turn_id
 
-
-class GroupEvents(Protocol):
-    """Who is told of what happens to a group; `rollouter.stages` and `rollouter.validation` say what follows."""
-
-    async def turn(self, key: str, turn: Turn) -> None:
-        """A turn was made, and is complete; `turn_key` names it."""
-
-    def placed(self, session: str, replica: str) -> None:
-        """The session's requests are on that replica from now on; empty: on none."""
-
-    async def crashed(self, session: str, error: EngineCrashError) -> None:
-        """An engine died with them. They are tried again once this returns."""
-
-    def answered(self, session: str) -> None:
-        """The session's requests are complete. It may have others later: a conversation's next turn."""
-
-    def ended(self, key: str, trajectory: Trajectory) -> None:
-        """A trajectory is whole, others may not be."""
-
-    def cut(self, key: str, turn: Turn) -> None:
-        """What there was of a turn when generation was cancelled."""
-
-
-class Unheard:
-    """`GroupEvents` that nobody listens to."""
-
-    async def turn(self, key: str, turn: Turn) -> None:
-        pass
-
-    def placed(self, session: str, replica: str) -> None:
-        pass
-
-    async def crashed(self, session: str, error: EngineCrashError) -> None:
-        raise error
-
-    def answered(self, session: str) -> None:
-        pass
-
-    def ended(self, key: str, trajectory: Trajectory) -> None:
-        pass
-
-    def cut(self, key: str, turn: Turn) -> None:
-        pass
+SURPLUS = "surplus"
+"""In events, the finish reason of a complete trajectory that is not used, because enough others had ended before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """What is asked for."""
+class GroupRequest:
+    """The trajectories to generate for one prompt."""
 
     name: str
-    """Of the session; `name/k` are the requests, and `name/baseline`."""
+    """Name of the session; the requests are `name/k` and `name/baseline`."""
     sample_id: SampleId | str
     prompt: Prompt
     sampling: Mapping[str, Any]
     n: int
     baseline: Mapping[str, Any] | None = None
-    """Sampling of one more trajectory."""
+    """Sampling parameters of the greedy trajectory; None: there is none."""
     extra: int = 0
-    """Trajectories beyond `n` that are asked for; the first `n` that end count."""
+    """Trajectories to start beyond `n`; the first `n` to end are used."""
     keep_surplus: bool = False
-    """What has ended beyond `n` counts as well."""
+    """Whether trajectories beyond `n` that have ended are used as well."""
 
-    def wanted(self) -> dict[str, Mapping[str, Any]]:
-        """Sampling of each trajectory, by its key."""
-        wanted = {str(k): self.sampling for k in range(self.n + self.extra)}
+    def sampling_by_key(self) -> dict[str, Mapping[str, Any]]:
+        sampling = {str(k): self.sampling for k in range(self.n + self.extra)}
         if self.baseline is not None:
-            wanted[BASELINE] = self.baseline
-        return wanted
+            sampling[BASELINE] = self.baseline
+        return sampling
 
 
 def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) -> str:
-    """Names a turn within its sample, for the turn log: `3`; `3.1.8f0e…` for the one after it.
+    """Return the name of a turn within its sample, for the turn log: `3` for the first turn, then `3.1.8f0e…`.
 
-    Behind the first turn of a prompt, the context that it was sampled in is part of its name: a turn that was logged
-    counts only if tools and users say the same again.
+    The names of later turns contain a digest of their context: a logged turn is reused only if tools and users give
+    the same answers again.
     """
     if number == 0 and np.array_equal(context, prompt.prompt_ids):
         return trajectory
@@ -108,209 +77,225 @@ def turn_key(trajectory: str, number: int, context: TokenIds, prompt: Prompt) ->
 
 async def generate_group(
     fleet: EngineFleet,
-    group: Group,
-    events: GroupEvents,
+    group: GroupRequest,
     *,
-    agent: Converser | None = None,
-    completed: Mapping[str, Turn] | None = None,
+    sessions: SampleSessions | None = None,
+    agent: ConversationAgent | None = None,
+    turns: dict[str, Turn] | None = None,
+    record_turn: Callable[[str, Turn], Awaitable[None]] | None = None,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
-    """The trajectories of a prompt, and behind them the baseline's, if there is one.
+    """Return the trajectories of a prompt, the baseline's last.
 
-    With `group.extra`, those that ended first, in the order of their numbers.
+    With `group.extra`, these are the first to end, in the order of their numbers.
 
     Args:
-        completed: Turns there are already, by key: they are not asked for again. One that was cut is gone on with.
+        sessions: Decides after a crash when requests are tried again; None: this group is isolated by itself.
+        turns: Turns by `turn_key`. Complete ones are not generated again, partial ones are resumed, and new tokens
+            are added as the engines report them, so that they survive a cancellation.
+        record_turn: Awaited for every turn that this call finishes, before its trajectory continues.
+        on_trajectory: Called for every trajectory that is used, as soon as it has ended.
 
     Raises:
-        InfraError: from the fleet, its retries spent.
-        DataError: the engine refuses the request, or a response has no token: nothing could be trained on it.
+        InfraError: the fleet failed and has no retries left.
+        PoisonError: the sample is blamed for engine crashes.
+        DataError: the engine refuses the request, or a response has no token.
         BugError: the fleet broke its contract.
-        What `events` and the agent raise.
     """
-    run = _Run(fleet, group, events, agent, completed or {})
+    if sessions is None:
+        isolation = CrashIsolation(max_crashes=2, waits=WaitBoard())
+        sessions = SampleSessions(isolation, TimeLimit(anyio.CancelScope()))
+    generation = _GroupGeneration(
+        fleet, group, sessions, agent, {} if turns is None else turns, record_turn, on_trajectory
+    )
     try:
         async with anyio.create_task_group() as tasks:
-            run.scope = tasks.cancel_scope
+            generation.scope = tasks.cancel_scope
             if agent is None:
-                tasks.start_soon(run.all_at_once)
+                tasks.start_soon(generation.generate_single_turns)
             else:
-                for key, sampling in group.wanted().items():
-                    tasks.start_soon(run.one, key, sampling)
+                for key, sampling in group.sampling_by_key().items():
+                    tasks.start_soon(generation.hold_conversation, agent, key, sampling)
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
-    return run.chosen()
+    return generation.trajectories()
 
 
-class _Run:
+class _GroupGeneration:
     def __init__(
         self,
         fleet: EngineFleet,
-        group: Group,
-        events: GroupEvents,
-        agent: Converser | None,
-        completed: Mapping[str, Turn],
+        group: GroupRequest,
+        sessions: SampleSessions,
+        agent: ConversationAgent | None,
+        turns: dict[str, Turn],
+        record_turn: Callable[[str, Turn], Awaitable[None]] | None,
+        on_trajectory: Callable[[Trajectory], None] | None,
     ) -> None:
         self._fleet = fleet
         self._group = group
-        self._events = events
-        self._agent = agent
-        self._completed = completed
+        self._sessions = sessions
+        self._turns = turns
+        self._record_turn = record_turn
+        self._on_trajectory = on_trajectory
         self._ended: dict[str, Trajectory] = {}
         self.scope = anyio.CancelScope()
 
-    def chosen(self) -> list[Trajectory]:
+    def trajectories(self) -> list[Trajectory]:
         keys = sorted(self._ended.keys() - {BASELINE}, key=int)
         if self._group.baseline is not None:
             keys.append(BASELINE)
         return [self._ended[key] for key in keys]
 
-    def _end(self, key: str, trajectory: Trajectory) -> None:
-        if not self._counts(key):
+    async def generate_single_turns(self) -> None:
+        group = self._group
+        requests = {}
+        for key, sampling in group.sampling_by_key().items():
+            turn = self._turns.get(key)
+            if is_complete(turn):
+                self._end(key, single_turn(group.prompt, turn))
+            else:
+                name = trajectory_id(group.name, key)
+                requests[key] = GenerateRequest(name, group.prompt.prompt_ids, sampling, turn, group.prompt.media)
+        if not requests or self._has_enough():
             return
-        self._ended[key] = trajectory = replace(trajectory, number=number_of(key))
-        self._events.ended(key, trajectory)
-        if self._enough():
-            self.scope.cancel()
-
-    def _counts(self, key: str) -> bool:
-        """Whether this trajectory, which is whole, is one of those that were asked for."""
-        group = self._group
-        return key == BASELINE or group.keep_surplus or len(self._ended.keys() - {BASELINE}) < group.n
-
-    def _enough(self) -> bool:
-        group = self._group
-        needed = group.n + (group.baseline is not None)
-        has_baseline = group.baseline is None or BASELINE in self._ended
-        return group.extra > 0 and has_baseline and len(self._ended) >= needed
-
-    async def all_at_once(self) -> None:
-        """Every trajectory is one turn, and they share a call."""
-        group, prompt = self._group, self._group.prompt
-        wanted = group.wanted()
-        keys = list(wanted)
-        requests = [
-            GenerateRequest(
-                trajectory_id(group.name, key), prompt.prompt_ids, params, self._completed.get(key), prompt.media
-            )
-            for key, params in wanted.items()
-        ]
-        unended = {key: self._completed.get(key) for key in keys if not is_complete(self._completed.get(key))}
         started = time.perf_counter()
-
-        async def told(number: int, turn: Turn) -> None:
-            key = keys[number]
-            check_turn(requests[number].request_id, turn)
-            with profile.context(trajectory=number_of(key)):
-                if not is_complete(self._completed.get(key)):
-                    unended[key] = turn
-                    await self._events.turn(key, turn)
-                trajectory = single_turn(prompt, turn)
-                unended.pop(key, None)
-                if profile.records("trajectory"):
-                    took_s = time.perf_counter() - started
-                    fields = {**self._fields(key, trajectory), "generate_s": round(took_s, 6)}
-                    profile.took("trajectory", took_s, **fields)
-                self._end(key, trajectory)
-
-        def cut(number: int, turn: Turn) -> None:
-            unended[keys[number]] = turn
-            self._events.cut(keys[number], turn)
-
+        unfinished = dict.fromkeys(requests)
         try:
-            turns = await self._call(group.name, requests, told, cut)
+            async with aclosing(self._finished_turns(group.name, requests)) as finished:
+                async for key, turn in finished:
+                    with profile.context(trajectory=number_of(key)):
+                        await self._record(key, turn)
+                        del unfinished[key]
+                        trajectory = single_turn(group.prompt, turn)
+                        generate_s = time.perf_counter() - started
+                        fields = {**self._event_fields(key, trajectory), "generate_s": round(generate_s, 6)}
+                        profile.record_ended("trajectory", generate_s, **fields)
+                        self._end(key, trajectory)
         except anyio.get_cancelled_exc_class():
-            for key, made in unended.items():
-                reason = SURPLUS if self._enough() and is_complete(made) else str(FinishReason.ABORTED)
-                _note_unended(key, time.perf_counter() - started, made, reason)
+            for key in unfinished:
+                turn = self._turns.get(key)
+                is_surplus = self._has_enough() and is_complete(turn)
+                num_tokens = 0 if turn is None else len(turn.response_ids)
+                generate_s = time.perf_counter() - started
+                profile.record_ended(
+                    "trajectory", generate_s, trajectory=number_of(key), tokens=num_tokens, sampled_tokens=num_tokens,
+                    finish_reason=SURPLUS if is_surplus else str(FinishReason.ABORTED),
+                    generate_s=round(generate_s, 6),
+                )  # fmt: skip
             raise
-        for key, request, turn in zip(keys, requests, turns, strict=True):
-            check_turn(request.request_id, turn)
-            if key not in self._ended:  # it was complete before
-                self._end(key, single_turn(prompt, turn))
 
-    async def one(self, key: str, sampling: Mapping[str, Any]) -> None:
-        """One conversation."""
-        assert self._agent is not None  # whoever has none asks for all at once
+    async def hold_conversation(self, agent: ConversationAgent, key: str, sampling: Mapping[str, Any]) -> None:
         group = self._group
         session = trajectory_id(group.name, key)
 
-        async def ask(wanted: TurnRequest) -> Turn:
-            place = turn_key(key, wanted.number, wanted.context, group.prompt)
-            known = self._completed.get(place)
-            if known is not None and is_complete(known):
-                return known
-            limit = min(sampling["max_tokens"], wanted.max_tokens)
-            request_id = turn_id(session, wanted.number)
-            params = {**sampling, "max_tokens": limit}
-            if wanted.stop:
-                params["stop"] = [*params.get("stop", ()), *wanted.stop]
-            request = GenerateRequest(request_id, wanted.context, params, known, group.prompt.media)
-            # Whoever asks may be a program's request, which comes from elsewhere.
-            with profile.context(sample=str(group.sample_id), trajectory=number_of(key), turn=wanted.number):
-                (turn,) = await self._call(session, [request], None, lambda _, turn: self._events.cut(place, turn))
-                check_turn(request_id, turn)
-                await self._events.turn(place, turn)
+        async def ask(request: TurnRequest) -> Turn:
+            name = turn_key(key, request.number, request.context, group.prompt)
+            logged = self._turns.get(name)
+            if is_complete(logged):
+                return logged
+            params = {**sampling, "max_tokens": min(sampling["max_tokens"], request.max_tokens)}
+            if request.stop:
+                params["stop"] = [*params.get("stop", ()), *request.stop]
+            request_id = turn_id(session, request.number)
+            requests = {name: GenerateRequest(request_id, request.context, params, logged, group.prompt.media)}
+            # The request may come from a user's program, which has no profiling context.
+            with profile.context(sample=str(group.sample_id), trajectory=number_of(key), turn=request.number):
+                async with aclosing(self._finished_turns(session, requests)) as finished:
+                    async for _, turn in finished:
+                        await self._record(name, turn)
             return turn
 
         number = group.n + group.extra if key == BASELINE else int(key)
         with profile.context(trajectory=number_of(key)):
             with profile.span("trajectory") as span:
                 try:
-                    trajectory = await self._agent.converse(group.sample_id, number, group.prompt, ask)
+                    trajectory = await agent.converse(group.sample_id, number, group.prompt, ask)
                 except anyio.get_cancelled_exc_class():
                     span.add(finish_reason=str(FinishReason.ABORTED))
                     raise
-                if profile.records("trajectory"):
-                    span.add(**self._fields(key, trajectory))
+                span.add(**self._event_fields(key, trajectory))
             self._end(key, trajectory)
 
-    def _fields(self, key: str, trajectory: Trajectory) -> dict[str, Any]:
-        """Of the event of a trajectory that is whole now."""
-        fields = trajectory_fields(trajectory)
-        return fields if self._counts(key) else {**fields, "finish_reason": SURPLUS}
+    async def _finished_turns(
+        self, session: str, requests: Mapping[str, GenerateRequest]
+    ) -> AsyncGenerator[tuple[str, Turn], None]:
+        """Yield turns with their keys as they finish. After an engine crash, wait until crash isolation allows
+        another try."""
+        keys = list(requests)
+        unfinished = set(keys)
+        async with aclosing(self._fleet.generate(list(requests.values()), session=session)) as events:
+            async for event in events:
+                match event:
+                    case Accepted(replica):
+                        self._sessions.place(session, replica)
+                    case Unplaced():
+                        self._sessions.place(session, "")
+                    case TurnProgress(number, turn):
+                        self._turns[keys[number]] = turn
+                    case TurnFinished(number, turn):
+                        check_turn(requests[keys[number]].request_id, turn)
+                        self._turns[keys[number]] = turn
+                        unfinished.discard(keys[number])
+                        yield keys[number], turn
+                    case EngineCrashed(error):
+                        await self._sessions.wait_until_allowed(session, error)
+        self._sessions.end(session)
+        if unfinished:
+            raise BugError(f"{session}: the fleet finished without {len(unfinished)} of {len(keys)} turns")
 
-    async def _call(
-        self,
-        session: str,
-        requests: Sequence[GenerateRequest],
-        on_turn: OnTurn | None,
-        on_cut: OnCut,
-    ) -> list[Turn]:
-        async def on_crash(error: EngineCrashError) -> None:
-            await self._events.crashed(session, error)
+    async def _record(self, key: str, turn: Turn) -> None:
+        if self._record_turn is not None:
+            await self._record_turn(key, turn)
 
-        turns = await self._fleet.generate(
-            requests,
-            session=session,
-            on_turn=on_turn,
-            on_place=lambda replica: self._events.placed(session, replica),
-            on_crash=on_crash,
-            on_cut=on_cut,
-        )
-        self._events.answered(session)
-        if len(turns) != len(requests):
-            raise BugError(f"{session}: the fleet returned {len(turns)} turns for {len(requests)} requests")
-        return turns
+    def _end(self, key: str, trajectory: Trajectory) -> None:
+        if not self._is_used(key):
+            return
+        self._ended[key] = trajectory = replace(trajectory, number=number_of(key))
+        if self._on_trajectory is not None:
+            self._on_trajectory(trajectory)
+        if self._has_enough():
+            self.scope.cancel()
+
+    def _is_used(self, key: str) -> bool:
+        """Return whether this trajectory, which has just ended, is used."""
+        group = self._group
+        return key == BASELINE or group.keep_surplus or len(self._ended.keys() - {BASELINE}) < group.n
+
+    def _has_enough(self) -> bool:
+        group = self._group
+        needed = group.n + (group.baseline is not None)
+        has_baseline = group.baseline is None or BASELINE in self._ended
+        return group.extra > 0 and has_baseline and len(self._ended) >= needed
+
+    def _event_fields(self, key: str, trajectory: Trajectory) -> dict[str, Any]:
+        if not profile.records("trajectory"):
+            return {}
+        turns = trajectory.turns
+        # The tool calls of a turn run concurrently: the longest one counts.
+        tool_s = sum(max((call.wait_s + call.duration_s for call in turn.calls), default=0.0) for turn in turns)
+        return {
+            "turns": len(turns),
+            "calls": trajectory.num_calls,
+            "tokens": sum(len(row.response_ids) for row in trajectory.rows),
+            "sampled_tokens": trajectory.num_sampled,
+            "finish_reason": str(trajectory.finish_reason) if self._is_used(key) else SURPLUS,
+            "generate_s": round(sum(turn.generate_s for turn in turns), 6),
+            "tool_s": round(tool_s, 6),
+            "user_s": round(sum(turn.user_s for turn in turns), 6),
+        }
 
 
-def _note_unended(key: str, duration_s: float, made: Turn | None, reason: str) -> None:
-    """A trajectory of one turn that has come to nothing here. `made`: what is known of it."""
-    num_tokens = 0 if made is None else len(made.response_ids)
-    profile.took(
-        "trajectory", duration_s, trajectory=number_of(key), tokens=num_tokens, sampled_tokens=num_tokens,
-        finish_reason=reason, generate_s=round(duration_s, 6),
-    )  # fmt: skip
-
-
-def is_complete(turn: Turn | None) -> bool:
+def is_complete(turn: Turn | None) -> TypeGuard[Turn]:
     return turn is not None and turn.finish_reason is not FinishReason.ABORTED
 
 
 def check_turn(request_id: str, turn: Turn) -> None:
-    """
+    """Check a finished turn.
+
     Raises:
         BugError: the fleet broke its contract.
-        DataError: there is no token in it.
+        DataError: the turn has no token.
     """
     if turn.finish_reason is FinishReason.ABORTED:
         raise BugError(f"{request_id}: the fleet returned an aborted turn; it has to resume those itself")

@@ -1,33 +1,89 @@
-"""The sampling parameters of one request. Pure."""
+"""Requests to engines: their names, and their sampling parameters. Pure.
+
+The Rollouter names requests, and replicas parse the names to say which turn a request belongs to:
+
+    sample_0_42/3          the first turn of trajectory 3; with an agent, also its session's name
+    sample_0_42/3.1        the turn after it
+    sample_0_42/3.1-2      the second call to a replica about that turn
+    sample_0_42/baseline   the greedy trajectory of ReMax
+
+In validation the prompt's name replaces the sample's: `val_3_17/0`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncrl.config.schema import SamplingConfig
-from asyncrl.failures import DataError
-from asyncrl.types import Prompt
-from rollouter.drops import OverlongError
+from asyncrl.config.sections.rollout import SamplingConfig
+from asyncrl.core.failures import DataError
+from asyncrl.core.types import Prompt
+from rollouter.drop_policy import OverlongError
 
+BASELINE = "baseline"
+"""The key of ReMax's greedy trajectory; the keys of the others are their numbers."""
+BASELINE_NUMBER = -1
+"""The greedy trajectory's number in events."""
+
+_ID = re.compile(rf"(.+)/(\d+|{BASELINE})(?:\.(\d+))?(?:-\d+)?", re.DOTALL)
 ENDING = ("max_tokens", "stop", "stop_token_ids", "ignore_eos")
-"""What a row may say for itself: where its responses end. That changes no token's probability."""
+"""Parameters that a row may set: they decide where responses end, and change no token's probability."""
 SHAPING = ("temperature", "top_p", "top_k", "min_p")
-"""What shapes the distribution, and is one for the whole run: engines and Trainer temper log-probs by it."""
+"""Parameters of the distribution, the same for the whole run: engines and Trainer temper log-probs by them."""
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+
+class RequestOrigin(NamedTuple):
+    """The turn that a request belongs to; all None if the Rollouter did not name the request."""
+
+    sample: str | None = None
+    """In validation, the prompt's name."""
+    trajectory: int | None = None
+    turn: int | None = None
+
+
+def trajectory_id(name: str, key: str) -> str:
+    """Return the name of a trajectory's session and of its first turn; `name` is the group's."""
+    return f"{name}/{key}"
+
+
+def turn_id(session: str, number: int) -> str:
+    """Return the name of turn `number` of the trajectory `session`."""
+    return session if number == 0 else f"{session}.{number}"
+
+
+def call_id(request_id: str, number: int) -> str:
+    """Return the name of call `number` for a turn. Each call needs its own, as an engine may still hold the previous
+    one."""
+    return f"{request_id}-{number}"
+
+
+def number_of(key: str) -> int:
+    """Return the number of the trajectory with this key, as events have it."""
+    return BASELINE_NUMBER if key == BASELINE else int(key)
+
+
+def parse_request_id(request_id: str) -> RequestOrigin:
+    """Return the turn that a request belongs to."""
+    match = _ID.fullmatch(request_id)
+    if match is None:
+        return RequestOrigin()
+    sample, key, turn = match.groups()
+    return RequestOrigin(sample, number_of(key), int(turn or 0))
 
 
 def sampling_params(
     sampling: SamplingConfig, prompt: Prompt, *, response_length: int, max_model_len: int, training: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams: the configuration's, and the prompt's own about its responses' end.
+    """Return keyword arguments of vLLM's SamplingParams, from the configuration and the prompt's own entries.
 
-    `max_tokens` is at most `response_length` and what the context has room for. No `seed`: it kills the CPU engine, and
-    a resumed request could not honour it.
+    `max_tokens` is at most `response_length` and what the context has room for. There is no `seed`: it crashes the
+    CPU engine, and a resumed request could not honour it.
 
     Raises:
         OverlongError: the prompt leaves no room for a response.
-        DataError: see `refuse_own_distribution`, which validation has no need of: it leaves such entries out.
+        DataError: see `refuse_own_distribution`; validation ignores such entries instead.
     """
     room = max_model_len - len(prompt.prompt_ids)
     if room < 1:
@@ -49,18 +105,18 @@ def sampling_params(
 
 
 def greedy(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request, answered by the most likely tokens."""
+    """Return the parameters of the same request under greedy decoding."""
     return {**params, **GREEDY}
 
 
 def refuse_own_distribution(extra_info: Mapping[str, Any], where: str, sampling: SamplingConfig) -> None:
-    """A training row's `extra_info.sampling_params` must not ask for another distribution than the run's.
+    """Check that a training row's `extra_info.sampling_params` ask for no other distribution than the run's.
 
-    Engines record log-probs of the one distribution that `rollout.sampling` gives, and the Trainer computes its own of
-    the same; of a row that is sampled otherwise they would be wrong.
+    Engines and Trainer compute log-probs under the distribution of `rollout.sampling`; they would be wrong for a row
+    that is sampled differently.
 
     Raises:
-        DataError: it does; names the row and the entry.
+        DataError: the row asks for another one; the message names the row and the entry.
     """
     own = extra_info.get("sampling_params") or {}
     for name, value in own.items():

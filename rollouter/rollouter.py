@@ -1,9 +1,9 @@
-"""The Rollouter on ports: the pump and the version loop under one task group.
+"""The Rollouter on ports: the dispatcher and the version loop under one task group.
 
-    run ──┬─ pump      admit ─▶ generate ─▶ score ─▶ offer      until the queue admits nothing any more
-          └─ versions  wait ─▶ apply ─▶ validate                until the pump has ended, then what is newest
+    run ──┬─ dispatcher      admit ─▶ generate ─▶ score ─▶ offer      until the queue is closed
+          └─ versions  wait ─▶ apply ─▶ validate                until the dispatcher has ended, then the newest
 
-Ray enters in `rollouter.actor` only; here everything is a Protocol, so that tests run the whole of it against fakes.
+Only `rollouter.actor` depends on Ray. This module depends on Protocols, so that tests can run it with fakes.
 """
 
 from __future__ import annotations
@@ -17,69 +17,68 @@ from typing import Any, NamedTuple
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, BugError, FencedError, first_failure
-from asyncrl.ports import (
-    Edition,
+from asyncrl.core.failures import AsyncRLError, BugError, FencedError, first_failure
+from asyncrl.core.ports import (
     EngineFleet,
     PayloadStore,
     PromptSource,
     RewardScorer,
-    SampleQueue,
     TurnLog,
     WeightFeed,
+    WeightsVersion,
 )
-from asyncrl.records import RecordSink
-from asyncrl.waits import WaitBoard
+from asyncrl.core.records import RecordSink
+from asyncrl.core.waits import WaitBoard
+from asyncrl.queue.sample_queue import SampleQueue
 from rollouter.agent.loading import load_agent
-from rollouter.agent.loop import Agent
-from rollouter.drops import DropRule
-from rollouter.dump import TrajectoryDump
+from rollouter.agent.loop import BuiltInAgent
+from rollouter.crash_isolation import SETTLE_S, CrashIsolation
+from rollouter.dispatcher import Dispatcher
+from rollouter.drop_policy import DropPolicy
 from rollouter.gateway.external import ExternalAgent
-from rollouter.probation import SETTLE_S, Probation
-from rollouter.prompts import load_prompts
-from rollouter.pump import Pump
-from rollouter.rewards.combination import function_scorer
-from rollouter.rewards.loading import load_reward_functions
-from rollouter.stages import Serving, Stages
-from rollouter.surplus import Surplus
-from rollouter.template import Decode, decoder, load_tokenizer
+from rollouter.prompts.chat_template import Decode, decoder, load_tokenizer
+from rollouter.prompts.source import load_prompts
+from rollouter.rewards.functions import load_reward_functions
+from rollouter.rewards.scorer import function_scorer
+from rollouter.sample_runner import ServedVersion
+from rollouter.trajectory_dump import TrajectoryDump
 from rollouter.validation import ValidationPrompts, Validator
-from rollouter.versions import VersionLoop
+from rollouter.weight_updates import WeightUpdateLoop
 
 
-class Task(NamedTuple):
-    """What is asked and how it is scored: everything the Rollouter reads from disk."""
+class RolloutTask(NamedTuple):
+    """Prompts, scoring and agent: everything that the Rollouter loads from disk."""
 
     prompts: PromptSource
     val_prompts: ValidationPrompts | None
     scorer: RewardScorer
-    """The reward function; see `rewards.combination` for the whole reward."""
+    """The reward function; `rewards.scorer.CombinedScorer` computes the whole reward."""
     decode: Decode
-    agent: Agent | ExternalAgent | None = None
+    agent: BuiltInAgent | ExternalAgent | None = None
     """Holds conversations of several turns; None: every trajectory is one."""
     num_filtered: int = 0
     num_val_filtered: int = 0
 
 
 class RolloutStart(NamedTuple):
-    """What of the validations is done before this Rollouter begins: it may be one in a row of incarnations."""
+    """The validations that earlier incarnations of this Rollouter have done, and whether there are engines."""
 
     validate_first: bool
-    """What the replicas serve at the start is to be validated, whatever its publication says of that."""
-    validated: Edition | None = None
-    """The newest edition whose validation is recorded: neither it nor an older one is validated again."""
+    """Validate the version at the start, even if its publication does not ask for it."""
+    validated: WeightsVersion | None = None
+    """The newest weights version whose validation is recorded: neither it nor an older one is validated again."""
     validated_step: int = 0
-    """The newest step whose validation is recorded, of those that are in the surviving model; 0: none. What
-    `trainer.test_freq` asks for beyond it is owed."""
+    """The newest step of the model's current history whose validation is recorded; 0: none. Validations that
+    `trainer.test_freq` asks for after this step are still due."""
     has_engines: bool = True
-    """False: every sample is replayed, and there is nobody to generate one."""
+    """False if every sample is replayed."""
 
 
-def load_task(config: Config, cache_dir: Path) -> Task:
-    """Load reward function, tokenizer and data, in the order in which their mistakes are cheap. Blocking.
+def load_task(config: Config, cache_dir: Path) -> RolloutTask:
+    """Load reward function, tokenizer and data, cheap errors first. Blocking.
 
     Raises:
-        ConfigError, DataError, UserCodeError: what is wrong with them.
+        ConfigError, DataError, UserCodeError: one of them is unusable.
     """
     functions = load_reward_functions(config.reward)
     tokenizer = load_tokenizer(config.model)
@@ -87,16 +86,16 @@ def load_task(config: Config, cache_dir: Path) -> Task:
     loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
     decode = decoder(tokenizer)
     scorer = function_scorer(config, functions, decode)
-    return Task(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
+    return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 
 class Rollouter:
-    """One run's generation side, or one incarnation of it. `run` once."""
+    """The generation side of one run, or one incarnation of it. Call `run` once."""
 
     def __init__(
         self,
         config: Config,
-        task: Task,
+        task: RolloutTask,
         *,
         queue: SampleQueue,
         payloads: PayloadStore,
@@ -116,35 +115,26 @@ class Rollouter:
         self._agent = task.agent
         if task.agent is not None:
             task.agent.watch(self.waits.waiting)
-        drops = DropRule(
+        drops = DropPolicy(
             on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
         )
-        probation = Probation(config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock)
-        surplus = Surplus(queue, call_s=config.timeouts.call_s)
-        self._stages = stages = Stages(
+        isolation = CrashIsolation(
+            config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock
+        )
+        self._dispatcher = Dispatcher(
             config,
             prompts=task.prompts,
-            turns=turns,
-            fleet=fleet,
-            scorer=task.scorer,
-            probation=probation,
-            surplus=surplus,
-            waits=self.waits,
-            serving=lambda: Serving(self._versions.edition.version, self._versions.step),
-            agent=task.agent,
-            dump=dump,
-            clock=clock,
-        )
-        self._pump = Pump(
-            config,
             queue=queue,
             payloads=payloads,
             turns=turns,
-            stages=stages,
+            fleet=fleet,
+            scorer=task.scorer,
             drops=drops,
-            probation=probation,
-            surplus=surplus,
+            isolation=isolation,
             waits=self.waits,
+            served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
+            agent=task.agent,
+            dump=dump,
             clock=clock,
         )
         self._validator = None
@@ -157,11 +147,11 @@ class Rollouter:
                 agent=task.agent,
                 decode=task.decode,
                 drops=drops,
-                probation=probation,
+                isolation=isolation,
                 waits=self.waits,
                 clock=clock,
             )
-        self._versions = VersionLoop(
+        self._versions = WeightUpdateLoop(
             feed=feed,
             fleet=fleet,
             queue=queue,
@@ -183,8 +173,8 @@ class Rollouter:
         """Generate until the queue has ended and its last version is applied, or until `stop()`.
 
         Raises:
-            FencedError: another incarnation is at work; nothing is said of what else has failed.
-            AsyncRLError: the first failure of any part, typed. Something untyped is a `BugError` with its traceback.
+            FencedError: another incarnation is running; other failures are then ignored.
+            AsyncRLError: the first failure of any part; an untyped one is a `BugError` with its traceback.
         """
         try:
             with self._scope:
@@ -193,7 +183,7 @@ class Rollouter:
                         await stack.enter_async_context(self._agent)
                     group = await stack.enter_async_context(anyio.create_task_group())
                     await group.start(self._versions.run, name="versions")
-                    await self._pump.run()
+                    await self._dispatcher.run()
                     self._versions.finish()
         except ExceptionGroup as failures:
             fenced = failures.subgroup(FencedError)
@@ -203,25 +193,25 @@ class Rollouter:
             raise BugError.wrap(f"the Rollouter failed with {type(error).__name__}: {error}", error) from None
 
     def _agent_status(self) -> Mapping[str, float]:
-        """Cumulative counts, by the names of their metrics (`rollouter/…`)."""
-        told: dict[str, float] = dict(self._agent.status()) if self._agent is not None else {}
+        """Return cumulative counts by metric name (`rollouter/…`)."""
+        counts: dict[str, float] = dict(self._agent.status()) if self._agent is not None else {}
         over = self._config.rollout.over_sample
         if over.samples or over.trajectories:
-            told["surplus_tokens"] = self._stages.counts.surplus_tokens
-        return told
+            counts["surplus_tokens"] = self._dispatcher.runner.counts.surplus_tokens
+        return counts
 
     def stop(self) -> None:
-        """End now: cancel what is in flight and apply nothing more. `run` returns."""
+        """End now: cancel samples in flight and apply no more versions. `run` returns."""
         self._scope.cancel()
 
     def status(self) -> Mapping[str, Any]:
-        """Plain values, at once, whatever state the engines are in: the pump's, the version served, open waits."""
+        """Return the dispatcher's status, the served version and open waits as plain values, without waiting."""
         return {
-            **self._pump.status(),
+            **self._dispatcher.status(),
             "agent": self._agent_status(),
             "val_generated_tokens": self._validator.generated_tokens if self._validator else 0,
-            "version": self._versions.edition.version,
-            "lineage": self._versions.edition.lineage,
+            "version": self._versions.weights_version.version,
+            "lineage": self._versions.weights_version.lineage,
             "waits": self.waits.snapshot(),
             "waited_s": {"permit": self.waits.total_s("permit")},
         }

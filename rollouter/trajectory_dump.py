@@ -1,7 +1,7 @@
-"""Every scored trajectory of training, written where people can read it (`rollout.dump_dir`).
+"""Writes every scored trajectory of training to readable files (`rollout.dump_dir`).
 
-The samples wait for their lines, one after another, so what is dumped is never far behind. A disk that does not take
-them costs lines and nothing else: that is told once for each kind of error, and counted.
+Samples are written one at a time, and each waits until it is written. A failing disk loses only lines of the dump:
+each kind of error is logged once, and failures are counted.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ import anyio
 from anyio import to_thread
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import Score
-from asyncrl.trajectory import TokenRow, Trajectory
-from asyncrl.trajectory_files import append
-from asyncrl.trajectory_lines import PROMPT_ROLE, DumpedTrajectory, Piece, pieces, to_line
-from asyncrl.types import Prompt, Row, Sample, Span
-from rollouter.template import Decode
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import TokenRow, Trajectory
+from asyncrl.core.types import Prompt, Row, Sample, Span
+from asyncrl.storage.trajectory_files import PROMPT_ROLE, DumpedTrajectory, Piece, append, pieces, to_line
+from rollouter.prompts.chat_template import Decode
 
 logger = logging.getLogger(__name__)
 
 
 class TrajectoryDump:
-    """The dump of one run. Any number of samples may be on their way into it."""
+    """The dump of one run."""
 
     def __init__(
         self, directory: Path, run_dir: Path, decode: Decode, wall_clock: Callable[[], float] = time.time
     ) -> None:
         """
         Args:
-            directory: Made with the first sample; other runs may write there too.
+            directory: Created with the first sample; other runs may write there too.
             run_dir: Names the run in every line.
-            decode: Text of tokens, special ones left out.
+            decode: Returns the text of tokens, without special ones.
         """
         self._directory = directory
         self._run = str(run_dir.absolute())
         self._decode = decode
         self._wall_clock = wall_clock
-        # One sample at a time, and the others wait for their turn in order.
-        self._one = anyio.CapacityLimiter(1)
-        self._told: set[str] = set()
+        # One sample at a time; the others wait in order.
+        self._limiter = anyio.CapacityLimiter(1)
+        self._logged_errors: set[str] = set()
         self._written = 0
         self._failed = 0
 
     async def write(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
     ) -> None:
-        """Append the trajectories of `sample`; returns when they are written, or cannot be, which has been told.
+        """Append the trajectories of `sample`; returns when they are written or the failure is logged.
 
         Args:
-            trajectories: What its rows were made of, in order, without the baseline's; `scores` is of them.
+            trajectories: The trajectories of the sample's rows, in order, without the baseline; `scores` has one for
+                each.
         """
-        # Longest wait: as long as the disk takes. A thread in a write cannot be ended, only left behind.
+        # A thread in a write cannot be cancelled, only abandoned.
         await to_thread.run_sync(
-            self._write, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._one
+            self._write, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._limiter
         )
 
     def status(self) -> Mapping[str, int]:
-        """Samples: `written`, and `failed`, which are in no file."""
+        """Return the numbers of samples `written` and `failed`."""
         return {"written": self._written, "failed": self._failed}
 
     def _write(
@@ -73,20 +73,20 @@ class TrajectoryDump:
             append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped))
         except Exception as error:  # noqa: BLE001  OSError, or what a tokenizer or a data set's column raises
             self._failed += 1
-            self._tell(sample, error)
+            self._log_error(sample, error)
         else:
             self._written += 1
 
-    def _tell(self, sample: Sample, error: Exception) -> None:
-        # By what it is and not by its words, which may be others for each sample.
+    def _log_error(self, sample: Sample, error: Exception) -> None:
+        # Each kind of error is logged once, because the message may differ for each sample.
         kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
-        if kind in self._told:
+        if kind in self._logged_errors:
             return
-        self._told.add(kind)
+        self._logged_errors.add(kind)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         logger.warning(
-            "%s is not dumped in %s: %s. It is trained on all the same; further samples that cannot be dumped for this "
-            "are counted and not told. rollout.dump_dir names another place",
+            "%s is not dumped in %s: %s. It is still trained on; further failures of this kind "
+            "are only counted. Set rollout.dump_dir to another directory",
             sample.sample_id,
             self._directory,
             reason,
@@ -94,7 +94,7 @@ class TrajectoryDump:
 
 
 def make_dump(config: Config, run_dir: Path, decode: Decode) -> TrajectoryDump | None:
-    """What `rollout.dump_dir` asks for; a relative one is below this process's working directory."""
+    """Return the dump that `rollout.dump_dir` asks for; a relative path is relative to the working directory."""
     if config.rollout.dump_dir is None:
         return None
     return TrajectoryDump(Path(config.rollout.dump_dir).expanduser().absolute(), run_dir, decode)
@@ -110,12 +110,12 @@ def describe(
     run: str,
     at: float,
 ) -> list[DumpedTrajectory]:
-    """What is written of each trajectory; for the arguments see `TrajectoryDump.write`."""
+    """Return the dump's entry for each trajectory; see `TrajectoryDump.write` for the arguments."""
     dumped = []
     begin = 0
     for number, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True)):
         end = begin + len(trajectory.rows)
-        rows = _counted(trajectory.rows, sample.rows[begin:end])
+        rows = _with_trained_spans(trajectory.rows, sample.rows[begin:end])
         texts = tuple(pieces(rows[turn.row], turn, decode) for turn in trajectory.turns)
         messages = trajectory.messages or _messages(prompt, texts[0], decode)
         dumped.append(
@@ -135,25 +135,25 @@ def describe(
                 baseline_reward=sample.baseline_reward,
                 replayed_from=None if sample.replay is None else sample.replay.step,
                 substituted=sample.replay is not None and sample.replay.substituted,
-                recorded_spans=() if sample.replay is None else _others(rows, sample.replay.spans[begin:end]),
+                recorded_spans=() if sample.replay is None else _differing_spans(rows, sample.replay.spans[begin:end]),
             )
         )
         begin = end
     return dumped
 
 
-def _counted(rows: Sequence[TokenRow], trained: Sequence[Row]) -> tuple[TokenRow, ...]:
-    """With the versions that they count as: those of a replayed row may be others than sampled it."""
+def _with_trained_spans(rows: Sequence[TokenRow], trained: Sequence[Row]) -> tuple[TokenRow, ...]:
+    """Return the rows with the spans that training uses, which differ for replayed rows."""
     return tuple(replace(row, spans=counted.spans) for row, counted in zip(rows, trained, strict=True))
 
 
-def _others(rows: Sequence[TokenRow], recorded: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:
-    """The recorded spans where they differ; empty: nowhere."""
+def _differing_spans(rows: Sequence[TokenRow], recorded: Sequence[tuple[Span, ...]]) -> tuple[tuple[Span, ...], ...]:
+    """Return the recorded spans of the rows where they differ; empty if they do not differ."""
     others = tuple(() if row.spans == spans else spans for row, spans in zip(rows, recorded, strict=True))
     return others if any(others) else ()
 
 
 def _messages(prompt: Prompt, answer: Sequence[Piece], decode: Decode) -> tuple[Mapping[str, object], ...]:
-    """Of a trajectory that has no more than a prompt and an answer."""
-    asked = prompt.messages or ({"role": PROMPT_ROLE, "content": decode(prompt.prompt_ids)},)
-    return (*asked, {"role": "assistant", "content": "".join(piece.text for piece in answer)})
+    """Return the messages of a trajectory without a conversation: prompt and answer."""
+    question = prompt.messages or ({"role": PROMPT_ROLE, "content": decode(prompt.prompt_ids)},)
+    return (*question, {"role": "assistant", "content": "".join(piece.text for piece in answer)})

@@ -1,4 +1,4 @@
-"""The validation set, answered by one version, beside the training generation and never through the queue."""
+"""Validates one version on the validation set, concurrently with training generation and without the queue."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError, UserCodeError
-from asyncrl.ports import Edition, EngineFleet, RewardScorer, Score
+from asyncrl.core.failures import DataError, UserCodeError
+from asyncrl.core.ports import EngineFleet, RewardScorer, Score, WeightsVersion
+from asyncrl.core.records import Metrics, ValidationRecord
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Prompt, Turn
+from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.records import Metrics, ValidationRecord
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import FinishReason, Prompt, Turn
-from asyncrl.waits import WaitBoard
-from rollouter.agent.asking import Converser
-from rollouter.drops import DropRule, lasts
-from rollouter.group import Group, generate_group
-from rollouter.probation import Probation, Sessions, TimeLimit, time_limit
-from rollouter.profiled import ask_scorer
-from rollouter.sampling import sampling_params
-from rollouter.template import Decode
+from rollouter.agent.conversation import ConversationAgent
+from rollouter.crash_isolation import CrashIsolation, SampleSessions, time_limit
+from rollouter.drop_policy import DropPolicy, is_permanent
+from rollouter.group import GroupRequest, generate_group
+from rollouter.prompts.chat_template import Decode
+from rollouter.requests import sampling_params
+from rollouter.sample_runner import score_trajectories
 from skip import SkipManager
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ValidationPrompts(Protocol):
     def __getitem__(self, number: int) -> Prompt: ...
 
 
-class Answer(NamedTuple):
+class ScoredPrompt(NamedTuple):
     """One validation prompt with its scored responses."""
 
     prompt: Prompt
@@ -49,11 +49,11 @@ class Answer(NamedTuple):
     scores: Sequence[Score]
 
 
-class Superseded(Exception):
-    """Some replica serves another edition than the one to validate, so the validation of that one cannot be had so.
+class SupersededError(Exception):
+    """A replica serves another weights version than the one to validate.
 
-    Replicas are replaced when they fail, and a new one starts with the newest edition that it hears of: of a newer
-    version, of a newer lineage, whose versions may be lower, or of an older one.
+    A replica that replaces a failed one starts with the newest version that it knows. That may be newer than the
+    version to validate, older, or of a newer lineage, where numbers may be lower.
     """
 
     def __init__(self, version: int, other: int) -> None:
@@ -63,7 +63,7 @@ class Superseded(Exception):
 
 
 class Validator:
-    """Generates and scores the validation set with `rollout.val` sampling. It shares fleet and scorer with the pump."""
+    """Generates and scores the validation set with `rollout.val` sampling, on the dispatcher's fleet and scorer."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Validator:
         fleet: EngineFleet,
         scorer: RewardScorer,
         decode: Decode,
-        drops: DropRule,
-        probation: Probation,
+        drops: DropPolicy,
+        isolation: CrashIsolation,
         waits: WaitBoard,
-        agent: Converser | None = None,
+        agent: ConversationAgent | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -86,77 +86,83 @@ class Validator:
         self._agent = agent
         self._decode = decode
         self._drops = drops
-        self._probation = probation
+        self._isolation = isolation
         self._waits = waits
         self._clock = clock
         self.generated_tokens = 0
-        """Response tokens made for validation so far."""
+        """Response tokens generated for validation so far."""
 
-    async def run(self, edition: Edition, step: int, *, ask: int = 1) -> ValidationRecord | None:
-        """Validate `edition`, for the `ask`th time. The caller applies no other one meanwhile.
+    async def run(self, weights_version: WeightsVersion, step: int, *, attempt: int = 1) -> ValidationRecord | None:
+        """Validate `weights_version`, for the `attempt`th time. The caller applies no other version meanwhile.
 
-        A prompt that another version has answered is asked again, up to `rollout.max_attempts` times: another replica
-        may still serve the one wanted. Figures are of one version or none. None: there are none, as no prompt was
-        answered this time, for reasons that another time may not have; it is logged.
+        A prompt that another version has answered is tried up to `rollout.max_attempts` times, as another replica may
+        serve the right version. The metrics never mix versions. Returns None and logs an error if no prompt was
+        answered, for reasons that may be temporary.
 
         Raises (the first alone, others inside an exception group):
-            Superseded: replicas of another version keep answering.
+            SupersededError: replicas of another version keep answering.
             InfraError, UserCodeError, DataError: as for training samples.
             DataError: no prompt can ever be answered.
         """
         started = self._clock()
-        answers: list[Answer | DataError | UserCodeError | None] = [None] * len(self._prompts)
+        answers: list[ScoredPrompt | DataError | UserCodeError | None] = [None] * len(self._prompts)
         limit = anyio.CapacityLimiter(self._config.rollout.max_concurrent_samples)
-        superseded: list[Superseded] = []
+        superseded: list[SupersededError] = []
 
         async def answer(number: int, group: TaskGroup) -> None:
             try:
                 async with limit:
-                    name = session_name(edition, number, ask)
-                    answers[number] = await self._answer(name, self._prompts[number], edition.version)
-            except Superseded as error:
+                    name = validation_session(weights_version, number, attempt)
+                    answers[number] = await self._answer(name, self._prompts[number], weights_version.version)
+            except SupersededError as error:
                 superseded.append(error)
                 group.cancel_scope.cancel()
 
         with (
             self._waits.waiting("validation"),
             SkipManager.suspended(),
-            profile.span("validation", version=edition.version, prompts=len(self._prompts)),
+            profile.span("validation", version=weights_version.version, prompts=len(self._prompts)),
         ):
             async with anyio.create_task_group() as group:
                 for number in range(len(self._prompts)):
                     group.start_soon(answer, number, group)
         if superseded:
             raise superseded[0]
-        answered = [one for one in answers if isinstance(one, Answer)]
+        answered = [one for one in answers if isinstance(one, ScoredPrompt)]
         if not answered:
             failures = [one for one in answers if isinstance(one, DataError | UserCodeError)]
-            told = f"validation of version {edition.version}: no prompt of {len(self._prompts)} could be answered"
-            if all(map(lasts, failures)):
-                raise DataError(f"{told}, the first: {failures[0].message}", failures[0].cause)
-            logger.error("%s, so it has no figures; the first: %s", told, failures[0].message)
+            message = (
+                f"validation of version {weights_version.version}: no prompt of {len(self._prompts)} could be answered"
+            )
+            if all(map(is_permanent, failures)):
+                raise DataError(f"{message}, the first: {failures[0].message}", failures[0].cause)
+            logger.error("%s, so it has no figures; the first: %s", message, failures[0].message)
             return None
         metrics = validation_metrics(answered)
         metrics["duration_s"] = self._clock() - started
         examples = tuple(self._example(one) for one in answered[:NUM_EXAMPLES])
-        return ValidationRecord(edition.version, step, metrics, examples, edition.lineage)
+        return ValidationRecord(weights_version.version, step, metrics, examples, weights_version.lineage)
 
-    async def _answer(self, name: str, prompt: Prompt, version: int) -> Answer | DataError | UserCodeError:
-        """An error: dropped for it, and logged."""
+    async def _answer(self, name: str, prompt: Prompt, version: int) -> ScoredPrompt | DataError | UserCodeError:
+        """Return the scored prompt, or the error because of which it is left out."""
         try:
             with profile.context(sample=name):
-                with time_limit(name, self._config.timeouts.sample_s) as limit:
-                    trajectories = await self._generate(name, prompt, version, limit)
-                scores = await ask_scorer(self._scorer, prompt, trajectories)
+                with (
+                    time_limit(name, self._config.timeouts.sample_s) as limit,
+                    self._isolation.sample(limit) as sessions,
+                ):
+                    trajectories = await self._generate(name, prompt, version, sessions)
+                scores = await score_trajectories(self._scorer, prompt, trajectories)
         except (DataError, UserCodeError) as error:
-            drop = self._drops.failed(name, error)
+            drop = self._drops.decide(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)
             return error
-        self._drops.passed()
-        return Answer(prompt, trajectories, scores)
+        self._drops.note_success()
+        return ScoredPrompt(prompt, trajectories, scores)
 
-    async def _generate(self, name: str, prompt: Prompt, version: int, limit: TimeLimit) -> list[Trajectory]:
-        """Trajectories of `version` alone. Every try has a session of its own, which may lead it to another replica."""
+    async def _generate(self, name: str, prompt: Prompt, version: int, sessions: SampleSessions) -> list[Trajectory]:
+        """Return trajectories of `version` alone. Every try has its own session, which may be routed to another
+        replica."""
         rollout = self._config.rollout
         params = sampling_params(
             rollout.val,
@@ -165,87 +171,68 @@ class Validator:
             max_model_len=self._config.max_model_len,
             training=False,
         )
-
-        events = _Events(self, self._probation, limit)
-        try:
-            for attempt in range(1, rollout.max_attempts + 1):
-                session = name if attempt == 1 else f"{name}_try_{attempt}"
-                group = Group(session, name, prompt, params, rollout.val.n)
-                trajectories = await generate_group(self._fleet, group, events, agent=self._agent)
-                others = {made for one in trajectories for made in one.versions} - {version}
-                if not others:
-                    return trajectories
-        finally:
-            events.left()
+        for attempt in range(1, rollout.max_attempts + 1):
+            session = name if attempt == 1 else f"{name}_try_{attempt}"
+            group = GroupRequest(session, name, prompt, params, rollout.val.n)
+            trajectories = await generate_group(
+                self._fleet, group, sessions=sessions, agent=self._agent, record_turn=self._count_turn
+            )
+            others = {other for one in trajectories for other in one.versions} - {version}
+            if not others:
+                return trajectories
         oldest = min(others)
-        raise Superseded(version, oldest if oldest < version else max(others))
+        raise SupersededError(version, oldest if oldest < version else max(others))
 
-    def _example(self, answer: Answer) -> Mapping[str, Any]:
+    async def _count_turn(self, key: str, turn: Turn) -> None:
+        self.generated_tokens += len(turn.response_ids)
+
+    def _example(self, answer: ScoredPrompt) -> Mapping[str, Any]:
         return {
-            "prompt": _question(answer.prompt),
+            "prompt": _last_message(answer.prompt),
             "response": self._decode(answer.trajectories[0].turn_ids()),
             "ground_truth": answer.prompt.ground_truth,
             "reward": answer.scores[0].reward,
         }
 
 
-class _Events(Sessions):
-    """`GroupEvents` of a validation prompt."""
-
-    def __init__(self, validator: Validator, probation: Probation, limit: TimeLimit) -> None:
-        super().__init__(probation, limit)
-        self._validator = validator
-
-    async def turn(self, key: str, turn: Turn) -> None:
-        self._validator.generated_tokens += len(turn.response_ids)
-
-    def ended(self, key: str, trajectory: Trajectory) -> None:
-        pass
-
-    def cut(self, key: str, turn: Turn) -> None:
-        pass
-
-
-def session_name(edition: Edition, number: int, ask: int = 1) -> str:
-    """Of one validation prompt; no two validations of a Rollouter have one in common."""
-    lineage, version = edition
+def validation_session(weights_version: WeightsVersion, number: int, attempt: int = 1) -> str:
+    """Return the session of one validation prompt, which is unique within a Rollouter."""
+    lineage, version = weights_version
     name = f"val_{version}_{number}" if lineage == 0 else f"val_{lineage}_{version}_{number}"
-    return name if ask == 1 else f"{name}_ask_{ask}"
+    return name if attempt == 1 else f"{name}_ask_{attempt}"
 
 
-def validation_metrics(answers: Sequence[Answer]) -> Metrics:
-    """Means over prompts of the means over their responses; `num_prompts` counts those that were answered."""
+def validation_metrics(answers: Sequence[ScoredPrompt]) -> Metrics:
+    """Return means over prompts of the means over their responses; `num_prompts` counts answered prompts."""
     rewards = np.array([np.mean([score.reward for score in one.scores]) for one in answers], dtype=np.float64)
     sources = np.array([one.prompt.data_source for one in answers])
-    made = [trajectory for one in answers for trajectory in one.trajectories]
-    tokens = np.array([trajectory.num_sampled for trajectory in made])
+    trajectories = [trajectory for one in answers for trajectory in one.trajectories]
+    tokens = np.array([trajectory.num_sampled for trajectory in trajectories])
     metrics: Metrics = {"reward/mean": float(rewards.mean())}
     for source in sorted(set(sources.tolist())):
         metrics[f"reward/mean/{source}"] = float(rewards[sources == source].mean())
     scores = [score for one in answers for score in one.scores]
-    for part in ("rule", "model"):  # with a reward model, see `rewards.combination`
+    for part in ("rule", "model"):  # with a reward model, see `rewards.scorer`
         if all(part in score.extra for score in scores):
             metrics[f"{part}/mean"] = float(np.mean([np.mean([s.extra[part] for s in one.scores]) for one in answers]))
     return metrics | {
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/max": float(tokens.max()),
-        "length_share": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in made])),
+        "length_share": float(np.mean([one.finish_reason is FinishReason.LENGTH for one in trajectories])),
         "num_prompts": float(len(answers)),
-        **_conversations(made),
+        **_conversation_metrics(trajectories),
     }
 
 
-def _conversations(made: Sequence[Trajectory]) -> Metrics:
-    """Only where there are any: most runs have one turn."""
-    if not any(one.messages for one in made):
+def _conversation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    if not any(one.messages for one in trajectories):
         return {}
     return {
-        "turns/mean": float(np.mean([len(one.turns) for one in made])),
-        "tool_calls/mean": float(np.mean([one.num_calls for one in made])),
-        "tool_call_share": float(np.mean([one.num_calls > 0 for one in made])),
+        "turns/mean": float(np.mean([len(one.turns) for one in trajectories])),
+        "tool_calls/mean": float(np.mean([one.num_calls for one in trajectories])),
+        "tool_call_share": float(np.mean([one.num_calls > 0 for one in trajectories])),
     }
 
 
-def _question(prompt: Prompt) -> str:
-    """What was asked, for people: the last message."""
+def _last_message(prompt: Prompt) -> str:
     return str(prompt.messages[-1].get("content", "")) if prompt.messages else ""

@@ -1,4 +1,4 @@
-"""Records as one file, to be carried elsewhere: a tar of their directories, and `records.json` at its end. Blocking."""
+"""Export and import of records: a tar file of their directories, with `records.json` at its end. Blocking."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncrl.blobs import DamageError
-from asyncrl.failures import ConfigError, DataError
-from skip.catalog import find
-from skip.files import NOTE, RecordFiles, is_record, step_of
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.storage.array_bytes import DamageError
 from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
+from skip.store import NOTE, RecordFiles, find, is_record, parse_note, step_of
 
 LAST = "records.json"
-"""Without it an archive was cut short."""
+"""An archive without it is incomplete."""
 
 
-class Moved(NamedTuple):
-    """What has been exported or imported."""
+class Transfer(NamedTuple):
+    """The result of an export or import."""
 
     num_records: int
     num_bytes: int
     damaged: tuple[str, ...]
-    """Left out, each with the reason."""
+    """Records that were left out, each with the reason."""
     kept: tuple[str, ...] = ()
-    """Not imported, because there is one already."""
+    """Records that were not imported, because they exist already."""
 
 
-def export(directory: Path, archive: Path) -> Moved:
-    """Write every whole record at or below `directory` into `archive`, which appears when it is complete.
+def export(directory: Path, archive: Path) -> Transfer:
+    """Write every intact record at or below `directory` into `archive`, which appears when it is complete.
 
     Raises:
         ConfigError: there are no records, or `archive` cannot be written.
     """
-    found = find(directory)
-    if not found:
+    records = find(directory)
+    if not records:
         raise ConfigError(f"{directory}: there are no records to export")
     num_records = num_bytes = 0
     damaged: list[str] = []
@@ -49,26 +48,21 @@ def export(directory: Path, archive: Path) -> Moved:
     temporary = archive.with_name(f".{archive.name}.{os.getpid()}.new")
     try:
         with temporary.open("xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            for one in found:
+            for stored in records:
                 try:
-                    manifest, buffers = to_files(one.read())
+                    manifest, buffers = to_files(stored.read())
                 except (DamageError, OSError) as error:
-                    damaged.append(f"{one.path}: {error}")
+                    damaged.append(f"{stored.path}: {error}")
                     continue
-                name = one.path.relative_to(base).as_posix()
+                name = stored.path.relative_to(base).as_posix()
                 parts = {TENSORS: b"".join(buffers), MANIFEST: manifest}
-                if note := one.files.read_note(one.entry.name):
+                if note := stored.files.read_note(stored.entry.name):
                     parts = {NOTE: json.dumps(note, ensure_ascii=False).encode(), **parts}
                 for part, data in parts.items():
-                    info = tarfile.TarInfo(f"{name}/{part}")
-                    info.size, info.mtime = len(data), int(one.entry.modified_at)
-                    tar.addfile(info, io.BytesIO(data))
+                    _add(tar, f"{name}/{part}", data, stored.entry.modified_at)
                     num_bytes += len(data)
                 num_records += 1
-            last = json.dumps({"records": num_records}).encode()
-            info = tarfile.TarInfo(LAST)
-            info.size = len(last)
-            tar.addfile(info, io.BytesIO(last))
+            _add(tar, LAST, json.dumps({"records": num_records}).encode())
         os.replace(temporary, archive)
     except BaseException as error:
         with suppress(OSError):
@@ -76,18 +70,26 @@ def export(directory: Path, archive: Path) -> Moved:
         if isinstance(error, OSError):
             raise ConfigError(f"{archive}: it cannot be written: {error.strerror}") from error
         raise
-    return Moved(num_records, num_bytes, tuple(damaged))
+    return Transfer(num_records, num_bytes, tuple(damaged))
 
 
-def restore(archive: Path, directory: Path, *, replace: bool = False) -> Moved:
-    """Put every record of `archive` below `directory`; nothing else in it is looked at.
+def _add(tar: tarfile.TarFile, name: str, data: bytes, modified_at: float = 0.0) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime = len(data), int(modified_at)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfer:
+    """Import every record of `archive` below `directory`; other members are ignored.
 
     Args:
-        replace: also where there is a whole record of the same name.
+        archive: as `export` writes it.
+        directory: as was exported.
+        replace: replace intact records of the same name, too.
 
     Raises:
         ConfigError: there is no such archive, or `directory` cannot be written.
-        DataError: it is no archive, or it ends early.
+        DataError: it is not an archive, or incomplete.
     """
     num_records = num_bytes = 0
     damaged: list[str] = []
@@ -98,7 +100,7 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Moved:
             continue
         files = RecordFiles(directory / PurePosixPath(name).parent)
         stem = PurePosixPath(name).name
-        if not replace and _is_whole(files, stem):
+        if not replace and _is_intact(files, stem):
             kept.append(name)
             continue
         try:
@@ -110,57 +112,49 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Moved:
                 f"{directory}: {name} cannot be written: {error.strerror}. Records before it are imported"
             ) from error
         num_records += 1
-    return Moved(num_records, num_bytes, tuple(damaged), tuple(kept))
+    return Transfer(num_records, num_bytes, tuple(damaged), tuple(kept))
 
 
 def _read(archive: Path) -> Iterator[tuple[str, Record | str, Mapping[str, Any]]]:
-    """Name and record, or what is wrong with it, and the note beside it."""
+    """Yield the name, the record or a description of its damage, and its note."""
     try:
         with tarfile.open(archive, "r:") as tar:
             parts: dict[str, bytes] = {}
-            of = ""
-            is_whole = False
+            current = ""
+            is_complete = False
             for member in tar:
-                is_whole = is_whole or member.name == LAST
+                is_complete = is_complete or member.name == LAST
                 path = PurePosixPath(member.name)
-                record, part = str(path.parent), path.name
-                inside = not path.is_absolute() and ".." not in path.parts and step_of(path.parent.name) is not None
-                if not member.isfile() or not inside or part not in (NOTE, TENSORS, MANIFEST):
+                name, part = str(path.parent), path.name
+                is_safe = not path.is_absolute() and ".." not in path.parts
+                is_part = part in (NOTE, TENSORS, MANIFEST) and step_of(path.parent.name) is not None
+                if not (member.isfile() and is_safe and is_part):
                     continue
                 file = tar.extractfile(member)
                 data = file.read() if file is not None else b""
-                if record != of:
-                    parts, of = {}, record
+                if name != current:
+                    parts, current = {}, name
                 parts[part] = data
-                if part != MANIFEST:  # which comes last
+                if part != MANIFEST:  # which is the last part
                     continue
                 try:
-                    arrays = np.frombuffer(parts.get(TENSORS, b""), dtype=np.uint8)
-                    whole = from_files(data, arrays)
-                    if whole.step != step_of(path.parent.name):
-                        raise DamageError(f"it is a record of step {whole.step}")
-                    yield record, whole, _note(parts.get(NOTE, b""))
+                    record = from_files(data, np.frombuffer(parts.get(TENSORS, b""), dtype=np.uint8))
+                    if record.step != step_of(path.parent.name):
+                        raise DamageError(f"it is a record of step {record.step}")
+                    yield name, record, parse_note(parts.get(NOTE, b""))
                 except DamageError as error:
-                    yield record, str(error), {}
-        if not is_whole:
+                    yield name, str(error), {}
+        if not is_complete:
             raise tarfile.ReadError(f"it has no {LAST} at its end")
     except FileNotFoundError as error:
         raise ConfigError(f"{archive}: there is no such file") from error
     except tarfile.TarError as error:
         raise DataError(
-            f"{archive}: it is no archive of records, or it was cut short: {error}. Records before that are imported"
+            f"{archive}: not an archive of records, or an incomplete one: {error}. Records before that are imported"
         ) from error
 
 
-def _note(data: bytes) -> Mapping[str, Any]:
-    try:
-        told = json.loads(data or b"{}")
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _is_whole(files: RecordFiles, name: str) -> bool:
+def _is_intact(files: RecordFiles, name: str) -> bool:
     try:
         files.read(name)
     except (DamageError, OSError):

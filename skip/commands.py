@@ -1,4 +1,4 @@
-"""What `asyncrl skip` does (`asyncrl.cli.skip` has its words). Every function returns the exit code."""
+"""The commands of `asyncrl skip`. Every function returns the exit code."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.blobs import DamageError
-from asyncrl.chain import duration
-from asyncrl.failures import ConfigError
-from asyncrl.steps import StepSet
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.skip_steps import StepSet
+from asyncrl.observe.kept_samples import format_ids
+from asyncrl.observe.status.why import duration
+from asyncrl.storage.array_bytes import DamageError
 from skip import archive as archives
-from skip.catalog import Found, damage, find, roles, to_remove
 from skip.record import Record
+from skip.store import StoredRecord, find, find_roles, select_for_removal
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_TOKENS_SHOWN = 64
 MAX_STEPS_SHOWN = 40
 
 
 def list_records(directory: Path, as_json: bool) -> int:
-    """What is there: for each role its steps, how many records, their bytes and age."""
-    found = [_role(root, found) for root, found in _by_role(_find(directory)).items()]
+    """List the roles with their steps, number of records, bytes and age."""
+    by_role: dict[Path, list[StoredRecord]] = {}
+    for record in _find(directory):
+        by_role.setdefault(record.files.root, []).append(record)
+    found = [_summarize(root, records) for root, records in by_role.items()]
     if as_json:
         _print_json(found)
         return 0
@@ -54,26 +57,27 @@ def list_records(directory: Path, as_json: bool) -> int:
 
 
 def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
-    """One record, readable: what it is of, what made it, and its prompts, responses and rewards."""
-    found = _find(directory)
-    if len(found) != 1:
-        raise ConfigError(f"{directory}: it has {len(found)} records; give the directory of one, .../<role>/<step>")
+    """Show one record: its fingerprint, its origin, and its prompts, responses and rewards."""
+    records = _find(directory)
+    if len(records) != 1:
+        raise ConfigError(f"{directory}: it has {len(records)} records; give the directory of one, .../<role>/<step>")
+    [stored] = records
     try:
-        record = found[0].read()
+        record = stored.read()
     except DamageError as error:
         raise ConfigError(f"{directory}: the record counts as absent: {error}; see asyncrl skip verify") from error
-    told = {**_describe(record, _decoder(tokenizer, record)), "note": found[0].files.read_note(found[0].entry.name)}
+    content = {**_describe(record, _decoder(tokenizer, record)), "note": stored.files.read_note(stored.entry.name)}
     if as_json:
-        _print_json(told)
+        _print_json(content)
     else:
-        _print_record(told)
+        _print_record(content)
     return 0
 
 
 def verify(directory: Path, as_json: bool) -> int:
-    """Read every record and check every byte. Exit code 1 if one is torn, damaged or not a record at all."""
+    """Read every record and check every byte. Exit code 1 if one is torn, damaged or not a record."""
     found = _find(directory)
-    wrong = {str(one.path): reason for one in found if (reason := damage(one))}
+    wrong = {str(one.path): reason for one in found if (reason := one.damage())}
     if as_json:
         _print_json({"records": len(found), "bytes": sum(one.entry.num_bytes for one in found), "damaged": wrong})
     else:
@@ -81,7 +85,9 @@ def verify(directory: Path, as_json: bool) -> int:
             click.echo(f"{path}: {reason}")
         click.echo(f"{len(found)} records, {len(wrong)} damaged")
         if wrong:
-            click.echo(f"they count as absent and are made again; asyncrl skip gc {directory} --damaged removes them")
+            click.echo(
+                f"they count as absent and are recorded again; asyncrl skip gc {directory} --damaged removes them"
+            )
     return 1 if wrong else 0
 
 
@@ -94,67 +100,62 @@ def collect(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Remove records: each option adds those that it is about. At least one is needed."""
+    """Remove the records that any of the options selects; at least one option is required."""
     if older_than is None and max_bytes is None and steps is None and not damaged:
-        raise click.UsageError("say what is to go: --older-than, --max-bytes, --steps or --damaged")
+        raise click.UsageError("nothing is selected for removal: give --older-than, --max-bytes, --steps or --damaged")
     found = _find(directory)
-    going = to_remove(
+    selected = select_for_removal(
         found,
         time.time(),
         older_than_s=None if older_than is None else _age(older_than),
         max_bytes=None if max_bytes is None else _bytes(max_bytes),
         steps=None if steps is None else _steps(steps),
-        damaged=[one for one in found if damage(one)] if damaged else (),
+        damaged=[one for one in found if one.damage()] if damaged else (),
     )
     if not dry_run:
-        for one in going:
+        for one in selected:
             try:
                 one.files.remove(one.entry.name)
             except OSError as error:
                 raise ConfigError(f"{one.path}: it cannot be removed: {error.strerror}") from error
         if damaged:
-            for files in roles(_place(directory)):
+            for files in find_roles(_place(directory)):
                 files.sweep()
-    num_bytes = sum(one.entry.num_bytes for one in going)
+    num_bytes = sum(one.entry.num_bytes for one in selected)
     if as_json:
-        _print_json({"removed": [str(one.path) for one in going], "bytes": num_bytes, "dry_run": dry_run})
+        _print_json({"removed": [str(one.path) for one in selected], "bytes": num_bytes, "dry_run": dry_run})
     else:
         verb = "would be removed" if dry_run else "removed"
-        click.echo(f"{len(going)} of {len(found)} records {verb}, {_size(num_bytes)}")
+        click.echo(f"{len(selected)} of {len(found)} records {verb}, {_size(num_bytes)}")
     return 0
 
 
 def export(directory: Path, archive: Path, as_json: bool) -> int:
-    """Write all whole records of DIR into ARCHIVE, a tar file."""
-    return _tell_moved(archives.export(_place(directory), archive.expanduser()), "exported", as_json)
+    """Write all intact records of DIR into ARCHIVE, a tar file."""
+    return _print_transfer(archives.export(_place(directory), archive.expanduser()), "exported", as_json)
 
 
 def restore(archive: Path, directory: Path, replace: bool, as_json: bool) -> int:
-    """Put the records of ARCHIVE below DIR. Those that are there already stay."""
-    return _tell_moved(archives.restore(archive.expanduser(), _place(directory), replace=replace), "imported", as_json)
+    """Import the records of ARCHIVE below DIR. Existing ones stay."""
+    return _print_transfer(
+        archives.restore(archive.expanduser(), _place(directory), replace=replace), "imported", as_json
+    )
 
 
 # ------------------------------------------------------------------------------------------------ inside
 
 
 def _place(directory: Path) -> Path:
-    """Absolute: what is in it is known by the names of the directories above."""
+    """Make it absolute: the names of its parents identify records."""
     return directory.expanduser().absolute()
 
 
-def _find(directory: Path) -> list[Found]:
+def _find(directory: Path) -> list[StoredRecord]:
     return find(_place(directory))
 
 
-def _by_role(found: Sequence[Found]) -> dict[Path, list[Found]]:
-    roles: dict[Path, list[Found]] = {}
-    for one in found:
-        roles.setdefault(one.files.root, []).append(one)
-    return roles
-
-
 def _name(role: Mapping[str, Any], directory: Path) -> str:
-    """The path below `directory`; of a role's own directory, or one record's, the role."""
+    """Return the path below `directory`; the role, if `directory` is that of a role or a record."""
     below = os.path.relpath(role["path"], _place(directory))
     return Path(role["path"]).name if below in (os.curdir, os.pardir) else below
 
@@ -166,8 +167,8 @@ def _brief(steps: str) -> str:
     return f"{ranges[0].split('-')[0]} … {ranges[-1].split('-')[-1]}"
 
 
-def _role(root: Path, found: Sequence[Found]) -> dict[str, Any]:
-    entries = [one.entry for one in found]
+def _summarize(root: Path, records: Sequence[StoredRecord]) -> dict[str, Any]:
+    entries = [record.entry for record in records]
     return {
         "path": str(root),
         "steps": str(StepSet((entry.step, entry.step) for entry in entries)),
@@ -179,7 +180,7 @@ def _role(root: Path, found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _describe(record: Record, decode: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "role": record.role,
         "step": record.step,
         "fingerprint": dict(record.fingerprint),
@@ -188,7 +189,7 @@ def _describe(record: Record, decode: Any) -> dict[str, Any]:
     if record.role in ("async_rollout", "rollout"):
         from skip.generation import from_content
 
-        told["samples"] = [
+        content["samples"] = [
             {
                 "messages": [dict(message) for message in one.prompt.messages],
                 "data_source": one.prompt.data_source,
@@ -208,13 +209,13 @@ def _describe(record: Record, decode: Any) -> dict[str, Any]:
             for one in from_content(record.content)
         ]
     else:
-        told["data"] = dict(record.content.data)
-        told["arrays"] = {name: f"{array.dtype} [{len(array)}]" for name, array in record.content.arrays.items()}
-    return told
+        content["data"] = dict(record.content.data)
+        content["arrays"] = {name: f"{array.dtype} [{len(array)}]" for name, array in record.content.arrays.items()}
+    return content
 
 
 def _decoder(tokenizer: str | None, record: Record) -> Any:
-    """By the tokenizer that is asked for, or else the record's, if it is a directory on this machine."""
+    """Decode with the given tokenizer, or with the record's, if that is a directory on this machine."""
     from asyncrl.assets import resolve
 
     path = tokenizer
@@ -222,59 +223,54 @@ def _decoder(tokenizer: str | None, record: Record) -> Any:
         recorded = str(record.content.data.get("tokenizer", ""))
         path = path or (recorded if recorded and Path(resolve(recorded)).is_dir() else None)
     if path is None:
-        return lambda ids: _ids(ids)
+        return format_ids
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(resolve(path))
     except (OSError, ValueError) as error:
         if tokenizer is None:
-            return lambda ids: _ids(ids)
+            return format_ids
         raise ConfigError(f"--tokenizer={path}: no tokenizer can be loaded from there: {error}") from error
     return lambda ids: loaded.decode(ids.tolist())
 
 
-def _ids(ids: np.ndarray) -> str:
-    shown = " ".join(map(str, ids[:_TOKENS_SHOWN].tolist()))
-    return shown + (f" … ({len(ids)} in all)" if len(ids) > _TOKENS_SHOWN else "")
-
-
-def _print_record(told: Mapping[str, Any]) -> None:
-    origin = told["origin"]
-    click.echo(f"{told['role']}, step {told['step']}")
+def _print_record(content: Mapping[str, Any]) -> None:
+    origin = content["origin"]
+    click.echo(f"{content['role']}, step {content['step']}")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(origin["recorded_at"]))
     versions = ""
     if origin["oldest_version"] is not None:
         versions = f", by versions {origin['oldest_version']} to {origin['newest_version']} of the policy"
     click.echo(f"recorded {when} on {origin['host']} with asyncrl {origin['code']}{versions}")
-    for name, text in told["fingerprint"].items():
+    for name, text in content["fingerprint"].items():
         click.echo(f"  {name:12} {text}")
-    for sample in told.get("samples", ()):
+    for sample in content.get("samples", ()):
         click.echo(f"\nprompt ({sample['data_source']}): {sample['prompt']}")
         for message in sample["messages"]:
             click.echo(f"  {message.get('role', '?')}: {message.get('content', '')}")
         if sample["ground_truth"] is not None:
             click.echo(f"  answer: {sample['ground_truth']}")
         for number, response in enumerate(sample["responses"]):
-            told_of = f"{response['tokens']} tokens, {response['finish_reason']}, versions {response['versions']}"
-            click.echo(f"response {number} ({told_of}): {response['text']}")
-    for name, value in told["note"].items():
+            details = f"{response['tokens']} tokens, {response['finish_reason']}, versions {response['versions']}"
+            click.echo(f"response {number} ({details}): {response['text']}")
+    for name, value in content["note"].items():
         click.echo(f"{name}: {json.dumps(value, ensure_ascii=False)}")
-    for name, value in told.get("data", {}).items():
+    for name, value in content.get("data", {}).items():
         click.echo(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
-    for name, value in told.get("arrays", {}).items():
+    for name, value in content.get("arrays", {}).items():
         click.echo(f"  {name}: {value}")
 
 
-def _tell_moved(moved: archives.Moved, verb: str, as_json: bool) -> int:
+def _print_transfer(transfer: archives.Transfer, verb: str, as_json: bool) -> int:
     if as_json:
-        _print_json(moved._asdict())
+        _print_json(transfer._asdict())
     else:
-        for reason in moved.damaged:
+        for reason in transfer.damaged:
             click.echo(f"left out: {reason}", err=True)
-        kept = f", {len(moved.kept)} were there already" if moved.kept else ""
-        click.echo(f"{moved.num_records} records {verb}, {_size(moved.num_bytes)}{kept}")
-    return 1 if moved.damaged else 0
+        kept = f", {len(transfer.kept)} existed already" if transfer.kept else ""
+        click.echo(f"{transfer.num_records} records {verb}, {_size(transfer.num_bytes)}{kept}")
+    return 1 if transfer.damaged else 0
 
 
 def _print_json(value: Any) -> None:
@@ -292,14 +288,14 @@ def _size(num_bytes: float) -> str:
 def _age(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip())
     if match is None:
-        raise click.UsageError(f"--older-than={text}: no age; expected a number and s, m, h, d or w, e.g. 14d")
+        raise click.UsageError(f"--older-than={text}: not an age; expected a number and s, m, h, d or w, e.g. 14d")
     return float(match[1]) * _AGES[match[2]]
 
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
-        raise click.UsageError(f"--max-bytes={text}: no size; expected a number and K, M, G, T, Ki, Mi, Gi or Ti")
+        raise click.UsageError(f"--max-bytes={text}: not a size; expected a number and K, M, G, T, Ki, Mi, Gi or Ti")
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 

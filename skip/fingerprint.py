@@ -1,34 +1,50 @@
-"""What a stage was asked: two calls with the same fingerprint may share a record. Pure.
+"""Fingerprints of calls: two calls of a stage with equal fingerprints may share a record.
 
-A fingerprint is a flat mapping from a field's name to a short text: the value itself where it is short, else its
-digest. Kept by field, and not as one hash, so that a mismatch can be told by name.
+A fingerprint is a flat mapping from a field's name to a short text, the value itself or its digest. It has fields, and
+is not one hash, so that a mismatch can be named.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from asyncrl.assets import resolve
+from asyncrl.config.sections.data import ModelConfig
 
 Fingerprint = Mapping[str, str]
 
 SHORT = 64
 """Texts up to this length are kept as they are."""
 _LIKE_JSON = re.compile(r'[-\d"\[{]|null$|true$|false$|NaN$|Infinity$')
-"""A text that could be taken for another value is kept with quotes."""
+"""A text that could be mistaken for another value is kept with quotes."""
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+CONFIGS = ("config.json", "generation_config.json")
+"""The second contains the tokens that end a response."""
+TOKENIZER = ("token", "vocab", "merges", "special_tokens", "added_tokens", "chat_template", "spiece", "sentencepiece")
+"""Prefixes of a tokenizer's files."""
+FULL_DIGEST_BYTES = 16 << 20
+"""Of larger files, which are weights, only `NUM_BLOCKS` blocks are read."""
+NUM_BLOCKS = 1024
+BLOCK_BYTES = 4 << 10
+"""So close together that every layer's matrix contains some."""
 
 
 def field(value: Any) -> str:
-    """One field: `value`, of JSON types, numpy arrays and mappings or sequences of them, in at most `SHORT` letters.
+    """Return one field: `value`, of JSON types, numpy arrays and collections of them, in at most `SHORT` letters.
 
-    Equal values give equal texts, in every process: mappings are sorted by key.
+    Equal values give equal texts in every process: mappings are sorted by key.
 
     Raises:
-        TypeError: a value of another type, of which nobody knows when two are equal.
+        TypeError: a value of another type, for which equality is not defined.
     """
     if type(value) is int:
         return str(value)
@@ -38,10 +54,46 @@ def field(value: Any) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def differing(recorded: Fingerprint, wanted: Fingerprint) -> tuple[str, ...]:
-    """The fields in which they differ, those that only one has included; in order of name."""
-    names = sorted({*recorded, *wanted})
-    return tuple(name for name in names if recorded.get(name) != wanted.get(name))
+def differing(recorded: Fingerprint, requested: Fingerprint) -> tuple[str, ...]:
+    """Return the fields in which they differ, by name, including those that only one of them has."""
+    names = sorted({*recorded, *requested})
+    return tuple(name for name in names if recorded.get(name) != requested.get(name))
+
+
+def model_identity(model: ModelConfig) -> str:
+    """Return a digest of weights and architecture; the name of a model that is not a directory here. Blocking."""
+    path = Path(resolve(model.path))
+    if not path.is_dir():
+        return model.path
+    names = [name for name in sorted(os.listdir(path)) if name.endswith(WEIGHTS) or name in CONFIGS]
+    return _digest(path, names)
+
+
+def tokenizer_identity(model: ModelConfig) -> str:
+    """Return a digest of the tokenizer's files and the chat template. Blocking."""
+    path = Path(resolve(model.tokenizer_path or model.path))
+    digest = model.tokenizer_path or model.path
+    if path.is_dir():
+        digest = _digest(path, [name for name in sorted(os.listdir(path)) if name.startswith(TOKENIZER)])
+    if model.chat_template is None:
+        return digest
+    template = Path(resolve(model.chat_template))
+    return f"{digest}+{_digest(template.parent, [template.name])}"
+
+
+def _digest(folder: Path, names: list[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        with open(folder / name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{name}:{size}:".encode())
+            if size <= FULL_DIGEST_BYTES:
+                digest.update(file.read())
+                continue
+            for number in range(NUM_BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return "sha256:" + digest.hexdigest()[:32]
 
 
 def _plain(value: Any) -> Any:
@@ -52,7 +104,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} has no place in a fingerprint: {value!r}")
+    raise TypeError(f"a fingerprint cannot contain {type(value).__name__}: {value!r}")
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, default=_plain, ensure_ascii=False)

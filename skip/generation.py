@@ -1,4 +1,4 @@
-"""Generation as a stage: what one sample's turns are as a record, and the roles `async_rollout` and `rollout`."""
+"""Generation as a stage: the trajectories of a sample as a record, and the roles `async_rollout` and `rollout`."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.failures import BugError
-from asyncrl.media import digest
-from asyncrl.payloads import spans_from_json
-from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
-from asyncrl.types import FinishReason, Media, Prompt, SampleId, Span
-from skip.base import BaseSkip, Call, Served
-from skip.fingerprint import Fingerprint, field
-from skip.identity import model_identity, tokenizer_identity
+from asyncrl.core.failures import BugError
+from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
+from asyncrl.core.types import FinishReason, Media, Prompt, SampleId, Span
+from asyncrl.storage.media import digest
+from asyncrl.storage.sample_bytes import spans_from_json
+from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
 from skip.record import Content
-from skip.registry import register_skip
+from skip.role import BaseSkip, Call, Served, register_skip
 
 CODE = "2"
-"""Raised when records of before would not be what this version would have generated."""
+"""Incremented when this version would generate something else than what was recorded before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """One sample to be generated."""
+class SampleRequest:
+    """A sample to generate."""
 
     sample_id: SampleId
     prompt: Prompt
     sampling: Mapping[str, Any]
-    """Of vLLM's SamplingParams."""
+    """Parameters of vLLM's SamplingParams."""
     n: int
     baseline: Mapping[str, Any] | None = None
-    """Sampling of one more trajectory (ReMax)."""
+    """Sampling parameters of one more trajectory (ReMax)."""
     extra: int = 0
-    """Trajectories beyond `n` that may be made, so that the first `n` to end count."""
+    """Trajectories beyond `n` that may be generated, of which the first `n` to end count."""
     agent: Mapping[str, Any] = field_of(default_factory=dict)
-    """How conversations of several turns are held: settings, schemas of tools. Empty: there is one turn."""
+    """Settings of conversations and schemas of their tools; empty: there is one turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,22 +47,22 @@ class Generated:
     """The trajectories of one sample."""
 
     prompt: Prompt
-    """What they answer: the prompt that was asked for, or with `repeat` that of the record."""
+    """The requested prompt, or with `repeat` the record's."""
     trajectories: tuple[Trajectory, ...]
-    """`n` or more, and behind them the baseline's."""
+    """`n` or more, followed by the baseline's."""
     generate_s: float = 0.0
     has_baseline: bool = False
-    """The last of them is ReMax's."""
+    """The last one is ReMax's."""
     replayed_from: int | None = None
-    """The step of the record; None: they were generated now."""
+    """The step of the record; None: they were generated."""
     substituted: bool = False
-    """The record is of another step, or of something else that was asked."""
+    """The record is of another step, or has another fingerprint."""
     knows_columns: bool = True
-    """False: it comes out of a record that could not keep the prompt's columns, as they are no JSON."""
+    """False: the record does not contain the prompt's columns, as they were not JSON."""
 
 
 class _Generation(BaseSkip):
-    """What the two roles share."""
+    """The base of the two roles."""
 
     @functools.cached_property
     def _model(self) -> dict[str, str]:
@@ -75,62 +73,55 @@ class _Generation(BaseSkip):
     def _tokenizer(self) -> str:
         return self.run.model.tokenizer_path or self.run.model.path
 
-    def _fingerprint(self, asked: Asked) -> dict[str, str]:
+    def _fingerprint(self, request: SampleRequest) -> dict[str, str]:
         return {
-            "prompt_ids": field(asked.prompt.prompt_ids),
-            **{f"sampling.{name}": field(value) for name, value in sorted(asked.sampling.items())},
-            "n": field(asked.n),
-            "baseline": field(asked.baseline) if asked.baseline is not None else "null",
-            "extra": field(asked.extra),
-            **{f"agent.{name}": field(value) for name, value in sorted(asked.agent.items())},
-            **({"media": field([digest(media) for media in asked.prompt.media])} if asked.prompt.media else {}),
+            "prompt_ids": field(request.prompt.prompt_ids),
+            **{f"sampling.{name}": field(value) for name, value in sorted(request.sampling.items())},
+            "n": field(request.n),
+            "baseline": field(request.baseline) if request.baseline is not None else "null",
+            "extra": field(request.extra),
+            **{f"agent.{name}": field(value) for name, value in sorted(request.agent.items())},
+            **({"media": field([digest(media) for media in request.prompt.media])} if request.prompt.media else {}),
             "dtype": field(self.run.rollout.dtype),
             **self._model,
         }
 
-    def _replayed(self, one: Generated, served: Served, asked: Asked) -> Generated:
-        """
-        Raises:
-            ValueError: it is no answer to what is asked.
-        """
-        has_baseline = asked.baseline is not None
-        found, wanted = len(one.trajectories), asked.n + has_baseline
-        if one.has_baseline != has_baseline or not wanted <= found <= wanted + asked.extra:
-            raise ValueError(f"it has {found} trajectories, and {wanted} are asked for")
-        longest = asked.sampling.get("max_tokens")
+    def _replayed(self, one: Generated, served: Served, request: SampleRequest) -> Generated:
+        """Raises `ValueError` if the record does not answer the request."""
+        has_baseline = request.baseline is not None
+        found, required = len(one.trajectories), request.n + has_baseline
+        if one.has_baseline != has_baseline or not required <= found <= required + request.extra:
+            raise ValueError(f"it has {found} trajectories, and {required} are requested")
+        longest = request.sampling.get("max_tokens")
         if longest is not None and any(turn.num_tokens > longest for each in one.trajectories for turn in each.turns):
             raise ValueError(f"it has responses of more than max_tokens={longest}")
-        # Of the same prompt, the answer of now counts.
-        same_media = one.prompt.media == asked.prompt.media
-        if same_media and np.array_equal(one.prompt.prompt_ids, asked.prompt.prompt_ids):
-            one = replace(one, prompt=asked.prompt)
+        # For the same prompt the present columns count (ground truth, messages).
+        same_media = one.prompt.media == request.prompt.media
+        if same_media and np.array_equal(one.prompt.prompt_ids, request.prompt.prompt_ids):
+            one = replace(one, prompt=request.prompt)
         elif not one.knows_columns:
-            raise ValueError("its prompt's columns could not be kept, so it is of use for the same prompt only")
+            raise ValueError("its prompt's columns are not recorded, so it serves the same prompt only")
         return replace(one, replayed_from=served.record.step, substituted=served.substituted)
 
 
 @register_skip("async_rollout")
 class AsyncRolloutSkip(_Generation):
-    """Around a function of `asked: Asked` that gives `Generated`. The step is the last part of the sample's id."""
+    """Around a function of `request: SampleRequest` that returns `Generated`; the step is the sample's feed index."""
 
     support_online_step = True
 
     def extract_step(self, call: Call) -> int:
-        """
-        Raises:
-            BugError: the id is none.
-        """
-        return step_of_sample(call["asked"].sample_id, self.role)
+        return step_of_sample(call["request"].sample_id, self.role)
 
     def fingerprint(self, call: Call) -> Fingerprint:
-        return self._fingerprint(call["asked"])
+        return self._fingerprint(call["request"])
 
     def to_content(self, call: Call, result: Generated) -> Content:
         return to_content([result], tokenizer=self._tokenizer)
 
     def prepare_data(self, call: Call, served: Served) -> Generated:
         (one,) = from_content(served.record.content)
-        return self._replayed(one, served, call["asked"])
+        return self._replayed(one, served, call["request"])
 
     def versions(self, result: Generated) -> tuple[int, int] | None:
         return versions([result])
@@ -138,35 +129,36 @@ class AsyncRolloutSkip(_Generation):
 
 @register_skip("rollout")
 class RolloutSkip(_Generation):
-    """Around a function of `batch: Sequence[Asked]` that gives `Generated` for each; the step is `set_step`'s."""
+    """Around a function of `batch: Sequence[SampleRequest]` that returns `Generated` for each; the step is
+    `set_step`'s."""
 
     def fingerprint(self, call: Call) -> Fingerprint:
-        batch: Sequence[Asked] = call["batch"]
-        each = [self._fingerprint(asked) for asked in batch]
+        batch: Sequence[SampleRequest] = call["batch"]
+        each = [self._fingerprint(request) for request in batch]
         own = sorted({name for one in each for name in one if name not in self._model})
-        told = {name: [one.get(name) for one in each] for name in own}
-        same = {name: values[0] if len(set(values)) == 1 else field(values) for name, values in told.items()}
+        values_of = {name: [one.get(name) for one in each] for name in own}
+        same = {name: values[0] if len(set(values)) == 1 else field(values) for name, values in values_of.items()}
         return {**self._model, "samples": str(len(batch)), **{name: str(value) for name, value in same.items()}}
 
     def to_content(self, call: Call, result: Sequence[Generated]) -> Content:
         return to_content(result, tokenizer=self._tokenizer)
 
     def prepare_data(self, call: Call, served: Served) -> list[Generated]:
-        batch: Sequence[Asked] = call["batch"]
+        batch: Sequence[SampleRequest] = call["batch"]
         found = from_content(served.record.content)
         if len(found) != len(batch):
-            raise ValueError(f"it has {len(found)} samples, and {len(batch)} are asked for")
-        return [self._replayed(one, served, asked) for one, asked in zip(found, batch, strict=True)]
+            raise ValueError(f"it has {len(found)} samples, and {len(batch)} are requested")
+        return [self._replayed(one, served, request) for one, request in zip(found, batch, strict=True)]
 
     def versions(self, result: Sequence[Generated]) -> tuple[int, int] | None:
         return versions(result)
 
 
 def step_of_sample(sample_id: SampleId | str, role: str) -> int:
-    """The feed index, as the step of `role`.
+    """Return the feed index, as the step of `role`.
 
     Raises:
-        BugError: it is no sample's id; the message shows one.
+        BugError: it is not a sample's id; the message shows one.
     """
     try:
         return (sample_id if isinstance(sample_id, SampleId) else SampleId.parse(sample_id)).index
@@ -175,7 +167,7 @@ def step_of_sample(sample_id: SampleId | str, role: str) -> int:
 
 
 def versions(results: Sequence[Generated]) -> tuple[int, int] | None:
-    """Oldest and newest version over all tokens; None: there are none."""
+    """Return the oldest and newest version over all tokens; None: there are none."""
     found = {version for one in results for trajectory in one.trajectories for version in trajectory.versions}
     return (min(found), max(found)) if found else None
 
@@ -184,9 +176,9 @@ def versions(results: Sequence[Generated]) -> tuple[int, int] | None:
 
 
 def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
-    """Tokens and log-probs of all end to end; prompts, and where whose tokens are, as JSON.
+    """Return the tokens and log-probs of all rows end to end, with prompts and lengths as JSON.
 
-    `tokenizer`: where it is, for people who look at the record.
+    `tokenizer`: its path, for people who look at the record.
     """
     rows = [(one, row) for one in results for trajectory in one.trajectories for row in trajectory.rows]
     stored = {digest(media): media for one in results for media in one.prompt.media}
@@ -218,12 +210,12 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
 
 
 def from_content(content: Content) -> list[Generated]:
-    """What `to_content` was given; arrays are views.
+    """Return the samples; arrays are views.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no such content.
+        ValueError, KeyError, TypeError: the content is not that of a generation.
     """
-    readers = {name: _Reader(array) for name, array in content.arrays.items() if not name.startswith("media.")}
+    readers = {name: _ArrayReader(array) for name, array in content.arrays.items() if not name.startswith("media.")}
     results = []
     for sample in content.data["samples"]:
         prompt_ids, columns = readers["prompt_ids"].take(sample["prompt_tokens"]), sample["columns"]
@@ -248,7 +240,7 @@ def _media_data(prompt: Prompt) -> dict[str, Any]:
 
 
 def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
-    """Rewritten history, or what an environment said first."""
+    """Whether history was rewritten, or an environment spoke first."""
     return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
 
 
@@ -279,7 +271,9 @@ def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _trajectory(data: Mapping[str, Any], prompt_ids: NDArray[np.int32], readers: Mapping[str, _Reader]) -> Trajectory:
+def _trajectory(
+    data: Mapping[str, Any], prompt_ids: NDArray[np.int32], readers: Mapping[str, _ArrayReader]
+) -> Trajectory:
     rows = []
     for row in data["rows"]:
         own, num_tokens = row["prompt_tokens"], row["response_tokens"]
@@ -314,10 +308,7 @@ def _trajectory(data: Mapping[str, Any], prompt_ids: NDArray[np.int32], readers:
 
 
 def _check_turns(turns: Sequence[TurnInfo], rows: Sequence[TokenRow]) -> None:
-    """
-    Raises:
-        ValueError: there is none, or one lies outside of its row.
-    """
+    """Raise `ValueError` if there is no turn, or one lies outside of its row."""
     if not turns:
         raise ValueError("a trajectory without a turn")
     for turn in turns:
@@ -329,8 +320,8 @@ _COLUMNS = ("messages", "data_source", "ground_truth", "extra_info")
 
 
 def _columns(prompt: Prompt) -> dict[str, Any] | None:
-    """What the prompt has besides tokens, if it comes back from JSON as it is: a data set's columns hold what they
-    like. They are needed only where the record answers another prompt."""
+    """Return what the prompt has besides tokens; None: JSON cannot represent it. It is needed only to serve another
+    prompt."""
     messages = [dict(message) for message in prompt.messages]
     columns = dict(
         zip(_COLUMNS, (messages, prompt.data_source, prompt.ground_truth, dict(prompt.extra_info)), strict=True)
@@ -342,7 +333,9 @@ def _columns(prompt: Prompt) -> dict[str, Any] | None:
     return columns if same is True else None
 
 
-class _Reader:
+class _ArrayReader:
+    """Splits an array into consecutive views."""
+
     def __init__(self, array: NDArray[Any]) -> None:
         self._array = array
         self._at = 0
@@ -355,7 +348,7 @@ class _Reader:
 
     def end(self) -> None:
         if self._at != len(self._array):
-            raise ValueError(f"{len(self._array) - self._at} tokens belong to nobody")
+            raise ValueError(f"{len(self._array) - self._at} tokens too many")
 
 
 def _joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -1,7 +1,7 @@
-"""The skips of this process, and the decorator that puts them around stages; `skip.flow` says what it does there.
+"""The enabled roles of this process, and the decorator that puts them around stages (see `skip.flow`).
 
 @SkipManager.annotate(role="async_rollout")
-async def generate(asked): ...
+async def generate(request): ...
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, UserCodeError
-from skip.base import BaseSkip
-from skip.flow import Waiting, in_lane
-from skip.registry import registered
+from asyncrl.core.failures import ConfigError, UserCodeError
+from skip.flow import Waiting, in_file_thread
+from skip.role import BaseSkip, registered_roles
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,26 +28,27 @@ _suspended: ContextVar[bool] = ContextVar("skip_suspended", default=False)
 
 
 class SkipManager:
-    """State of this process: the roles that are enabled, and the step of its sequential loop. `reset` forgets both."""
+    """State of this process: the enabled roles, and the step of its sequential loop. `reset` clears both."""
 
     _skips: ClassVar[dict[str, BaseSkip]] = {}
     _step: ClassVar[int | None] = None
 
     @classmethod
     def init(cls, config: Config) -> None:
-        """Make one skip for each role that `config.skip` enables; whatever was there is forgotten.
+        """Instantiate each role that `config.skip` enables, after `reset`.
 
         Raises:
-            ConfigError: a role that nobody has registered, or settings that cannot work.
+            ConfigError: a role is not registered, or settings that cannot work.
             UserCodeError: a module of `skip.modules` raised when it was imported.
         """
         cls.reset()
-        import skip.roles  # noqa: F401  registers those that come with the package
+        import skip.generation
+        import skip.stages  # noqa: F401  both register the built-in roles
 
         settings = config.skip
         for module in settings.modules:
             _import(module)
-        known = registered()
+        known = registered_roles()
         skips: dict[str, BaseSkip] = {}
         for role, section in settings.by_role().items():
             if not section.enable:
@@ -59,22 +59,22 @@ class SkipManager:
                 raise ConfigError(
                     f"skip.roles.{role}: no module has registered this role, so nothing would be recorded; {fix}"
                 )
-            made = known[role](role, section, config)
-            if made.is_enabled():
-                made.slot = lambda: cls._step
-                skips[role] = made
+            instance = known[role](role, section, config)
+            if instance.is_enabled():
+                instance.current_step = lambda: cls._step
+                skips[role] = instance
         cls._skips = skips
 
     @classmethod
     def reset(cls) -> None:
-        """As before `init`: every annotated function runs as if it were not."""
+        """Return to the state before `init`: annotated functions run as if they were not annotated."""
         cls._skips = {}
         cls._step = None
 
     @classmethod
     @contextmanager
     def session(cls, config: Config) -> Iterator[None]:
-        """`init`, and `reset` at the end."""
+        """Call `init`, and `reset` at the end."""
         cls.init(config)
         try:
             yield
@@ -84,8 +84,10 @@ class SkipManager:
     @classmethod
     @contextmanager
     def suspended(cls) -> Iterator[None]:
-        """Inside, in this task and those that it starts, every annotated function runs as if it were not. Validation is
-        neither recorded nor replayed."""
+        """Run annotated functions as if they were not annotated, in this task and those that it starts.
+
+        Validation is neither recorded nor replayed.
+        """
         token = _suspended.set(True)
         try:
             yield
@@ -94,44 +96,44 @@ class SkipManager:
 
     @classmethod
     def set_step(cls, step: int) -> None:
-        """The step of a loop that takes one after another; roles that find the step in their call do not look at it."""
+        """Set the step of a sequential loop, for roles that do not find it in their calls."""
         cls._step = step
 
     @classmethod
     def watch(cls, waiting: Waiting) -> None:
-        """Tell `waiting` (`WaitBoard.waiting`) of async stages that wait for files, as `records`."""
-        for made in cls._skips.values():
-            made.waiting = waiting
+        """Report async stages that wait for files to `waiting` (`WaitBoard.waiting`), as `records`."""
+        for role in cls._skips.values():
+            role.waiting = waiting
 
     @classmethod
     def get(cls, role: str) -> BaseSkip | None:
-        """The skip of an enabled role."""
+        """Return the instance of an enabled role."""
         return cls._skips.get(role)
 
     @classmethod
-    async def note(cls, role: str, step: int, told: Mapping[str, Any]) -> None:
-        """Put `told` (JSON types) beside the record of `step`, for `asyncrl skip show`; a failure is only logged."""
-        made = cls._skips.get(role)
-        if made is None or step not in made.steps:
-            return
-        await in_lane("write", made, lambda: made.note(step, told))
+    async def note(cls, role: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write `values` (JSON types) as the note of the record of `step`, for `asyncrl skip show`. Failures are
+        logged."""
+        instance = cls._skips.get(role)
+        if instance is not None and step in instance.steps:
+            await in_file_thread("write", instance, lambda: instance.note(step, values))
 
     @classmethod
     def status(cls) -> dict[str, dict[str, int]]:
-        """Cumulative counts of this process for each enabled role; see `BaseSkip.counts`."""
-        return {role: dict(made.counts) for role, made in cls._skips.items()}
+        """Return the cumulative counts of this process for each enabled role; see `BaseSkip.counts`."""
+        return {role: dict(instance.counts) for role, instance in cls._skips.items()}
 
     @classmethod
     def messages(cls) -> list[str]:
-        """What the roles of this process had to tell so far, each thing once."""
-        return [message for made in cls._skips.values() for message in tuple(made.messages)]
+        """Return the warnings of the roles of this process so far, each once."""
+        return [message for instance in cls._skips.values() for message in tuple(instance.messages)]
 
     @classmethod
     def annotate(cls, role: str, **options: Any) -> Callable[[Function], Function]:
-        """Decorate a stage, a function or an async one. `options` are the role's own (`Call.options`).
+        """Decorate a stage, a plain or an async function. `options` are the role's own (`Call.options`).
 
         Raises:
-            TypeError: it is a generator, whose result is not one value.
+            TypeError: it is a generator, which yields more than one value.
         """
 
         def decorate(function: Function) -> Function:
@@ -139,26 +141,26 @@ class SkipManager:
                 raise TypeError(f"{function.__qualname__} yields its results one by one and cannot be skipped")
             wrapped: tuple[BaseSkip, Callable[..., Any]] | None = None
 
-            def present() -> Callable[..., Any]:
+            def current() -> Callable[..., Any]:
                 nonlocal wrapped
-                made = cls._skips.get(role)
-                if made is None or _suspended.get():
+                instance = cls._skips.get(role)
+                if instance is None or _suspended.get():
                     return function
-                if wrapped is None or wrapped[0] is not made:
-                    wrapped = made, made.warp_function(function, options)
+                if wrapped is None or wrapped[0] is not instance:
+                    wrapped = instance, instance.warp_function(function, options)
                 return wrapped[1]
 
             if inspect.iscoroutinefunction(function):
 
                 @functools.wraps(function)
                 async def run_async(*args: Any, **kwargs: Any) -> Any:
-                    return await present()(*args, **kwargs)
+                    return await current()(*args, **kwargs)
 
                 return run_async  # type: ignore[return-value]
 
             @functools.wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                return present()(*args, **kwargs)
+                return current()(*args, **kwargs)
 
             return run  # type: ignore[return-value]
 
@@ -166,7 +168,7 @@ class SkipManager:
 
 
 def _import(module: str) -> None:
-    # A console script does not look into the directory it is started in; `python` does.
+    # A console script, unlike `python`, does not search the working directory.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -1,10 +1,10 @@
-"""What is kept of one stage at one step, and its bytes. Pure.
+"""A record, the stored result of one stage at one step, and its file format. Pure.
 
     manifest.json         {"schema", "role", "step", "fingerprint", "origin", "content", "tensors", "crc32"}
-    tensors.safetensors   the arrays (`asyncrl.blobs`), each with its checksum
+    tensors.safetensors   the arrays (`asyncrl.storage.array_bytes`), each with its checksum
 
-The manifest comes last when a record is written, names the length and the header's checksum of the tensors, and ends
-with a checksum of itself: what is torn, damaged or put together from two records is seen before anything of it is used.
+The manifest is written last, contains the length and the header's checksum of the tensors, and ends with its own
+checksum: a record that is torn, damaged or mixed from two is detected before its data is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.blobs import DamageError, decode, encode
+from asyncrl.storage.array_bytes import DamageError, decode, encode
 from skip.fingerprint import Fingerprint
 
 SCHEMA = 1
@@ -29,13 +29,13 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What made a record. Kept for people, and for whoever has to know under which weights it was made."""
+    """The origin of a record."""
 
     recorded_at: float
     """Unix seconds."""
     host: str
     oldest_version: int | None = None
-    """Of the policy, over all tokens in the record; None: no policy had a part in it."""
+    """Oldest and newest version of the policy over all tokens in the record; None: no policy was involved."""
     newest_version: int | None = None
     code: str = ""
     """Version of the package."""
@@ -43,7 +43,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """What a role makes of a result, and makes a result of again."""
+    """The form of a result that is stored; a role converts results to it and back."""
 
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """1-D; int32, float32 or bool."""
@@ -63,11 +63,11 @@ class Record:
 
 
 def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
-    """The manifest's bytes, and the buffers of the tensors' file.
+    """Return the manifest's bytes and the buffers of the tensors' file.
 
     Raises:
-        TypeError, ValueError: the content is none that can be kept: an object in `data` that JSON has not, NaN among
-            its numbers, or arrays of another dtype.
+        TypeError, ValueError: the content cannot be kept: `data` is not JSON, contains NaN, or an array has another
+            dtype.
     """
     arrays = {name: _flat(name, array) for name, array in record.content.arrays.items()}
     buffers = encode(arrays, {})
@@ -80,42 +80,37 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
         "content": dict(record.content.data),
         "tensors": {"bytes": sum(map(len, buffers)), "crc32": f"{zlib.crc32(buffers[0]):08x}"},
     }
-    # A line for each key. `indent` would be nicer still, and takes ten times as long: it is not in C.
+    # A line for each key. `indent` takes ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
     return _sealed("{\n" + ",\n".join(lines)), buffers
 
 
 def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
-    """What `to_files` made bytes of; the arrays are read-only views of `tensors`, all of them checked.
+    """Return the record after verifying all checksums; its arrays are read-only views of `tensors`.
 
     Raises:
-        DamageError: torn, damaged, of two records, or none at all; the message says what is wrong.
+        DamageError: torn, damaged, mixed from two records, or not a record; the message says what is wrong.
     """
-    parsed = read_manifest(manifest)
+    parsed = _read_manifest(manifest)
     blob = decode(tensors)
-    told = parsed["tensors"]
     head = 8 + int.from_bytes(tensors[:8].tobytes(), "little")
-    if told != {"bytes": tensors.size, "crc32": f"{zlib.crc32(tensors[:head].data):08x}"}:
+    if parsed["tensors"] != {"bytes": tensors.size, "crc32": f"{zlib.crc32(tensors[:head].data):08x}"}:
         raise DamageError(f"{TENSORS} is not the file that {MANIFEST} is about")
     arrays = {name: blob.array(name, dtype) for name, dtype in blob.dtypes().items()}
     return _record(parsed, arrays)
 
 
 def describe(manifest: bytes) -> Record:
-    """The record without its arrays.
+    """Return the record without its arrays.
 
     Raises:
-        DamageError: as `from_files`.
+        DamageError: see `from_files`.
     """
-    return _record(read_manifest(manifest), {})
+    return _record(_read_manifest(manifest), {})
 
 
-def read_manifest(manifest: bytes) -> dict[str, Any]:
-    """The parsed manifest, its checksum and its shape checked.
-
-    Raises:
-        DamageError: it is damaged, of another schema, or none.
-    """
+def _read_manifest(manifest: bytes) -> dict[str, Any]:
+    """Return the parsed manifest, with its checksum and structure checked. Raises `DamageError`."""
     body, mark, seal = manifest.rpartition(b',\n "crc32": "')
     if not mark or seal != f'{zlib.crc32(body):08x}"\n}}\n'.encode():
         raise DamageError(f"{MANIFEST} is torn or damaged")
@@ -135,7 +130,7 @@ def read_manifest(manifest: bytes) -> dict[str, Any]:
             "tensors": {"bytes": int(), "crc32": str()},
         } if origin.keys() == set(Origin.__slots__):
             return parsed
-    raise DamageError(f"{MANIFEST} is none of a record")
+    raise DamageError(f"{MANIFEST} is not one of a record")
 
 
 def _record(parsed: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Record:

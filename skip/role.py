@@ -1,4 +1,4 @@
-"""What a role is: how a call of its stage becomes a record, and a record the call's result.
+"""The base class of roles: how a call of a stage becomes a record, and a record the call's result.
 
     class MyStage(BaseSkip):
         support_online_step = True
@@ -26,22 +26,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import asyncrl
-from asyncrl.blobs import DamageError
-from asyncrl.config.schema import Config, SkipRoleConfig
-from asyncrl.failures import BugError, ConfigError
-from asyncrl.steps import StepSet
-from skip.files import RecordFiles, record_name, step_of
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.skip import SkipRoleConfig
+from asyncrl.core.failures import BugError, ConfigError
+from asyncrl.core.skip_steps import StepSet
+from asyncrl.storage.array_bytes import DamageError
 from skip.fingerprint import Fingerprint, differing
-from skip.flow import Waiting, around, nobody_told
+from skip.flow import Waiting, no_wait_board, wrap
 from skip.record import Content, Origin, Record
+from skip.store import RecordFiles, record_name, step_of
 
 logger = logging.getLogger(__name__)
 
-MAX_NOTABLE = 4096
-MAX_TOLD = 10
+MAX_NOTES = 4096
+MAX_DAMAGE_WARNINGS = 10
 
 
 class Action(StrEnum):
@@ -56,48 +57,48 @@ class Call:
     arguments: Mapping[str, Any]
     """By name, defaults and `self` included."""
     options: Mapping[str, Any]
-    """What `annotate` was given besides the role."""
+    """Arguments of `annotate` besides the role."""
 
     def __getitem__(self, name: str) -> Any:
-        """An argument. Raises `BugError` if the annotated function has none of this name."""
+        """Return an argument. Raises `BugError` if the annotated function has none of this name."""
         if name not in self.arguments:
             raise BugError(f"the annotated function has no argument {name}; it has {', '.join(self.arguments)}")
         return self.arguments[name]
 
 
-class Ask(NamedTuple):
+class RecordRequest(NamedTuple):
     """A call at a step that is recorded and replayed."""
 
     call: Call
     step: int
     name: str
-    """Of its record."""
+    """Name of its record."""
     fingerprint: Fingerprint
 
 
 class Served(NamedTuple):
-    """A record in place of a call."""
+    """A record that answers a call."""
 
     record: Record
     step: int
-    """Which step asked."""
+    """Fingerprint of the call."""
     differs: tuple[str, ...]
-    """The fields of the fingerprint in which the record is of something else; only `repeat` serves such."""
+    """Fields in which the fingerprints differ; only `repeat` serves such a record."""
     result: Any = None
-    """What `prepare_data` made of it."""
+    """Result of `prepare_data` for it."""
 
     @property
     def substituted(self) -> bool:
-        """It is not what this call would have recorded."""
+        """Whether this call would have recorded something else."""
         return bool(self.differs) or self.record.step != self.step
 
 
-class Look(NamedTuple):
-    """What there is for a call."""
+class Lookup(NamedTuple):
+    """The record for a call, if there is one."""
 
-    ask: Ask | None
-    """None: it is neither replayed nor recorded."""
-    found: Served | None = None
+    request: RecordRequest | None
+    """None: the call is neither replayed nor recorded."""
+    served: Served | None = None
 
 
 class BaseSkip(ABC):
@@ -110,8 +111,9 @@ class BaseSkip(ABC):
     def __init__(self, role: str, config: SkipRoleConfig, run: Config) -> None:
         """
         Args:
+            role: its name.
             config: of this role.
-            run: of the whole run; its names say where the records are.
+            run: of the whole run, whose names determine the directory of the records.
 
         Raises:
             ConfigError: the configuration of this role cannot work.
@@ -135,20 +137,20 @@ class BaseSkip(ABC):
         self.run = run
         self.files = RecordFiles(Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role)
         self.counts: Counter[str] = Counter()
-        """replayed, substituted, recorded, mismatched, damaged, unrecorded, late; calls."""
-        self.waiting: Waiting = nobody_told
-        """Told what an async stage waits on."""
-        self.slot: Callable[[], int | None] = lambda: None
+        """Calls replayed, substituted, recorded, mismatched, damaged, unrecorded, late."""
+        self.waiting: Waiting = no_wait_board
+        """Reports what an async stage waits for."""
+        self.current_step: Callable[[], int | None] = lambda: None
         """The step of `SkipManager.set_step`."""
-        self._lock = threading.Lock()
-        self._told: set[str] = set()
         self.messages: list[str] = []
-        """What was told, for whoever shows it to people."""
-        self._used_bytes: int | None = None
+        """Warnings so far."""
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
         self._files_lock = threading.Lock()
-        """Held over files, so never on an event loop, unlike the other one."""
-        self._notable: dict[int, dict[str, Any]] = {}
-        """The newest records of this process, by step, and what was noted of them."""
+        """Held during file access, so never on an event loop, unlike `_lock`."""
+        self._used_bytes: int | None = None
+        self._notes: dict[int, dict[str, Any]] = {}
+        """Notes on the newest records of this process, by step."""
 
     # ------------------------------------------------------------------------------------------------ of a role
 
@@ -156,7 +158,7 @@ class BaseSkip(ABC):
         return self.config.enable
 
     def extract_step(self, call: Call) -> int:
-        """The step that `call` is of, where `support_online_step`.
+        """Return the step of `call`, where `support_online_step`.
 
         Raises:
             DataError, BugError: it has none; the message shows what is expected.
@@ -164,176 +166,169 @@ class BaseSkip(ABC):
         raise BugError(f"skip.{self.role}: {type(self).__name__} has support_online_step and no extract_step")
 
     def call_name(self, call: Call) -> str:
-        """Tells apart the calls of one step, in hexadecimal; empty where there is one call a step."""
+        """Return a hexadecimal name that distinguishes the calls of one step; empty if a step has one call."""
         return ""
 
     @abstractmethod
     def fingerprint(self, call: Call) -> Fingerprint:
-        """What `call` asks for: whatever changes its result, but for chance and the policy's version."""
+        """Return every value that the result of `call` depends on, except chance and the policy's version."""
 
     @abstractmethod
     def to_content(self, call: Call, result: Any) -> Content:
-        """What is kept of `result`."""
+        """Return the content to record for `result`."""
 
     @abstractmethod
     def prepare_data(self, call: Call, served: Served) -> Any:
-        """The result, of a record.
+        """Return the result from a record.
 
         Raises:
-            Anything: it is none of this role, or does not fit what is asked; it counts as absent.
+            Exception: the record is not one of this role, or does not fit the call; it counts as absent.
         """
 
     def versions(self, result: Any) -> tuple[int, int] | None:
-        """Oldest and newest version of the policy that made `result`; None: it had no part in it."""
+        """Return the oldest and newest version of the policy that produced `result`; None: no policy did."""
         return None
 
     # ------------------------------------------------------------------------------------------------ the flow
 
     def warp_function(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        """`function`, a plain or an async one, with this role around it; see `skip.flow`. The name is verl's.
+        """Return `function`, plain or async, with this role around it; see `skip.flow`. The name is verl's.
 
         Args:
             options: for `Call.options`.
         """
         signature = inspect.signature(function)
 
-        def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        def make_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return Call(bound.arguments, options)
 
-        return around(self, function, call_of)
+        return wrap(self, function, make_call)
 
-    def look(self, call: Call, slot: int | None) -> Look:
-        """What `call` asks for, and the record that answers it. Raises as `ask` and `meet_precondition`."""
-        ask = self.ask(call, slot)
-        return Look(ask, None if ask is None else self.meet_precondition(ask))
+    def look_up(self, call: Call, current_step: int | None) -> Lookup:
+        """Return the request for `call` and the record that answers it. Raises as `request` and `meet_precondition`."""
+        request = self.request(call, current_step)
+        return Lookup(request, None if request is None else self.meet_precondition(request))
 
-    def ask(self, call: Call, slot: int | None) -> Ask | None:
-        """What `call` asks for; None: its step is none of those that are recorded, or it has no fingerprint.
-
-        Args:
-            slot: the step of `SkipManager.set_step`.
+    def request(self, call: Call, current_step: int | None) -> RecordRequest | None:
+        """Return the request for `call`; None: its step is not recorded, or it has no fingerprint.
 
         Raises:
-            BugError: nobody has said which step it is.
+            BugError: the step is not known.
             What `extract_step` raises.
         """
-        step = self.extract_step(call) if self.support_online_step else slot
+        step = self.extract_step(call) if self.support_online_step else current_step
         if step is None:
             raise BugError(f"skip.{self.role}: which step is it? Call SkipManager.set_step(step) before this stage")
         if step not in self.steps:
             return None
         try:
-            return Ask(call, step, record_name(step, self.call_name(call)), self.fingerprint(call))
-        except Exception as error:  # noqa: BLE001  a role may raise anything, and costs a record, not the sample
+            return RecordRequest(call, step, record_name(step, self.call_name(call)), self.fingerprint(call))
+        except Exception as error:  # noqa: BLE001  a role may raise anything, which costs the record, not the sample
             self.count("unrecorded")
-            self.tell(
-                "fingerprint", f"step {step} of {self.role} has no fingerprint, so it is not recorded: {_said(error)}"
-            )
+            message = f"step {step} of {self.role} has no fingerprint, so it is not recorded: {_describe(error)}"
+            self.warn_once("fingerprint", message)
             return None
 
     def may_serve(self, served: Served) -> bool:
-        """By default, with `cache` the record of what is asked for, and with `repeat` any."""
+        """By default, with `cache` a record with the same fingerprint, and with `repeat` any."""
         return not served.differs or self.action is Action.REPEAT
 
-    def meet_precondition(self, ask: Ask) -> Served | None:
-        """The record that is served, whole, checked and prepared; None: the stage has to run.
+    def meet_precondition(self, request: RecordRequest) -> Served | None:
+        """Return the record to serve, checked and prepared; None: the stage has to run.
 
         Raises:
-            ConfigError: what is there was made by something else, and `on_mismatch` is `error`.
+            ConfigError: the record has another fingerprint, and `on_mismatch` is `error`.
         """
-        for name in self._candidates(ask):
+        for name in self._candidates(request):
             if (record := self._read(name)) is None:
                 continue
-            served = Served(record, ask.step, differing(record.fingerprint, ask.fingerprint))
+            served = Served(record, request.step, differing(record.fingerprint, request.fingerprint))
             if not self.may_serve(served):
                 if self.action is Action.CACHE:
-                    self._mismatch(name, served, ask.fingerprint)
+                    self._mismatch(name, served, request.fingerprint)
                 continue
             try:
-                return served._replace(result=self.prepare_data(ask.call, served))
-            except Exception as error:  # noqa: BLE001  as in `ask`
-                # What belongs to another question may be of no use here, and sound all the same.
+                return served._replace(result=self.prepare_data(request.call, served))
+            except Exception as error:  # noqa: BLE001  as in `request`
+                # An intact record of another call may not fit this one.
                 if not served.substituted:
                     self._damaged(name, error)
         return None
 
-    def served(self, found: Served) -> None:
-        """It was."""
-        self.count("substituted" if found.substituted else "replayed")
+    def count_served(self, served: Served) -> None:
+        self.count("substituted" if served.substituted else "replayed")
 
-    def keep(self, ask: Ask, result: Any) -> bool:
-        """Record `result`. What goes wrong is told, once for each kind, and nothing is raised: then it is False."""
+    def write_record(self, request: RecordRequest, result: Any) -> bool:
+        """Record `result`. A failure is a warning, once for each kind, and returns False."""
         try:
             oldest, newest = self.versions(result) or (None, None)
             origin = Origin(time.time(), socket.gethostname(), oldest, newest, asyncrl.__version__)
-            content = self.to_content(ask.call, result)
-            record = Record(self.role, ask.step, ask.fingerprint, origin, content)
-            written = self._write(ask.name, record)
-        except Exception as error:  # noqa: BLE001  as in `ask`
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else _said(error)
-            # By what it is and not by its words, which may be others for each sample.
+            content = self.to_content(request.call, result)
+            record = Record(self.role, request.step, request.fingerprint, origin, content)
+            written = self._write(request.name, record)
+        except Exception as error:  # noqa: BLE001  as in `request`
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else _describe(error)
+            # Not by its message, which may differ for each sample.
             kind = f"unrecorded {type(error).__name__} {getattr(error, 'errno', '')}"
-            self.tell(kind, f"step {ask.step} of {self.role} is not recorded in {self.files.root}: {reason}")
+            self.warn_once(kind, f"step {request.step} of {self.role} is not recorded in {self.files.root}: {reason}")
             return False
         if written:
             with self._files_lock:
-                self._notable[ask.step] = {}
-                if len(self._notable) > MAX_NOTABLE:
-                    del self._notable[next(iter(self._notable))]
+                self._notes[request.step] = {}
+                if len(self._notes) > MAX_NOTES:
+                    del self._notes[next(iter(self._notes))]
         return written
 
-    def note(self, step: int, told: Mapping[str, Any]) -> None:
-        """Put `told` beside the record of `step`, for people to read, if this process has made it lately. Mappings in
-        it join those noted before. Nothing is raised.
+    def note(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write `values` (JSON types) beside the record of `step`, for people, if this process made it recently.
 
-        Args:
-            told: JSON types.
+        Mappings are merged with those of earlier notes. Nothing is raised.
         """
         try:
             with self._files_lock:
-                if (before := self._notable.get(step)) is None:
+                if (before := self._notes.get(step)) is None:
                     return
-                for key, value in told.items():
-                    joins = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
-                    before[key] = {**before[key], **value} if joins else value
+                for key, value in values.items():
+                    merge = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
+                    before[key] = {**before[key], **value} if merge else value
                 self.files.note(record_name(step), before)
-        except Exception as error:  # noqa: BLE001  as in `ask`
-            self.tell("note", f"the note on step {step} of {self.role} is not written: {_said(error)}")
+        except Exception as error:  # noqa: BLE001  as in `request`
+            self.warn_once("note", f"the note on step {step} of {self.role} is not written: {_describe(error)}")
 
     def count(self, what: str) -> None:
-        """See `counts`."""
+        """Increment one of `counts`."""
         with self._lock:
             self.counts[what] += 1
 
-    def tell(self, kind: str, message: str) -> None:
-        """A warning, once for each kind."""
+    def warn_once(self, kind: str, message: str) -> None:
+        """Log a warning, once for each kind, and add it to `messages`."""
         with self._lock:
-            if kind in self._told:
+            if kind in self._warned:
                 return
-            self._told.add(kind)
+            self._warned.add(kind)
             self.messages.append(message)
         logger.warning("%s", message)
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _candidates(self, ask: Ask) -> Iterator[str]:
-        yield ask.name
+    def _candidates(self, request: RecordRequest) -> Iterator[str]:
+        yield request.name
         if self.action is Action.REPEAT:
-            suffix = ask.name.removeprefix(str(ask.step))
+            suffix = request.name.removeprefix(str(request.step))
             try:
                 names = self.files.names()
             except OSError as error:
-                self.tell("list", f"{self.files.root} cannot be listed, so no other record is found: {error.strerror}")
+                self.warn_once("list", f"{self.files.root} cannot be listed to find another record: {error.strerror}")
                 return
             steps = sorted(
                 step
                 for name in names
-                if (step := step_of(name)) is not None and step != ask.step and name == f"{step}{suffix}"
+                if (step := step_of(name)) is not None and step != request.step and name == f"{step}{suffix}"
             )
-            below = [step for step in reversed(steps) if step < ask.step]
-            above = [step for step in steps if step > ask.step]
+            below = [step for step in reversed(steps) if step < request.step]
+            above = [step for step in steps if step > request.step]
             yield from (f"{step}{suffix}" for step in (*below, *above))
 
     def _read(self, name: str) -> Record | None:
@@ -341,7 +336,7 @@ class BaseSkip(ABC):
             record = self.files.read(name)
         except FileNotFoundError:
             return None
-        except Exception as error:  # noqa: BLE001  DamageError, OSError, or what nobody has thought of
+        except Exception as error:  # noqa: BLE001  DamageError, OSError, or anything that a damaged file causes
             self._damaged(name, error)
             return None
         if record.role != self.role:
@@ -349,42 +344,44 @@ class BaseSkip(ABC):
             return None
         return record
 
-    def _mismatch(self, name: str, served: Served, wanted: Fingerprint) -> None:
+    def _mismatch(self, name: str, served: Served, requested: Fingerprint) -> None:
         recorded = served.record.fingerprint
         fields = ", ".join(
-            f"{field} (recorded {recorded.get(field, 'nothing')}, now {wanted.get(field, 'nothing')})"
+            f"{field} (recorded {recorded.get(field, 'nothing')}, now {requested.get(field, 'nothing')})"
             for field in served.differs
         )
         place = self.files.root / name
         if self.config.on_mismatch == "error":
             raise ConfigError(
-                f"skip.{self.role}.on_mismatch=error: the record {place} was made by something else: it differs in "
-                f"{fields}. Go back to what made it, choose another dump_dir or experiment_name, or set "
+                f"skip.{self.role}.on_mismatch=error: the record {place} was made from another call: it differs in "
+                f"{fields}. Restore those values, choose another dump_dir or experiment_name, or set "
                 f"skip.{self.role}.on_mismatch=regenerate, which replaces it"
             )
         self.count("mismatched")
-        self.tell(
+        self.warn_once(
             "mismatch " + ",".join(served.differs),
-            f"the record {place} was made by something else: it differs in {fields}. It is made again, and so are "
-            "others like it",
+            f"the record {place} was made from another call: it differs in {fields}. It is recorded again, as are "
+            f"others with this difference",
         )
 
     def _damaged(self, name: str, error: BaseException) -> None:
         self.count("damaged")
-        if len(self._told) < MAX_TOLD:
-            self.tell(f"damage {name}", f"the record {self.files.root / name} counts as absent: {_said(error)}")
+        if len(self._warned) < MAX_DAMAGE_WARNINGS:
+            self.warn_once(
+                f"damage {name}", f"the record {self.files.root / name} counts as absent: {_describe(error)}"
+            )
         else:
-            more = f"asyncrl skip verify {self.files.root} names all of them"
-            self.tell("more damage", f"further damaged records are counted and not told; {more}")
+            more = f"asyncrl skip verify {self.files.root} lists all of them"
+            self.warn_once("more damage", f"further damaged records are only counted; {more}")
 
     def _write(self, name: str, record: Record) -> bool:
-        """False: there is no room for it."""
+        """Write the record, unless it would exceed `max_bytes`; return whether it was written."""
         limit = self.config.max_bytes
         if limit is None:
             self.files.write(name, record)
             return True
         with self._files_lock:
-            # What other processes write meanwhile is not counted.
+            # This process counts what was there at first and what it wrote since, not what others write.
             if self._used_bytes is None:
                 self._used_bytes = sum(entry.num_bytes for entry in self.files.entries())
             others = self._used_bytes - self.files.size(name)
@@ -392,12 +389,53 @@ class BaseSkip(ABC):
             if num_bytes is not None:
                 self._used_bytes = others + num_bytes
         if num_bytes is None:
-            told = f"skip.{self.role}.max_bytes={limit}: {self.files.root} is full, and nothing more is recorded"
-            self.tell("max_bytes", told)
+            message = f"skip.{self.role}.max_bytes={limit}: {self.files.root} is full, and nothing more is recorded"
+            self.warn_once("max_bytes", message)
         return num_bytes is not None
 
 
-def _said(error: BaseException) -> str:
-    """`str(KeyError)` is the key alone."""
-    plain = isinstance(error, TypeError | ValueError | OSError | DamageError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+def _describe(error: BaseException) -> str:
+    """Return the message with the type, unless the message alone is clear (that of a `KeyError` is only the key)."""
+    is_clear = isinstance(error, TypeError | ValueError | OSError | DamageError)
+    return str(error) if is_clear else f"{type(error).__name__}: {error}"
+
+
+# ---------------------------------------------------------------------------------------------- registry
+
+_Kind = TypeVar("_Kind", bound=type[BaseSkip])
+_registry: dict[str, type[BaseSkip]] = {}
+
+
+def register_skip(role: str) -> Callable[[_Kind], _Kind]:
+    """Class decorator: `SkipManager.init` instantiates the class where the configuration enables `role`.
+
+    A file that is imported under two names registers its class twice, and the later one counts.
+
+    Raises:
+        ConfigError: another class has this role.
+    """
+
+    def register(kind: _Kind) -> _Kind:
+        known = _registry.get(role)
+        if known is not None and _origin(known) != _origin(kind):
+            names = [f"{each.__module__}.{each.__qualname__}" for each in (known, kind)]
+            raise ConfigError(
+                f"the skip role {role} is registered by {names[0]} and by {names[1]}: give one of them another name, "
+                "or leave its module out of skip.modules"
+            )
+        _registry[role] = kind
+        return kind
+
+    return register
+
+
+def registered_roles() -> Mapping[str, type[BaseSkip]]:
+    return dict(_registry)
+
+
+def _origin(kind: type[BaseSkip]) -> tuple[str, str]:
+    try:
+        file = inspect.getsourcefile(kind) or kind.__module__
+    except (OSError, TypeError):  # the class is not from a file
+        file = kind.__module__
+    return file, kind.__qualname__

@@ -1,4 +1,4 @@
-"""`asyncrl skip diff`: where two runs over the same samples part. Reads `metrics.jsonl` only."""
+"""`asyncrl skip diff`: the first step in which two runs over the same samples differ, by their `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import click
 
-from asyncrl.cli.inspect import find_run
-from asyncrl.failures import ConfigError
-from asyncrl.run_dir import METRICS
+from asyncrl.core.failures import ConfigError
+from asyncrl.storage.run_dir import METRICS, find_run
 
-ASKED = (
+COMPARED = (
     "rewards",
     "staleness",
     "advantages/mean",
@@ -22,11 +21,11 @@ ASKED = (
     "critic/loss",
     "response_tokens/mean",
 )
-"""What equal samples and equal code give equal values of, in the order in which a step comes to them."""
+"""Metrics that are equal for equal samples and equal code, in the order in which a step computes them."""
 
 
-class Difference(NamedTuple):
-    """The first step at which two runs have something else."""
+class StepDifference(NamedTuple):
+    """The first step in which two runs differ."""
 
     step: int
     names: tuple[str, ...]
@@ -35,20 +34,22 @@ class Difference(NamedTuple):
 
 
 def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
-    """Exit code 1 if they differ in a step that both have.
+    """Print the first difference; return exit code 1 if a common step differs.
 
     Raises:
-        ConfigError: one of them is no run with steps, or they have none in common.
+        ConfigError: one of them is not a run with steps, or they have none in common.
     """
-    mine, yours = _steps(one), _steps(other)
-    common = sorted(mine.keys() & yours.keys())
+    first, second = _steps(one), _steps(other)
+    common = sorted(first.keys() & second.keys())
     if not common:
-        raise ConfigError(f"{one} and {other} have no step in common: {_told(mine)} and {_told(yours)}")
-    found = first_difference([(step, mine[step], yours[step]) for step in common], tolerance)
+        raise ConfigError(f"{one} and {other} have no step in common: {_range(first)} and {_range(second)}")
+    found = first_difference([(step, first[step], second[step]) for step in common], tolerance)
     if as_json:
         click.echo(json.dumps({"steps": len(common), "difference": found and found._asdict()}, indent=2))
     elif found is None:
-        click.echo(f"{len(common)} steps are equal, {common[0]} to {common[-1]}: {', '.join(_asked(mine[common[0]]))}")
+        click.echo(
+            f"{len(common)} steps are equal, {common[0]} to {common[-1]}: {', '.join(_compared(first[common[0]]))}"
+        )
     else:
         click.echo(f"step {found.step} of {len(common)} common ones is the first that differs:")
         for name in found.names:
@@ -58,14 +59,14 @@ def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
 
 def first_difference(
     steps: list[tuple[int, Mapping[str, Any], Mapping[str, Any]]], tolerance: float
-) -> Difference | None:
-    """Steps and their lines of both runs, in order. Pure."""
+) -> StepDifference | None:
+    """Return the first of the steps, given with their lines of both runs, that differs. Pure."""
     for step, one, other in steps:
         names = tuple(
-            name for name in _asked({**one, **other}) if not _equal(one.get(name), other.get(name), tolerance)
+            name for name in _compared({**one, **other}) if not _equal(one.get(name), other.get(name), tolerance)
         )
         if names:
-            return Difference(step, names, {n: one.get(n) for n in names}, {n: other.get(n) for n in names})
+            return StepDifference(step, names, {n: one.get(n) for n in names}, {n: other.get(n) for n in names})
     return None
 
 
@@ -78,12 +79,12 @@ def _equal(one: Any, other: Any, tolerance: float) -> bool:
     return bool(one == other)
 
 
-def _asked(line: Mapping[str, Any]) -> list[str]:
-    return [name for name in ASKED if name in line]
+def _compared(line: Mapping[str, Any]) -> list[str]:
+    return [name for name in COMPARED if name in line]
 
 
 def _steps(run: Path) -> dict[int, Mapping[str, Any]]:
-    """The step lines of a run; where training went back, those that stay."""
+    """Return the last line of every step; after a rewind a step has several."""
     run_dir = find_run(str(run))
     steps: dict[int, Mapping[str, Any]] = {
         line["step"]: line for line in _lines(run_dir / METRICS) if line.get("kind") == "step"
@@ -97,20 +98,20 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8") as file:
             for line in file:
-                if line.endswith("\n"):  # a run that is at work may be writing one
+                if line.endswith("\n"):  # a live run may be writing the last one
                     yield json.loads(line)
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}: logging.sinks has no jsonl, or the run no step") from None
+        raise ConfigError(f"there is no {path}: logging.sinks has no jsonl, or the run has no step") from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
 
 
-def _told(steps: Mapping[int, Any]) -> str:
+def _range(steps: Mapping[int, Any]) -> str:
     return f"{min(steps)} to {max(steps)}"
 
 
 def _shown(one: Any, other: Any) -> str:
-    """Of lists, the first items that differ."""
+    """Return both values; of lists, the first items that differ."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), 0)
         return f"{one[place]!r} and {other[place]!r}, sample {place + 1} of {len(one)}"
@@ -118,4 +119,4 @@ def _shown(one: Any, other: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    return f"{len(value)} of them" if isinstance(value, list) else "none" if value is None else repr(value)
+    return f"{len(value)} values" if isinstance(value, list) else "none" if value is None else repr(value)

@@ -1,4 +1,4 @@
-"""The stages beside generation: the roles `reward`, `ref_log_prob` and `tool`. No torch, but to make a tensor."""
+"""Stages other than generation: the roles `reward`, `ref_log_prob` and `tool`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from asyncrl.config.reward_rules import has_conversations
-from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.ports import Score
-from asyncrl.trajectory import CallStatus, Trajectory, TurnInfo
-from asyncrl.types import Prompt
-from skip.base import Action, BaseSkip, Call, Served
-from skip.fingerprint import Fingerprint, field
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.reward import has_conversations
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import CallStatus, Trajectory, TurnInfo
+from asyncrl.core.types import Prompt
+from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
 from skip.generation import step_of_sample
-from skip.identity import model_identity, tokenizer_identity
 from skip.record import Content
-from skip.registry import register_skip
+from skip.role import Action, BaseSkip, Call, Served, register_skip
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CODE = "1"
-"""Raised when the rewards recorded before would not be what this version gives."""
+"""Incremented when this version would compute other rewards than those recorded before."""
 
 
 @register_skip("reward")
@@ -38,28 +37,24 @@ class RewardSkip(BaseSkip):
 
         async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
 
-    The step is the last part of the sample's id. `repeat` looks at other steps for the scores of the very same
-    responses, where generation is repeated from the same steps: scores of others would be wrong, and unmarked.
+    The step is the sample's feed index. `repeat` searches other steps for the scores of exactly these responses, as
+    generation may be repeated from those steps: scores of other responses would be wrong, and unmarked.
     """
 
     support_online_step = True
 
     def extract_step(self, call: Call) -> int:
-        """
-        Raises:
-            BugError: the id is none.
-        """
         return step_of_sample(call["sample_id"], self.role)
 
     @functools.cached_property
     def _scorer(self) -> Fingerprint:
-        """What scores, whatever it is given. Of a function, the file it is in; not what that imports."""
+        """Return all scorers: functions, by the digest of their own files without imports, and models."""
         reward, model = self.run.reward, self.run.reward_model
-        # A worker scores for the Trainer; here it only makes `Score.extra` tell the parts.
-        model_asked = []
+        # With another placement the Trainer scores; here it only adds the parts to `Score.extra`.
+        served_model = []
         if model.placement == "serve" and model.path is not None:
             its = ModelConfig(path=model.path)
-            model_asked = [model_identity(its), tokenizer_identity(its), model.weight]
+            served_model = [model_identity(its), tokenizer_identity(its), model.weight]
         return {
             "function": field(reward.function),
             "source": _source_digest(reward.function),
@@ -67,7 +62,7 @@ class RewardSkip(BaseSkip):
             "batch": field(reward.batch),
             "weight": field(reward.weight),
             **_other_sources(self.run),
-            "reward_model": field([model.placement, *model_asked]),
+            "reward_model": field([model.placement, *served_model]),
             "tokenizer": tokenizer_identity(self.run.model),
             "code": CODE,
         }
@@ -80,8 +75,8 @@ class RewardSkip(BaseSkip):
         trajectories: Sequence[Trajectory] = call["trajectories"]
         return {
             "prompt_ids": field(prompt.prompt_ids),
-            "response_ids": field([_each_row(trajectory) for trajectory in trajectories]),
-            **_courses(trajectories),
+            "response_ids": field([_row_tokens(trajectory) for trajectory in trajectories]),
+            **_conversations(trajectories),
             "messages": _any_field(prompt.messages),
             "data_source": _any_field(prompt.data_source),
             "ground_truth": _any_field(prompt.ground_truth),
@@ -100,8 +95,8 @@ class RewardSkip(BaseSkip):
         rewards, extras = data["rewards"], data["extras"]
         turns = data["turn_rewards"] if "turn_rewards" in data else [[] for _ in rewards]
         if not len(rewards) == len(extras) == len(turns) == len(trajectories):
-            told = f"{len(rewards)} rewards, {len(extras)} extras and rewards of turns for {len(turns)}"
-            raise ValueError(f"it has {told}, and {len(trajectories)} trajectories are scored")
+            lengths = f"{len(rewards)} rewards, {len(extras)} extras and rewards of turns for {len(turns)}"
+            raise ValueError(f"it has {lengths}, and {len(trajectories)} trajectories are scored")
         return [
             _score(reward, extra, own, num_turns=len(trajectory.turns))
             for reward, extra, own, trajectory in zip(rewards, extras, turns, trajectories, strict=True)
@@ -110,18 +105,19 @@ class RewardSkip(BaseSkip):
 
 @register_skip("ref_log_prob")
 class RefLogProbSkip(BaseSkip):
-    """Around `async _ref_log_probs(self, asked: TensorDict) -> Tensor`, float32, of `asked["response_mask"]`'s shape.
+    """Around `async _ref_log_probs(self, request: TensorDict) -> Tensor`.
 
-    The step is `SkipManager.set_step`'s: the first optimizer step that the Trainer takes with what it asks.
+    The result is float32 and has the shape of `request["response_mask"]`. The step is `SkipManager.set_step`'s: the
+    first optimizer step that the Trainer takes with these rows.
     """
 
-    # Log-probs are of their tokens: those of another step's are log-probs of nothing here.
+    # Log-probs belong to their tokens, so those of another step are of no use.
     support_actions = frozenset({Action.CACHE})
 
     @functools.cached_property
     def _reference(self) -> Fingerprint:
         config = self.run
-        # Without a model of its own it is the policy without its adapters, in the policy's engine.
+        # Without its own model the reference is the policy without adapters, in the policy's engine.
         is_actor = config.model.lora_rank > 0 and config.ref.placement == "actor"
         own = config.trainer if is_actor else config.ref
         return {
@@ -132,17 +128,18 @@ class RefLogProbSkip(BaseSkip):
         }
 
     def fingerprint(self, call: Call) -> Fingerprint:
-        asked = call["asked"]
-        # The loss mask is no matter of a forward pass.
-        names = sorted(asked.keys() - {"loss_mask"})
-        tensors = {name: field(asked[name].numpy(force=True)) for name in names}
+        request = call["request"]
+        # A forward pass does not depend on the loss mask.
+        names = sorted(request.keys() - {"loss_mask"})
+        tensors = {name: field(request[name].numpy(force=True)) for name in names}
         return {**tensors, **self._reference}
 
     def to_content(self, call: Call, result: Tensor) -> Content:
-        log_probs, mask = result.numpy(force=True), call["asked"]["response_mask"].numpy(force=True)
+        log_probs, mask = result.numpy(force=True), call["request"]["response_mask"].numpy(force=True)
         if log_probs.shape != mask.shape or log_probs.dtype != np.float32:
-            told = f"{log_probs.dtype} {list(log_probs.shape)}"
-            raise ValueError(f"log-probs are {told}, and float32 {list(mask.shape)} are asked for")
+            raise ValueError(
+                f"log-probs are {log_probs.dtype} {list(log_probs.shape)}, and float32 {list(mask.shape)} are requested"
+            )
         if not np.isfinite(log_probs[mask]).all():
             raise ValueError("log-probs of the reference are not all finite, which stops the run")
         return Content({"ref_log_probs": log_probs.ravel()}, {"shape": list(log_probs.shape)})
@@ -150,29 +147,29 @@ class RefLogProbSkip(BaseSkip):
     def prepare_data(self, call: Call, served: Served) -> Tensor:
         import torch
 
-        content, wanted = served.record.content, list(call["asked"]["response_mask"].shape)
+        content, shape = served.record.content, list(call["request"]["response_mask"].shape)
         log_probs = content.arrays["ref_log_probs"]
-        if content.data["shape"] != wanted or log_probs.dtype != np.float32:
+        if content.data["shape"] != shape or log_probs.dtype != np.float32:
             raise ValueError(
-                f"it has {log_probs.dtype} log-probs {content.data['shape']}, and float32 {wanted} are asked for"
+                f"it has {log_probs.dtype} log-probs {content.data['shape']}, and float32 {shape} are requested"
             )
-        return torch.from_numpy(log_probs.reshape(wanted).copy())  # the record's own array cannot be written to
+        return torch.from_numpy(log_probs.reshape(shape).copy())  # the record's array is read-only
 
 
 class ToolOutcome(NamedTuple):
-    """What a call to a tool comes to."""
+    """The result of a call to a tool."""
 
     text: str = ""
-    """For the model."""
+    """Text for the model."""
     reward: float = 0.0
     metrics: Mapping[str, float] = MappingProxyType({})
     status: CallStatus = "ok"
     done: bool = False
     """The trajectory ends with this call."""
     duration_s: float = 0.0
-    """In the tool. Not recorded: what is replayed takes no time."""
+    """Time in the tool. Not recorded, because a replay takes no time."""
     wait_s: float = 0.0
-    """For a place, or the tool's rate. Not recorded."""
+    """Time waiting for a free slot or the tool's rate limit. Not recorded."""
     replayed: bool = False
 
 
@@ -184,20 +181,16 @@ class ToolSkip(BaseSkip):
             sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Any, background: Mapping[str, Any]
         ) -> ToolOutcome
 
-    `background`, by name, is what the outcome depends on besides: the prompt, and the calls before, which made the
-    tool's state. It may be left out where there is nothing. The step is the last part of the sample's id. Each call of
-    a sample has a record of its own, but that the same call made twice in one turn has one.
+    The optional `background` contains, by name, what the outcome also depends on: the prompt, and the earlier calls,
+    which determine the tool's state. The step is the sample's feed index. Each call of a sample has its own record, but
+    equal calls in one turn share one.
     """
 
     support_online_step = True
-    # `repeat` could only find the same call in another sample, whose conversation and state are not this one's.
+    # `repeat` would find the call in another sample, with another conversation and state.
     support_actions = frozenset({Action.CACHE})
 
     def extract_step(self, call: Call) -> int:
-        """
-        Raises:
-            BugError: the id is none.
-        """
         return step_of_sample(call["sample_id"], self.role)
 
     def call_name(self, call: Call) -> str:
@@ -206,13 +199,13 @@ class ToolSkip(BaseSkip):
 
     @functools.cached_property
     def _tools(self) -> str:
-        """What the tools are made of; not the limits of their calls, nor what a server is told in its environment."""
-        told = []
+        """The tools' code and configuration, without limits of calls and a server's environment."""
+        tools = []
         for tool in self.run.rollout.multi_turn.tools:
             server = None if tool.mcp is None else [tool.mcp.command, tool.mcp.url]
             source = _source_digest(tool.class_name or tool.function or "")
-            told.append([tool.class_name, tool.function, server, tool.config, tool.tool_schema, source])
-        return _any_field(told)
+            tools.append([tool.class_name, tool.function, server, tool.config, tool.tool_schema, source])
+        return _any_field(tools)
 
     def fingerprint(self, call: Call) -> Fingerprint:
         background = call.arguments.get("background", {})
@@ -225,31 +218,31 @@ class ToolSkip(BaseSkip):
 
     def to_content(self, call: Call, result: ToolOutcome) -> Content:
         if not isinstance(result, ToolOutcome):
-            raise TypeError(f"a call to a tool gives a ToolOutcome, not {type(result).__name__}")
+            raise TypeError(f"a call to a tool returns a ToolOutcome, not {type(result).__name__}")
         metrics = {name: float(value) for name, value in result.metrics.items()}
-        told = {"text": result.text, "status": result.status, "done": result.done}
-        return Content(data={**told, "reward": float(result.reward), "metrics": metrics})
+        values = {"text": result.text, "status": result.status, "done": result.done}
+        return Content(data={**values, "reward": float(result.reward), "metrics": metrics})
 
     def prepare_data(self, call: Call, served: Served) -> ToolOutcome:
         return _outcome(**served.record.content.data)
 
 
 def _outcome(text: Any, reward: Any, metrics: Any, status: Any, done: Any) -> ToolOutcome:
-    sound = isinstance(text, str) and isinstance(done, bool) and status in get_args(CallStatus)
-    if not (sound and isinstance(metrics, dict) and all(isinstance(n, float) for n in (reward, *metrics.values()))):
-        raise ValueError(f"{text!r} with {status!r}, {reward!r}, {metrics!r} and {done!r} is no outcome of a call")
+    is_valid = isinstance(text, str) and isinstance(done, bool) and status in get_args(CallStatus)
+    if not (is_valid and isinstance(metrics, dict) and all(isinstance(n, float) for n in (reward, *metrics.values()))):
+        raise ValueError(f"{text!r} with {status!r}, {reward!r}, {metrics!r} and {done!r} is not the outcome of a call")
     return ToolOutcome(text, reward, metrics, status, done, replayed=True)
 
 
-def _each_row(trajectory: Trajectory) -> Any:
-    """Response tokens; of a trajectory with several rows, prompts too: the later ones are no part of the sample's."""
+def _row_tokens(trajectory: Trajectory) -> Any:
+    """Return the response tokens; with several rows their prompts, too, which differ from the sample's."""
     if len(trajectory.rows) == 1:
         return trajectory.rows[0].response_ids
     return [[row.prompt_ids, row.response_ids] for row in trajectory.rows]
 
 
-def _courses(trajectories: Sequence[Trajectory]) -> Fingerprint:
-    """What else rewards are made from, of conversations; how long anything took is none of it."""
+def _conversations(trajectories: Sequence[Trajectory]) -> Fingerprint:
+    """Return the other values that rewards of conversations depend on, which exclude durations."""
     if not any(trajectory.messages for trajectory in trajectories):
         return {}
     each = [
@@ -270,32 +263,32 @@ def _turn(turn: TurnInfo) -> list[Any]:
 
 
 def _other_sources(config: Config) -> Fingerprint:
-    """Those beside the function and the reward model, where a run has any."""
-    reward, judge, told = config.reward, config.reward.judge, {}
+    """Return the sources besides the function and the reward model, where a run has any."""
+    reward, judge, sources = config.reward, config.reward.judge, {}
     if reward.functions:
         each = [[_source_digest(entry.function), entry.model_dump()] for entry in reward.functions]
-        told["functions"] = _any_field(each)
+        sources["functions"] = _any_field(each)
     if has_conversations(config):
-        told["conversation_weights"] = field([reward.tool_weight, reward.turn_weight])
+        sources["conversation_weights"] = field([reward.tool_weight, reward.turn_weight])
     if judge.model is not None:
-        asked = [judge.model, judge.base_url, judge.template, judge.pattern, judge.min, judge.max, judge.weight]
-        told["judge"] = _any_field([*asked, judge.params])
-    return told
+        settings = [judge.model, judge.base_url, judge.template, judge.pattern, judge.min, judge.max, judge.weight]
+        sources["judge"] = _any_field([*settings, judge.params])
+    return sources
 
 
 def _score(reward: Any, extra: Any, turns: Any, *, num_turns: int) -> Score:
     if not (isinstance(extra, dict) and isinstance(turns, list) and len(turns) in (0, num_turns)):
-        raise ValueError(f"{extra!r} and {turns!r} are no extras and rewards of {num_turns} turns")
+        raise ValueError(f"{extra!r} and {turns!r} are not extras and rewards of {num_turns} turns")
     if not all(isinstance(number, float) for number in (reward, *extra.values(), *turns)):
-        raise ValueError(f"{reward!r} with {extra!r} and {turns!r} is no score")
+        raise ValueError(f"{reward!r} with {extra!r} and {turns!r} is not a score")
     return Score(reward, extra, tuple(turns))
 
 
-# ------------------------------------------------------------------------------------------------ the user's own
+# ------------------------------------------------------------------------------------------------ user code and data
 
 
 def _source_digest(function: str) -> str:
-    """Of the file with `function`, `module:name` or `path/file.py:name`; empty for a built-in, or if there is none."""
+    """Return the digest of the file with `function` (`module:name` or `path/file.py:name`); empty: there is none."""
     location = function.rpartition(":")[0]
     if not location:
         return ""
@@ -315,9 +308,9 @@ def _module_file(name: str) -> Path | None:
 
 
 def _any_field(value: Any) -> str:
-    """`field` of a value of any type: a data set's columns hold what they like, and that must not fail a sample.
+    """Return the `field` of a value of any type, as the columns of a dataset may contain anything.
 
-    What has no meaning in JSON counts by what it prints. Where that is another text in each process, nothing matches.
+    Values without a JSON form count by their `repr`; if that differs in each process, nothing matches.
     """
     return field(_text(value))
 
@@ -336,7 +329,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:  # its bytes are addresses
+        if value.dtype.hasobject:  # its bytes are memory addresses
             return _plain(value.tolist())
         return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, np.bool_ | np.integer | np.floating) and not isinstance(value, np.longdouble):

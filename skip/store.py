@@ -1,13 +1,14 @@
-"""The records of one role on disk. Blocking; `skip.flow` keeps it off event loops.
+"""Records on disk: the files of one role, and a catalog of everything below a directory. Blocking.
 
     {dump_dir}/{project}/{experiment}/{role}/
         12/manifest.json, tensors.safetensors     the record of step 12
-        12/note.json                              what was learned of it later, for people (the rewards)
-        .12.<host>-<pid>-<number>.new/            one that is being written: renamed when it is whole
-        .12.<host>-<pid>-<number>.old/            one that was removed, or replaced where names cannot be exchanged
+        12/note.json                              later information for users (the rewards)
+        .12.<host>-<pid>-<number>.new/            being written; renamed when it is complete
+        .12.<host>-<pid>-<number>.old/            removed, or replaced where names cannot be exchanged
 
-A reader opens the directory of a step once and reads both files in that one, so it sees a whole record whoever replaces
-it meanwhile. Nothing is synced: what a power cut tears is seen by its checksums and counts as absent.
+A reader opens the directory of a step once and reads both files in it, so it sees a complete record even if another
+process replaces it meanwhile. Nothing is synced: a record that a power cut tears fails its checksums and counts as
+absent.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, cast
@@ -30,20 +32,24 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.blobs import DamageError
-from asyncrl.segments import read_segment, write_all
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.skip_steps import StepSet
+from asyncrl.storage.array_bytes import DamageError
+from asyncrl.storage.segments import read_segment, write_all
 from skip.record import MANIFEST, TENSORS, Record, describe, from_files, to_files
 
 ABANDONED_S = 3600.0
-"""A record that is being written for so long is not: whoever began it is gone."""
+"""The writer of an older temporary directory has died."""
 _NAME = re.compile(r"(0|[1-9]\d*)(-[0-9a-f]{8,32})?")
 _TEMPORARY = re.compile(r"\..*\.(new|old)")
 NOTE = "note.json"
-"""Beside a record, for people: nobody replays it."""
+"""File in a record's directory, for users; it is never replayed."""
+DEPTH = 4
+"""Depth of a record below `dump_dir`: project, experiment, role, step."""
 
 
-class Entry(NamedTuple):
-    """A directory that has the name of a record."""
+class RecordEntry(NamedTuple):
+    """A directory with the name of a record, intact or not."""
 
     name: str
     step: int
@@ -53,22 +59,26 @@ class Entry(NamedTuple):
 
 
 def record_name(step: int, call: str = "") -> str:
-    """Of the record of a step; `call`, hexadecimal, tells apart the calls of a role that makes several in a step."""
+    """Return the name of a step's record. `call`, hexadecimal, distinguishes several calls in a step."""
     name = f"{step}-{call}" if call else str(step)
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no record's name; expected a step from 0 on, and 8 to 32 hexadecimal digits")
+        raise ValueError(
+            f"{name!r} is not the name of a record; expected a step from 0 on, and 8 to 32 hexadecimal digits"
+        )
     return name
 
 
 def step_of(name: str) -> int | None:
-    """Which step it is a record of; None: it is no record's name."""
+    """Return the step of the record; None: it is not the name of a record."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_record(path: Path) -> bool:
-    """A directory with the name of a record, whole or not. Projects and experiments may have such names too; they have
-    directories in them, which no record has."""
+    """Whether this is a directory with the name of a record, intact or not.
+
+    Projects and experiments may have such names, too, but contain directories, which no record does.
+    """
     if step_of(path.name) is None or not path.is_dir():
         return False
     try:
@@ -79,37 +89,40 @@ def is_record(path: Path) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Of a record that is being written or deleted, or was when its writer died."""
+    """Whether a record is, or was, being written or deleted there."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 class RecordFiles:
-    """The directory of one role. Any number of processes may use it at once."""
+    """The directory of one role, which any number of processes may use at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def read(self, name: str) -> Record:
-        """
+        """Return a record after verifying all checksums.
+
         Raises:
             FileNotFoundError: there is none.
-            DamageError: there is something, and it is no whole record of this name.
+            DamageError: there is something else, or the record is damaged.
             OSError: it cannot be read.
         """
-        return self._look(name, lambda directory: from_files(_manifest(directory), _read(directory, TENSORS)))
+        return self._read(name, lambda directory: from_files(_manifest(directory), _read_bytes(directory, TENSORS)))
 
     def describe(self, name: str) -> Record:
-        """The record without its arrays; raises as `read`."""
-        return self._look(name, lambda directory: describe(_manifest(directory)))
+        """Return the record without its arrays; raises as `read`."""
+        return self._read(name, lambda directory: describe(_manifest(directory)))
 
     def write(self, name: str, record: Record, allows: Callable[[int], bool] = lambda num_bytes: True) -> int | None:
-        """Put the record in its place, whatever is there. After an error nothing of it is there.
+        """Write the record, replacing an existing one. After an error, no part of it remains.
 
         Args:
-            allows: asked before, with its bytes; False: nothing is written.
+            name: of the record.
+            record: to be written.
+            allows: whether that many bytes may be written.
 
         Returns:
-            Its bytes; None: it was not allowed.
+            Its bytes; None: they were not allowed.
 
         Raises:
             TypeError, ValueError: see `to_files`.
@@ -134,50 +147,49 @@ class RecordFiles:
             raise
         return num_bytes
 
-    def note(self, name: str, told: Mapping[str, Any]) -> None:
-        """Put `told` (JSON types) into the directory of the record, whole or not at all; it is no part of the record.
+    def note(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write `values` (JSON types) atomically as the note of the record, which they do not change.
 
         Raises:
-            OSError: there is no record, or it cannot be written. TypeError, ValueError: it is no JSON.
+            OSError: there is no record, or it cannot be written. TypeError, ValueError: the values are not JSON.
         """
-        data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
+        data = json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         temporary = f".{NOTE}.{token_hex(4)}"
         with _opened(self.root / name) as directory:
             _write(Path(temporary), [memoryview(data)], directory=directory)
             os.rename(temporary, NOTE, src_dir_fd=directory, dst_dir_fd=directory)
 
     def read_note(self, name: str) -> Mapping[str, Any]:
-        """What `note` was given last; empty: there is none that can be read."""
+        """Return the last note; empty: there is no readable one."""
         try:
             with _opened(self.root / name) as directory:
-                told = json.loads(_read(directory, NOTE).tobytes())
-        except (OSError, DamageError, ValueError):
+                return parse_note(_read_bytes(directory, NOTE).tobytes())
+        except (OSError, DamageError):
             return {}
-        return told if isinstance(told, dict) else {}
 
     def size(self, name: str) -> int:
-        """Bytes of what is there under that name; 0: nothing."""
+        """Return the size in bytes of the entry with that name."""
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root / name) as inside:
             return sum(file.stat(follow_symlinks=False).st_size for file in inside)
         return 0
 
     def remove(self, name: str) -> None:
-        """It is fine if it is not there. Raises `OSError`."""
+        """Remove a record if it is there. Raises `OSError`."""
         if (old := self._set_aside(name)) is not None:
             shutil.rmtree(old)
 
-    def entries(self) -> list[Entry]:
-        """Everything that has a record's name, whole or not, by step and name."""
+    def entries(self) -> list[RecordEntry]:
+        """Return everything with the name of a record, intact or not, by step and name."""
         return sorted(self._scan(), key=lambda entry: (entry.step, entry.name))
 
     def names(self) -> list[str]:
-        """Of all entries; cheaper than `entries`."""
+        """Return the names of all entries; cheaper than `entries`."""
         with suppress(FileNotFoundError), os.scandir(self.root) as found:
             return [entry.name for entry in found if step_of(entry.name) is not None]
         return []
 
     def sweep(self) -> None:
-        """Delete what a process left that died over a record."""
+        """Delete temporary directories whose writer has died."""
         with suppress(FileNotFoundError), os.scandir(self.root) as found:
             for entry in found:
                 with suppress(FileNotFoundError):
@@ -187,15 +199,15 @@ class RecordFiles:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _look(self, name: str, look: Callable[[int], Record]) -> Record:
+    def _read(self, name: str, read: Callable[[int], Record]) -> Record:
         while True:
             with _opened(self.root / name) as directory:
-                seen = os.fstat(directory)
+                opened = os.fstat(directory)
                 try:
-                    record = look(directory)
+                    record = read(directory)
                 except DamageError:
-                    # It may have been replaced, and then deleted, while this read it.
-                    if os.path.samestat(seen, os.stat(self.root / name)):
+                    # It may have been replaced and then deleted meanwhile.
+                    if os.path.samestat(opened, os.stat(self.root / name)):
                         raise
                 else:
                     if record.step != step_of(name):
@@ -206,7 +218,7 @@ class RecordFiles:
         return self.root / f".{name}.{socket.gethostname()}-{os.getpid()}-{token_hex(4)}.{kind}"
 
     def _put(self, new: Path, name: str) -> None:
-        """Rename `new` to `name`. Somebody else may do the same: then the last one stays."""
+        """Rename `new` to `name`. If another process does the same, the last one stays."""
         place = self.root / name
         while True:
             try:
@@ -222,7 +234,7 @@ class RecordFiles:
                 _delete(old)
 
     def _set_aside(self, name: str) -> Path | None:
-        """Rename what is there; None: there is nothing."""
+        """Rename an existing entry out of the way; None: there is none."""
         old = self._temporary(name, "old")
         try:
             os.rename(self.root / name, old)
@@ -230,23 +242,22 @@ class RecordFiles:
             return None
         return old
 
-    def _scan(self) -> Iterator[Entry]:
+    def _scan(self) -> Iterator[RecordEntry]:
         with suppress(FileNotFoundError), os.scandir(self.root) as found:
             for entry in found:
                 if (step := step_of(entry.name)) is not None:
-                    # Whoever removes records does so while this looks.
+                    # Another process may remove it meanwhile.
                     with suppress(FileNotFoundError, NotADirectoryError):
                         with os.scandir(entry.path) as opened:
                             inside = list(opened)
                         if any(file.is_dir(follow_symlinks=False) for file in inside):
                             continue  # see `is_record`
                         num_bytes = sum(file.stat(follow_symlinks=False).st_size for file in inside)
-                        yield Entry(entry.name, step, num_bytes, entry.stat(follow_symlinks=False).st_mtime)
+                        yield RecordEntry(entry.name, step, num_bytes, entry.stat(follow_symlinks=False).st_mtime)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Both names change places at once, so that neither is ever gone; False: this system or file system cannot, or one
-    of them is not there."""
+    """Exchange both names atomically; False: the system or file system cannot, or one of them is not there."""
     rename = _renameat2()
     return rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0
 
@@ -257,7 +268,7 @@ _EXCHANGE = 2
 
 @functools.cache
 def _renameat2() -> Callable[..., int] | None:
-    """Linux has it, Python has not."""
+    """Return Linux's `renameat2`, which Python does not offer."""
     try:
         function = ctypes.CDLL(None).renameat2
     except (OSError, AttributeError):
@@ -267,7 +278,7 @@ def _renameat2() -> Callable[..., int] | None:
 
 
 def _delete(path: Path) -> None:
-    """As far as that is possible: what is left is swept one day. Whoever put a file where a record belongs loses it."""
+    """Delete a directory, or a file in the place of a record, as far as possible; `sweep` deletes the rest later."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -275,31 +286,27 @@ def _delete(path: Path) -> None:
             path.unlink()
 
 
-class _opened:
-    """A directory, open: names below it go on meaning the files in it, wherever it is renamed to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> int:
-        try:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                raise DamageError("it is no directory") from error
-            raise
-        return self._descriptor
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._descriptor)
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a directory: file names relative to it keep their meaning, even if it is renamed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise DamageError("it is no directory") from error
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _manifest(directory: int) -> bytes:
-    return _read(directory, MANIFEST).tobytes()
+    return _read_bytes(directory, MANIFEST).tobytes()
 
 
-def _read(directory: int, name: str) -> NDArray[np.uint8]:
-    """The bytes of a file. Raises `DamageError` if it is none, or is not there; `OSError`."""
+def _read_bytes(directory: int, name: str) -> NDArray[np.uint8]:
+    """Return the bytes of a file. Raises `DamageError` if it is not there or not a file; `OSError`."""
     try:
         return read_segment(Path(name), directory=directory)
     except FileNotFoundError as error:
@@ -313,3 +320,114 @@ def _write(path: Path, buffers: Sequence[memoryview], *, directory: int | None =
         write_all(descriptor, buffers)
     finally:
         os.close(descriptor)
+
+
+def parse_note(data: bytes) -> Mapping[str, Any]:
+    """Return the values of a note; empty: it is not one."""
+    try:
+        values = json.loads(data or b"{}")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+# ---------------------------------------------------------------------------------------------- catalog
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """One record in a catalog, intact or not."""
+
+    files: RecordFiles
+    """Directory of its role."""
+    entry: RecordEntry
+
+    @property
+    def path(self) -> Path:
+        return self.files.root / self.entry.name
+
+    def read(self) -> Record:
+        """See `RecordFiles.read`."""
+        return self.files.read(self.entry.name)
+
+    def damage(self) -> str:
+        """Return what is wrong with it; empty: nothing."""
+        try:
+            self.read()
+        except (DamageError, OSError) as error:
+            return str(error)
+        return ""
+
+
+def find(directory: Path) -> list[StoredRecord]:
+    """Return all records at or below `directory`, by role and step.
+
+    Args:
+        directory: a dump_dir, a project, an experiment, a role or a record.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    records = [StoredRecord(files, entry) for files in find_roles(directory) for entry in files.entries()]
+    return [record for record in records if record.path == directory] if is_record(directory) else records
+
+
+def find_roles(directory: Path) -> list[RecordFiles]:
+    """Return the directories of roles at or below `directory`, including those with only temporary directories.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such directory; give skip.<role>.dump_dir of a run, or one below")
+    if is_record(directory):
+        return [RecordFiles(directory.parent)]
+    return [RecordFiles(root) for root in _role_directories(directory, DEPTH - 1)]
+
+
+def _role_directories(directory: Path, depth: int) -> Iterator[Path]:
+    try:
+        inside = sorted(path for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    except PermissionError:
+        return
+    if any(is_record(path) or is_temporary(path.name) for path in inside):
+        yield directory
+    elif depth > 0:
+        for path in inside:
+            if not path.name.startswith("."):
+                yield from _role_directories(path, depth - 1)
+
+
+def select_for_removal(
+    records: Sequence[StoredRecord],
+    now: float,
+    *,
+    older_than_s: float | None = None,
+    max_bytes: int | None = None,
+    steps: StepSet | None = None,
+    damaged: Iterable[StoredRecord] = (),
+) -> list[StoredRecord]:
+    """Return the records that any of the given criteria selects. Pure.
+
+    Args:
+        records: to select from.
+        now: Unix seconds.
+        older_than_s: selects those written longer ago.
+        max_bytes: selects the oldest until the rest has no more bytes.
+        steps: selects those of these steps.
+        damaged: are selected.
+    """
+    selected = {record.path for record in damaged}
+    if older_than_s is not None:
+        selected |= {record.path for record in records if now - record.entry.modified_at > older_than_s}
+    if steps is not None:
+        selected |= {record.path for record in records if record.entry.step in steps}
+    if max_bytes is not None:
+        left = sum(record.entry.num_bytes for record in records if record.path not in selected)
+        for record in sorted(records, key=lambda record: record.entry.modified_at):
+            if left <= max_bytes:
+                break
+            if record.path not in selected:
+                selected.add(record.path)
+                left -= record.entry.num_bytes
+    return [record for record in records if record.path in selected]

@@ -18,12 +18,33 @@ os.environ.update(
 )
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from asyncrl.profiling import profile
 from skip import SkipManager
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Runs the tests of a file in one process, and all that start engines one after another."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    """Distribute the tests under `pytest -n`."""
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the runs that need engines, which take longest: another process works through the rest meanwhile."""
+    items.sort(key=lambda item: "tests/e2e/" not in item.path.as_posix())
+
 
 # How long an example takes says something of the machine, and nothing of the code.
 settings.register_profile("asyncrl", deadline=None)
@@ -41,5 +62,5 @@ def nothing_skipped() -> Iterator[None]:
 def nothing_profiled() -> Iterator[None]:
     """What a test records ends with it."""
     yield
-    if profile.on:
+    if profile.enabled:
         profile.close()

@@ -11,22 +11,22 @@ from typing import Any, get_args
 
 import pytest
 
-from asyncrl.config import rules
-from asyncrl.config.compose import examine
+from asyncrl.config.compose import check_config
+from asyncrl.config.rules import check_rules
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError
-from asyncrl.telemetry.registry import describe
-from asyncrl.trajectory import CallStatus
-from asyncrl.types import DropReason, FinishReason
+from asyncrl.core.failures import DataError
+from asyncrl.core.trajectory import CallStatus
+from asyncrl.core.types import DropReason, FinishReason
+from asyncrl.observe.metrics.registry import describe
 from rollouter.agent.parsing import known_formats
-from rollouter.dataset import FileRows, parse_row
 from rollouter.interactions.base import EpisodeContext
 from rollouter.interactions.loading import BUILT_IN as INTERACTIONS
 from rollouter.interactions.loading import load_interactions
+from rollouter.prompts.dataset import FileRows, parse_row
 from rollouter.tools import ToolContext
-from rollouter.tools.box import ToolBox
 from rollouter.tools.loading import BUILT_IN as TOOLS
-from rollouter.tools.loading import LoadedServer, load_tools
+from rollouter.tools.loading import LoadedMcpServer, load_tools
+from rollouter.tools.toolbox import Toolbox
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("agents", "data")}
@@ -62,9 +62,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(here: Path, name: str) -> Config:
-    found = examine(here / name).config
+    found = check_config(here / name).config
     assert found is not None
-    assert [str(problem) for problem in rules.problems(found)] == []
+    assert [str(problem) for problem in check_rules(found)] == []
     return found
 
 
@@ -78,10 +78,10 @@ def test_a_configuration_is_one(here: Path, page: str, name: str) -> None:
 
 async def test_the_function(here: Path) -> None:
     (tool,) = load_tools(config(here, "shop.yaml").rollout.multi_turn.tools)
-    assert not isinstance(tool, LoadedServer)
+    assert not isinstance(tool, LoadedMcpServer)
     parameters = tool.schema.schema["function"]["parameters"]
     assert list(parameters["properties"]) == ["item", "number"] and parameters["required"] == ["item"]
-    async with ToolBox([tool]) as box, box.session(ToolContext("val", 0, extra_info={})) as session:
+    async with Toolbox([tool]) as toolbox, toolbox.session(ToolContext("val", 0, extra_info={})) as session:
         asked = [await session.call("price", json.dumps(one), turn=0) for one in ({"item": "pear", "number": 2}, {})]
         asked.append(await session.call("price", '{"item": "plum"}', turn=0))
         told = [(one.call.status, one.call.result) for one in asked]
@@ -93,7 +93,7 @@ async def test_the_class_with_the_row(here: Path) -> None:
     (tool,) = load_tools(config(here, "basket.yaml").rollout.multi_turn.tools)
     (row,) = rows("agents")
     context = ToolContext("val", 0, extra_info=parse_row(row, "docs/agents.md").extra_info)
-    async with ToolBox([tool]) as box, box.session(context) as session:
+    async with Toolbox([tool]) as toolbox, toolbox.session(context) as session:
         first = await session.call("buy", '{"cents": 4}', turn=0)
         assert (first.call.result, first.call.reward, first.done) == ("bought; 4 cents left", 0.1, False)
         assert (await session.call("buy", '{"cents": 5}', turn=1)).call.status == "refused"

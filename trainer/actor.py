@@ -1,6 +1,6 @@
-"""The Trainer as a Ray actor: adapters around `trainer.trainer`, and nothing that decides.
+"""The Trainer as a Ray actor: a shell around `trainer.trainer`.
 
-It computes nothing itself: models live in the ranks that it starts (`trainer.groups`) and that end with it.
+Models live in ranks: processes that the actor starts (`trainer.workers.group`) and that end with it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from anyio import to_thread
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError
-from asyncrl.health.processes import OwnHealth
-from asyncrl.lineage import Line
-from asyncrl.manifest import Progress
-from asyncrl.payload_files import make_payloads
-from asyncrl.profiling import Setup, profile
+from asyncrl.core.failures import BugError
+from asyncrl.core.records import RunRecord, stream_records
+from asyncrl.core.waits import WaitBoard
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.profiling.profiler import CLOSE_S
-from asyncrl.queue_actor import QueueClient
-from asyncrl.record_stream import stream_records
-from asyncrl.records import RunRecord
-from asyncrl.resume import Resume
-from asyncrl.run_dir import RunDir
-from asyncrl.waits import WaitBoard
+from asyncrl.queue.actor import QueueClient
+from asyncrl.queue.payloads import make_payloads
+from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume
+from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import ObjectStorePublisher
 from skip import SkipManager
 
@@ -40,7 +37,7 @@ MAX_CONCURRENCY = 16
 
 
 class TrainerActor:
-    """See `start_trainer`. `run` stays inside; the other calls come beside it."""
+    """The Trainer actor, created by `start_trainer`. All other methods may be called while `run` is in progress."""
 
     def __init__(self, config: Config, incarnation: int) -> None:
         self._config = config
@@ -49,10 +46,10 @@ class TrainerActor:
         self._waits = WaitBoard()
         self._trainer: Trainer | None = None
         self._stopped = False
-        self._health = OwnHealth("trainer")
+        self._health = ProcessMonitor("trainer")
 
     async def start(
-        self, run_dir: RunDir, resume: Resume | None, store: Any, line: Line, validated_step: int | None
+        self, run_dir: RunDir, resume: Resume | None, store: Any, history: LineageHistory, validated_step: int | None
     ) -> Mapping[str, int]:
         """See `Trainer.start`.
 
@@ -60,19 +57,19 @@ class TrainerActor:
             `step` and `version`.
 
         Raises:
-            ConfigError, UserCodeError: `skip` cannot work (`SkipManager.init`).
+            ConfigError, UserCodeError: the configuration of `skip` is invalid (`SkipManager.init`).
         """
-        profile.configure("trainer", Setup.of(self._config.profiler, run_dir.path))
+        profile.configure("trainer", ProfilerSettings.of(self._config.profiler, run_dir.path))
         await to_thread.run_sync(SkipManager.init, self._config)  # imports the user's modules
         SkipManager.watch(self._waits.waiting)
-        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=line.lineage)
-        # torch takes seconds to import: not on the event loop, and not where the driver imports this file.
+        publisher = ObjectStorePublisher(store, call_s=self._config.timeouts.call_s, lineage=history.lineage)
+        # Importing torch takes seconds, so it must not block the event loop, nor the driver, which imports this module.
         parts = await to_thread.run_sync(import_module, "trainer.trainer")
         trainer = await parts.Trainer.start(
             self._config,
             run_dir,
             resume,
-            line=line,
+            history=history,
             validated_step=validated_step,
             publisher=publisher,
             waits=self._waits,
@@ -81,7 +78,8 @@ class TrainerActor:
         return {"step": trainer.progress.step, "version": trainer.progress.version}
 
     async def run(self, queue: Any, total_steps: int) -> AsyncIterator[RunRecord]:
-        """See `Trainer.run`; one record per optimizer step, right after it. After `start`. Ends after `served`.
+        """Run `Trainer.run` and yield a record right after each optimizer step. Call `start` first. Ends after
+        `served`.
 
         Raises:
             AsyncRLError: the first failure of any part.
@@ -97,7 +95,7 @@ class TrainerActor:
             async for record in stream_records("trainer", run):
                 yield record
         finally:
-            with anyio.move_on_after(CLOSE_S, shield=True):  # the disk may be what has failed
+            with anyio.move_on_after(CLOSE_S, shield=True):  # the failure may be that of the disk
                 await to_thread.run_sync(profile.flush, abandon_on_cancel=True)
 
     async def served(self) -> None:
@@ -106,20 +104,20 @@ class TrainerActor:
             self._trainer.served()
 
     async def stop(self) -> None:
-        """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
+        """See `Trainer.stop`."""
         self._stopped = True
         if self._trainer is not None:
             self._trainer.stop()
 
     async def republish(self) -> None:
-        """See `Trainer.republish`. Before the end of `start`: nothing, since that ends with a publication."""
+        """See `Trainer.republish`. Does nothing until `start` has returned, since `start` publishes itself."""
         if self._trainer is not None:
             await self._trainer.republish()
 
     async def status(self) -> Mapping[str, Any]:
-        """`step`, `version`, `trained_samples`, `trained_tokens`; `waits`: what is waited on, the longest first; `pid`,
-        `node_id` (Ray's) and `health` (`ProcessHealth`) of this process, `ranks`: `group`, `rank`, `pid`, `node_id` and
-        `health` of each, `skip` (`SkipManager.status`) and `profiler` (`Profiler.status`)."""
+        """Return `step`, `version`, `trained_samples`, `trained_tokens`; `waits`, the longest first; `pid`, `node_id`
+        (Ray's) and `health` (`ProcessHealth`) of this process; `ranks`: `group`, `rank`, `pid`, `node_id` and `health`
+        of each; `skip` (`SkipManager.status`) and `profiler` (`Profiler.status`)."""
         progress = self._trainer.progress if self._trainer is not None else Progress()
         return {
             "step": progress.step,
@@ -129,7 +127,7 @@ class TrainerActor:
             "waits": self._waits.snapshot(),
             "pid": os.getpid(),
             "node_id": ray.get_runtime_context().get_node_id(),
-            "health": self._health.tell(),
+            "health": self._health.measure(),
             "ranks": self._trainer.ranks if self._trainer is not None else [],
             "skip": SkipManager.status(),
             "profiler": profile.status(),
@@ -138,11 +136,12 @@ class TrainerActor:
 
 
 def start_trainer(config: Config, *, incarnation: int = 1) -> Any:
-    """Start the actor in this Ray job and return its handle. Ray never restarts it: a new incarnation goes on from a
-    checkpoint instead, with ranks of its own. The old ones die with their actor, a stopped one (SIGSTOP) 5 s later.
+    """Start the actor in this Ray job and return its handle. Ray never restarts it: a new incarnation with new ranks
+    continues from a checkpoint instead. The old ranks die with their actor; one that is stopped (SIGSTOP) dies 5 s
+    later.
 
-    It runs on the caller's node: it writes the run directory. It takes nothing from Ray's books, so that it starts
-    whatever the replicas have reserved; what its ranks take, and where they run, is `trainer.group`'s matter.
+    The actor runs on the caller's node, because it writes the run directory. It reserves no resources, so that it
+    starts even if the replicas have reserved all of them; `trainer.workers.processes` reserves resources for the ranks.
     """
     actor: Any = ray.remote(TrainerActor)
     return actor.options(

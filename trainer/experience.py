@@ -1,11 +1,11 @@
-"""A turn's samples → everything that its steps need.
+"""Compute everything that the training steps of a leased batch need from its samples.
 
-    rows ─▶ batch ─▶ ask the roles ─▶ token rewards ─▶ advantages, returns ─▶ off-policy correction
+    rows ─▶ batch ─▶ forward passes ─▶ token rewards ─▶ advantages, returns ─▶ off-policy correction
                      old_log_probs    score + reward model                    is_weights, loss_mask
                      ref_log_probs    overlong punishment, KL
                      values, scores
 
-The roles are asked in forward passes of their ranks; what follows is plain float64 arithmetic on whole groups.
+The ranks of the roles run the forward passes; the rest is float64 arithmetic on whole groups in this process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError
-from asyncrl.records import Metrics
+from asyncrl.core.failures import DataError
+from asyncrl.core.records import Metrics
 from skip import SkipManager
 from trainer.algorithms.advantages import AdvantageInputs, advantage_estimator
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.objective import explained_variance
-from trainer.algorithms.shaping import (
+from trainer.algorithms.rewards import (
     Rewards,
+    Trajectories,
     combined_scores,
     kl_penalised,
     laid_out,
@@ -33,27 +34,25 @@ from trainer.algorithms.shaping import (
     overlong_penalty,
     scores_of,
 )
-from trainer.algorithms.trajectories import Trajectories
-from trainer.placement import reference_is_actor
-from trainer.roles import RoleGroup
-from trainer.rows import TrainSample
-from trainer.tensors import MEDIA_KEYS, to_batch
-from trainer.worker import NEEDED
+from trainer.batches import TrainSample
+from trainer.workers.placement import reference_is_actor
+from trainer.workers.tensors import MEDIA_KEYS, to_batch
+from trainer.workers.worker import REQUIRED_KEYS, RoleGroup
 
 
 class Experience(NamedTuple):
     batch: TensorDict
-    """Rows in the samples' order, with what the Trainer adds (`trainer.tensors`)."""
+    """Rows in the order of the samples, with the columns that the Trainer adds (`trainer.workers.tensors`)."""
     metrics: Metrics
     kl_coef: float | None
-    """The adaptive KL coefficient from the next turn on; None: it does not adapt, or there is no KL in the reward."""
+    """The adaptive KL coefficient for the next batch; None if it is fixed or the reward has no KL penalty."""
 
 
 class ExperienceBuilder:
-    """Asks the roles and does the arithmetic.
+    """Runs the forward passes and computes advantages.
 
     Args:
-        ref: None where the actor without its adapters is the reference, or where there is none.
+        ref: the reference model; None if the actor without its adapters is the reference, or if none is needed.
     """
 
     def __init__(
@@ -74,44 +73,46 @@ class ExperienceBuilder:
     async def make(
         self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None = None
     ) -> Experience:
-        """See the head of this file.
+        """Compute everything that training on `samples` needs.
 
         Args:
-            kl_coef: where an adaptive coefficient stands; None: at its start. A fixed one is the configuration's.
+            kl_coef: the current adaptive coefficient; None: its initial value. A fixed coefficient comes from the
+                configuration.
 
         Raises:
-            DataError: a role answered with a number that is not finite, for a token or response that counts.
+            DataError: a forward pass returned a value that is not finite for a trained token or a response.
             InfraError, DeadlineError: a role's ranks died or did not answer.
         """
         rows = [row for sample in samples for row in sample.rows]
         batch = await to_thread.run_sync(to_batch, rows)
-        await self._ask(batch)
-        return await to_thread.run_sync(learn_from, batch, self._config, trainer_version, kl_coef)
+        await self._forward_passes(batch)
+        return await to_thread.run_sync(compute_advantages, batch, self._config, trainer_version, kl_coef)
 
-    async def _ask(self, batch: TensorDict) -> None:
-        """Add what the roles say to `batch`. One after the other: most roles share their ranks."""
-        asked = batch.select(*NEEDED, *MEDIA_KEYS, strict=False)  # what a forward pass takes; the rest need not travel
-        # In bypass mode the behaviour policy is the proximal one, so nobody has to compute it.
+    async def _forward_passes(self, batch: TensorDict) -> None:
+        """Add the results of the roles to `batch`. Roles run one after the other, because most share their ranks."""
+        inputs = batch.select(*REQUIRED_KEYS, *MEDIA_KEYS, strict=False)  # the columns that forward passes read
+        # In bypass mode the behaviour policy is used as the proximal one, which saves a forward pass.
         batch["old_log_probs"] = batch["rollout_log_probs"]
         if not self._config.algorithm.rollout_correction.bypass_mode:
-            batch["old_log_probs"] = (await self._actor.infer_batch(asked))["log_probs"]
+            batch["old_log_probs"] = (await self._actor.infer_batch(inputs))["log_probs"]
         if self._ref is not None or reference_is_actor(self._config):
-            batch["ref_log_probs"] = await self._ref_log_probs(asked)
+            batch["ref_log_probs"] = await self._ref_log_probs(inputs)
         if self._critic is not None:
-            batch["values"] = (await self._critic.infer_batch(asked))["values"]
+            batch["values"] = (await self._critic.infer_batch(inputs))["values"]
         if self._reward_model is not None:
-            batch["model_scores"] = (await self._reward_model.infer_batch(asked))["scores"]
+            batch["model_scores"] = (await self._reward_model.infer_batch(inputs))["scores"]
 
     @SkipManager.annotate(role="ref_log_prob")
-    async def _ref_log_probs(self, asked: TensorDict) -> Tensor:
-        """Of the reference's ranks, or of the actor's without their adapters. Its step is the loop's."""
+    async def _ref_log_probs(self, request: TensorDict) -> Tensor:
+        """Compute reference log-probs on the ranks of the reference, or on the actor's ranks with adapters off. `skip`
+        records them under the step that the loop has set."""
         if self._ref is not None:
-            return (await self._ref.infer_batch(asked))["log_probs"]
-        return (await self._actor.infer_batch(asked, adapters=False))["log_probs"]
+            return (await self._ref.infer_batch(request))["log_probs"]
+        return (await self._actor.infer_batch(request, adapters=False))["log_probs"]
 
 
-def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef: float | None) -> Experience:
-    """Rewards, advantages and correction of a lease whose roles have answered. Changes `batch`.
+def compute_advantages(batch: TensorDict, config: Config, trainer_version: int, kl_coef: float | None) -> Experience:
+    """Compute rewards, advantages and the off-policy correction from the forward passes. Changes `batch`.
 
     Raises:
         DataError: see `ExperienceBuilder.make`.
@@ -129,10 +130,10 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
         baseline_rewards=batch.get("baseline_rewards"),
     )
     if "turn_rewards" in batch:
-        del batch["turn_rewards"]  # the ranks have no use for them
+        del batch["turn_rewards"]  # the ranks do not need them
     estimated = advantage_estimator(algorithm)(inputs)
     batch["advantages"], batch["returns"] = estimated.advantages.float(), estimated.returns.float()
-    # After a rewind a sample may be of versions that the Trainer has yet to reach again.
+    # After a rewind a sample may come from versions that the Trainer has not reached again.
     ages = (trainer_version - batch["versions"]).clamp(min=0)
     corrected = correct(
         batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_mask"], ages, algorithm.rollout_correction
@@ -150,11 +151,11 @@ def learn_from(batch: TensorDict, config: Config, trainer_version: int, kl_coef:
 def _rewards(
     batch: TensorDict, trajectories: Trajectories, config: Config, kl_coef: float | None
 ) -> tuple[Rewards, Metrics, float | None]:
-    """Rewards of tokens, float64, what to tell of them, and the next adaptive KL coefficient."""
+    """Return rewards of tokens (float64), their metrics, and the next adaptive KL coefficient."""
     algorithm, mask = config.algorithm, batch["response_mask"]
     scores, metrics = batch["rewards"][trajectories.first], Metrics()
     if "model_scores" in batch:
-        # The last row is the conversation as it ended. The Rollouter has weighted its own share already.
+        # The last row is the whole conversation. The Rollouter has already weighted its own score.
         model_scores = batch["model_scores"][trajectories.last]
         scores = combined_scores(scores, model_scores, model_weight=config.reward_model.weight)
         metrics["reward/model_mean"] = float(model_scores.mean())
@@ -169,7 +170,7 @@ def _rewards(
     next_kl_coef = None
     if algorithm.use_kl_in_reward:
         adapts = algorithm.kl_ctrl.type == "adaptive"
-        # A checkpoint's coefficient must not outlive a change of the configuration that fixes it.
+        # If the configuration now has a fixed coefficient, the checkpoint's adaptive one is ignored.
         coefficient = kl_coef if adapts and kl_coef is not None else algorithm.kl_ctrl.kl_coef
         penalised = kl_penalised(
             rewards,
@@ -190,7 +191,7 @@ def _rewards(
 
 
 def _advantage_metrics(batch: TensorDict) -> Metrics:
-    """Over the tokens that came in for training, before any is rejected."""
+    """Metrics over the tokens to be trained, before any is rejected."""
     mask = batch["loss_mask"]
     advantages = batch["advantages"][mask].double()
     metrics = {
@@ -204,7 +205,7 @@ def _advantage_metrics(batch: TensorDict) -> Metrics:
     return metrics
 
 
-_ANSWERS = {
+_RESULTS = {
     "old_log_probs": "log-probs of the policy",
     "ref_log_probs": "log-probs of the reference",
     "values": "values of the critic",
@@ -212,13 +213,13 @@ _ANSWERS = {
 
 
 def _check_finite(batch: TensorDict) -> None:
-    for key, what in _ANSWERS.items():
+    for key, name in _RESULTS.items():
         if key in batch:
             wrong = (~batch[key].isfinite() & batch["response_mask"]).sum().item()
             if wrong:
                 raise DataError(
-                    f"{wrong} {what} are not finite, in a lease of {len(batch)} rows: nothing can be learned from "
-                    "them. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
+                    f"{wrong} {name} are not finite, in a lease of {len(batch)} rows, so it cannot be trained "
+                    "on. Check that model's weights, and the data types trainer.dtype, ref.dtype and critic.dtype"
                 )
     if "model_scores" in batch and not batch["model_scores"].isfinite().all():
         raise DataError(

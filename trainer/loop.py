@@ -1,35 +1,35 @@
-"""The training loop, on ports.
+"""The training loop, which reaches queue, ranks and weight store through interfaces only.
 
     lease ─▶ payloads ─▶ rows ─▶ experience ─▶ critic ─▶ a step for each mini-batch of each pass ─▶ checkpoint?
-      ▲         │         │                                │  train ─▶ commit ─▶ note ─▶ publish? ─▶ record
-      ├─ redo ◀─┘ lost    │                                │
+      ▲         │         │                                │  train ─▶ commit ─▶ log ─▶ publish? ─▶ record
+      ├ requeue ◀┘ lost    │                                │
       ├──── drop ◀────────┘ nothing to train on            │
       └────────────────────────────────────────────────────┘ until total_steps, stop(), or the stream ends
 
-    lease       unblocked by READY samples, the end of the stream, stop()
-    experience  forward passes of the ranks: log-probs, values, scores (`trainer.experience`)
-    train       the ranks; never cancelled, bounded by `timeouts.train_s`, and sooner if one is hung (`Trainer.run`)
-    note        which samples the step took, in the Trainer's own record (`trainer.record`)
-    publish     unblocked when the version can be fetched: one copy of the weights; nobody waits for replicas
-    record      and the event `step`; ranks that are traced write what they saw of it (`trainer.tracing`)
-    checkpoint  begun between turns, written while the next ones train (`trainer.saves`)
+    lease       waits for READY samples, the end of the stream, or stop()
+    experience  the ranks' forward passes: log-probs, values, scores (`trainer.experience`)
+    train       a call to the ranks; never cancelled, and ended by `timeouts.train_s` or a hung rank (`Trainer.run`)
+    log         writes the samples of the step to the Trainer's own log (`trainer.trained_steps`)
+    publish     waits until the version can be fetched: one copy of the weights, without waiting for replicas
+    record      writes the event `step` as well; traced ranks write their trace of the step (`trainer.workers.tracing`)
+    checkpoint  begins between two leased batches and is written while training continues (`trainer.checkpoints`)
 
-A turn is one lease's worth of samples, gone through `ppo_epochs` times; every mini-batch of every pass is one step. A
-sample without a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and
-books stay exact. Where its rows tell, another is leased in its place. Where the off-policy correction rejects all of
-it, which is known only of a whole lease, the turn goes on without it, and its last mini-batch is smaller. What is left
-when the stream ends and does not fill a lease is a smaller turn (`partial_final_batch: train`), or is given back
-(`drop`). A sample is committed with its first step. A version is published at the end of the turn that brings
-`samples_per_version` more samples, and after the last step.
+A leased batch passes through training `ppo_epochs` times; every mini-batch of every pass is one step. A sample without
+a token to train on is dropped (`stale` or `filtered`), so `trained` means that a gradient was taken, and sample counts
+stay exact. If the sample's rows already show that, another sample is leased instead. If the off-policy correction
+rejects all its tokens, which is known only once the batch is complete, training continues without the sample, and the
+last mini-batch is smaller. Samples at the end of the stream that do not fill a lease form a smaller batch
+(`partial_final_batch: train`) or are released (`drop`). A sample is committed with its first step. A version is
+published at the end of each batch that completes another `samples_per_version` samples, and after the last step.
 
-With a critic, the first `critic_warmup_steps` steps leave the policy as it is: they count like any other, their samples
-are committed (the gradient is the critic's), and their versions have equal weights, because pacing goes by versions.
-The critic learns from the whole turn before the policy's first step on it, so after a stop in the middle of a turn it
-sees the samples that were given back once more; the policy never does.
+With a critic, the first `critic_warmup_steps` steps leave the policy unchanged. They count like any other step: their
+samples are committed (only the critic has a gradient), and versions are published with equal weights, because pacing
+counts versions. The critic trains on the whole batch before the policy's first step on it. So after a stop in the
+middle of a batch, the critic trains a second time on the samples that were released; the policy never does.
 
-What is not committed when the loop ends, for whatever reason, goes back to the queue. A failure waits for the
-checkpoint that is being written, as long as its ranks live. The queue is closed last, when the last checkpoint is
-written: whatever fails before that, the run can still go back to a checkpoint and go on.
+Samples that are not committed when the loop ends, for whatever reason, return to the queue. After a failure the loop
+still waits for the checkpoint that is being written, as long as its ranks are alive. The queue is closed last, after
+the last checkpoint is written, so that after any earlier failure the run can continue from a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Self
 
 import anyio
 import anyio.lowlevel
@@ -48,59 +49,85 @@ from anyio.abc import TaskGroup
 from tensordict import TensorDict
 
 from asyncrl.config.plan import validation_due
-from asyncrl.failures import DataError, first_failure
-from asyncrl.manifest import Progress
-from asyncrl.ports import SampleQueue
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import DataError, first_failure
+from asyncrl.core.records import Metrics, RecordSink, StepRecord
+from asyncrl.core.types import DropReason
+from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.records import Metrics, RecordSink, StepRecord
-from asyncrl.types import DropReason, SampleId
-from asyncrl.waits import WaitBoard
+from asyncrl.queue.sample_queue import SampleQueue
+from asyncrl.storage.checkpoint_manifest import Progress
 from skip import SkipManager
-from trainer.algorithms.objective import finish
-from trainer.batching import mini_batches
-from trainer.experience import Experience
-from trainer.intake import Intake, Turn
-from trainer.loop_settings import LoopSettings
-from trainer.notes import note_drop, note_step, note_trained
-from trainer.roles import RoleGroup
-from trainer.rows import TrainSample, sample_metrics
-from trainer.saves import Checkpoints, Saves
+from trainer.algorithms.objective import finish_metrics
+from trainer.batches import BatchSource, LeasedBatch, TrainSample, mini_batches, sample_metrics
+from trainer.checkpoints import CheckpointScheduler, RoleCheckpoints
+from trainer.experience import Experience, ExperienceBuilder
+from trainer.trained_steps import TrainedStepsFile
+from trainer.workers.worker import RoleGroup
 
 EXPERIENCE_CALLS = 5
-"""At most: policy, policy without adapters or reference, critic, reward model; and one for the arithmetic."""
+"""Upper bound of the calls to ranks for one batch: policy, policy without adapters or reference, critic and reward
+model; one more allows for the arithmetic."""
 
 
-class ExperienceMaker(Protocol):
-    async def make(
-        self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None
-    ) -> Experience: ...
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    total_steps: int
+    """Number of steps of the whole run, including those before a resume."""
+    mini_batch_samples: int
+    ppo_epochs: int
+    samples_per_lease: int
+    samples_per_version: int
+    drop_partial: bool
+    """Release the last samples that do not fill a lease instead of training on them."""
+    critic_epochs: int
+    critic_warmup_steps: int
+    has_validation: bool
+    test_freq: int
+    save_freq: int
+    save_last: bool
+    seed: int
+    call_limit_s: float
+    """Deadline of one call to the ranks, in seconds."""
+    lineage: int = 0
+    """How often training went back to a checkpoint in this run."""
 
-
-class TrainedRecord(Protocol):
-    """The Trainer's own account of what is in the weights, beside the queue's books."""
-
-    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
-        """The queue has acknowledged the commit of these, whose first gradient is in `step`, taken on `version`.
-
-        Raises:
-            DiskFullError, InfraError: it could not be written.
-        """
+    @classmethod
+    def from_config(cls, config: Config, *, total_steps: int, lineage: int = 0) -> Self:
+        training = config.trainer
+        return cls(
+            total_steps=total_steps,
+            mini_batch_samples=training.ppo_mini_batch_size,
+            ppo_epochs=training.ppo_epochs,
+            samples_per_lease=config.samples_per_lease,
+            samples_per_version=config.samples_per_version,
+            drop_partial=training.partial_final_batch == "drop",
+            critic_epochs=config.critic.ppo_epochs,
+            critic_warmup_steps=config.critic.warmup_steps if config.needs_critic else 0,
+            has_validation=config.has_validation,
+            test_freq=training.test_freq,
+            save_freq=training.save_freq,
+            save_last=training.save_last,
+            seed=config.seed,
+            call_limit_s=config.timeouts.train_s,
+            lineage=lineage,
+        )
 
 
 class TrainLoop:
-    """Drives the roles over a `SampleQueue`. One `run()` per object; everything on one event loop."""
+    """Trains the roles on the samples of a `SampleQueue`. `run()` is called once; everything runs on one event loop."""
 
     def __init__(
         self,
         settings: LoopSettings,
         *,
         queue: SampleQueue,
-        intake: Intake,
+        batch_source: BatchSource,
         actor: RoleGroup,
         critic: RoleGroup | None,
-        experience: ExperienceMaker,
-        checkpoints: Checkpoints,
-        trained: TrainedRecord,
+        experience: ExperienceBuilder,
+        checkpoints: RoleCheckpoints,
+        trained_steps: TrainedStepsFile,
         progress: Progress | None = None,
         validated_step: int = 0,
         waits: WaitBoard | None = None,
@@ -109,27 +136,27 @@ class TrainLoop:
     ) -> None:
         """
         Args:
-            end_traces: told of each step that is over.
-            progress: where the loop begins; it counts on in it.
-            validated_step: the newest step whose weights were validated, or are about to be; 0: none.
+            end_traces: is called with the number of each step that has ended.
+            progress: the counts that the loop starts from and updates.
+            validated_step: the newest step whose weights were validated or will be; 0: none.
         """
         self._settings = settings
         self._queue = queue
-        self._intake = intake
+        self._batch_source = batch_source
         self._actor = actor
         self._critic = critic
         self._experience = experience
-        self._trained = trained
+        self._trained_steps = trained_steps
         self._end_traces = end_traces
         self._clock = clock
         self._stopping = False
         self._num_rejected = 0
-        """Samples of the turns since the last one that had any to train on."""
+        """Number of samples rejected in the batches since the last one with a sample to train on."""
         self.progress = progress if progress is not None else Progress()
         self.waits = waits if waits is not None else WaitBoard(clock)
         self._first_step = self.progress.step
         self._validated_step = validated_step
-        self._saves = Saves(
+        self._checkpoints = CheckpointScheduler(
             checkpoints,
             queue,
             step=self.progress.step,
@@ -139,160 +166,145 @@ class TrainLoop:
         )
 
     def stop(self) -> None:
-        """End soon and in order: the current step is finished, the rest of its lease released, and, with `save_last`, a
-        checkpoint written."""
+        """Request an orderly end: finish the current step, release the rest of its lease and, with `save_last`, write a
+        checkpoint."""
         self._stopping = True
-        self._intake.stop()
+        self._batch_source.stop()
 
     async def run(self, sink: RecordSink) -> None:
-        """Train to the end; one record per optimizer step, right after it.
+        """Train to the end, and put a record into `sink` right after each optimizer step.
 
         Raises:
-            AsyncRLError: whatever a part raised. What was leased and not committed has been released.
+            AsyncRLError: the failure of any part. Samples that were leased and not committed have been released.
         """
         failure: Exception | None = None
         try:
-            # Owns the one background task there is: the writing of a checkpoint.
+            # Its only task writes a checkpoint in the background.
             async with anyio.create_task_group() as tasks:
                 try:
-                    await self._turns(sink, tasks)
+                    await self._train_all(sink, tasks)
                 except Exception as error:
                     failure = error
-                    await self._saves.keep()
+                    await self._checkpoints.wait_after_failure()
                     raise
         except BaseExceptionGroup as failures:
-            # A checkpoint that fails too, behind the failure that it was kept for, is not what counts.
+            # A checkpoint may fail as well while an earlier failure waits for it; the earlier one is the cause.
             raise failure or first_failure(failures) from None
 
-    async def _turns(self, sink: RecordSink, tasks: TaskGroup) -> None:
+    async def _train_all(self, sink: RecordSink, tasks: TaskGroup) -> None:
         ended = False
-        while not ended and not self._stopping and self._samples_wanted() > 0:
-            ended = await self._turn(sink)
-            if self._saves.is_due(self.progress.step):
-                await self._saves.begin(self.progress, tasks)
+        while not ended and not self._stopping and self._next_batch_size() > 0:
+            ended = await self._train_next_batch(sink)
+            if self._checkpoints.is_due(self.progress.step):
+                await self._checkpoints.begin(self.progress, tasks)
         await self._finish(tasks)
 
-    def _samples_wanted(self) -> int:
-        """Samples of the next turn; 0: the run is over.
+    def _next_batch_size(self) -> int:
+        """Return the number of samples of the next leased batch; 0: the run is over.
 
-        Never beyond the next version: pacing promises no more than `samples_per_version` before a version is applied,
-        so a turn that wanted more (after a stop in the middle of a lease) would wait for ever.
+        A batch never extends beyond the next version. Pacing admits no more than `samples_per_version` samples until
+        that version is applied, so a larger batch (after a stop in the middle of a lease) would wait forever.
         """
         settings, progress = self._settings, self.progress
         to_next_version = (progress.version + 1) * settings.samples_per_version - progress.trained_samples
-        # A stop may have left out passes over its last samples; the steps they would have been go to other samples, for
-        # which the resumed run's pacing makes room.
+        # A stop may have skipped passes over its last samples. The resumed run takes these steps with other samples,
+        # and its pacing admits them.
         to_end = math.ceil((settings.total_steps - progress.step) / settings.ppo_epochs) * settings.mini_batch_samples
         return max(0, min(settings.samples_per_lease, to_next_version, to_end))
 
-    async def _turn(self, sink: RecordSink) -> bool:
-        """One lease's worth; returns whether the stream has ended."""
-        turn, wanted = Turn(), self._samples_wanted()
+    async def _train_next_batch(self, sink: RecordSink) -> bool:
+        """Lease a batch and take all its steps; returns whether the stream has ended."""
+        batch, size = LeasedBatch(), self._next_batch_size()
         left_out, began = False, self._begin_step()
         try:
-            await self._intake.fill(turn, wanted, trainer_version=self.progress.version)
-            self.progress.leases += len(turn.leases)
-            left_out = self._settings.drop_partial and turn.ended and len(turn.samples) < wanted
-            if turn.samples and not self._stopping and not left_out:
-                await self._train(turn, sink, began)
+            await self._batch_source.fill(batch, size, trainer_version=self.progress.version)
+            self.progress.leases += len(batch.leases)
+            left_out = self._settings.drop_partial and batch.ended and len(batch.samples) < size
+            if batch.samples and not self._stopping and not left_out:
+                await self._train(batch, sink, began)
         except BaseException:
-            await self._intake.release_after_failure(turn)
+            await self._batch_source.release_after_failure(batch)
             raise
         if self._stopping or left_out:
-            await self._intake.release(turn)
-        return turn.ended
+            await self._batch_source.release(batch)
+        return batch.ended
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def _begin_step(self) -> float:
-        """Events from now on are of the next step. Returns when that is, by `time.perf_counter`."""
-        profile.at(step=self.progress.step + 1, version=self.progress.version)
+        """Assign the following events to the next step. Return the time, by `time.perf_counter`."""
+        profile.set_position(step=self.progress.step + 1, version=self.progress.version)
         return time.perf_counter()
 
-    async def _train(self, turn: Turn, sink: RecordSink, began: float) -> None:
-        """All steps of a turn, the first of which has `began` when its samples were asked for."""
+    async def _train(self, leased: LeasedBatch, sink: RecordSink, began: float) -> None:
+        """Take all steps of a leased batch. `began`: when the batch was requested, which is the start of the first
+        step."""
         settings = self._settings
-        started, wait_s = self._clock() - turn.wait_s, turn.wait_s
-        batch, metrics, kl_coef = await self._make_experience(turn)
-        batch = await self._drop_rejected(turn, batch)
-        if not turn.samples:
+        started, wait_s = self._clock() - leased.wait_s, leased.wait_s
+        batch, metrics, kl_coef = await self._make_experience(leased)
+        batch = await self._drop_rejected(leased, batch)
+        if not leased.samples:
             return
         groups = batch["groups"].tolist()
-        # Seeded by what a resume knows too, so that it goes through its leases in the order it would have.
+        # The seed depends only on values that a resumed run also has, so that it takes its batches in the same order.
         seed = settings.seed * 1_000_003 + self.progress.trained_samples
-        size, left = settings.mini_batch_samples, settings.total_steps - self.progress.step
-        passes = mini_batches(groups, size=size, epochs=settings.ppo_epochs, seed=seed)[:left]
+        size, steps_left = settings.mini_batch_samples, settings.total_steps - self.progress.step
+        steps = mini_batches(groups, size=size, epochs=settings.ppo_epochs, seed=seed)[:steps_left]
         if self._stopping:
             return
         metrics |= await self._train_critic(batch, groups, seed)
         if self._stopping:
             return
         self.progress.kl_coef = kl_coef
-        num_first = math.ceil(len(turn.samples) / size)
-        for number, rows in enumerate(passes):
-            samples = [turn.samples[group] for group in dict.fromkeys(groups[row] for row in rows)]
-            first_pass = number < num_first
-            metrics |= await self._step(batch[torch.tensor(rows)], samples, commits=first_pass)
-            last = number == len(passes) - 1
-            ends = last or self._stopping
+        num_first_pass = math.ceil(len(leased.samples) / size)
+        for number, rows in enumerate(steps):
+            samples = [leased.samples[group] for group in dict.fromkeys(groups[row] for row in rows)]
+            committed = samples if number < num_first_pass else []
+            metrics |= await self._step(batch[torch.tensor(rows)], samples, committed)
+            is_last = number == len(steps) - 1
+            ends = is_last or self._stopping
             metrics["timing/publish_s"] = 0.0
             if ends:
-                metrics |= await self._publish_if_due(at_end=last and turn.ended)
+                metrics |= await self._publish_if_due(at_end=is_last and leased.ended)
             now = self._clock()
             metrics |= {"timing/wait_samples_s": wait_s, "timing/step_s": now - started, "time/monotonic_s": now}
-            counted = samples if first_pass else []
-            await sink.put(
-                StepRecord(
-                    step=self.progress.step,
-                    version=self.progress.version,
-                    metrics=metrics,
-                    rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in counted),
-                    staleness=tuple(sample.staleness for sample in counted),
-                    lineage=settings.lineage,
-                )
-            )
-            took_s = time.perf_counter() - began
-            note_step(took_s, metrics, num_samples=len(counted), lineage=settings.lineage)
-            if self._end_traces is not None:
-                with self._asking("trace"):
-                    await self._end_traces(self.progress.step)
+            await self._record_step(sink, committed, metrics, began)
             if ends:
                 return
             began, started, wait_s, metrics = self._begin_step(), self._clock(), 0.0, {}
 
-    async def _make_experience(self, turn: Turn) -> Experience:
+    async def _make_experience(self, leased: LeasedBatch) -> Experience:
         started = self._clock()
-        SkipManager.set_step(self.progress.step + 1)  # the first that this turn will take
-        with self._asking("experience", EXPERIENCE_CALLS), profile.span("trainer.experience"):
+        SkipManager.set_step(self.progress.step + 1)  # the first step of this batch
+        with self._calling("experience", EXPERIENCE_CALLS), profile.span("trainer.experience"):
             batch, metrics, kl_coef = await self._experience.make(
-                turn.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
+                leased.samples, trainer_version=self.progress.version, kl_coef=self.progress.kl_coef
             )
         return Experience(batch, metrics | {"timing/experience_s": self._clock() - started}, kl_coef)
 
-    async def _drop_rejected(self, turn: Turn, batch: TensorDict) -> TensorDict:
-        """Without the samples of which the correction left no token; they are dropped, and leave `turn`.
+    async def _drop_rejected(self, leased: LeasedBatch, batch: TensorDict) -> TensorDict:
+        """Drop samples whose tokens the correction has all rejected, from the queue, from `leased` and from `batch`.
 
         Raises:
-            DataError: these, with those right before them, are a whole lease or more.
+            DataError: a whole lease or more of consecutive samples was rejected.
         """
         trained = {int(group) for group in batch["groups"][batch["loss_mask"].any(dim=1)]}
-        if len(trained) == len(turn.samples):
+        if len(trained) == len(leased.samples):
             self._num_rejected = 0
             return batch
-        self._num_rejected = 0 if trained else self._num_rejected + len(turn.samples)
+        self._num_rejected = 0 if trained else self._num_rejected + len(leased.samples)
         if self._num_rejected >= self._settings.samples_per_lease:
             raise DataError(
                 f"the off-policy correction rejected every token of {self._num_rejected} samples in a row, so there "
                 "is nothing to train on: raise algorithm.rollout_correction.rollout_rs_threshold, or bound "
                 "async_training.max_staleness"
             )
-        for group, sample in enumerate(turn.samples):
+        for group, sample in enumerate(leased.samples):
             if group not in trained:
-                await self._queue.drop(sample.sample_id, DropReason.FILTERED)
-                note_drop(sample.sample_id, DropReason.FILTERED, sample.response_tokens)
-        turn.samples = [sample for group, sample in enumerate(turn.samples) if group in trained]
-        # Each drop frees a permit, so another sample may come even behind the end of the stream.
-        turn.ended = False
+                await self._batch_source.drop(sample.sample_id, DropReason.FILTERED, sample.response_tokens)
+        leased.samples = [sample for group, sample in enumerate(leased.samples) if group in trained]
+        # Each drop frees a permit, so another sample may follow even after the end of the stream.
+        leased.ended = False
         number = {group: place for place, group in enumerate(sorted(trained))}
         rows = [row for row, group in enumerate(batch["groups"].tolist()) if group in number]
         batch = batch[torch.tensor(rows, dtype=torch.int64)]
@@ -300,7 +312,8 @@ class TrainLoop:
         return batch
 
     async def _train_critic(self, batch: TensorDict, groups: Sequence[int], seed: int) -> Metrics:
-        """All passes of the critic, unless it is stopped between two of its steps; means over them."""
+        """Take all passes of the critic, unless stopped between two of its steps. Return metric means over the
+        steps."""
         if self._critic is None:
             return {}
         started = self._clock()
@@ -310,30 +323,33 @@ class TrainLoop:
         results: list[Metrics] = []
         with profile.span("trainer.critic"):
             for rows in steps:
-                # A call of its own for each step: each has the whole deadline, and a stop or a cancel waits for one.
-                with self._asking("critic"), anyio.CancelScope(shield=True):
+                # One call per step, so that each has the full deadline, and a stop or cancellation waits for one
+                # step only.
+                with self._calling("critic"), anyio.CancelScope(shield=True):
                     results.append(await self._critic.train_batch(batch[torch.tensor(rows)]))
                 await anyio.lowlevel.checkpoint()
                 if self._stopping:
                     break
         means = {name: math.fsum(result[name] for result in results) / len(results) for name in results[0]}
-        return _named("critic", means) | {"timing/update_critic_s": self._clock() - started}
+        return _with_prefix("critic", means) | {"timing/update_critic_s": self._clock() - started}
 
-    async def _step(self, batch: TensorDict, samples: Sequence[TrainSample], *, commits: bool) -> Metrics:
-        """One optimizer step of the policy, and its samples committed. None is taken in the critic's warm-up; it counts
-        as one all the same.
-        """
+    async def _step(
+        self, batch: TensorDict, samples: Sequence[TrainSample], committed: Sequence[TrainSample]
+    ) -> Metrics:
+        """Take one optimizer step of the policy and commit its samples. During the critic's warm-up the step is only
+        counted."""
         started, progress = self._clock(), self.progress
         metrics: Metrics = {}
-        # Shielded: once the gradient is in the weights the ledger has to hear of it, even if the run is cancelled.
+        # Shielded, because once the gradient is in the weights the samples must be committed, even if the run is
+        # cancelled.
         with anyio.CancelScope(shield=True), profile.span("trainer.update"):
             if progress.step >= self._settings.critic_warmup_steps:
-                with self._asking("train"):
-                    metrics = finish(_named("actor", await self._actor.train_batch(batch)))
+                with self._calling("train"):
+                    metrics = finish_metrics(_with_prefix("actor", await self._actor.train_batch(batch)))
             progress.step += 1
             progress.trained_tokens += int(batch["loss_mask"].sum())
-            metrics["timing/commit_s"] = await self._commit(samples if commits else ())
-        await anyio.lowlevel.checkpoint()  # where a cancellation from meanwhile arrives
+            metrics["timing/commit_s"] = await self._commit(committed)
+        await anyio.lowlevel.checkpoint()  # raises if the run was cancelled meanwhile
         return {
             **metrics,
             **sample_metrics(samples),
@@ -342,20 +358,57 @@ class TrainLoop:
         }
 
     async def _commit(self, samples: Sequence[TrainSample]) -> float:
-        """The gradient of these is in the weights since this step. Returns the seconds it took to tell."""
+        """Commit samples whose gradient is in the weights since this step. Return the seconds that this took."""
         started, progress = self._clock(), self.progress
         progress.trained_samples += len(samples)
         with profile.span("trainer.commit", samples=len(samples)):
-            for lease_id, held in groupby(samples, key=lambda sample: sample.lease_id):
-                await self._queue.commit(lease_id, [sample.sample_id for sample in held])
-            await self._trained.put(progress.step, progress.version, [sample.sample_id for sample in samples])
-        note_trained(samples)
+            for lease_id, members in groupby(samples, key=lambda sample: sample.lease_id):
+                await self._queue.commit(lease_id, [sample.sample_id for sample in members])
+            await self._trained_steps.append(progress.step, progress.version, [sample.sample_id for sample in samples])
+        if profile.records("sample.trained"):
+            for sample in samples:
+                profile.note(
+                    "sample.trained",
+                    sample=str(sample.sample_id),
+                    staleness=sample.staleness,
+                    versions=sample.version_span,
+                    reward=sum(sample.rewards) / len(sample.rewards),
+                    tokens=sample.response_tokens,
+                )
         return self._clock() - started
+
+    async def _record_step(
+        self, sink: RecordSink, committed: Sequence[TrainSample], metrics: Metrics, began: float
+    ) -> None:
+        """Put the step's record into `sink`, record its event and end its traces."""
+        progress, lineage = self.progress, self._settings.lineage
+        await sink.put(
+            StepRecord(
+                step=progress.step,
+                version=progress.version,
+                metrics=metrics,
+                rewards=tuple(sum(sample.rewards) / len(sample.rewards) for sample in committed),
+                staleness=tuple(sample.staleness for sample in committed),
+                lineage=lineage,
+            )
+        )
+        profile.record_ended(
+            "step",
+            time.perf_counter() - began,
+            wait_samples_s=metrics["timing/wait_samples_s"],
+            samples=len(committed),
+            tokens=metrics["tokens/trained"],
+            reward=metrics["reward/mean"],
+            lineage=lineage,
+        )
+        if self._end_traces is not None:
+            with self._calling("trace"):
+                await self._end_traces(progress.step)
 
     # ------------------------------------------------------------------------------------------------ versions
 
     async def _publish_if_due(self, *, at_end: bool) -> Metrics:
-        """Publish at a version's last sample or the run's; returns what that took."""
+        """Publish a version if the last sample of a version or of the run is trained; return the timings."""
         settings, progress = self._settings, self.progress
         last = at_end or progress.step >= settings.total_steps
         if not last and progress.trained_samples < (progress.version + 1) * settings.samples_per_version:
@@ -367,7 +420,7 @@ class TrainLoop:
         started = self._clock()
         due = validation_due(settings.test_freq, validated_step=self._validated_step, step=progress.step)
         validate = settings.has_validation and (last or due)
-        with self._asking("publish"), profile.span("trainer.publish", version=progress.version + 1):
+        with self._calling("publish"), profile.span("trainer.publish", version=progress.version + 1):
             published = await self._actor.publish(progress.version + 1, progress.step, validate=validate)
         progress.version += 1
         progress.published_step = progress.step
@@ -380,36 +433,36 @@ class TrainLoop:
         }
 
     async def _finish(self, tasks: TaskGroup) -> None:
-        """The last version (unless stopped), the last checkpoint, and word to whoever waits on the queue."""
+        """Publish the last version (unless stopped), write the last checkpoint and close the queue."""
         progress = self.progress
         if not self._stopping:
             unpublished = progress.published_step < progress.step and progress.step > self._first_step
-            # The stream ended right after a publication that could not know it was the last; or training went back to
-            # the last checkpoint of all while what that is was being validated.
+            # Either the stream ended right after a publication that was not known to be the last, or training went
+            # back to the last checkpoint while its weights were being validated.
             unvalidated = self._settings.has_validation and self._validated_step < progress.step
             if unpublished or unvalidated:
                 await self._publish(last=True)
-        if self._settings.save_last and self._saves.step < progress.step:
-            await self._saves.begin(progress, tasks)
-        await self._saves.until_written()
-        if not self._saves.failed:
+        if self._settings.save_last and self._checkpoints.step < progress.step:
+            await self._checkpoints.begin(progress, tasks)
+        await self._checkpoints.wait_written()
+        if not self._checkpoints.failed:
             await self._queue.close()
 
-    def _asking(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:
-        """Waiting on so many calls to the ranks, each of which has its deadline."""
+    def _calling(self, edge: str, num_calls: int = 1) -> AbstractContextManager[None]:
+        """Report a wait for this many calls to the ranks, each of which has a deadline."""
         return self.waits.waiting(edge, limit_s=num_calls * self._settings.call_limit_s)
 
 
-def _named(role: str, metrics: Metrics) -> Metrics:
-    """A role's own figures under its name; those that have a family of their own keep it."""
+def _with_prefix(role: str, metrics: Metrics) -> Metrics:
+    """Prefix a role's metrics with its name, except those that already have a prefix."""
     return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items() if name != "tokens"}
 
 
 def _batch_metrics(batch: TensorDict) -> Metrics:
-    learns = ((batch["advantages"] != 0) & batch["loss_mask"]).any(dim=1)
+    has_gradient = ((batch["advantages"] != 0) & batch["loss_mask"]).any(dim=1)
     groups = batch["groups"]
-    silent = [not bool(learns[groups == group].any()) for group in groups.unique()]
+    zero = [not bool(has_gradient[groups == group].any()) for group in groups.unique()]
     return {
-        "advantages/zero_share": sum(silent) / len(silent),
+        "advantages/zero_share": sum(zero) / len(zero),
         "tokens/trained": float(batch["loss_mask"].sum()),
     }

@@ -1,4 +1,4 @@
-"""Whether the models that read the policy's tokens read the same text in them."""
+"""Check that models which receive the policy's token ids decode them to the same text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
-class _Reader(NamedTuple):
+class _TokenReader(NamedTuple):
     key: str
     path: str
     trust_remote_code: bool
@@ -23,12 +23,13 @@ class _Reader(NamedTuple):
 
 
 def check_tokenizers(config: Config) -> None:
-    """Compare the policy's tokenizer with those of the reward model and the critic, which get its token ids. Blocking.
+    """Compare the policy's tokenizer with those of the reward model and the critic, which receive its token ids.
+    Blocking.
 
-    A model may know more tokens. One without a tokenizer cannot be compared, which is logged.
+    A model may have additional tokens. A model without a tokenizer cannot be compared, which is logged.
 
     Raises:
-        ConfigError: a token of the policy has another id there: scores and values would be of another text.
+        ConfigError: a model has another id for a token of the policy, so it would score another text.
     """
     readers = list(_readers(config))
     if not readers:
@@ -57,21 +58,21 @@ def check_tokenizers(config: Config) -> None:
             )
 
 
-def _readers(config: Config) -> Iterator[_Reader]:
+def _readers(config: Config) -> Iterator[_TokenReader]:
     reward_model, critic = config.reward_model, config.critic
     if reward_model.placement == "worker" and reward_model.path is not None:
         fix = "use reward_model.placement=serve, which hands it the text"
-        yield _Reader("reward_model.path", reward_model.path, reward_model.trust_remote_code, fix)
+        yield _TokenReader("reward_model.path", reward_model.path, reward_model.trust_remote_code, fix)
     if config.needs_critic and critic.path is not None:
         fix = "take a critic of the policy's family, or leave critic.path out"
-        yield _Reader("critic.path", critic.path, config.model.trust_remote_code, fix)
+        yield _TokenReader("critic.path", critic.path, config.model.trust_remote_code, fix)
 
 
 def _vocabulary(path: str, trust_remote_code: bool) -> Mapping[str, int] | None:
-    """Ids by token; None: there is no tokenizer."""
+    """Return ids by token; None: there is no tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(path), trust_remote_code=trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - of many kinds, some of them none but Exception; the caller tells of it
+    except Exception as error:  # noqa: BLE001 - transformers raises errors of many kinds; the caller reports it
         logger.debug("no tokenizer in %s: %s", path, error)
         return None
     return tokenizer.get_vocab()

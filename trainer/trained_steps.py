@@ -1,13 +1,14 @@
-"""The Trainer's own account of what it trained: one line of JSON for each step, in the run directory.
+"""The Trainer's log of trained samples in the run directory, with one line of JSON per step.
 
 trained.jsonl
-  {"lineage": 0, "step": 7, "version": 3, "samples": ["sample_0_13", ...]}   committed with this step, which began from
-                                                                             version 3
-  {"lineage": 1, "rewound_to_step": 5}                                       what was beyond it is in no weights now
+  {"lineage": 0, "step": 7, "version": 3, "samples": ["sample_0_13", ...]}   committed with this step, which started
+                                                                               from version 3
+  {"lineage": 1, "rewound_to_step": 5}                                       later steps are undone
 
-It is written beside the journal and by another process, so that each can be held against the other. A line comes once
-the queue has acknowledged the commit. A process that is killed loses none that it wrote. A machine that dies may (there
-is no fsync), but only of steps that no checkpoint covers, if its disk keeps the order of what is written.
+The log can be compared with the queue's journal, which another process writes. A line is written once the queue has
+acknowledged the commit. If the process is killed, no written line is lost. If the machine crashes, lines may be lost,
+since there is no fsync; these belong only to steps that no checkpoint covers, if the disk preserves the order of
+writes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import Any
 
 from anyio import to_thread
 
-from asyncrl.failures import ConfigError
-from asyncrl.run_dir import TRAINED, disk_error
-from asyncrl.types import SampleId
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import SampleId
+from asyncrl.storage.run_dir import TRAINED, disk_error
 
 
-class TrainedFile:
-    """`loop.TrainedRecord`. One call at a time.
+class TrainedStepsFile:
+    """Appends to the log. Calls must not overlap.
 
-    All raise `DiskFullError` (or another `InfraError`, or `ConfigError`) if the line cannot be written; a part of it is
-    taken back then.
+    Both methods raise `DiskFullError` (or another `InfraError`, or `ConfigError`) if the line cannot be written; a
+    partially written line is removed.
     """
 
     def __init__(self, run_dir: Path, lineage: int) -> None:
@@ -37,46 +38,45 @@ class TrainedFile:
         self._lineage = lineage
 
     async def rewound(self, step: int) -> None:
-        """First of all, where training goes on from a checkpoint: it is at `step`, 0 being the initial model.
+        """Log that training continues from the checkpoint of `step` (0: the initial model). Call it before any
+        `append`.
 
-        What a process that was killed left of a line is taken away: its step is beyond every checkpoint.
+        The partial line of a killed process is removed; its step is later than every checkpoint.
         """
-        await to_thread.run_sync(_cut_tail, self._path)
-        await self._append({"lineage": self._lineage, "rewound_to_step": step})
+        await to_thread.run_sync(_remove_partial_line, self._path)
+        await self._write({"lineage": self._lineage, "rewound_to_step": step})
 
-    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
-        """See `loop.TrainedRecord`."""
+    async def append(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+        """Log samples whose commit the queue has acknowledged. Their first gradient is in `step`, which started from
+        `version`."""
         samples = [str(sample_id) for sample_id in sample_ids]
-        await self._append({"lineage": self._lineage, "step": step, "version": version, "samples": samples})
+        await self._write({"lineage": self._lineage, "step": step, "version": version, "samples": samples})
 
-    async def _append(self, line: Mapping[str, Any]) -> None:
+    async def _write(self, line: Mapping[str, Any]) -> None:
         await to_thread.run_sync(_append, self._path, (json.dumps(line) + "\n").encode())
 
 
 def read_trained(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run, also of one that is at work; a last one that is not whole yet is left out. Blocking.
+    """Read the log of a run, live or ended; a partial last line is left out. Blocking.
 
     Raises:
-        ConfigError: one of them is damaged. The message names it.
+        ConfigError: a line is damaged. The message names it.
     """
     path = run_dir / TRAINED
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n"):
-                    yield _read_line(path, number, line)
+                    yield _parse(path, number, line)
 
 
-def _read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        read = json.loads(line)
-        if isinstance(read, dict):
-            return read
-    except ValueError:
-        pass
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(content := json.loads(line), dict):
+            return content
     raise ConfigError(
-        f"line {number} of {path} is damaged: what was trained in that step cannot be told from it. The run does not "
-        "need the file; the journal (`asyncrl status`) has the books."
+        f"line {number} of {path} is damaged, so the samples of that step are unknown. The run does not need the file; "
+        "the journal (`asyncrl status`) has the sample counts."
     )
 
 
@@ -96,8 +96,7 @@ def _append(path: Path, line: bytes) -> None:
         raise disk_error(path, error) from error
 
 
-def _cut_tail(path: Path) -> None:
-    """Take away what is behind the last newline."""
+def _remove_partial_line(path: Path) -> None:
     try:
         if path.is_file():
             with path.open("rb+") as file:

@@ -1,4 +1,5 @@
-"""The Trainer's parts, put together: ranks, experience, loop, checkpoints. `trainer.actor` puts it behind Ray."""
+"""The Trainer of a run, which combines ranks, experience, loop and checkpoints. `trainer.actor` makes it a Ray
+actor."""
 
 from __future__ import annotations
 
@@ -9,54 +10,50 @@ from typing import Any, Self
 import anyio
 from anyio import to_thread
 
-from asyncrl.config.model_checks import model_config
+from asyncrl.config.model_files import model_config
 from asyncrl.config.plan import validation_due
 from asyncrl.config.schema import Config
-from asyncrl.failures import first_failure
-from asyncrl.lineage import Line
-from asyncrl.manifest import Progress
-from asyncrl.ports import PayloadStore, SampleQueue, WeightPublisher
+from asyncrl.core.failures import first_failure
+from asyncrl.core.ports import PayloadStore, WeightPublisher
+from asyncrl.core.records import RecordSink
+from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.records import RecordSink
-from asyncrl.resume import Resume, run_identity
-from asyncrl.run_dir import RunDir
-from asyncrl.waits import WaitBoard
+from asyncrl.queue.sample_queue import SampleQueue
+from asyncrl.storage.checkpoint_manifest import LineageHistory, Progress, Resume, run_identity
+from asyncrl.storage.run_dir import RunDir
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
-from trainer.checkpoint import Checkpointer, RoleCheckpoints, load_roles
+from trainer.batches import BatchSource, RowRules
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints, load_roles
 from trainer.experience import ExperienceBuilder
-from trainer.groups import TrainerGroups
-from trainer.intake import Intake
-from trainer.loop import TrainLoop
-from trainer.loop_settings import LoopSettings
-from trainer.placement import Role
-from trainer.record import TrainedFile
-from trainer.roles import RoleGroup
-from trainer.rows import RowRules
-from trainer.tokenizers import check_tokenizers
+from trainer.loop import LoopSettings, TrainLoop
+from trainer.tokenizer_checks import check_tokenizers
+from trainer.trained_steps import TrainedStepsFile
+from trainer.workers.group import TrainerGroups
+from trainer.workers.placement import Role
+from trainer.workers.worker import RoleGroup
 
 MIN_CONSECUTIVE_UNUSABLE = 8
-"""Samples in a row that cannot be trained on before the run stops, where a lease has fewer."""
+"""The run stops after this many unusable samples in a row, or after a whole lease if that is more."""
 
 
 class Trainer:
-    """One run's training side. `start` makes one; `run` once."""
+    """The training side of a run. Created by `start`; `run` is called once."""
 
     def __init__(
         self,
         config: Config,
         groups: TrainerGroups,
-        files: Checkpointer,
-        record: TrainedFile,
+        files: CheckpointDirectory,
+        trained_steps: TrainedStepsFile,
         waits: WaitBoard,
         *,
         lineage: int,
         validated_step: int | None = None,
     ) -> None:
-        """See `start`."""
         self._config = config
         self._groups = groups
         self._files = files
-        self._record = record
+        self._trained_steps = trained_steps
         self._lineage = lineage
         self._validated_step = validated_step
         self._trained: dict[Role, RoleGroup] = {
@@ -75,40 +72,44 @@ class Trainer:
         run_dir: RunDir,
         resume: Resume | None,
         *,
-        line: Line,
+        history: LineageHistory,
         validated_step: int | None,
         publisher: WeightPublisher,
         waits: WaitBoard,
     ) -> Self:
-        """Load the models, and the checkpoint if there is one; publish its version for the replicas to come up with, or
-        to go back to in a lineage above 0. The initial model too then, which in the first one they have by themselves.
+        """Load the models and the checkpoint, if there is one, and publish its version.
 
-        A resumed version keeps its number, though steps since its publication are in it too, and pacing goes on exactly
-        where it was. Where replicas live on, the lineage tells it from the one they had. Its validation is asked for
-        if it is owed: it may have been under way when training went back.
+        Replicas start with that version or, in a lineage above 0, go back to it. Without a checkpoint, lineage 0
+        publishes nothing, because replicas load the initial model themselves; later lineages publish the initial model.
+
+        A resumed version keeps its number, although it includes steps since its publication, and pacing continues
+        exactly from there. Replicas that kept running distinguish the two versions by their lineage. If the
+        validation of the version was interrupted or never began, it is requested again.
 
         Args:
-            line: where training went back to a checkpoint in this run. Checkpoints that are not on it are set aside.
-                The publisher's lineage is its newest.
-            validated_step: the newest step whose validation is recorded, of those that training has not gone back
-                behind; None: none is.
+            history: the checkpoints that training went back to in this run. Checkpoints that do not belong to it
+                are set aside. Its newest lineage is that of the publisher.
+            validated_step: the newest step with a recorded validation, except steps that a rewind has undone; None if
+                there is none.
 
         Raises:
-            ConfigError: a model or the checkpoint cannot be used, or a model reads other tokens than the policy's.
-            InfraError, DeadlineError: the ranks did not come up. DiskFullError: the run directory takes no more.
+            ConfigError: a model or the checkpoint cannot be used, or a model's tokenizer differs from the policy's.
+            InfraError, DeadlineError: the ranks did not start. DiskFullError: the run directory is full.
         """
         keep = config.trainer.max_checkpoints_to_keep
-        files = Checkpointer(run_dir.path, identity=run_identity(config), keep=keep, line=line)
-        record = TrainedFile(run_dir.path, line.lineage)
+        files = CheckpointDirectory(run_dir.path, identity=run_identity(config), keep=keep, history=history)
+        trained_steps = TrainedStepsFile(run_dir.path, history.lineage)
         with waits.waiting("model"):
             await to_thread.run_sync(check_tokenizers, config)
             groups = await TrainerGroups.start(config, publisher=publisher, run_dir=run_dir.path)
-        trainer = cls(config, groups, files, record, waits, lineage=line.lineage, validated_step=validated_step)
+        trainer = cls(
+            config, groups, files, trained_steps, waits, lineage=history.lineage, validated_step=validated_step
+        )
         try:
             await trainer._set_losses()
             if resume is not None:
                 await trainer._resume(resume)
-            await trainer._begin(anew=resume is None and line.lineage == 0)
+            await trainer._publish_start(new_run=resume is None and history.lineage == 0)
         except BaseException:
             await groups.close()
             raise
@@ -125,15 +126,15 @@ class Trainer:
     ) -> None:
         """Train until `total_steps` (of the whole run), the end of the stream or `stop`; then close the queue.
 
-        The ranks stay as long as this process: what they have published is theirs, and replicas may still be fetching
-        it. After a failure they are gone.
+        The ranks live as long as this process, because they own the published weights, which replicas may still be
+        fetching. After a failure they are killed.
 
         Args:
-            until_served: Return, unless stopped, only after `served`, and fail until then if a rank does.
+            until_served: return only after `served` or `stop` was called, and fail if a rank fails before.
 
         Raises:
-            AsyncRLError: the first failure of any part. InfraError: a rank died, or did not say for `timeouts.probe_s`
-                that it lives, whatever the loop waited on then.
+            AsyncRLError: the first failure of any part. InfraError: a rank died or did not answer health checks for
+                `timeouts.probe_s`, even if the loop was not waiting for it.
         """
         try:
             await self._plan(total_steps)
@@ -154,10 +155,10 @@ class Trainer:
             raise
 
     async def republish(self) -> None:
-        """Offer the newest version again, to a store that has lost its memory. A step that is under way goes on.
+        """Offer the newest version again to a restarted weight store. A running step continues.
 
         Raises:
-            InfraError, DeadlineError: the store did not take it.
+            InfraError, DeadlineError: the store did not accept it.
         """
         await self._trained["actor"].republish()
 
@@ -167,11 +168,11 @@ class Trainer:
         return self._groups.ranks
 
     def served(self) -> None:
-        """Every replica serves what was published last: nobody needs the ranks any more."""
+        """Record that every replica serves the last published version, so that the ranks are no longer needed."""
         self._served.set()
 
     def stop(self) -> None:
-        """End `run` soon: after the current step, with a checkpoint if `trainer.save_last`."""
+        """Request `run` to end after the current step, with a checkpoint if `trainer.save_last` is set."""
         self._stopped = True
         self._served.set()
         if self._loop is not None:
@@ -184,27 +185,27 @@ class Trainer:
             await self._trained["critic"].set_loss_fn(ValueLoss(config.critic.cliprange_value))
 
     async def _resume(self, resume: Resume) -> None:
-        # A copy: the loop counts on in it, and the manifest says what the checkpoint holds.
+        # A copy, because the loop updates it, while the manifest describes the checkpoint.
         self.progress = replace(resume.manifest.progress)
         if resume.checkpoint is not None:
             with self._waits.waiting("checkpoint"):
                 await load_roles(resume.checkpoint, self._trained)
 
-    async def _begin(self, *, anew: bool) -> None:
-        """`anew`: at the beginning of the run, so that there is nothing to go back to."""
+    async def _publish_start(self, *, new_run: bool) -> None:
+        """Publish the version that training starts from, and set aside the traces of abandoned steps."""
         progress = self.progress
-        profile.at(version=progress.version)  # of no step yet
-        if not anew:
-            await to_thread.run_sync(self._files.set_others_aside)
-            await self._record.rewound(progress.step)
+        profile.set_position(version=progress.version)  # events before the first step
+        if not new_run:
+            await to_thread.run_sync(self._files.set_abandoned_aside)
+            await self._trained_steps.rewound(progress.step)
         if self._lineage > 0 or progress.version > 0:
-            owed = self._owes_validation()
-            await self._trained["actor"].publish(progress.version, progress.step, validate=owed)
-            if owed:
+            validate = self._validation_is_owed()
+            await self._trained["actor"].publish(progress.version, progress.step, validate=validate)
+            if validate:
                 self._validated_step = progress.step
 
-    def _owes_validation(self) -> bool:
-        """Of what it goes on from."""
+    def _validation_is_owed(self) -> bool:
+        """Return whether the weights that training starts from still have to be validated."""
         config, validated = self._config, self._validated_step
         if not config.has_validation:
             return False
@@ -213,7 +214,7 @@ class Trainer:
         return validation_due(config.trainer.test_freq, validated_step=validated or 0, step=self.progress.step)
 
     async def _plan(self, total_steps: int) -> None:
-        """Tell each trained model how many steps it will take in all."""
+        """Set the total number of steps of each trained model, which its learning rate schedule needs."""
         config = self._config
         warmup = config.critic.warmup_steps if config.needs_critic else 0
         await self._trained["actor"].plan(max(1, total_steps - warmup))
@@ -223,7 +224,7 @@ class Trainer:
     def _make_loop(self, queue: SampleQueue, payloads: PayloadStore, total_steps: int) -> TrainLoop:
         config, roles = self._config, self._groups.roles
         filtering = config.algorithm.filter_groups
-        intake = Intake(
+        batch_source = BatchSource(
             queue,
             payloads,
             row_rules(config, self._lineage),
@@ -240,14 +241,14 @@ class Trainer:
             reward_model=roles.get("reward_model"),
         )
         return TrainLoop(
-            LoopSettings.of(config, total_steps=total_steps, lineage=self._lineage),
+            LoopSettings.from_config(config, total_steps=total_steps, lineage=self._lineage),
             queue=queue,
-            intake=intake,
+            batch_source=batch_source,
             actor=roles["actor"],
             critic=roles.get("critic"),
             experience=experience,
             checkpoints=RoleCheckpoints(self._files, self._trained, queue.confirm),
-            trained=self._record,
+            trained_steps=self._trained_steps,
             progress=self.progress,
             validated_step=self._validated_step or 0,
             waits=self._waits,
@@ -256,7 +257,8 @@ class Trainer:
 
 
 def row_rules(config: Config, lineage: int) -> RowRules:
-    """The vocabulary is known where the model's directory is on this machine; the ranks know it anyhow."""
+    """Return the rules for rows. The vocabulary is known only if the model's directory is on this machine; the ranks
+    check token ids in any case."""
     drift, described = config.async_training, model_config(config.model.path)
     text: Any = described.get("text_config") or {}
     return RowRules(

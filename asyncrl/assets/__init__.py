@@ -9,10 +9,10 @@ ROOT = Path(__file__).parent
 
 
 def resolve(path: str) -> str:
-    """The file-system path of an `asyncrl://` name; any other path as it is, `~` expanded.
+    """Return the file-system path of an `asyncrl://` name; other paths unchanged, with `~` expanded.
 
     Raises:
-        FileNotFoundError: nothing of that name is shipped.
+        FileNotFoundError: asyncrl ships no file of that name.
     """
     if not path.startswith(SCHEME):
         return str(Path(path).expanduser()) if path.startswith("~") else path

@@ -1,7 +1,7 @@
 """The `asyncrl` command. Exit codes: 0 ok, 1 failed, 2 bad configuration or usage, 130 interrupted.
 
-Nothing here imports torch, Ray or vLLM: a bad configuration is told before they are loaded. Looking at a run does not
-load the configuration's schema either.
+Nothing here imports torch, Ray or vLLM, so that a bad configuration is reported before they are loaded. Commands that
+only read a run do not load the configuration's schema either.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import click
 
 import asyncrl
 from asyncrl.cli.skip import skip
-from asyncrl.failures import AsyncRLError, ConfigError
+from asyncrl.core.failures import AsyncRLError, ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.config.compose import Mode, Outcome
-    from asyncrl.config.problems import Problem
+    from asyncrl.config.compose import CheckedConfig, Mode
+    from asyncrl.config.problems import ConfigProblem
     from asyncrl.config.schema import Config
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
@@ -44,12 +44,12 @@ def cli() -> None:
     asyncrl launch fully_async my.yaml              train yours
     asyncrl launch sync my.yaml                     the same run with a barrier: the baseline to compare with
     asyncrl serve my.yaml                           only serve its model, OpenAI-compatible
-    asyncrl status                                  how the newest run stands, live or dead
-    asyncrl why                                     what it waits on, down to the cause
-    asyncrl show quickstart sample_0_42             what was said, by which version, and what it was worth
-    asyncrl report                                  where its time went, and what lost most of it
-    asyncrl timeline quickstart                     where the time went, request by request, in the browser
-    asyncrl skip ls ~/.asyncrl/skip                 what is recorded of skipped stages
+    asyncrl status                                  the state of the newest run, live or dead
+    asyncrl why                                     what it is blocked on, down to the cause
+    asyncrl show quickstart sample_0_42             a conversation, with versions, tool calls and rewards
+    asyncrl report                                  where its time went, and what cost most of it
+    asyncrl timeline quickstart                     its requests over time, in the browser
+    asyncrl skip ls ~/.asyncrl/skip                 the records of skipped stages
     """
 
 
@@ -86,13 +86,13 @@ def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool,
         )
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")
-    from asyncrl.config.compose import examine
+    from asyncrl.config.compose import check_config
 
-    outcome = examine(*_split(arguments), mode=mode)
+    outcome = check_config(*_split(arguments), mode=mode)
     if dry_run:
         return _show_plan(outcome, as_json)
     config = _checked(outcome)
-    from asyncrl.cli.launch import launch as launch_run
+    from asyncrl.driver.launch import launch as launch_run
 
     return launch_run(config)
 
@@ -108,20 +108,21 @@ def serve(arguments: tuple[str, ...]) -> int:
       asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
       KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
     """
-    from asyncrl.config.compose import examine
+    from asyncrl.config.compose import check_config
 
-    config = _checked(examine(*_split(arguments), serve_only=True))
-    from asyncrl.cli.serve import serve as serve_until_interrupted
+    config = _checked(check_config(*_split(arguments), serve_only=True))
+    from asyncrl.driver.launch import serve as serve_until_interrupted
 
     return serve_until_interrupted(config)
 
 
-@cli.command(short_help="Show how a run stands, live or dead.")
+@cli.command(short_help="Show the state of a run, live or dead.")
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("-w", "--watch", is_flag=True, help="Print it anew every second, until the run ends or Ctrl-C.")
+@click.option("-w", "--watch", is_flag=True, help="Refresh every second, until the run ends or Ctrl-C.")
 def status(run: str | None, as_json: bool, watch: bool) -> int:
-    """Show how a run stands: its books, versions, staleness, restarts, drops, replicas, checkpoints and journal.
+    """Show the state of a run: its sample counts, versions, staleness, restarts, drops, replicas, checkpoints and
+    journal.
 
     RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
 
@@ -131,21 +132,21 @@ def status(run: str | None, as_json: bool, watch: bool) -> int:
       asyncrl status quickstart --watch
       asyncrl status runs/quickstart/20260101-120000 --json
 
-    It reads files only, so it works while the run lives, after it has ended, and after it was killed. A failed run is
-    an answer too: exit code 0. No such run: 2.
+    It reads files only, so it works while the run is live, after it has ended, and after it was killed. Exit code 0,
+    also for a failed run; 2 if there is no such run.
     """
     if watch and as_json:
-        raise click.UsageError("--watch shows a page; for JSON, run status --json as often as you like")
-    from asyncrl.cli import inspect
+        raise click.UsageError("--watch shows a page; for JSON, run status --json repeatedly")
+    from asyncrl.cli import status as inspect
 
     return inspect.status(run, as_json=as_json, watch=watch)
 
 
-@cli.command(short_help="Say what a run waits on, down to the cause.")
+@cli.command(short_help="Explain what a run is blocked on, down to the cause.")
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the chain as JSON.")
 def why(run: str | None, as_json: bool) -> int:
-    """Say what a run waits on, from the Trainer down to the cause; of a dead run, how it ended and what it waited on.
+    """Explain what a run is blocked on, from the Trainer down to the cause; of a dead run, how it ended, too.
 
     RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
 
@@ -155,29 +156,31 @@ def why(run: str | None, as_json: bool) -> int:
       asyncrl why runs/quickstart/20260101-120000
       asyncrl why quickstart --json
 
-    Each line waits on the next one:
+    Each line is blocked on the next one:
 
     \b
-      Trainer waits for samples for 95 s (30 of up to 32 are READY, 0 RUNNING)
-        ◀ Rollouter waits on staleness gate for 94 s (...)
-        ◀ version 12 not applied
-        ◀ replica 1 in pause for 94 s (...)
+      Trainer is blocked on samples for 95 s (30 of up to 32 are READY, 0 RUNNING)
+        ◀ Rollouter is blocked on the staleness gate for 94 s (...)
+        ◀ version 12 is not applied
+        ◀ replica 1 is paused for 94 s (...)
     """
-    from asyncrl.cli import inspect
+    from asyncrl.cli import status as inspect
 
     return inspect.why(run, as_json=as_json)
 
 
 @cli.command(short_help="Print one conversation of a run.")
 @click.argument("arguments", nargs=-1, required=True, metavar="[RUN] SAMPLE")
-@click.option("-t", "--trajectory", type=click.IntRange(0), metavar="K", help="This one of the sample; from 0.")
+@click.option(
+    "-t", "--trajectory", type=click.IntRange(0), metavar="K", help="Number of the trajectory in the sample, from 0."
+)
 @click.option("--tokens", is_flag=True, help="Token by token: id, mask, version, log-prob, text.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print it as it was dumped, as a JSON array; with --trajectory, one object."
 )
 @click.option("--no-color", is_flag=True, help="Plain text, also on a terminal.")
 def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
-    """Print a conversation: messages, tool calls, who sampled what and how fast, and rewards.
+    """Print a conversation: messages, tool calls, weights versions, speeds and rewards.
 
     RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
     SAMPLE is its id, or the last number of that.
@@ -189,29 +192,34 @@ def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_js
       asyncrl show 42 --trajectory 3 --tokens
       asyncrl show quickstart 42 --json
 
-    Runs keep their conversations with rollout.dump_dir=DIR. Without, a sample can be shown for as long as its payload
-    is in the run directory. What the policy sampled is in colour, a shade for every other version; what it was told is
-    dim. Without --trajectory: all trajectories in a table, and the first one. No such run or sample: exit code 2.
+    Runs keep their conversations with rollout.dump_dir=DIR. Without it, a sample can be shown as long as its payload is
+    in the run directory. Sampled text is coloured, with alternating shades for versions; all other text is dim. Without
+    --trajectory: a table of all trajectories, and the first one. No such run or sample: exit code 2.
     """
     if len(arguments) > 2:
         raise click.UsageError(f"expected [RUN] SAMPLE, got {len(arguments)} arguments: {' '.join(arguments)}")
     if as_json and tokens:
         raise click.UsageError("--json has all tokens; leave --tokens out")
-    from asyncrl.cli.show import Wanted
     from asyncrl.cli.show import show as show_sample
 
     *run, sample = arguments
-    wanted = Wanted(sample, trajectory, tokens=tokens, as_json=as_json, colour=not no_color)
-    return show_sample(run[0] if run else None, wanted)
+    return show_sample(
+        run[0] if run else None,
+        sample,
+        trajectory=trajectory,
+        tokens=tokens,
+        print_json=as_json,
+        use_colour=not no_color,
+    )
 
 
-@cli.command(short_help="Show where the time of a run went, request by request.")
+@cli.command(short_help="Show the requests and steps of a run over time.")
 @click.argument("run", required=False)
-@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Write a trace for Perfetto and end.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Write a trace for Perfetto instead.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Serve the page there; by default, a free port.")
 @click.option("--open/--no-open", "opened", default=None, help="Open a browser; by default, if there is a display.")
 def timeline(run: str | None, trace: str | None, port: int, opened: bool | None) -> int:
-    """Serve a page on loopback that shows the events of a run in time, live or afterwards; or write them as a trace.
+    """Serve a page on loopback with the events of a run over time, live or afterwards; or write them as a trace.
 
     RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
 
@@ -221,9 +229,9 @@ def timeline(run: str | None, trace: str | None, port: int, opened: bool | None)
       asyncrl timeline quickstart --port 8700 --no-open
       asyncrl timeline runs/quickstart/20260101-120000 --trace quickstart.json.gz
 
-    There are lanes for the Trainer, its ranks, the Rollouter and every replica. A request is a bar in the colours of
-    what it was doing; click it for its conversation, if rollout.dump_dir keeps those. A live run is followed. Events
-    are recorded with profiler.level=summary (the default) or full; a run without any: exit code 2. Ctrl-C ends the
+    The Trainer, its ranks, the Rollouter and every replica have a track. A request is a bar with a colour for each of
+    its phases; click it for its conversation, if rollout.dump_dir keeps those. The page follows a live run. Events are
+    recorded with profiler.level=summary (the default) or full; a run without events: exit code 2. Ctrl-C ends the
     page, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
     """
     if trace and opened:
@@ -237,10 +245,10 @@ def timeline(run: str | None, trace: str | None, port: int, opened: bool | None)
 
 @cli.command(short_help="Show where a run's time went, as a page.")
 @click.argument("run", required=False)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write it there.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Directory of the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print report.json; write nothing.")
 def report(run: str | None, out: Path | None, as_json: bool) -> int:
-    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what lost most of it.
+    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what cost most of it.
 
     RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
 
@@ -251,11 +259,11 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
       asyncrl report runs/quickstart/20260101-120000 --out report
       asyncrl report quickstart --json | jq '.findings[0]'
 
-    It writes report/ in the run directory: index.html, one page that needs no network, its figures as PNGs, and every
-    number of them in report.json. The findings are ranked by the seconds that they lost against what is normal: against
-    a replica's peers, or against the same calls' own median. They are printed here, too.
+    It writes report/ in the run directory: index.html, a self-contained page, its figures as PNGs, and all their
+    numbers in report.json. The findings are ranked by the seconds lost in comparison with a replica's peers, or with
+    the median of the same calls. They are printed here, too.
 
-    It reads files only, so it works while the run lives, after it has ended, and after it was killed. It is made of the
+    It reads files only, so it works while the run is live, after it has ended, and after it was killed. It needs the
     events that a run records with profiler.level=summary (the default) or full; a run without them: exit code 2.
     """
     from asyncrl.cli.report import report as make_report
@@ -264,35 +272,37 @@ def report(run: str | None, out: Path | None, as_json: bool) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
-    """The config, if the first argument is one, and the overrides."""
+    """Return the config, if the first argument is one, and the overrides."""
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
         return arguments[0], tuple(arguments[1:])
     return None, tuple(arguments)
 
 
-def _checked(outcome: Outcome) -> Config:
+def _checked(outcome: CheckedConfig) -> Config:
     config = outcome.require()
     _warn(outcome.warnings)
     return config
 
 
-def _warn(warnings: Sequence[Problem]) -> None:
+def _warn(warnings: Sequence[ConfigProblem]) -> None:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
-def _show_plan(outcome: Outcome, as_json: bool) -> int:
-    from asyncrl.cli.machine import look_at_machine
-    from asyncrl.config import checks, model_checks, plan
+def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
+    from asyncrl.config import plan
     from asyncrl.config.compose import to_yaml
+    from asyncrl.config.environment import num_prompts
+    from asyncrl.config.model_files import num_parameters
+    from asyncrl.driver.cluster import detect_machine
 
     try:
         config = outcome.require()
         resources = plan.make_plan(
             config,
-            look_at_machine(),
-            num_parameters=model_checks.num_parameters(config.model.path),
-            num_prompts=checks.num_prompts(config),
+            detect_machine(),
+            num_parameters=num_parameters(config.model.path),
+            num_prompts=num_prompts(config),
         )
     except ConfigError as error:
         if not as_json:
@@ -300,7 +310,7 @@ def _show_plan(outcome: Outcome, as_json: bool) -> int:
         found = [asdict(problem) for problem in outcome.problems]
         click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
         return BAD_CONFIG
-    warnings = [*outcome.warnings, *plan.problems(resources)]
+    warnings = [*outcome.warnings, *plan.shortages(resources)]
     if as_json:
         answer: dict[str, Any] = {
             "config": config.model_dump(mode="json"),
@@ -310,8 +320,8 @@ def _show_plan(outcome: Outcome, as_json: bool) -> int:
         click.echo(json.dumps(answer, indent=2, default=str))
         return 0
     click.echo(to_yaml(config))
-    click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.part_rows(resources)]))
-    click.echo("\n" + _table(plan.rows(resources)))
+    click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.process_rows(resources)]))
+    click.echo("\n" + _table(plan.quantity_rows(resources)))
     _warn(warnings)
     return 0
 
@@ -323,7 +333,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     try:
         return int(cli.main(args=arguments, prog_name="asyncrl", standalone_mode=False) or 0)
     except click.exceptions.Abort:
@@ -341,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console script. It does not wait for threads: after a failure one may sit in a call to a dead Ray."""
+    """The console script. It does not wait for threads, which may be stuck in a call to a dead Ray."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

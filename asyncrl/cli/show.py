@@ -1,79 +1,69 @@
-"""`asyncrl show`: the trajectories of one sample, out of `rollout.dump_dir` or of what the run directory has of it."""
+"""`asyncrl show`: the trajectories of one sample, from `rollout.dump_dir` or from its payload in the run directory."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.assets import resolve
-from asyncrl.cli import conversation
-from asyncrl.cli.inspect import find_run
-from asyncrl.cli.kept_samples import describe, fate, life_of, payload_of
-from asyncrl.failures import ConfigError
-from asyncrl.run_dir import RunDir
-from asyncrl.trajectory_files import find
-from asyncrl.trajectory_lines import DumpedTrajectory, as_json
-from asyncrl.types import SampleId, TokenIds
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import SampleId
+from asyncrl.observe.kept_samples import ConfiguredRun, find_sample, read_fate
+from asyncrl.observe.terminal import conversation
+from asyncrl.storage.run_dir import JOURNAL, find_run
+from asyncrl.storage.trajectory_files import DumpedTrajectory, as_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_TOKENS_SHOWN = 64
-"""Ids shown of a text that cannot be decoded."""
+SMALL_JOURNAL_BYTES = 8 << 20
+"""A journal up to this size is read within a second."""
 
 
-class Wanted(NamedTuple):
-    """What is asked for."""
+def show(
+    run: str | None, sample: str, *, trajectory: int | None, tokens: bool, print_json: bool, use_colour: bool
+) -> int:
+    """Print a sample's overview and one trajectory; return the exit code.
 
-    sample: str
-    trajectory: int | None = None
-    """None: all of them, and the conversation of the first."""
-    tokens: bool = False
-    as_json: bool = False
-    colour: bool = True
-
-
-def show(run: str | None, wanted: Wanted) -> int:
-    """Print what there is of a sample; returns the exit code.
+    Args:
+        run: a run directory or an experiment; None: the newest run.
+        sample: its id, or its feed index.
+        trajectory: its number; None: the first, or all with `print_json`.
+        tokens: print it token by token.
+        print_json: print it as it was dumped.
+        use_colour: where the terminal supports colours.
 
     Raises:
-        ConfigError: there is no such run, sample or trajectory, nothing is left of it, or no tokenizer for `tokens`.
+        ConfigError: there is no such run, sample or trajectory, the sample is not kept, or there is no tokenizer for
+            `tokens`.
     """
-    sample_id, index = _parse(wanted.sample)
-    run_files = _RunFiles(find_run(run))
-    shown = _look(run_files, index, f"sample {index}" if sample_id is None else str(sample_id))
-    trajectories = shown.trajectories
+    sample_id, index = _parse(sample)
+    configured = ConfiguredRun(find_run(run))
+    kept = find_sample(configured, index, f"sample {index}" if sample_id is None else str(sample_id))
+    trajectories = kept.trajectories
     if sample_id not in (None, trajectories[0].sample_id):
         raise ConfigError(
             f"the run has no {sample_id}: its sample of this feed index is {trajectories[0].sample_id}; show that one"
         )
-    one = _chosen(trajectories, wanted.trajectory)
-    for note in shown.notes:
+    one = _select(trajectories, trajectory)
+    for note in kept.notes:
         click.echo(f"note: {note}", err=True)
-    if wanted.as_json:
-        chosen = trajectories if wanted.trajectory is None else [one]
-        lines = [json.dumps(as_json(each), ensure_ascii=False) for each in chosen]
-        text = lines[0] if wanted.trajectory is not None else "[\n" + ",\n".join(lines) + "\n]"
+    if print_json:
+        lines = [
+            json.dumps(as_json(each), ensure_ascii=False) for each in trajectories if trajectory in (None, each.number)
+        ]
+        text = lines[0] if trajectory is not None else "[\n" + ",\n".join(lines) + "\n]"
         click.echo(text.encode("utf-8", "backslashreplace").decode())
         return 0
-    # Asked for before anything is printed: it may not be there.
-    decode_token = run_files.decode_token() if wanted.tokens else None
-    console = Console(highlight=False, soft_wrap=True, color_system="auto" if wanted.colour else None)
-    if wanted.trajectory is None and len(trajectories) > 1:
+    # Formatted before anything is printed, because the tokenizer may be missing.
+    decode_token = configured.decode_token() if tokens else None
+    console = Console(highlight=False, soft_wrap=True, color_system="auto" if use_colour else None)
+    if trajectory is None and len(trajectories) > 1:
         console.print(conversation.overview(trajectories))
         console.print()
-    for line in _lines(one, trajectories, run_files.path, decode_token):
+    for line in _lines(one, trajectories, configured.path, decode_token):
         console.print(line)
     return 0
 
@@ -88,11 +78,32 @@ def _lines(
     yield from conversation.conversation(one) if decode_token is None else conversation.tokens(one, decode_token)
     yield Text()
     oldest = min((version for each in trajectories for version in each.trajectory.versions), default=0)
-    yield from conversation.closing(one, fate(run_dir, one.sample_id, oldest))
+    yield from conversation.closing(one, _fate(run_dir, one.sample_id, oldest))
+
+
+def _fate(run_dir: Path, sample_id: SampleId, oldest_version: int) -> str:
+    """Describe the sample's final state; empty: reading it would take long."""
+    from trainer.trained_steps import read_trained
+
+    steps: dict[int, int] = {}
+    try:
+        for line in read_trained(run_dir):
+            if "rewound_to_step" in line:
+                steps = {step: version for step, version in steps.items() if step <= line["rewound_to_step"]}
+            elif str(sample_id) in line["samples"]:
+                steps[line["step"]] = line["version"]
+    except (ConfigError, KeyError, TypeError, OSError):
+        steps = {}
+    if steps:
+        step, version = max(steps.items())
+        return f"trained in step {step}, which began from v{version}: staleness {version - oldest_version}"
+    files = [run_dir / name for name in (JOURNAL, f"{JOURNAL}-wal")]
+    num_bytes = sum(file.stat().st_size for file in files if file.exists())
+    return read_fate(run_dir, sample_id.index).text if 0 < num_bytes <= SMALL_JOURNAL_BYTES else ""
 
 
 def _parse(sample: str) -> tuple[SampleId | None, int]:
-    """The id, if it is one, and the feed index, which alone names a sample of a run."""
+    """Return the id, if it is one, and the feed index, which is unique in a run."""
     if re.fullmatch(r"[1-9]\d*", sample, re.ASCII):
         return None, int(sample)
     try:
@@ -102,171 +113,11 @@ def _parse(sample: str) -> tuple[SampleId | None, int]:
     return sample_id, sample_id.index
 
 
-def _chosen(trajectories: Sequence[DumpedTrajectory], number: int | None) -> DumpedTrajectory:
+def _select(trajectories: Sequence[DumpedTrajectory], number: int | None) -> DumpedTrajectory:
     if number is None:
         return trajectories[0]
     for one in trajectories:
         if one.number == number:
             return one
-    there = ", ".join(str(one.number) for one in trajectories)
-    raise ConfigError(f"--trajectory={number}: {trajectories[0].sample_id} has no such trajectory; there are {there}")
-
-
-# ------------------------------------------------------------------------------------------------ where it is
-
-
-class Shown(NamedTuple):
-    """What is left of a sample."""
-
-    trajectories: Sequence[DumpedTrajectory]
-    notes: Sequence[str]
-    """What is to be known of them."""
-
-
-def kept(run_dir: Path, sample_id: SampleId) -> Shown:
-    """What can be shown of a sample.
-
-    Raises:
-        ConfigError: nothing; the message says what is known of the sample and what helps.
-    """
-    return _look(_RunFiles(run_dir), sample_id.index, str(sample_id))
-
-
-def _look(run: _RunFiles, index: int, name: str) -> Shown:
-    """The dump, or else the payload.
-
-    Raises:
-        ConfigError: there is neither; the message says what is known of the sample and what helps.
-    """
-    notes: list[str] = []
-    for directory in run.dump_dirs:
-        try:
-            found = find(directory, index, run.path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or directory} cannot be read: {error.strerror}. What rollout.dump_dir holds of "
-                f"{name} is in there"
-            ) from None
-        notes += found.notes
-        if found.trajectories:
-            return Shown(found.trajectories, notes)
-    payload = payload_of(run.path, index)
-    if payload.sample is not None:
-        decode, told = run.decode()
-        notes.append("it is not in a dump; this is its payload, so turns and what was said are told from its tokens")
-        return Shown(describe(payload.sample, run.path, decode), [*notes, *told])
-    raise ConfigError(_nothing(run, index, name, [*notes, *([payload.told] if payload.told else [])]))
-
-
-def _nothing(run: _RunFiles, index: int, name: str, notes: Sequence[str]) -> str:
-    life = life_of(run.path, index)
-    parts = [f"there are no trajectories of {name} to show in {run.path.name}: {life.told}", *notes]
-    record = run.skip_record(index)
-    if life.scored:
-        dump = (
-            f"Nothing of it is in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
-        )
-        parts.append(f"{dump}, and there is no payload of it (any more)")
-    elif life.record is not None:
-        parts.append("No trajectory of it has been scored, so there is none to keep")
-    if record is not None:
-        parts.append(f"What was generated is recorded: asyncrl skip show {record}")
-    elif life.scored and not run.dump_dir:
-        parts.append(
-            "Launch with rollout.dump_dir=DIR to keep every trajectory, or with skip.async_rollout.enable=true to "
-            "record what is generated"
-        )
-    return ". ".join(parts)
-
-
-class _RunFiles:
-    """A run directory, and what its configuration names."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            read = yaml.safe_load(RunDir(path).config.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            read = None
-        self._config: Mapping[str, Any] = read if isinstance(read, dict) else {}
-
-    def value(self, *keys: str) -> Any:
-        """None: there is no such key."""
-        found: Any = self._config
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
-
-    @property
-    def dump_dir(self) -> str | None:
-        named = self.value("rollout", "dump_dir")
-        return str(named) if named else None
-
-    @property
-    def dump_dirs(self) -> list[Path]:
-        """Where the dump may be; empty: nowhere."""
-        return list(self._places(self.dump_dir)) if self.dump_dir else []
-
-    def skip_record(self, index: int) -> Path | None:
-        """The record of what was generated for the sample, if there is one."""
-        names = (self.value("skip", "async_rollout", "dump_dir"), self.value("project_name"))
-        experiment = self.value("experiment_name")
-        if not (all(names) and experiment and self.value("skip", "async_rollout", "enable")):
-            return None
-        below = Path(str(names[1])) / str(experiment) / "async_rollout" / str(index)
-        found = (place / below for place in self._places(str(names[0])))
-        return next((path for path in found if path.is_dir()), None)
-
-    def decode_token(self) -> Callable[[int], str]:
-        """Raises `ConfigError`: no tokenizer can be loaded."""
-        tokenizer = self._tokenizer
-        return lambda token: str(tokenizer.decode([token]))
-
-    def decode(self) -> tuple[Callable[[TokenIds], str], Sequence[str]]:
-        """Text of tokens, and what is to be known of that: without a tokenizer it is their ids."""
-        try:
-            tokenizer = self._tokenizer
-        except ConfigError as error:
-            return _ids, [error.message]
-        return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)), []
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        key = "model.tokenizer_path" if self.value("model", "tokenizer_path") else "model.path"
-        name = self.value(*key.split("."))
-        if not isinstance(name, str):
-            raise ConfigError(f"{RunDir(self.path).config} names no model.path, so there is no tokenizer for texts")
-        from transformers import AutoTokenizer
-
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        try:
-            local = next((str(path) for path in self._places(resolve(name)) if path.is_dir()), name)
-            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                local, trust_remote_code=bool(self.value("model", "trust_remote_code")), local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError.wrap(
-                f"{key}: no tokenizer can be loaded from {name!r} on this machine, so there are no texts of tokens",
-                error,
-            ) from error
-        return loaded
-
-    def _places(self, name: str) -> Iterator[Path]:
-        """A relative path was meant from where the run was started: from here, or from above the run directory."""
-        path = Path(name).expanduser()
-        if path.is_absolute():
-            yield path
-            return
-        seen = set()
-        for start in (Path.cwd(), *self.path.parents):
-            with suppress(OSError):
-                if (place := (start / path).resolve()) not in seen:
-                    seen.add(place)
-                    yield place
-
-
-def _ids(ids: TokenIds) -> str:
-    shown = " ".join(map(str, ids[:_TOKENS_SHOWN].tolist()))
-    return shown + (f" … ({len(ids)} in all)" if len(ids) > _TOKENS_SHOWN else "")
+    numbers = ", ".join(str(one.number) for one in trajectories)
+    raise ConfigError(f"--trajectory={number}: {trajectories[0].sample_id} has no such trajectory; it has {numbers}")

@@ -1,4 +1,4 @@
-"""`asyncrl timeline`: the events of a run in time, as a page on loopback or as a trace file."""
+"""`asyncrl timeline`: the events of a run over time, as a page on loopback or as a trace file."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ import click
 import uvicorn
 from starlette.applications import Starlette
 
-from asyncrl.cli import conversation, inspect
-from asyncrl.cli.interrupts import Interrupts
-from asyncrl.cli.show import kept
-from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.profiling.files import DIRECTORY, event_files
-from asyncrl.timeline.details import Conversation
-from asyncrl.timeline.server import Standing, Timeline, app
-from asyncrl.timeline.trace import export
-from asyncrl.types import SampleId
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.types import SampleId
+from asyncrl.driver.processes import Interrupts
+from asyncrl.observe.kept_samples import ConfiguredRun, find_sample
+from asyncrl.observe.status.run_files import events_level, read_liveness
+from asyncrl.observe.terminal import conversation
+from asyncrl.observe.timeline.details import Conversation
+from asyncrl.observe.timeline.server import Timeline, TimelineStatus, create_app
+from asyncrl.observe.timeline.trace import export_trace
+from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files
+from asyncrl.storage.run_dir import find_run
 
 _STOP_S = 1
-"""For answers that are under way at Ctrl-C."""
+"""Time limit for requests in progress at Ctrl-C."""
 
 
 def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bool) -> int:
     """Write `trace`, or without it serve the page until Ctrl-C; returns the exit code.
 
     Raises:
-        ConfigError: there is no such run, it has no events, or the port or the file cannot be had.
+        ConfigError: there is no such run, it has no events, or the port or the file is not available.
         UsageError: a trace needs no port.
     """
     if trace is not None and port:
         raise click.UsageError(
             f"--trace writes a file and serves no page, so --port={port} would be of no effect: leave one of them out"
         )
-    run_dir = inspect.find_run(run)
+    run_dir = find_run(run)
     if next(event_files(run_dir), None) is None:
-        raise ConfigError(_nothing(run_dir))
+        raise ConfigError(_no_events(run_dir))
     if trace is not None:
         return _export(run_dir, trace)
     name = run_dir.name if run_dir.parent.name in ("", "runs") else f"{run_dir.parent.name}/{run_dir.name}"
-    served = app(name, Timeline(run_dir), lambda: standing(run_dir), lambda *of: conversation_of(run_dir, *of))
+    served = create_app(
+        name, Timeline(run_dir), lambda: run_position(run_dir), lambda *of: conversation_of(run_dir, *of)
+    )
     with _listening(port) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         click.echo(f"the timeline of {run_dir} is on {url}\nCtrl-C ends this.")
@@ -58,31 +62,31 @@ def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bo
 def _export(run_dir: Path, target: Path) -> int:
     begun = time.perf_counter()
     try:
-        done = export(run_dir, target)
+        result = export_trace(run_dir, target)
     except OSError as error:
         raise ConfigError(
             f"--trace={target} cannot be written: {error.strerror or error}. Name a file in a directory that is there "
             "and has room"
         ) from None
     took = time.perf_counter() - begun
-    click.echo(f"{target}: {done.events:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
-    if done.damaged:
-        click.echo(f"{done.damaged:,} damaged lines of {run_dir / DIRECTORY} were left out", err=True)
-    for unread in done.unread:
+    click.echo(f"{target}: {result.num_events:,} events, written in {took:.1f} s. Open it in https://ui.perfetto.dev")
+    if result.num_damaged:
+        click.echo(f"{result.num_damaged:,} damaged lines of {run_dir / EVENTS_DIRECTORY} were left out", err=True)
+    for unread in result.unreadable:
         click.echo(f"left out, because it cannot be read: {unread}", err=True)
     return 0
 
 
-def _nothing(run_dir: Path) -> str:
-    level = inspect.events_level(run_dir)
+def _no_events(run_dir: Path) -> str:
+    level = events_level(run_dir)
     if level == "off":
         return (
             f"{run_dir} has no events to show: it was launched with profiler.level=off. Launch with "
             "profiler.level=summary or full"
         )
-    told = f"; its profiler.level is {level}" if level else ""
+    setting = f"; its profiler.level is {level}" if level else ""
     return (
-        f"{run_dir} has no events to show{told}. A run with profiler.level=summary or full writes its first ones "
+        f"{run_dir} has no events to show{setting}. A run with profiler.level=summary or full writes its first ones "
         "into events/ of its directory within seconds of its start"
     )
 
@@ -92,7 +96,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
         raise ConfigError(
             f"--port={port} {why}: the page cannot be served there. Leave --port out for a free one, or name another"
         ) from None
@@ -101,7 +105,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `Interrupts`."""
+    """A server that leaves signals to `Interrupts`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -116,7 +120,7 @@ async def _serve(served: Starlette, listening: socket.socket, to_open: str | Non
         server.should_exit = True
 
     interrupts = Interrupts()
-    interrupts.orderly = stop
+    interrupts.on_first = stop
     with interrupts.scope:
         async with anyio.create_task_group() as group:
             await group.start(interrupts.listen)
@@ -130,25 +134,27 @@ async def _open(url: str) -> None:
     await anyio.to_thread.run_sync(webbrowser.open, url)
 
 
-def standing(run_dir: Path) -> Standing:
-    """How a run is, from its files. Blocking."""
-    found = inspect.standing(run_dir)
+def run_position(run_dir: Path) -> TimelineStatus:
+    """Return the position of a run, from its files. Blocking."""
+    found = read_liveness(run_dir)
     state = found.state
     if state is None:
-        return Standing("state not known" if found.how == "unknown" else found.phase, live=False)
-    return Standing(found.phase, found.how == "live", state.step, state.total_steps, state.version, state.started_at)
+        return TimelineStatus("state not known" if found.how == "unknown" else found.phase, live=False)
+    return TimelineStatus(
+        found.phase, found.how == "live", state.step, state.total_steps, state.version, state.started_at
+    )
 
 
 def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:
-    """As `asyncrl show` prints it, or why there is none. Blocking."""
+    """Return a conversation as `asyncrl show` prints it, or the reason why there is none. Blocking."""
     if not re.fullmatch(r"sample_\d+_\d+", sample, re.ASCII):
         return Conversation(notes=["Conversations are kept of samples that are trained on, not of this one."])
     try:
-        found = kept(run_dir, SampleId.parse(sample))
+        found = find_sample(ConfiguredRun(run_dir), SampleId.parse(sample).index, sample)
     except (AsyncRLError, ValueError) as error:
         return Conversation(notes=[error.message if isinstance(error, AsyncRLError) else str(error)])
     one = next((each for each in found.trajectories if trajectory is None or each.asked == trajectory), None)
     if one is None:
-        return Conversation(notes=[*found.notes, f"Trajectory {trajectory} was not kept; it may have been cut."])
+        return Conversation(notes=[*found.notes, f"Trajectory {trajectory} was not kept; it may have been cancelled."])
     lines = [*conversation.conversation(one), *conversation.closing(one, "")]
     return Conversation([conversation.title(one), *lines], found.notes)

@@ -1,4 +1,4 @@
-"""From packaged YAML, the user's file and overrides to one typed Config. Hydra composes; DictConfig stops here.
+"""Composition of packaged YAML, a user's file and overrides into one typed Config. DictConfig ends here.
 
 The composed tree has, in this order: the schema's defaults, the chosen groups and recipe, the user's file, overrides.
 """
@@ -6,47 +6,55 @@ The composed tree has, in this order: the schema's defaults, the chosen groups a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pydantic
 import yaml
 
-from asyncrl.config import checks, rules
-from asyncrl.config.keys import all_keys, nearest, neighbours, unknown_keys
-from asyncrl.config.overrides import parse_overrides
-from asyncrl.config.problems import Problem, errors, report
-from asyncrl.config.schema import Config, Section
-from asyncrl.config.sources import CONF, QUICKSTART, SCHEMA_NODE, USER_NODE, Source, SourceError, read_source
-from asyncrl.failures import ConfigError
+import asyncrl
+from asyncrl.config.environment import check_environment
+from asyncrl.config.keys import all_keys, known_section, leaves, nearest, unknown_keys
+from asyncrl.config.problems import ConfigProblem, errors, format_problems
+from asyncrl.config.rules import as_sync, check_rules
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
 
 Mode = Literal["fully_async", "sync"]
 Tree = dict[str, Any]
 
+CONF = Path(asyncrl.__file__).parent / "conf"
+_QUICKSTART = "quickstart"
+_BASE = "base"
+"""The packaged config under every other: the schema's defaults and a place for each group."""
+_SCHEMA_NODE = "schema"
+_USER_NODE = "user"
+
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A configuration and what was found about it; no `config` if it could not even be typed."""
+class CheckedConfig:
+    """A configuration and its problems; `config` is None if it has no valid types."""
 
     config: Config | None
-    problems: tuple[Problem, ...]
+    problems: tuple[ConfigProblem, ...]
 
     @property
-    def warnings(self) -> list[Problem]:
+    def warnings(self) -> list[ConfigProblem]:
         return [problem for problem in self.problems if problem.severity == "warning"]
 
     def require(self) -> Config:
-        """The configuration.
+        """Return the configuration.
 
         Raises:
-            ConfigError: there is an error among the problems; it tells all of them.
+            ConfigError: it has errors; the message has all of them.
         """
         failed = errors(self.problems)
         if failed or self.config is None:
-            raise ConfigError(report(failed))
+            raise ConfigError(format_problems(failed))
         return self.config
 
 
@@ -63,41 +71,248 @@ def load_config(
     Raises:
         ConfigError: with every problem in one message.
     """
-    return examine(source, overrides, mode=mode).require()
+    return check_config(source, overrides, mode=mode).require()
 
 
-def examine(
+def check_config(
     source: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
     mode: Mode = "fully_async",
     serve_only: bool = False,
-) -> Outcome:
-    """Like `load_config`, with all problems and warnings as values. `serve_only`: engines without training."""
+) -> CheckedConfig:
+    """Return a configuration with all its problems. `serve_only`: check it for engines without training."""
     try:
-        origin = read_source(QUICKSTART if source is None else str(source))
-        parsed = parse_overrides(overrides, origin)
-        tree = _compose(origin, parsed.arguments)
-    except SourceError as error:
-        return Outcome(None, (error.problem,))
-    written = {**origin.written, **parsed.written}
-    found = [*parsed.problems, *_unknown(tree), *_wrong_mode(tree, written, mode)]
-    config, mistyped = _typed(tree | {"mode": "fully_async"})
-    found += mistyped
+        base = _read_source(_QUICKSTART if source is None else str(source))
+        arguments, overridden, problems = _parse_overrides(overrides, base)
+        tree = _compose(base, arguments)
+    except _Refused as refused:
+        return CheckedConfig(None, (refused.problem,))
+    user_values = {**base.values, **overridden}
+    problems += _remove_unknown(tree)
+    if "mode" in user_values and tree.get("mode") != mode:
+        consequence = f"it contradicts `asyncrl launch {mode}`"
+        problems.append(ConfigProblem("mode", tree.get("mode"), consequence, "leave the key out; the command sets it"))
+    config, type_problems = _validate(tree | {"mode": "fully_async"})
+    problems += type_problems
     if config is not None:
-        config = rules.as_sync(config) if mode == "sync" else config
-        found += rules.problems(config, _given(written), serve_only=serve_only)
-        found += checks.problems(config, serve_only=serve_only)
-    places = {**origin.places, **dict.fromkeys(parsed.written, "command line")}
-    return Outcome(config, tuple(_located(found, places)))
+        config = as_sync(config) if mode == "sync" else config
+        problems += check_rules(config, _set_keys(user_values), serve_only=serve_only)
+        problems += check_environment(config, serve_only=serve_only)
+    places = {**base.places, **dict.fromkeys(overridden, "command line")}
+    return CheckedConfig(
+        config,
+        tuple(one if one.where else replace(one, where=_place(one.key, places)) for one in problems),
+    )
 
 
 def to_yaml(config: Config) -> str:
-    """Every key with its value; as a file, it composes to the same configuration."""
+    """Return every key with its value; as a file, this composes to the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _compose(origin: Source, arguments: Sequence[str]) -> Tree:
+def groups() -> list[str]:
+    """Return the names of the packaged groups."""
+    return sorted(entry.name for entry in CONF.iterdir() if entry.is_dir() and any(entry.glob("*.yaml")))
+
+
+def recipes() -> list[str]:
+    """Return the names of the packaged configs that can be launched."""
+    return sorted(file.stem for file in CONF.glob("*.yaml") if file.stem != _BASE)
+
+
+class _Refused(Exception):
+    """A problem that prevents composition."""
+
+    def __init__(self, key: str, value: Any, consequence: str, fix: str, where: str = "") -> None:
+        self.problem = ConfigProblem(key, value, consequence, fix, where=where)
+        super().__init__(str(self.problem))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True, slots=True)
+class _BaseConfig:
+    """The primary config of Hydra: a shipped recipe or the user's file."""
+
+    name: str
+    primary: str
+    node: Tree | None = None
+    """The user's file with a completed defaults list."""
+    folder: Path | None = None
+    """The folder of the user's own group options."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values in the file by dotted key."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """`file line N` by dotted key."""
+
+    def options(self, group: str) -> list[str]:
+        folders = [CONF / group, *([self.folder / group] if self.folder else [])]
+        return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+
+
+def _read_source(name: str) -> _BaseConfig:
+    file = Path(name).expanduser()
+    if file.is_file():
+        return _read_file(name, file)
+    if name in recipes():
+        return _BaseConfig(name, primary=name)
+    neighbours = [*file.parent.glob("*.yaml"), *file.parent.glob("*.yml")]
+    close = get_close_matches(name, [*recipes(), *map(str, neighbours)], n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    fix = f"{hint}Give a YAML file or one of the recipes {', '.join(recipes())}; overrides are written key=value"
+    raise _Refused("config", name, "there is no such file", fix)
+
+
+def _read_file(name: str, file: Path) -> _BaseConfig:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+        consequence = f"it cannot be read as YAML: {' '.join(str(error).split())}"
+        raise _Refused("config", name, consequence, "correct the file") from error
+    if not isinstance(tree, dict):
+        raise _Refused("config", name, "it is not a mapping of keys to values", "write it as `key: value`")
+    node: Tree = {str(key): value for key, value in tree.items()}
+    values = leaves({key: value for key, value in node.items() if key != "defaults"})
+    node["defaults"] = _complete_defaults(node.get("defaults"), name)
+    return _BaseConfig(name, _USER_NODE, node, file.parent.resolve(), values, dict(_lines(root, "", file.name)))
+
+
+def _complete_defaults(defaults: Any, name: str) -> list[Any]:
+    """Return the file's defaults list as Hydra needs it.
+
+    It starts from `base` unless it names a recipe, its choices of packaged groups override those of the recipe, and
+    the file itself comes after the configs below it. Overrides must come last in Hydra's lists.
+    """
+    if defaults is None:
+        return [_BASE, "_self_"]
+    if not isinstance(defaults, list):
+        fix = "write it as a list: `defaults: [quickstart, {algorithm: grpo_kl}]`"
+        raise _Refused("defaults", defaults, f"{name}: Hydra's defaults are a list", fix)
+    configs: list[Any] = []
+    choices: list[Any] = []
+    for entry in defaults:
+        group, option = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (None, None)
+        group = str(group).removeprefix("override ").strip().removeprefix("/")
+        if group in groups():
+            choices.append({f"override /{group}": option})
+        else:
+            configs.append(entry)
+    if not any(entry in (_BASE, *recipes()) for entry in configs):
+        configs.insert(0, _BASE)
+    if "_self_" not in configs:
+        configs.append("_self_")
+    return [*configs, *choices]
+
+
+def _lines(node: yaml.Node | None, prefix: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield each dotted key of a file with its line."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{key.value}", f"{name} line {key.start_mark.line + 1}"
+        yield from _lines(value, f"{prefix}{key.value}.", name)
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def _parse_overrides(texts: Sequence[str], base: _BaseConfig) -> tuple[list[str], Tree, list[ConfigProblem]]:
+    """Return the arguments for Hydra, the overridden values by dotted key, and the problems.
+
+    Keys are set with Hydra's `++`, so that keys below a section that is off, or in a mapping with arbitrary keys, can
+    be set like any other; unknown keys are found after composition.
+    """
+    arguments: list[str] = []
+    values: Tree = {}
+    problems: list[ConfigProblem] = []
+    for text in texts:
+        try:
+            name, raw = _split_override(text)
+            if name in groups():
+                arguments.append(f"{name}={_check_option(name, raw, base.options(name))}")
+            else:
+                _check_list_index(name, raw)
+                argument, values[name] = _parse_value(name, raw)
+                arguments.append(argument)
+        except _Refused as refused:
+            problems.append(replace(refused.problem, where="command line"))
+    return arguments, values, problems
+
+
+def _split_override(text: str) -> tuple[str, str]:
+    name, equals, raw = text.partition("=")
+    if text.startswith("~"):
+        fix = f"set {text[1:] or 'KEY'}=null"
+        raise _Refused(text, "?", "every key has a default, so none can be removed", fix)
+    if text in recipes() or (not equals and Path(text).expanduser().is_file()):
+        fix = f"put it first: {text} KEY=VALUE ...; a group's option is chosen with GROUP=OPTION"
+        raise _Refused(text, "?", "a config comes before all overrides, and there can be only one", fix)
+    if not equals or not name.strip("+ "):
+        raise _Refused(text, "?", "it is neither a config file nor an override", "write key=value")
+    name = name.lstrip("+").strip()
+    if name.partition(".")[0] == "hydra" or name.startswith("hydra/"):
+        consequence = "Hydra only composes here; its run and sweep settings have no effect"
+        raise _Refused(name, raw, consequence, "leave it out")
+    if "@" in name:
+        consequence = "groups have one place here, their own section"
+        raise _Refused(name, raw, consequence, f"write {name.partition('@')[0]}={raw}")
+    return name, raw
+
+
+def _check_option(group: str, raw: str, options: Sequence[str]) -> str:
+    if raw in options or raw == "null":
+        return raw
+    close = get_close_matches(raw, options, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    fix = f"{hint}Options are {', '.join(options)}; single keys are set as {group}.KEY=VALUE"
+    raise _Refused(group, raw, f"{group} is a group and has no option of this name", fix)
+
+
+def _check_list_index(name: str, raw: str) -> None:
+    """Refuse a key below a list that names no entry; Hydra raises a bare ValueError or TypeError for it."""
+    *parts, _ = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        key, entry = all_keys().get(path), name.split(".")[end]
+        if key is not None and key.kind.startswith("a list") and not entry.isdecimal():
+            fix = f"give the whole list, {path}=[...], or the number of an entry, {path}.0"
+            raise _Refused(name, raw, f"{path} is a list, and {entry} is not the number of an entry", fix)
+
+
+def _parse_value(name: str, raw: str) -> tuple[str, Any]:
+    """Return Hydra's argument for `name=raw`, and the parsed value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key = all_keys().get(name)
+    if key is not None and key.takes_text and raw != "null" and raw[:1] not in ("'", '"'):
+        # Free text needs none of Hydra's quoting: 007, a (b).py and x,y are used literally.
+        raw = _quote(raw)
+    try:
+        override = OverridesParser.create().parse_override(f"++{name}={raw}")
+        if override.is_sweep_override():
+            fix = f"run the command once for each value; a list is written {name}=[{raw}]"
+            raise _Refused(name, raw, "that is several values, and a launch is one run", fix)
+        return f"++{name}={raw}", override.value()
+    except HydraException as error:
+        reason = str(error).partition("\nSee ")[0].splitlines()[0]
+        fix = f"put the value in quotes, twice for the shell: {name}='\"{raw}\"'"
+        raise _Refused(name, raw, f"it cannot be read: {reason}", fix) from error
+
+
+def _quote(text: str) -> str:
+    """Return a string in Hydra's override grammar, where a backslash is literal unless a quote follows."""
+    return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text) + '"'
+
+
+# ------------------------------------------------------------------------------------------------ composition
+
+
+def _compose(base: _BaseConfig, arguments: Sequence[str]) -> Tree:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -105,20 +320,19 @@ def _compose(origin: Source, arguments: Sequence[str]) -> Tree:
     from omegaconf.errors import OmegaConfBaseException
 
     store = ConfigStore.instance()
-    store.store(name=SCHEMA_NODE, node=Config().model_dump(mode="json"))
-    if origin.node is not None:
-        store.store(name=USER_NODE, node=origin.node)
+    store.store(name=_SCHEMA_NODE, node=Config().model_dump(mode="json"))
+    if base.node is not None:
+        store.store(name=_USER_NODE, node=base.node)
+    search_path = [f"hydra.searchpath=[{_quote(f'file://{base.folder}')}]"] if base.folder else []
     try:
         with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            composed = compose(origin.primary, overrides=[*origin.search_path(), *arguments])
+            composed = compose(base.primary, overrides=[*search_path, *arguments])
         tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        key = str(error.full_key or origin.name)
-        raise SourceError(Problem(key, "?", _first_line(error), "mend the ${...} or give the value")) from error
+        key = str(error.full_key or base.name)
+        raise _Refused(key, "?", _first_line(error), "correct the ${...} or give the value") from error
     except HydraException as error:
-        raise SourceError(
-            Problem(origin.name, "?", _first_line(error), f"see the groups and recipes in {CONF}")
-        ) from error
+        raise _Refused(base.name, "?", _first_line(error), f"see the groups and recipes in {CONF}") from error
     assert isinstance(tree, dict)  # the schema node is a mapping, and merging keeps it one
     return {str(key): value for key, value in tree.items()}
 
@@ -127,128 +341,81 @@ def _first_line(error: Exception) -> str:
     return "Hydra: " + " ".join(str(error).split("\n    full_key")[0].split())
 
 
-def _unknown(tree: Tree) -> Iterator[Problem]:
-    """Problems with keys the schema does not have, which are taken out of `tree` so that the rest can be looked at."""
-    for key, value in list(unknown_keys(tree)):
-        _remove(tree, key.split("."))
-        if meant := nearest(key):
-            fix = f"did you mean {meant}?"
-        else:
-            section, names = neighbours(key)
-            fix = f"{section or 'the top'} has {', '.join(names)}"
-        yield Problem(key, value, "there is no such key, so it would have no effect", fix)
+def _remove_unknown(tree: Tree) -> Iterator[ConfigProblem]:
+    """Remove keys from `tree` that are not in the schema, and yield a problem for each."""
+    for path, value in list(unknown_keys(tree)):
+        _remove(tree, path)
+        key = ".".join(path)
+        section, names = known_section(key)
+        close = nearest(key)
+        fix = f"did you mean {close}?" if close else f"{section or 'the top'} has {', '.join(names)}"
+        yield ConfigProblem(key, value, "there is no such key, so it would have no effect", fix)
 
 
 def _remove(tree: Tree, path: Sequence[str]) -> None:
-    """Delete `path` from nested mappings. Names of the user's own may hold dots, so parts are joined until one fits."""
-    for end in range(1, len(path) + 1):
-        name = ".".join(path[:end])
-        if name in tree:
-            if end == len(path):
-                del tree[name]
-            else:
-                _remove(tree[name], path[end:])
-                if not tree[name]:
-                    del tree[name]
-            return
+    """Delete `path` and the mappings that become empty."""
+    name, *rest = path
+    if rest:
+        _remove(tree[name], rest)
+    if not rest or not tree[name]:
+        del tree[name]
 
 
-def _wrong_mode(tree: Tree, written: Mapping[str, Any], mode: Mode) -> Iterator[Problem]:
-    if "mode" in written and tree.get("mode") != mode:
-        yield Problem(
-            "mode",
-            tree.get("mode"),
-            f"`asyncrl launch {mode}` says otherwise",
-            "leave the key out; the command sets it",
-        )
-
-
-def _typed(tree: Tree) -> tuple[Config | None, list[Problem]]:
-    """Strict JSON typing: an integer is no text and true is no integer; a list is fine where a tuple is wanted."""
+def _validate(tree: Tree) -> tuple[Config | None, list[ConfigProblem]]:
+    """Validate with strict JSON types: an integer is no text and true is no integer; a list is valid for a tuple."""
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True), []
     except pydantic.ValidationError as error:
-        return None, list(_mistyped(error))
+        return None, [_type_problem(detail) for detail in error.errors(include_url=False)]
 
 
-def _mistyped(error: pydantic.ValidationError) -> Iterator[Problem]:
+def _type_problem(detail: Any) -> ConfigProblem:
     known = all_keys()
-    for detail in error.errors(include_url=False):
-        names = [str(part) for part in detail["loc"]]
-        while names and ".".join(names) not in known:  # an item of a list, or a branch of a union
-            names.pop()
-        key = known.get(".".join(names))
-        if key is not None and _in_entry(detail["loc"]):
-            yield _mistyped_item(detail)
-            continue
-        if key is None:
-            yield Problem("configuration", "?", detail["msg"], "see docs/config.md")
-            continue
-        if detail["type"] == "missing":
-            yield Problem(key.name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
-            continue
-        default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
-        consequence = f"it cannot be used: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-        yield Problem(key.name, detail["input"], consequence, _fix(key.kind, detail) + default)
+    path = list(detail["loc"])
+    parts = ["*" if isinstance(part, int) else str(part) for part in path]
+    while parts and ".".join(parts) not in known:  # an item of a list, or a branch of a union
+        parts.pop()
+    if not parts:
+        return ConfigProblem("configuration", "?", detail["msg"], "see docs/config.md")
+    key, given = known[".".join(parts)], detail["input"]
+    name = ".".join(map(str, path[: len(parts)]))
+    if detail["type"] == "extra_forbidden" and key.section is not None:  # in an entry of a list
+        unknown, names = str(path[-1]), list(key.section.model_fields)
+        close = get_close_matches(unknown, names, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+        return ConfigProblem(f"{name}.{unknown}", given, "there is no such key", fix)
+    if detail["type"] == "missing":
+        return ConfigProblem(name, None, "it is required here and was not given", f"give {key.kind}: {key.doc}")
+    # Validators of sections raise "consequence; fix".
+    message, _, fix = detail["msg"].removeprefix("Value error, ").partition("; ")
+    default = "" if key.section or key.default is ... else f" (default {json.dumps(key.default)})"
+    fix = fix or _valid_value(key.kind, given, is_list=detail["type"] == "tuple_type")
+    return ConfigProblem(name, given, f"it cannot be used: {message[0].lower()}{message[1:]}", fix + default)
 
 
-def _fix(kind: str, detail: Any) -> str:
-    """For a value that is not `kind`."""
-    given = detail["input"]
-    example = f", e.g. [{given}]" if detail["type"] == "tuple_type" and isinstance(given, (str, int, float)) else ""
+def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
+    """Return the fix for a value that is not of `kind`."""
+    example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
     if isinstance(given, str) and "one of " in kind:
-        options = kind.partition("one of ")[2].split(", ")
-        close = get_close_matches(given, options, n=1)
+        close = get_close_matches(given, kind.partition("one of ")[2].split(", "), n=1)
         if close and close[0] != given:
             return f"did you mean {f'[{close[0]}]' if example else close[0]}? It is {kind}"
         example = example if close else ""
     return f"give {kind}{example}"
 
 
-def _in_entry(loc: Sequence[str | int]) -> bool:
-    """It is in an entry of a list of sections, or such an entry."""
-    numbers = [place for place, part in enumerate(loc) if isinstance(part, int)]
-    return bool(numbers) and _section_at(loc[: numbers[0] + 1]) is not None
+def _set_keys(values: Mapping[str, Any]) -> set[str]:
+    """Return the keys that the user set to other values than the default.
 
-
-def _mistyped_item(detail: Any) -> Problem:
-    """Of a key in an entry of a list, which tables of keys do not have."""
-    loc = [str(part) for part in detail["loc"]]
-    fix = "see docs/config.md"
-    if detail["type"] == "extra_forbidden" and (section := _section_at(detail["loc"][:-1])) is not None:
-        close = get_close_matches(loc[-1], section.model_fields, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(section.model_fields)}"
-        return Problem(".".join(loc), detail["input"], "there is no such key", fix)
-    if detail["type"] == "missing":
-        return Problem(".".join(loc), None, "it is required here and was not given", "give it")
-    consequence = f"it cannot be used: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-    return Problem(".".join(loc), detail["input"], consequence, fix)
-
-
-def _section_at(loc: Sequence[str | int]) -> type[Section] | None:
-    """The section that a place in the configuration holds."""
-    kind: Any = Config
-    for part in loc:
-        if isinstance(part, int):
-            kind = get_args(kind)[0] if get_args(kind) else None
-        elif isinstance(kind, type) and issubclass(kind, Section) and part in kind.model_fields:
-            kind = kind.model_fields[part].annotation
-        else:
-            return None
-        options = [option for option in get_args(kind) if option is not type(None)]
-        if type(None) in get_args(kind) and len(options) == 1:
-            (kind,) = options
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
-def _given(written: Mapping[str, Any]) -> set[str]:
+    Keys of a skip role that the user switched off are left out: a file may describe a role that a run does not use.
+    """
     known = all_keys()
-    return {key for key, value in written.items() if key in known and value != known[key].default}
-
-
-def _located(found: Sequence[Problem], places: Mapping[str, str]) -> Iterator[Problem]:
-    for problem in found:
-        yield problem if problem.where else replace(problem, where=_place(problem.key, places))
+    off = tuple(key[: -len("enable")] for key, value in values.items() if value is False and key.endswith(".enable"))
+    return {
+        key
+        for key, value in values.items()
+        if key in known and value != known[key].default and not (key.startswith("skip.") and key.startswith(off))
+    }
 
 
 def _place(key: str, places: Mapping[str, str]) -> str:

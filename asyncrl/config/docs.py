@@ -1,15 +1,14 @@
-"""docs/config.md, made from the schema and the packaged YAML: `python -m asyncrl.config.docs [FILE]`."""
+"""docs/config.md, generated from the schema and the packaged YAML: `python -m asyncrl.config.docs [FILE]`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from asyncrl.config.keys import Key, all_keys
-from asyncrl.config.schema import Config, Section
-from asyncrl.config.sources import CONF, groups, recipes
+from asyncrl.config.compose import CONF, groups, recipes
+from asyncrl.config.keys import ConfigKey, all_keys
 
 _HEAD = """\
 # Configuration
@@ -32,18 +31,19 @@ It may build on a recipe and choose groups by a Hydra defaults list, say `defaul
 Options of your own can lie next to it (`algorithm/mine.yaml`). `${key}` and `${oc.env:VARIABLE}` are resolved.
 The order is: defaults, groups, recipe, your file, overrides; the later wins. On the command line a list is written
 `data.train_files=[a.jsonl,b.jsonl]`, and free text needs no quotes but the shell's.
-`asyncrl launch ... --dry-run` prints what comes out, and what it will ask of the machine.
+`asyncrl launch ... --dry-run` prints the resolved configuration and the resources of the run.
+In tables, `*` stands for each entry of a list.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([_HEAD, *_choices(), *_reference()])
 
 
 def _choices() -> Iterator[str]:
     yield "## Recipes and groups\n"
-    yield "| recipe | what it is |\n|---|---|"
+    yield "| recipe | description |\n|---|---|"
     for name in recipes():
         yield f"| `{name}` | {_headline(CONF / f'{name}.yaml')} |"
     yield "\n| group=option | what it sets |\n|---|---|"
@@ -54,7 +54,7 @@ def _choices() -> Iterator[str]:
 
 
 def _headline(file: Path) -> str:
-    """The comment at the head of a packaged file, or what the file sets."""
+    """Return the comment at the head of a packaged file, or its keys."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comments = [line.removeprefix("#").strip() for line in lines if line.startswith("#")]
     text = " ".join(comments) or ", ".join(f"`{line.strip()}`" for line in lines if line.strip())
@@ -64,18 +64,17 @@ def _headline(file: Path) -> str:
 def _reference() -> Iterator[str]:
     yield "## Keys\n"
     keys = list(all_keys().values())
-    yield from _table("Top level", Config, [key for key in keys if "." not in key.name and key.section is None])
+    yield from _table("Top level", "The whole run.", [key for key in keys if "." not in key.name and not key.section])
     for section in (key for key in keys if key.section is not None):
         children = [key for key in keys if key.name.rpartition(".")[0] == section.name and key.section is None]
-        assert section.section is not None  # chosen above
-        yield from _table(f"`{section.name}`", section.section, children, section)
+        # A field's docstring describes this use of the section, the class's the section in general.
+        text = section.doc or (section.section.__doc__ or "" if section.section else "").strip()
+        yield from _table(f"`{section.name}`", text, children)
 
 
-def _table(title: str, kind: type[Section], keys: list[Key], section: Key | None = None) -> Iterator[str]:
+def _table(title: str, text: str, keys: Sequence[ConfigKey]) -> Iterator[str]:
     yield f"### {title}\n"
-    # A field's own words are about this use of the section, the class's about the section in general.
-    if words := (section.doc if section and section.doc else (kind.__doc__ or "").strip()):
-        yield f"{words}\n"
+    yield f"{text}\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
     for key in keys:
         default = "required" if key.default is ... else f"`{json.dumps(key.default, ensure_ascii=False)}`"
@@ -84,10 +83,5 @@ def _table(title: str, kind: type[Section], keys: list[Key], section: Key | None
     yield ""
 
 
-def main() -> None:
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/config.md")
-    target.write_text(render(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/config.md").write_text(render(), encoding="utf-8")

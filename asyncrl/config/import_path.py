@@ -1,4 +1,4 @@
-"""From `module:name` or `path/file.py:name` in a configuration to what it names."""
+"""Import the object that a configuration names as `module:name` or `path/file.py:name`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.core.failures import ConfigError, UserCodeError
 
 
 def load_object(reference: str, key: str) -> Any:
-    """What `reference` names, imported.
+    """Import the object that `reference` names.
 
     Args:
         reference: `module:name` or `path/file.py:name`; the name may have dots.
         key: The configuration key that holds it, for the error.
 
     Raises:
-        ConfigError: there is nothing of that name.
+        ConfigError: there is no such object.
         UserCodeError: the module raised when it was imported.
     """
     location, colon, path = reference.rpartition(":")
@@ -37,7 +37,7 @@ def load_object(reference: str, key: str) -> Any:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """The end of a sentence about a name that does not exist."""
+    """Return the end of a sentence about a name that does not exist: the nearest name, or all names."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(sorted(names)[:8])}" if names else ""
 

@@ -1,4 +1,7 @@
-"""Every key of the schema by its dotted name, and the nearest one to a name that is none of them. Pure."""
+"""Every key of the schema by its dotted name, and the nearest key to an unknown name. Pure.
+
+Keys of entries of a list have `*` in the place of the entry's number: `rollout.multi_turn.tools.*.class_name`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from asyncrl.config.schema import Config, Section
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import ConfigSection
 
-_NAMES: Mapping[Any, str] = {
+_TYPES: Mapping[Any, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -26,69 +31,79 @@ _BOUNDS: tuple[tuple[type, str, str], ...] = ((Gt, ">", "gt"), (Ge, ">=", "ge"),
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One key a user can set."""
+class ConfigKey:
+    """A key that users can set."""
 
     name: str
     kind: str
-    """What it takes, in words: `an integer > 0`, `one of drop, mask, keep`."""
+    """Its type in words: `an integer > 0`, `one of drop, mask, keep`."""
     default: Any
-    """As JSON has it; `...`: required, within a section that is off by default."""
+    """Its default as JSON; `...` if it is required within a section that is off by default."""
     doc: str
-    section: type[Section] | None
+    section: type[ConfigSection] | None
     """The class of its keys, if it is a section."""
     takes_text: bool
-    """Takes free text, no number and no list, so that `key=007` on the command line means the text."""
+    """Its values are free text, so that `key=007` on the command line means the text."""
     open_ended: bool
-    """A mapping of your own below it: any key goes."""
+    """It is a mapping with arbitrary keys."""
 
 
 @cache
-def all_keys() -> Mapping[str, Key]:
-    """Sections and keys by dotted name, in the schema's order."""
+def all_keys() -> Mapping[str, ConfigKey]:
+    """Return sections and keys by dotted name, in the schema's order."""
     return {key.name: key for key in _walk(Config, "", Config())}
 
 
-def _walk(section: type[Section], prefix: str, defaults: Section | None) -> Iterator[Key]:
-    """The keys of `section` whose values by default are those of `defaults`; None: it is off by default."""
+def _walk(section: type[ConfigSection], prefix: str, defaults: ConfigSection | None) -> Iterator[ConfigKey]:
+    """Yield the keys of `section`, whose values by default are `defaults` (None: the section is off by default)."""
     for name, field in section.model_fields.items():
         if defaults is not None:
-            # Where a section holds another, its default may differ from that section's own: critic.optim.lr.
+            # The default of a section within a section may differ from its class's: critic.optim.lr.
             default = getattr(defaults, name)
         else:
             default = ... if field.is_required() else field.get_default(call_default_factory=True)
-        key = _key(prefix + name, field, default)
+        key, entry = _key(prefix + name, field, default)
         yield key
-        if key.section is not None:
-            yield from _walk(key.section, f"{key.name}.", default if isinstance(default, Section) else None)
+        if entry is not None:
+            yield ConfigKey(f"{key.name}.*", "a section of keys", ..., "", entry, False, False)
+            yield from _walk(entry, f"{key.name}.*.", None)
+        elif key.section is not None:
+            yield from _walk(key.section, f"{key.name}.", default if isinstance(default, ConfigSection) else None)
 
 
-def _key(name: str, field: FieldInfo, default: Any) -> Key:
+def _key(name: str, field: FieldInfo, default: Any) -> tuple[ConfigKey, type[ConfigSection] | None]:
+    """Return the key and, if it is a list of sections, the class of its entries."""
     options = _options(field.annotation)
-    section = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
-    return Key(
+    section = next((option for option in options if _is_section(option)), None)
+    entry = next((get_args(option)[0] for option in options if get_origin(option) is tuple), None)
+    key = ConfigKey(
         name=name,
         kind=describe(field.annotation, tuple(field.metadata)),
-        default=_plain(default),
+        default=_as_json(default),
         doc=field.description or "",
         section=section,
         takes_text=str in options and not {int, float, bool, tuple} & {get_origin(one) or one for one in options},
         open_ended=any(get_origin(option) is dict for option in options),
     )
+    return key, entry if _is_section(entry) else None
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, ConfigSection)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
+def _as_json(value: Any) -> Any:
+    if isinstance(value, ConfigSection):
         return value.model_dump(mode="json")
     return list(value) if isinstance(value, tuple) else value
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return describe(args[0], tuple(args[1:]) + metadata)
@@ -101,69 +116,61 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin is tuple:
         item = describe(args[0])
         return f"a list, each {item}" if args[-1] is ... else f"a list of {len(args)}, each {item}"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if _is_section(annotation):
         return "a section of keys"
-    return _NAMES[annotation] + _bounds(metadata)
-
-
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    found = []
-    for item in metadata:
-        for constraint in getattr(item, "metadata", [item]):
-            found += [
-                f"{sign} {getattr(constraint, name)}" for kind, sign, name in _BOUNDS if isinstance(constraint, kind)
-            ]
-    return f" {' and '.join(found)}" if found else ""
+    constraints = [one for item in metadata for one in getattr(item, "metadata", [item])]
+    bounds = [
+        f"{sign} {getattr(one, name)}" for one in constraints for kind, sign, name in _BOUNDS if type(one) is kind
+    ]
+    return " ".join([_TYPES[annotation], " and ".join(bounds)]).strip()
 
 
 def unknown_keys(
-    tree: Mapping[str, Any], section: type[Section] = Config, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values in `tree` that the schema does not have.
+    tree: Mapping[str, Any], section: type[ConfigSection] = Config, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield paths and values in `tree` that are not in the schema.
 
-    A section whose name is a typo of a known one is told once, as a section; any other unknown mapping leaf by leaf,
-    because its leaves say more about what was meant.
+    A section whose name resembles a known one is reported once; of other unknown mappings every leaf is, because the
+    leaves say more about the intention.
     """
     known = all_keys()
     for name, value in tree.items():
-        dotted = f"{prefix}{name}"
-        key = known.get(dotted)
+        here = (*path, str(name))
+        key = known.get(".".join(here))
         if key is None:
-            siblings = list(section.model_fields)
-            if isinstance(value, Mapping) and value and not get_close_matches(str(name), siblings):
-                yield from _leaves(value, f"{dotted}.")
+            if isinstance(value, Mapping) and value and not get_close_matches(str(name), list(section.model_fields)):
+                yield from _leaves(value, here)
             else:
-                yield dotted, value
+                yield here, value
         elif key.section is not None and isinstance(value, Mapping):
-            yield from unknown_keys(value, key.section, f"{dotted}.")
+            yield from unknown_keys(value, key.section, here)
 
 
 def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names of what `tree` sets; mappings that are values themselves stay whole."""
-    return dict(_leaves(tree, ""))
+    """Return the values in `tree` by dotted key; a mapping that is a value itself stays one."""
+    return {".".join(path): value for path, value in _leaves(tree)}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     known = all_keys()
     for name, value in tree.items():
-        dotted = f"{prefix}{name}"
-        key = known.get(dotted)
+        here = (*path, str(name))
+        key = known.get(".".join(here))
         if isinstance(value, Mapping) and value and not (key and key.open_ended):
-            yield from _leaves(value, f"{dotted}.")
+            yield from _leaves(value, here)
         else:
-            yield dotted, value
+            yield here, value
 
 
 def nearest(unknown: str) -> str | None:
-    """The key most likely meant: the same place misspelt, the same name elsewhere, or anything close."""
-    known = all_keys()
+    """Return the most likely key: a misspelt sibling, the same name elsewhere, or another similar name."""
+    known = [name for name in all_keys() if "*" not in name]
     parent, _, leaf = unknown.rpartition(".")
-    siblings = {name: name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent}
-    if close := get_close_matches(leaf, siblings.values(), n=1, cutoff=0.7):
-        return next(name for name, sibling in siblings.items() if sibling == close[0])
-    namesakes = [name for name in known if name.rpartition(".")[2] == leaf]
-    if namesakes:
-        return max(namesakes, key=lambda name: _shared_sections(name, unknown))  # of several, the schema's first
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    if close := get_close_matches(leaf, siblings, n=1, cutoff=0.7):
+        return siblings[close[0]]
+    if namesakes := [name for name in known if name.rpartition(".")[2] == leaf]:
+        return max(namesakes, key=lambda name: _shared_sections(name, unknown))  # the schema's first of several
     if close := get_close_matches(unknown, known, n=1, cutoff=0.75):
         return close[0]
     by_leaf = {name.rpartition(".")[2]: name for name in known}
@@ -172,16 +179,14 @@ def nearest(unknown: str) -> str | None:
 
 
 def _shared_sections(a: str, b: str) -> int:
-    pairs = list(zip(a.split(".")[:-1], b.split(".")[:-1], strict=False))
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    pairs = zip(a.split(".")[:-1], b.split(".")[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def neighbours(unknown: str) -> tuple[str, list[str]]:
-    """The deepest known section on the way to `unknown` ("" is the top), and the keys it has."""
+def known_section(unknown: str) -> tuple[str, list[str]]:
+    """Return the deepest known section on the path to `unknown` ("" is the top), and its keys."""
     known = all_keys()
     parent = unknown.rpartition(".")[0]
     while parent and not (parent in known and known[parent].section):
         parent = parent.rpartition(".")[0]
-    section = known[parent].section if parent else Config
-    assert section is not None  # the loop only stops at a section or at the top
-    return parent, list(section.model_fields)
+    return parent, list(((known[parent].section if parent else None) or Config).model_fields)

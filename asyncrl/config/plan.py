@@ -1,4 +1,4 @@
-"""What a configuration will ask of the machine and how far its parts may drift apart: `--dry-run`'s answer. Pure."""
+"""The length of a run, and the resources and limits that `--dry-run` prints. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,65 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.config.problems import Problem, errors, report, warning
+from asyncrl.config.problems import ConfigProblem, errors, format_problems, warning
 from asyncrl.config.schema import Config
-from asyncrl.config.trainer_rules import epoch_samples, epoch_steps, fits, roles, too_few_prompts
-from asyncrl.failures import ConfigError
+from asyncrl.config.sections.trainer import check_length, epoch_samples, epoch_steps, model_roles
+from asyncrl.core.failures import ConfigError
 
 GIB = 1024**3
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TRAINING_BYTES = 4 + 4 + 8
 """A parameter's float32 master weight, gradient and two Adam moments."""
 _UNSHARDED = ("local", "ddp")
-"""Strategies by which every rank holds whole models."""
-_VERSIONS_HELD = 3
+"""Strategies with whole models on every rank."""
+_STORED_VERSIONS = 3
 """Published versions in the object store: the newest, and two that replicas may still be loading."""
 
 
+def training_steps(config: Config, num_prompts: int) -> int:
+    """Return the optimizer steps of the whole run, over which learning rates decay.
+
+    Args:
+        num_prompts: prompts per epoch, after filtering.
+
+    Raises:
+        ConfigError: the prompts do not fill a step, or only the critic's warm-up.
+    """
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    if problems := errors(check_length(config, num_prompts)):
+        raise ConfigError(format_problems(problems))
+    return epoch_steps(config, num_prompts)
+
+
+def total_samples(
+    config: Config, total_steps: int, num_prompts: int | None, *, step: int = 0, trained_samples: int = 0
+) -> int:
+    """Return the number of samples that the run trains on, including its earlier parts; pacing admits no more.
+
+    Every pass (`trainer.ppo_epochs`) over a lease uses the same samples. A stop in the middle of a lease may skip
+    passes over trained samples; a resumed run takes other samples for these steps, and so may need more than planned,
+    but never more than its epochs have, if they decide its length.
+
+    Args:
+        num_prompts: prompts per epoch, after filtering; may be None with `trainer.total_training_steps`.
+        step: the step of the checkpoint that a resumed run starts from, as is `trained_samples`.
+    """
+    mini_batches = math.ceil(max(0, total_steps - step) / config.trainer.ppo_epochs)
+    samples = trained_samples + mini_batches * config.trainer.ppo_mini_batch_size
+    if config.trainer.total_training_steps is None and num_prompts is not None:
+        return min(samples, epoch_samples(config, num_prompts))
+    return samples
+
+
+def validation_due(test_freq: int, *, validated_step: int, step: int) -> bool:
+    """Whether a multiple of `trainer.test_freq` lies after `validated_step`, the newest validated one, up to `step`."""
+    return test_freq > 0 and step // test_freq > validated_step // test_freq
+
+
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What there is. `gpus`: visible ones."""
+class MachineResources:
+    """CPUs, visible GPUs and memory of a machine."""
 
     cpus: int
     gpus: int
@@ -32,35 +73,37 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of process. `threads` and `gpus` are of each."""
+class PlannedProcess:
+    """A kind of process of the run. `threads`, `gpus` and `memory_bytes` are those of each process."""
 
     name: str
     count: int
     threads: int
     gpus: int
     memory_bytes: int | None
-    """Weights, optimizer and caches; activations and the libraries themselves come on top. None: not known."""
+    """Weights, optimizer and caches, without activations and libraries; None if unknown."""
     computes: bool = False
-    """Keeps its threads busy."""
+    """It keeps its threads busy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    parts: tuple[Part, ...]
-    machine: Machine
+class ResourcePlan:
+    """The processes of a run, its length, and how far generation may run ahead of training."""
+
+    parts: tuple[PlannedProcess, ...]
+    machine: MachineResources
     num_parameters: int | None
     num_prompts: int | None
     """Training prompts before filtering."""
     total_steps: int | None
     total_versions: int | None
     total_samples: int | None
-    """Samples trained over the run; with `total_epochs`, what the unfiltered prompts would give."""
+    """Samples trained over the run; with `total_epochs`, those of the unfiltered prompts."""
     samples_per_step: int
     samples_per_lease: int
     samples_per_version: int
     max_unconsumed_samples: int
-    """What pacing lets be generated and not yet trained: `(1 + staleness_threshold) x samples_per_version`."""
+    """Most samples generated and not yet trained: `(1 + staleness_threshold) x samples_per_version`."""
     max_generating_samples: int
     max_generating_trajectories: int
     max_model_len: int
@@ -70,8 +113,10 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, num_prompts: int | None) -> Plan:
-    """The plan of `config` on `machine`; `num_prompts` before filtering, None where unknown.
+def make_plan(
+    config: Config, machine: MachineResources, *, num_parameters: int | None, num_prompts: int | None
+) -> ResourcePlan:
+    """Return the plan of a run on a machine; `num_prompts` before filtering, None if unknown.
 
     Raises:
         ConfigError: there are too few prompts for a step.
@@ -82,11 +127,10 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
     steps_per_version = config.steps_per_lease * config.async_training.trigger_parameter_sync_step
     # An admission needs fed - dropped < bound, so a fractional bound rounds up.
     unconsumed = math.ceil((1 + config.async_training.staleness_threshold) * config.samples_per_version)
-    over = config.rollout.over_sample
-    under_way = unconsumed + math.ceil(over.samples * config.samples_per_version)
-    generating = min(under_way, config.rollout.max_concurrent_samples)
-    return Plan(
-        parts=tuple(_parts(config, machine, num_parameters)),
+    surplus = math.ceil(config.rollout.over_sample.samples * config.samples_per_version)
+    generating = min(unconsumed + surplus, config.rollout.max_concurrent_samples)
+    return ResourcePlan(
+        parts=tuple(_processes(config, machine, num_parameters)),
         machine=machine,
         num_parameters=num_parameters,
         num_prompts=num_prompts,
@@ -99,94 +143,62 @@ def make_plan(config: Config, machine: Machine, *, num_parameters: int | None, n
         samples_per_version=config.samples_per_version,
         max_unconsumed_samples=unconsumed,
         max_generating_samples=generating,
-        max_generating_trajectories=generating * (config.rollout.n + over.trajectories),
+        max_generating_trajectories=generating * (config.rollout.n + config.rollout.over_sample.trajectories),
         max_model_len=config.max_model_len,
         validation=config.has_validation,
     )
 
 
-def training_steps(config: Config, num_prompts: int) -> int:
-    """Optimizer steps of the whole run, with `num_prompts` an epoch (after filtering). They are what learning rates
-    decay over.
-
-    Raises:
-        ConfigError: the prompts do not fill a step, or only the critic's warm-up.
-    """
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    steps = epoch_steps(config, num_prompts)
-    found = errors(fits(config, steps)) if steps else [too_few_prompts(config, num_prompts)]
-    if found:
-        raise ConfigError(report(found))
-    return steps
-
-
-def total_samples(
-    config: Config, total_steps: int, num_prompts: int | None, *, step: int = 0, trained_samples: int = 0
-) -> int:
-    """Samples that the run trains on in all, earlier parts included: pacing admits no more, what is dropped aside.
-
-    Every pass (`trainer.ppo_epochs`) over a lease takes the same ones. A stop in the middle of a lease may have left
-    out passes over samples that are trained already. The steps which these would have been take other samples, so a run
-    that goes on may need more than it did at first; but never more than the epochs have, where they decide the length.
-
-    Args:
-        num_prompts: of an epoch, after filtering; may be None with `trainer.total_training_steps`.
-        step: of the checkpoint that the run goes on from, as is `trained_samples`.
-    """
-    mini_batches = math.ceil(max(0, total_steps - step) / config.trainer.ppo_epochs)
-    samples = trained_samples + mini_batches * config.trainer.ppo_mini_batch_size
-    if config.trainer.total_training_steps is None and num_prompts is not None:
-        return min(samples, epoch_samples(config, num_prompts))
-    return samples
-
-
-def validation_due(test_freq: int, *, validated_step: int, step: int) -> bool:
-    """Whether the weights of `step` are to be validated: a multiple of `trainer.test_freq` lies behind
-    `validated_step`, the newest step that was (0: none), and not behind `step`."""
-    return test_freq > 0 and step // test_freq > validated_step // test_freq
-
-
-def _parts(config: Config, machine: Machine, num_parameters: int | None) -> Iterator[Part]:
-    on_gpu = machine.gpus > 0
-    weights = None if num_parameters is None else num_parameters * _BYTES[config.rollout.dtype]
-    cache = 0 if on_gpu else config.rollout.cpu_kv_cache_gib * GIB
-    engine = None if weights is None else weights // config.rollout.tensor_parallel_size + cache
-    ranks = config.rollout.num_replicas * config.rollout.tensor_parallel_size
-    threads = 1 if on_gpu else config.rollout.cpu_threads
-    yield Part("driver", 1, 1, 0, None)
-    yield Part("sample queue", 1, 1, 0, None)
-    yield Part("weight store", 1, 1, 0, None if weights is None else _VERSIONS_HELD * weights)
-    yield Part("rollouter", 1, 1, 0, None)
-    yield Part("engine (vLLM)", ranks, threads, int(on_gpu), engine, computes=True)
+def _processes(config: Config, machine: MachineResources, num_parameters: int | None) -> Iterator[PlannedProcess]:
+    on_gpu, rollout = machine.gpus > 0, config.rollout
+    weights = None if num_parameters is None else num_parameters * _BYTES[rollout.dtype]
+    cache = 0 if on_gpu else rollout.cpu_kv_cache_gib * GIB
+    engine = None if weights is None else weights // rollout.tensor_parallel_size + cache
+    engines, threads = rollout.num_replicas * rollout.tensor_parallel_size, 1 if on_gpu else rollout.cpu_threads
+    yield PlannedProcess("driver", 1, 1, 0, None)
+    yield PlannedProcess("sample queue", 1, 1, 0, None)
+    yield PlannedProcess("weight store", 1, 1, 0, None if weights is None else _STORED_VERSIONS * weights)
+    yield PlannedProcess("rollouter", 1, 1, 0, None)
+    yield PlannedProcess("engine (vLLM)", engines, threads, int(on_gpu), engine, computes=True)
     if config.reward_model.placement == "serve":
-        yield Part("reward model (Serve)", config.reward_model.num_replicas, 1, int(on_gpu), None, computes=True)
-    yield Part("trainer", 1, 1, 0, None)
+        replicas = config.reward_model.num_replicas
+        yield PlannedProcess("reward model (Serve)", replicas, 1, int(on_gpu), None, computes=True)
+    yield PlannedProcess("trainer", 1, 1, 0, None)
     yield from _ranks(config, on_gpu, num_parameters)
 
 
-def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[Part]:
-    """The training processes: the policy's, with the models that share them, and those of models apart."""
-    trainer, others = config.trainer, roles(config)
-    inside = [name for name, role in others.items() if role.placement == "actor"]
-    shared = {name: size for name in inside if (size := _model_bytes(config, name))}
-    policy = _rank_bytes(
-        num_parameters, _model_bytes(config, "trainer") + sum(shared.values()), trainer.strategy, trainer.num_workers
-    )
-    gpu = _takes_gpu(trainer.device, on_gpu)
-    threads = 1 if gpu else trainer.cpu_threads
-    yield Part(" + ".join(["policy", *shared]) + " rank", trainer.num_workers, threads, int(gpu), policy, computes=True)
-    for name, role in others.items():
+def _ranks(config: Config, on_gpu: bool, num_parameters: int | None) -> Iterator[PlannedProcess]:
+    """Yield the training processes: those of the policy, with models that share them, and those of other models.
+
+    All models are assumed to have the size of the policy.
+    """
+
+    def process(name: str, count: int, device: str, threads: int, strategy: str, bytes_each: int) -> PlannedProcess:
+        gpu = device == "cuda" or (device == "auto" and on_gpu)
+        shards = 1 if strategy in _UNSHARDED else count
+        memory = None if num_parameters is None else num_parameters * bytes_each // shards
+        return PlannedProcess(f"{name} rank", count, 1 if gpu else threads, int(gpu), memory, computes=True)
+
+    trainer, roles = config.trainer, model_roles(config)
+    shared = {name: _bytes_per_parameter(config, name) for name, role in roles.items() if role.placement == "actor"}
+    shared = {name: size for name, size in shared.items() if size}
+    size = _bytes_per_parameter(config, "trainer") + sum(shared.values())
+    name = " + ".join(["policy", *shared])
+    yield process(name, trainer.num_workers, trainer.device, trainer.cpu_threads, trainer.strategy, size)
+    for name, role in roles.items():
         if role.placement == "own":
-            count, device = role.num_workers or trainer.num_workers, role.device or trainer.device
-            gpu = _takes_gpu(device, on_gpu)
-            threads = 1 if gpu else role.cpu_threads or trainer.cpu_threads
-            memory = _rank_bytes(num_parameters, _model_bytes(config, name), role.strategy or trainer.strategy, count)
-            yield Part(f"{name} rank", count, threads, int(gpu), memory, computes=True)
+            yield process(
+                name,
+                role.num_workers or trainer.num_workers,
+                role.device or trainer.device,
+                role.cpu_threads or trainer.cpu_threads,
+                role.strategy or trainer.strategy,
+                _bytes_per_parameter(config, name),
+            )
 
 
-def _model_bytes(config: Config, name: str) -> int:
-    """Of each parameter. With LoRA the adapters, which alone are trained, are small beside the weights."""
+def _bytes_per_parameter(config: Config, name: str) -> int:
+    """With LoRA only the adapters are trained, which are small beside the weights."""
     lora = config.model.lora_rank > 0
     if name == "ref" and lora and config.ref.placement == "actor":
         return 0
@@ -194,62 +206,40 @@ def _model_bytes(config: Config, name: str) -> int:
     return _TRAINING_BYTES if trained else _BYTES["float32"]
 
 
-def _rank_bytes(num_parameters: int | None, model_bytes: int, strategy: str, num_ranks: int) -> int | None:
-    """Models besides the policy are taken to be of its size."""
-    if num_parameters is None:
-        return None
-    return num_parameters * model_bytes // (1 if strategy in _UNSHARDED else num_ranks)
-
-
-def _takes_gpu(device: str, on_gpu: bool) -> bool:
-    return device == "cuda" or (device == "auto" and on_gpu)
-
-
-def problems(plan: Plan) -> list[Problem]:
-    """Where the machine seems too small; warnings, because a cluster may be larger and a guess is a guess."""
-    return list(_shortages(plan))
-
-
-def _shortages(plan: Plan) -> Iterator[Problem]:
+def shortages(plan: ResourcePlan) -> Iterator[ConfigProblem]:
+    """Yield a warning for each resource of which the machine seems to have too little; a cluster may be larger."""
     gpus = sum(part.count * part.gpus for part in plan.parts)
     if gpus > plan.machine.gpus:
-        yield warning(
-            "resources",
-            f"{gpus} GPUs",
-            f"this machine shows {plan.machine.gpus}",
+        fix = (
             "lower trainer.num_workers, rollout.num_replicas, rollout.tensor_parallel_size or "
-            "reward_model.num_replicas, or point ray.address at a cluster",
+            "reward_model.num_replicas, or point ray.address at a cluster"
         )
+        yield warning("resources", f"{gpus} GPUs", f"this machine shows {plan.machine.gpus}", fix)
     busy = sum(part.count * part.threads for part in plan.parts if part.computes)
     if not gpus and busy > plan.machine.cpus:
-        yield warning(
-            "resources",
-            f"{busy} computing threads",
-            f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down",
-            "lower rollout.cpu_threads, trainer.cpu_threads, trainer.num_workers or rollout.num_replicas",
-        )
+        consequence = f"this machine has {plan.machine.cpus} CPUs, so engines and Trainer slow each other down"
+        fix = "lower rollout.cpu_threads, trainer.cpu_threads, trainer.num_workers or rollout.num_replicas"
+        yield warning("resources", f"{busy} computing threads", consequence, fix)
     needed = sum(part.count * (part.memory_bytes or 0) for part in plan.parts if not part.gpus)
     available = plan.machine.memory_bytes
     if available is not None and needed > available:
-        yield warning(
-            "resources",
-            f"{needed / GIB:.1f} GiB",
-            f"this machine has {available / GIB:.1f} GiB of memory",
-            "take a smaller model, fewer replicas or a smaller rollout.cpu_kv_cache_gib",
-        )
+        consequence = f"this machine has {available / GIB:.1f} GiB of memory"
+        fix = "use a smaller model, fewer replicas or a smaller rollout.cpu_kv_cache_gib"
+        yield warning("resources", f"{needed / GIB:.1f} GiB", consequence, fix)
 
 
-def rows(plan: Plan) -> list[tuple[str, str]]:
-    """The plan's quantities for people, as name and value."""
+def quantity_rows(plan: ResourcePlan) -> list[tuple[str, str]]:
+    """Return the plan's quantities for people, as name and value."""
 
-    def number(value: int | None) -> str:
-        return "not known before the data is read" if value is None else f"{value:,}"
+    def number(value: int | None, source: str = "the data") -> str:
+        return f"not known before {source} is read" if value is None else f"{value:,}"
 
-    parameters = "not known before the model is read" if plan.num_parameters is None else f"{plan.num_parameters:,}"
+    rest = (plan.total_samples or 0) % plan.samples_per_step
+    smaller_last = f" (the last one with {rest:,} of {plan.samples_per_step:,} samples)" if rest else ""
     return [
-        ("model parameters", parameters),
+        ("model parameters", number(plan.num_parameters, "the model")),
         ("training prompts, before filtering", number(plan.num_prompts)),
-        ("optimizer steps", number(plan.total_steps) + _smaller_last(plan)),
+        ("optimizer steps", number(plan.total_steps) + smaller_last),
         ("versions published", number(plan.total_versions)),
         ("samples trained", number(plan.total_samples)),
         ("samples per step / lease / version",
@@ -262,13 +252,8 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _smaller_last(plan: Plan) -> str:
-    rest = (plan.total_samples or 0) % plan.samples_per_step
-    return f" (the last one with {rest:,} of {plan.samples_per_step:,} samples)" if rest else ""
-
-
-def part_rows(plan: Plan) -> list[tuple[str, str, str, str, str]]:
-    """Name, count, threads, GPUs and memory of each kind of process."""
+def process_rows(plan: ResourcePlan) -> list[tuple[str, str, str, str, str]]:
+    """Return name, count, threads, GPUs and memory of each kind of process."""
     return [
         (
             part.name,

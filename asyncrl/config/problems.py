@@ -1,56 +1,108 @@
-"""What is wrong with a configuration, in the form people get to read it. Pure."""
+"""Problems of a configuration as users read them, and the rules that find them. Pure.
+
+A section's module declares its rules in two tables: `RULES` (combinations that cannot work or will surprise) and
+`NO_EFFECT` (keys that other keys make meaningless). Texts are format strings: `{c.rollout.n}` is a configured value.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config.schema import Config
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 _LONGEST_VALUE = 80
 
+Severity = Literal["error", "warning"]
+
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One finding: which key, what its value leads to, and what to do instead."""
+class ConfigProblem:
+    """A key, its value, the consequence of that value, and a fix."""
 
     key: str
     value: Any
     consequence: str
     fix: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
     where: str = ""
-    """Where the value was written: `config.yaml line 12`, `command line`; empty: it is a default."""
+    """Where the value was written: `config.yaml line 12`, `command line`; empty for a default."""
 
     def __str__(self) -> str:
         place = f"  ({self.where})" if self.where else ""
-        return f"{self.key} = {show(self.value)}{place}\n    {self.consequence}\n    fix: {self.fix}"
+        return f"{self.key} = {format_value(self.value)}{place}\n    {self.consequence}\n    fix: {self.fix}"
 
 
-Given = Collection[str]
-"""Keys that the user wrote and that differ from their default."""
-Rule = Callable[[Config, Given], Iterator[Problem]]
+RuleFunction = Callable[["Config"], Iterator[ConfigProblem]]
 
 
-def warning(key: str, value: Any, consequence: str, fix: str) -> Problem:
-    """What will surprise, and still may be meant."""
-    return Problem(key, value, consequence, fix, severity="warning")
+@dataclass(frozen=True, slots=True)
+class ConfigRule:
+    """Reports a problem of `key` in each configuration that `applies` accepts. An instance is a `RuleFunction`."""
+
+    key: str
+    applies: Callable[[Config], Any]
+    consequence: str
+    fix: str
+    severity: Severity = "error"
+
+    def __call__(self, config: Config) -> Iterator[ConfigProblem]:
+        if self.applies(config):
+            value = configured(config, self.key)
+            texts = self.consequence.format(c=config), self.fix.format(c=config)
+            yield ConfigProblem(self.key, value, *texts, self.severity)
 
 
-def show(value: Any) -> str:
-    """`value` as YAML would have it, on one line, cut where it gets long."""
+@dataclass(frozen=True, slots=True)
+class NoEffectRule:
+    """Keys, as `fnmatch` patterns, that have no effect in each configuration that `applies` accepts."""
+
+    patterns: tuple[str, ...]
+    applies: Callable[[Config], Any]
+    because: Callable[[Config], str]
+    fix: str
+
+
+def no_effect(patterns: str, applies: Callable[[Config], Any], because: str, fix: str) -> NoEffectRule:
+    """Return the rule for keys (patterns separated by spaces) that have no effect under a condition."""
+    return NoEffectRule(tuple(patterns.split()), applies, lambda config: because.format(c=config), fix)
+
+
+def only_with(patterns: str, key: str, *values: Any) -> NoEffectRule:
+    """Return the rule for keys (patterns separated by spaces) that have an effect only with these values of `key`."""
+    return NoEffectRule(
+        tuple(patterns.split()),
+        lambda config: configured(config, key) not in values,
+        lambda config: f"{key} is {format_value(configured(config, key))}",
+        f"set {key} to {' or '.join(map(format_value, values))}",
+    )
+
+
+def configured(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def warning(key: str, value: Any, consequence: str, fix: str) -> ConfigProblem:
+    """Return a problem that does not stop a run, because its value may be intended."""
+    return ConfigProblem(key, value, consequence, fix, severity="warning")
+
+
+def format_value(value: Any) -> str:
+    """Return `value` as YAML on one line, shortened if it is long."""
     text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-def errors(problems: Iterable[Problem]) -> list[Problem]:
+def errors(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
     return [problem for problem in problems if problem.severity == "error"]
 
 
-def report(problems: Sequence[Problem]) -> str:
-    """All of `problems` as one text, with a headline."""
+def format_problems(problems: Sequence[ConfigProblem]) -> str:
+    """Return all problems as one text with a headline."""
     noun = "problem" if len(problems) == 1 else "problems"
-    body = "\n".join(f"  {problem}" for problem in problems)
-    return f"{len(problems)} {noun} in the configuration:\n{body}"
+    return "\n".join([f"{len(problems)} {noun} in the configuration:", *(f"  {problem}" for problem in problems)])

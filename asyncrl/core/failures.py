@@ -1,7 +1,7 @@
-"""The failure classes of docs/design.md §6, as exceptions that survive a trip between processes.
+"""The failure classes of docs/design.md §6, as exceptions that can be pickled between processes.
 
-Every one carries plain strings only, so it pickles whatever library raised the original, and the part that decides
-what to do (retry, drop, stop) never has to import that library.
+Each one carries plain strings only, so it can be pickled no matter which library raised the original, and the part
+that decides what to do (retry, drop, stop) never has to import that library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import traceback
 from typing import Self
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt)\b(:|$)")
-"""How a traceback's last line begins, which a message of several lines may follow."""
+"""Matches the start of the line that names the exception; its message may span several lines."""
 
 
 class AsyncRLError(Exception):
@@ -30,14 +30,15 @@ class AsyncRLError(Exception):
 
     @property
     def brief(self) -> str:
-        """The message, and what the cause says in its last line unless that is in it: no frames."""
-        reason = last_words(self.cause)
-        told = (reason.partition(": ")[2] or reason) in self.message
-        return self.message if told else f"{self.message}\n    because: {reason}"
+        """Return the message and the exception line of the cause, without frames. A line that the message contains
+        is omitted."""
+        reason = last_exception_line(self.cause)
+        is_in_message = (reason.partition(": ")[2] or reason) in self.message
+        return self.message if is_in_message else f"{self.message}\n    because: {reason}"
 
     @classmethod
     def wrap(cls, message: str, error: BaseException) -> Self:
-        """An error of this class about `error`, its traceback kept as text."""
+        """Return an error of this class that keeps the traceback of `error` as text."""
         return cls(message, "".join(traceback.format_exception(error)))
 
 
@@ -54,18 +55,18 @@ class DeadlineError(InfraError):
 
 
 class EngineCrashError(InfraError):
-    """An engine, or the replica around it, ended or hung while it had requests. Each of them may be what ended it."""
+    """An engine, or its replica, exited or hung while it had requests. Any of them may be the cause."""
 
     replica: str = ""
-    """Its name, the same for all whose requests were there; empty: not known yet."""
+    """The replica's name, the same in the errors of all affected requests; empty: not known yet."""
 
 
 class FencedError(InfraError):
-    """This process is an old incarnation of a part that has been replaced: nothing it does counts any more."""
+    """This process is an old incarnation of a part that has been replaced: its calls are refused."""
 
 
 class DiskFullError(InfraError):
-    """No space is left where the run keeps its records. A restart would meet it again: the run stops."""
+    """The disk of the run directory is full. A restart would fail the same way, so the run stops."""
 
 
 class DataError(AsyncRLError):
@@ -73,7 +74,7 @@ class DataError(AsyncRLError):
 
 
 class PoisonError(DataError):
-    """A prompt in whose presence engines crash. The sample is DROPPED(failed); the message has the evidence."""
+    """A prompt that repeatedly crashed engines. The sample is DROPPED(failed); the message has the evidence."""
 
 
 class UserCodeError(AsyncRLError):
@@ -81,22 +82,22 @@ class UserCodeError(AsyncRLError):
 
 
 class DivergenceError(AsyncRLError):
-    """The loss or the gradient is not finite. No step was taken on it; the run stops."""
+    """The loss or the gradient is not finite. The optimizer did not step; the run stops."""
 
 
 class BugError(AsyncRLError):
-    """An illegal transition or books that don't balance: ours to fix. The run stops at once."""
+    """A bug in asyncrl: an illegal transition, or inconsistent sample counts. The run stops at once."""
 
 
-def last_words(cause: str) -> str:
-    """What the traceback `cause` ends with: the first line of the last exception in it; empty for no cause."""
+def last_exception_line(cause: str) -> str:
+    """Return the first line of the last exception in the traceback `cause`; empty for no cause."""
     lines = [line for line in cause.splitlines() if line.strip()]
     named = [line for line in lines if _EXCEPTION.match(line)]
     return (named or lines or [""])[-1].strip()
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """What a task group failed of: the first exception inside its group, at any depth; else `error` itself."""
+    """Return the first exception inside an exception group, at any depth; `error` itself if it is no group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""What is known of a run's health at one moment. Pure values; what could not be found out is None."""
+"""Measurements of a run's health at one moment. Pure values; unknown ones are None."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """One process, as it tells of itself. Of a replica's engine: all of its processes together."""
+    """One process, as it measures itself; for a replica's engine, all of its processes together."""
 
     rss_bytes: int
-    """Resident memory, with pages that it shares: what it has mapped from the object store counts here too."""
+    """Resident memory, including shared pages such as those mapped from the object store."""
     cpu: float = 0.0
-    """CPUs that it kept busy since it was looked at last."""
+    """CPUs that it kept busy since the last measurement."""
     lag_s: float | None = None
-    """Longest standstill of its event loop in the last 10 s; None: it has none, or none that is watched."""
+    """Longest time in the last 10 s that its event loop was blocked; None: it has no monitored loop."""
     dropped_events: int = 0
-    """Profiling events that it could not keep itself, since it started; not what others dropped that send it theirs."""
+    """Profiling events that this process dropped since it started; events dropped by the processes that send to it
+    are not counted."""
     unsent_events: int = 0
-    """Profiling events that the OTLP endpoint did not take from it, since it started."""
+    """Profiling events of this process that the OTLP endpoint refused, since it started."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What one engine was doing at its last step, as vLLM says."""
+    """One engine's load at its last step, as vLLM reports it."""
 
     running: int = 0
     """Requests that are being decoded."""
     waiting: int = 0
-    """Requests that its scheduler holds back."""
+    """Requests waiting in its scheduler."""
     kv_cache_usage: float = 0.0
-    """Share of the KV cache that is taken."""
+    """Share of the KV cache in use."""
     preemptions: int = 0
-    """How often it threw out a running request to make room, since it started; what that had computed is computed
-    again."""
+    """Running requests evicted (and later recomputed) for lack of KV cache, since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,26 @@ class MachineHealth:
     memory_bytes: int
     memory_available_bytes: int
     cpu: float = 0.0
-    """Share of all its CPUs that was busy since it was looked at last."""
+    """Share of all its CPUs that was busy since the last measurement."""
     disk_bytes: int | None = None
     disk_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that has been told, and is not well again."""
+    """A problem that was reported and persists."""
 
     key: str
     """Kind and subject: `lag/rollouter`."""
     since: float
     """When it began, wall clock."""
     text: str
-    """What is wrong and what helps."""
+    """The problem and its remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunHealth:
-    """Of a whole run. `replica-<id>`, `rank-<group>-<number>`: the names that files of events have."""
+    """The health of a whole run. Processes have the names of their event files, such as `replica-<id>`."""
 
     processes: Mapping[str, ProcessHealth] = field(default_factory=dict)
     """`driver`, `queue`, `store`, `rollouter`, `trainer`, `rank-<group>-<number>`, `replica-<id>`, `engine-<id>`."""
@@ -71,5 +71,5 @@ class RunHealth:
     """By replica."""
     machine: MachineHealth | None = None
     object_store_share: float | None = None
-    """Of the node whose object store is fullest: bytes that must stay in memory or be spilled, of its capacity."""
+    """Used share of the fullest node's object store, counting objects that cannot be evicted without spilling."""
     problems: tuple[Problem, ...] = ()

@@ -1,49 +1,49 @@
-"""How often what failed may be tried again. Pure."""
+"""The budget of restarts of a failed part. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from asyncrl.failures import DiskFullError, InfraError
+from asyncrl.core.failures import DiskFullError, InfraError
 
 
 class RestartBudget:
-    """Restarts of one part: at most `max_restarts` within any `window_s` seconds, and at most so many in a row in which
-    the run gets no further: what fails at the same place for ever is no bad luck, however slowly it gets there.
+    """Restarts of one part: at most `max_restarts` within any `window_s` seconds, and at most that many in a row
+    without progress of the run: a failure that recurs at the same step is not accidental, however much time passes
+    in between.
     """
 
     def __init__(self, part: str, max_restarts: int, window_s: float) -> None:
-        """`part`: as people are to read it, `Rollouter`."""
+        """`part`: its name in messages, such as `Rollouter`."""
         self._part = part
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._failed_at: deque[float] = deque()
         self._excused = 0
-        """Failures to come that do not count."""
+        """Number of future failures that do not count."""
         self._furthest = -1
-        self._in_vain = 0
-        """Failures since the run was further than ever before."""
+        self._without_progress = 0
+        """Failures since the run last made progress."""
 
     def reached(self, step: int) -> None:
-        """The run has taken this step. It may have been there before, and gone back since."""
+        """Note that the run has taken this step, possibly again after a rewind."""
         if step > self._furthest:
-            self._furthest, self._in_vain = step, 0
+            self._furthest, self._without_progress = step, 0
 
     def excuse(self, failures: int) -> None:
-        """So many of its failures, or of those that are about to be told, were not the part's own."""
+        """Do not count this many failures, reported already or about to be: the part did not cause them."""
         for _ in range(failures):
             if self._failed_at:
                 self._failed_at.popleft()
-                self._in_vain = max(0, self._in_vain - 1)
+                self._without_progress = max(0, self._without_progress - 1)
             else:
                 self._excused += 1
 
     def spend(self, now_s: float, error: InfraError) -> int:
-        """The part failed with `error` at `now_s`, not before the last time. Returns how many of its restarts are
-        spent now.
+        """Charge the failure `error` at `now_s`, which never decreases. Return the number of restarts spent so far.
 
         Raises:
-            InfraError: it may not be restarted. `error` itself if a restart would meet it again.
+            InfraError: the part may not be restarted. `error` itself is raised if a restart would fail the same way.
         """
         if isinstance(error, DiskFullError):
             raise error
@@ -57,10 +57,10 @@ class RestartBudget:
             self._failed_at.popleft()
         if (failures := len(self._failed_at)) > self._max_restarts:
             raise self._spent(f"failed {failures} times within {self._window_s:g} s", error)
-        self._in_vain += 1
-        if self._in_vain > self._max_restarts:
+        self._without_progress += 1
+        if self._without_progress > self._max_restarts:
             where = f"and the run did not get past step {self._furthest}" if self._furthest >= 0 else "before any step"
-            raise self._spent(f"failed {self._in_vain} times in a row {where}", error)
+            raise self._spent(f"failed {self._without_progress} times in a row {where}", error)
         return failures
 
     def _spent(self, how: str, error: InfraError) -> InfraError:

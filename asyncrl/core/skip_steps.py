@@ -17,19 +17,19 @@ class _Range(NamedTuple):
 
 
 class StepSet:
-    """A set of steps, as ranges: `all` of them takes no memory."""
+    """A set of steps, stored as ranges."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = (), *, every: bool = False) -> None:
-        """`ranges` of first and last step, both inside; `every`: all steps there are."""
+        """`ranges` of first and last step, both inclusive; `every`: all steps."""
         self._every = every
         self._ranges = () if every else _joined(ranges)
 
     @classmethod
     def parse(cls, value: object) -> StepSet:
-        """Read `12`, `"1-128,200"`, `"all"`, or a list of such.
+        """Parse `12`, `"1-128,200"`, `"all"`, or a list of these.
 
         Raises:
-            ValueError: it is something else; the message says what and what is expected.
+            ValueError: it is something else; the message gives the value and the expected form.
         """
         items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         ranges: list[tuple[int, int]] = []
@@ -63,11 +63,11 @@ class StepSet:
         return f"StepSet({self})"
 
     def has_from(self, first: int) -> bool:
-        """There is a step from `first` on in it."""
+        """Return whether the set has a step at or after `first`."""
         return self._every or any(last >= first for _, last in self._ranges)
 
     def has_all(self, first: int, last: int) -> bool:
-        """Every step from `first` to `last` is in it."""
+        """Return whether the set has every step from `first` to `last`."""
         return self._every or first > last or any(low <= first and last <= high for low, high in self._ranges)
 
 

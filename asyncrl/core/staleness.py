@@ -1,7 +1,7 @@
 """How far generation may run ahead, and how old a sample may be when it is trained on (docs/design.md §3).
 
-Pure: integers in, decisions out. Pacing and the bound are two knobs: the first limits how many samples are under way,
-the second what a sample's age means once the Trainer asks for it.
+Pure: integers in, decisions out. Pacing and the bound are separate settings: pacing limits how many samples are in
+progress, the bound how stale a sample may be when the Trainer leases it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from asyncrl.failures import BugError
-from asyncrl.types import Mask, Span, versions_per_token
+from asyncrl.core.failures import BugError
+from asyncrl.core.types import Mask, Span, versions_per_token
 
 StaleAction = Literal["drop", "mask", "keep"]
 
@@ -24,8 +24,8 @@ StaleAction = Literal["drop", "mask", "keep"]
 class Pacing:
     """A prompt is admitted while `fed - dropped < (version + 1 + staleness_threshold) * samples_per_version`.
 
-    With `over_sample`, some more are, until as many as that are done: the rest is surplus then. All counters are
-    cumulative over the run. Nothing is reset per version, so a count can never drift.
+    With `over_sample`, more are admitted; as soon as the limit's number of samples is done, those still running are
+    surplus. All counters are cumulative over the run. They are never reset, so they cannot drift.
     """
 
     samples_per_version: int
@@ -33,9 +33,9 @@ class Pacing:
     staleness_threshold: float
     """Versions' worth of samples that generation may run ahead; 0: on-policy pacing."""
     total_samples: int | None = None
-    """The run trains on so many; a dropped sample is replaced. None: no limit."""
+    """Number of samples that the run trains on; a dropped sample is replaced. None: no limit."""
     over_sample: float = 0.0
-    """Samples beyond that limit which are under way at the same time, as a share of `S`."""
+    """Samples that may run at the same time beyond the limit, as a share of `S`."""
 
     def limit(self, version: int) -> int:
         """How many samples may be fed and not dropped while the replicas serve `version`."""
@@ -50,7 +50,7 @@ class Pacing:
         Args:
             fed, dropped: cumulative.
             version: what every replica serves.
-            running: of those fed, not done yet.
+            running: fed samples that are not done yet.
         """
         if not self.over_sample:
             return max(0, self.limit(version) - (fed - dropped))
@@ -60,26 +60,26 @@ class Pacing:
         return max(0, self.limit(version) + extra - (fed - dropped))
 
     def is_enough(self, fed: int, dropped: int, version: int, *, running: int) -> bool:
-        """With `over_sample`: as much is done as is allowed under `version`, and what is running is surplus."""
+        """With `over_sample`: the limit under `version` is done, so running samples are surplus."""
         return self.over_sample > 0 and fed - dropped - running >= self.limit(version)
 
     def is_done(self, fed: int, dropped: int, *, running: int) -> bool:
-        """With `over_sample`: all that the run trains on is there, and what is running is surplus for good."""
+        """With `over_sample`: all samples that the run trains on are done, so running ones stay surplus."""
         return self.over_sample > 0 and self.total_samples is not None and fed - dropped - running >= self.total_samples
 
     def is_complete(self, fed: int, dropped: int) -> bool:
-        """No version to come would admit another sample, unless one that is under way is dropped."""
+        """No later version will admit another sample, unless a sample in progress is dropped."""
         return self.total_samples is not None and fed - dropped >= self.total_samples
 
 
 def staleness(trainer_version: int, oldest_version: int, *, allows_newer: bool = False) -> int:
     """Versions between the trainer's weights and the oldest ones that produced a token.
 
-    `allows_newer`: a sample may be of a version above the trainer's, which makes it fresh: 0. Training went back to a
-    checkpoint in this run, and it is trained at its old place in the order; or another run has recorded it.
+    `allows_newer`: a sample may be newer than the trainer's version; its staleness is 0 then. That happens after
+    training went back to a checkpoint in this run, and with samples recorded by another run.
 
     Raises:
-        BugError: a token of a version that the trainer has not reached, where that cannot be.
+        BugError: a token is newer than the trainer's version, without `allows_newer`.
     """
     if allows_newer:
         return max(0, trainer_version - oldest_version)
@@ -99,10 +99,10 @@ def judge(
     stale_action: StaleAction,
     allows_newer: bool = False,
 ) -> StaleAction:
-    """What becomes of a sample: `keep` it within the bound, `stale_action` beyond it.
+    """Decide about a sample: `keep` within the bound, `stale_action` beyond it.
 
     Raises:
-        BugError: as `staleness`.
+        BugError: see `staleness`.
     """
     age = staleness(trainer_version, oldest_version, allows_newer=allows_newer)
     return "keep" if max_staleness is None or age <= max_staleness else stale_action

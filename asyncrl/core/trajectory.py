@@ -1,11 +1,11 @@
-"""A trajectory: all turns of one conversation, as generated and not yet scored. Pure.
+"""A trajectory: all turns of one conversation, before it is scored. Pure.
 
     messages   system, user ─▶ assistant ─▶ tool ─▶ assistant …        for people and reward functions
     rows       prompt_ids │ turn 0 │ tool's tokens │ turn 1 …          what the policy saw and sampled, token by token
 
 A chat template may rewrite history when a message is added (reasoning of earlier turns is stripped, say). Then the
-conversation goes on in a new row whose prompt is the rewritten history, so that nobody trains on tokens that were never
-sampled, nor on sampled tokens behind a context that they were not sampled in.
+conversation continues in a new row whose prompt is the rewritten history, so that no training uses tokens that were
+never sampled, or sampled tokens after a context in which they were not sampled.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.types import FinishReason, LogProbs, Mask, Prompt, Span, TokenIds, Turn
+from asyncrl.core.types import FinishReason, LogProbs, Mask, Prompt, Span, TokenIds, Turn
 
 CallStatus = Literal["ok", "refused", "bad_json", "unknown_tool", "bad_arguments", "too_many", "raised", "timeout"]
-"""What became of a tool call, told to the model and counted. `refused`: the tool raised `ToolError`. `raised` and
-`timeout` are the tool's own failures, and told only if `on_error` says so."""
+"""Outcome of a tool call, which the model receives and metrics count. `refused`: the tool raised `ToolError`. `raised`
+and `timeout` are failures of the tool itself, which the model receives only if `on_error` says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of one turn, and what became of it."""
+    """One tool call of one turn, and its outcome."""
 
     name: str
     arguments: str
     """JSON, as the model wrote it."""
     result: str = ""
-    """What the model was told, cut to `max_tool_response_length`."""
+    """The response that the model received, cut to `max_tool_response_length`."""
     status: CallStatus = "ok"
     reward: float = 0.0
     duration_s: float = 0.0
-    """In the tool; waits for a place or the tool's rate are in `wait_s`."""
+    """Time inside the tool. `wait_s` has the time spent waiting for a slot or for the tool's rate limit."""
     wait_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class TurnInfo:
 
     row: int
     first_token: int
-    """In the response of its row."""
+    """Position in the response of its row."""
     num_tokens: int
     finish_reason: FinishReason
     generate_s: float = 0.0
@@ -77,14 +77,14 @@ class Trajectory:
     """At least one."""
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...] = ()
-    """All of them, the prompt's too. Empty: there is nothing but the prompt and one answer."""
+    """All messages, including the prompt's. Empty: the conversation is the prompt and one answer."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """What tools and environment gave the whole of it, by name (`calc_reward`, `score`)."""
+    """Rewards that tools and the environment gave to the whole conversation, by name (`calc_reward`, `score`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What tools, users and environment tell besides."""
+    """Further metrics from tools, users and environment."""
     number: int | None = None
-    """It was asked for, and events name it, by this one; its place in the sample is another where more trajectories
-    were asked for than count. None: nobody knows, as it was not made now."""
+    """The number under which it was requested, which events use. It differs from the position in the sample if surplus
+    trajectories were requested. None: unknown, because this run did not generate it."""
 
     @property
     def num_sampled(self) -> int:
@@ -93,11 +93,11 @@ class Trajectory:
 
     @property
     def versions(self) -> set[int]:
-        """Of the weights that sampled its tokens."""
+        """Return the versions of the weights that sampled its tokens."""
         return {span.version for row in self.rows for span in row.spans}
 
     def turn_ids(self, number: int = -1) -> TokenIds:
-        """int32: what the policy sampled in that turn; by default the last one."""
+        """Return the tokens (int32) that the policy sampled in that turn; by default the last one."""
         turn = self.turns[number]
         return self.rows[turn.row].response_ids[turn.first_token : turn.first_token + turn.num_tokens]
 

@@ -61,7 +61,7 @@ class FinishReason(StrEnum):
     ABORTED = "aborted"  # a turn: cut short by a weight sync or a shutdown; the client resumes it with its tokens
     TOOL_CALL = "tool_call"  # a turn: it calls tools. A trajectory: a tool has ended it
     MAX_TURNS = "max_turns"  # a trajectory: it may take no more turns
-    TIMEOUT = "timeout"  # a trajectory: out of time, and kept with the turns that it had completed
+    TIMEOUT = "timeout"  # a trajectory: it ran out of time and keeps its completed turns
 
 
 class DropReason(StrEnum):
@@ -69,7 +69,7 @@ class DropReason(StrEnum):
     FAILED = "failed"
     FILTERED = "filtered"
     OVERLONG = "overlong"
-    SURPLUS = "surplus"  # over-sampled, and aborted when others were done first
+    SURPLUS = "surplus"  # surplus of over-sampling, aborted because enough others finished first
     SHUTDOWN = "shutdown"
 
 
@@ -78,7 +78,7 @@ class Media(NamedTuple):
 
     kind: Literal["image", "video"]
     data: bytes
-    """A file that pillow reads; each page of a video's is a frame."""
+    """A file that pillow reads; each page of a video file is a frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,12 +86,12 @@ class Prompt:
     """One row of the data set, templated and tokenized once."""
 
     prompt_ids: TokenIds
-    """int32 `[P]`, with all placeholders of `media`: as many as the model has features."""
+    """int32 `[P]`, with all placeholders of `media`, one per feature of the model."""
     messages: tuple[Mapping[str, Any], ...] = ()
     data_source: str = "default"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, may say where responses end: `max_tokens`,
+    """Free columns of the row. `extra_info["sampling_params"]`, a mapping, may set where responses end: `max_tokens`,
     `stop`, `stop_token_ids`, `ignore_eos`."""
     media: tuple[Media, ...] = ()
     """In the order of their placeholders."""
@@ -112,12 +112,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A scored trajectory as it is trained on: tokens as the policy saw them. One is enough for a trajectory, unless
-    the chat template rewrote its history on the way (`asyncrl.trajectory`)."""
+    """A scored trajectory as it is trained on: tokens as the policy saw them. A trajectory has one row, unless the
+    chat template rewrote its history (`asyncrl.core.trajectory`)."""
 
     prompt_ids: TokenIds
     response_ids: TokenIds
-    """int32 `[L]`: all turns of the policy, and what tools and users said between them."""
+    """int32 `[L]`: all turns of the policy, and the messages of tools and users between them."""
     response_mask: Mask
     """bool `[L]`: True = sampled by the policy and trained on."""
     rollout_log_probs: LogProbs
@@ -125,13 +125,14 @@ class Row:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     reward: float
-    """Of the whole trajectory, `turn_rewards` included; the same in all its rows. See docs/rewards.md."""
+    """Reward of the whole trajectory, `turn_rewards` included; the same in all its rows. See docs/rewards.md."""
     reward_extra: Mapping[str, float] = field(default_factory=dict)
-    """What the function tells besides its score; with a reward model, the parts of `reward`: `rule`, and `model`."""
+    """Further values from the reward function; with a reward model, the parts of `reward`: `rule`, and `model`."""
     trajectory: int = 0
-    """Which of the sample's trajectories it belongs to, from 0. Rows of one are neighbours, in order."""
+    """Number of its trajectory within the sample, from 0. Rows of one trajectory are adjacent and in order."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Parts of `reward` that belong to turns in this row: the turn's last token in the response, and how much."""
+    """Parts of `reward` that belong to turns in this row: position of the turn's last token in the response, and
+    value."""
 
     @property
     def oldest_version(self) -> int:
@@ -143,23 +144,23 @@ class Row:
 
 
 class Provenance(StrEnum):
-    """Where the responses of a sample come from."""
+    """The origin of a sample's responses."""
 
     GENERATED = "generated"
-    REPLAYED = "replayed"  # of the record of this very sample, see docs/skip.md
-    SUBSTITUTED = "substituted"  # of a record of another one: `action: repeat`
+    REPLAYED = "replayed"  # from the record of this sample, see docs/skip.md
+    SUBSTITUTED = "substituted"  # from the record of another sample: `action: repeat`
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Which record a sample was made of."""
+    """The record from which a sample was replayed."""
 
     step: int
     substituted: bool
-    """The record is of another step, or of something else than was asked."""
+    """The record is from another step, or was made for another request."""
     spans: tuple[tuple[Span, ...], ...]
-    """Of each row, as recorded: the versions that truly sampled it. With `replay_versions: current`, the rows' own say
-    something else."""
+    """Each row's recorded spans, with the versions that sampled it. With `replay_versions: current`, the rows' own
+    spans have other versions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,21 +169,22 @@ class Sample:
 
     sample_id: SampleId
     rows: tuple[Row, ...]
-    """Of the first trajectory, of the second, …"""
+    """All rows of the first trajectory, then all of the second, and so on."""
     data_source: str = "default"
     generate_s: float = 0.0
     """Seconds from dispatch to the last token of the group."""
     reward_s: float = 0.0
-    """Seconds in which the group was scored, waiting for a place included."""
+    """Seconds that scoring the group took, including the wait for a slot."""
     baseline_reward: float | None = None
-    """Of one more response to the prompt, drawn greedily and not trained on (ReMax); None with other estimators."""
+    """Reward of one more response to the prompt, drawn greedily and not trained on (ReMax); None with other
+    estimators."""
     replay: Replay | None = None
     """None: it was generated."""
     media: tuple[Media, ...] = ()
-    """Of the prompt, and so of every row."""
+    """Images and videos of the prompt, which every row shares."""
     asked: tuple[int, ...] = ()
-    """The numbers by which its trajectories were asked for, as events have them, where more were asked for than count.
-    Empty: they are those of the rows."""
+    """The numbers under which its trajectories were requested, which events use, if surplus ones were requested. Empty:
+    the rows' own numbers."""
 
     @property
     def provenance(self) -> Provenance:
@@ -192,7 +194,7 @@ class Sample:
 
 
 class SampleMeta(NamedTuple):
-    """What the queue actor knows of a READY sample. The payload itself never passes through the actor."""
+    """Metadata of a READY sample, for the queue actor. The payload itself never passes through the actor."""
 
     sample_id: SampleId
     oldest_version: int

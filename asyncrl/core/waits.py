@@ -1,11 +1,11 @@
-"""What a part waits on, and since when: the edges that a stalled run is explained with (`asyncrl.why`).
+"""Records what each part waits on and since when, which explains a stalled run (`asyncrl.observe.status.why`).
 
 queue      permit      free permits: the staleness gate, or the run's total
            samples     READY samples for a lease
 Rollouter  permit      an admission          slot        a place in generation
-           engine      turns from replicas   probation   inside `engine`: which sample it is that crashes engines
-           tool, user, agent, inside `engine`: what is said between turns, and programs of the user that ask for them
-           surplus     room for over-sampled samples that were cut    dump    files of trajectories
+           engine      turns from replicas   isolation   inside `engine`: finding out which sample crashes engines
+           tool, user, agent, inside `engine`: answers between turns, and user programs that request turns
+           surplus     storage of surplus samples that were aborted    dump    files of trajectories
            reward      scores                weights     the next publication; holds nothing up
            records     files of recorded stages (`skip`); the Trainer's too
            apply       replicas to take a version        validation  the validation set's answers
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 class Wait(NamedTuple):
     edge: str
-    """See the module."""
+    """What a task waits on; see the module."""
     count: int  # type: ignore[assignment]  # hides tuple.count
     """Tasks of this part that wait on it now."""
     since_s: float
     """How long the longest of them has waited."""
     bounded: bool = False
-    """One of them ends by itself: what it waits on has a deadline of its own, which has not passed."""
+    """At least one of them waits on something whose own deadline has not passed."""
 
 
 class WaitBoard:
@@ -46,8 +46,8 @@ class WaitBoard:
 
     @contextmanager
     def waiting(self, edge: str, *, limit_s: float = 0.0) -> Iterator[None]:
-        """Everything inside counts as waiting on `edge`. `limit_s`: by then deadlines of the calls inside end it;
-        0: nothing does."""
+        """Count the block as waiting on `edge`. `limit_s`: deadlines inside the block end it by then; 0: it has
+        none."""
         key, started = self._next, self._clock()
         self._next += 1
         self._open[key] = (edge, started, started + limit_s)

@@ -1,4 +1,4 @@
-"""How well the run is: what its parts tell of themselves, what its machine has left, and warnings about both."""
+"""Monitors the health of a run: measurements of its processes and its machine, and warnings about both."""
 
 from __future__ import annotations
 
@@ -12,172 +12,171 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from asyncrl.cli.picture import Picture
 from asyncrl.config.schema import Config
-from asyncrl.health.alarms import Told
-from asyncrl.health.facts import EngineLoad, MachineHealth, ProcessHealth, RunHealth
-from asyncrl.health.processes import OwnHealth, look_at_machine
-from asyncrl.health.rules import Rules, Settings, Snapshot
-from asyncrl.telemetry.live import View
-from asyncrl.telemetry.logs import ALREADY_SHOWN
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.core.process_health import EngineLoad, MachineHealth, ProcessHealth, RunHealth
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.observe.health.alarms import HealthNotice
+from asyncrl.observe.health.rules import HealthRules, HealthSettings, HealthSnapshot
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.terminal.live import ALREADY_SHOWN, View
+from asyncrl.profiling.process_usage import ProcessMonitor, measure_machine
 
-EVERY_S = 2.0
-LOOK_S = 1.0
-"""For the disk or for Ray to answer; what takes longer is not known this time."""
+INTERVAL_S = 2.0
+READ_LIMIT_S = 1.0
+"""Time limit for the disk or Ray to answer; a slower measurement is skipped in this round."""
 MACHINE_STALE_S = 30.0
-"""What was found out of the machine longer ago is not known any more."""
+"""Older measurements of the machine are dropped."""
 STALE_S = 5.0
-"""What a part told of itself longer ago says nothing about now: it tells every second."""
+"""Older reports of a part are ignored; parts report every second."""
 SETTLE_S = 30.0
-"""A process of which nothing was known so long ago has just started."""
+"""A process that has reported for less than this time has just started."""
 
 logger = logging.getLogger(__name__)
 
 
-class HealthWatch:
-    """Of one run. `run` is a task, until cancelled; nothing that fails in it ends the run."""
+class HealthMonitor:
+    """Watches the health of one run. `run` is a task, until cancelled; a failure in it does not end the run."""
 
     def __init__(
         self,
         config: Config,
         run_dir: Path,
-        picture: Picture,
+        status: RunStatus,
         recorder: Recorder,
         view: View,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._picture = picture
+        self._status = status
         self._recorder = recorder
         self._view = view
-        self._own = OwnHealth("driver")
-        self._rules = Rules(
-            Settings(
+        self._own = ProcessMonitor("driver")
+        self._rules = HealthRules(
+            HealthSettings(
                 private_cluster=config.ray.address is None,
                 on_policy=config.async_training.staleness_threshold == 0,
                 kept_checkpoints=config.trainer.max_checkpoints_to_keep,
             )
         )
-        self._look_at_machine = _MayHang(lambda: look_at_machine(run_dir))
-        self._look_at_store = _MayHang(lambda: object_store_share())
+        self._read_machine = _BoundedRead(lambda: measure_machine(run_dir))
+        self._read_object_store = _BoundedRead(lambda: object_store_share())
         self._machine: tuple[float, MachineHealth | None] = (-math.inf, None)
         self._known_since: dict[str, float] = {}
-        """Process → since when without a break, monotonic."""
+        """By process, the start of its current uninterrupted series of reports (monotonic clock)."""
         self._saves_every = config.trainer.save_freq
-        """Steps; 0 and less: no checkpoints in between."""
+        """Steps between checkpoints; 0 or less: only the last one is written."""
 
     async def run(self) -> None:
-        """Look every two seconds."""
+        """Check the health every two seconds."""
         failed = False
         try:
             while True:
                 try:
-                    await self._look()
+                    await self._check()
                 except Exception:
                     if not failed:
-                        logger.warning("how well the run is could not be found out", exc_info=True)
+                        logger.warning("the health of the run could not be checked", exc_info=True)
                     failed = True
-                await anyio.sleep(EVERY_S)
+                await anyio.sleep(INTERVAL_S)
         finally:
             self._own.stop()
 
-    async def _look(self) -> None:
-        machine: MachineHealth | None = await self._look_at_machine.within(LOOK_S)
-        store_share: float | None = await self._look_at_store.within(LOOK_S)
+    async def _check(self) -> None:
+        machine: MachineHealth | None = await self._read_machine.within(READ_LIMIT_S)
+        store_share: float | None = await self._read_object_store.within(READ_LIMIT_S)
         now_s = self._clock()
         if machine is not None:
             self._machine = (now_s, machine)
         elif now_s - self._machine[0] > MACHINE_STALE_S:
             self._machine = (-math.inf, None)
-        picture = self._picture
-        unheard_s = self._unheard_s()
-        health = RunHealth(dict(self._processes(unheard_s)), dict(self._engines()), self._machine[1], store_share)
-        told: list[Told] = []
-        if picture.phase != "starting":  # until then everything imports and loads
-            snapshot = Snapshot(
+        status = self._status
+        silent_s = self._silent_parts()
+        health = RunHealth(dict(self._processes(silent_s)), dict(self._engines()), self._machine[1], store_share)
+        warnings: list[HealthNotice] = []
+        if status.phase != "starting":  # measurements of processes that still import and load mean nothing
+            snapshot = HealthSnapshot(
                 now_s,
                 time.time(),
                 health,
                 *self._idle(),
                 elsewhere=self._elsewhere(),
-                settling=self._settling(now_s, {*health.processes, *unheard_s} - set(picture.restarting)),
-                unheard_s=self._silent(health, unheard_s),
+                settling=self._settling(now_s, {*health.processes, *silent_s} - set(status.restarting)),
+                silent_s=self._unresponsive(health, silent_s),
                 save_s=self._save_s(),
             )
-            told, health = self._rules.observe(snapshot)
-        picture.health = health
-        self._recorder.health(health)
-        for message in told:
-            self._tell(message)
-
-    def _tell(self, told: Told) -> None:
-        logger.info("%s%s", f"{told.level}: " if told.level else "", told.text, extra=ALREADY_SHOWN)  # for the file
-        self._view.message(told.level, told.text)
+            warnings, health = self._rules.observe(snapshot)
+        status.health = health
+        self._recorder.update_health(health)
+        for warning in warnings:
+            level = f"{warning.level}: " if warning.level else ""
+            logger.info("%s%s", level, warning.text, extra=ALREADY_SHOWN)  # for the log file only
+            self._view.message(warning.level, warning.text)
 
     def _save_s(self) -> float:
-        """Between two checkpoints; 0: there are none, infinite: not known yet."""
+        """Return the time between two checkpoints; 0: there are none, infinity: not known yet."""
         if self._saves_every <= 0:
             return 0.0
         step_s = self._recorder.step_s
         return math.inf if step_s is None else self._saves_every * step_s
 
     def _idle(self) -> tuple[float | None, float | None]:
-        """Of Trainer and Rollouter, while that means something: not at the beginning, nor when all is generated."""
-        picture, queue = self._picture, self._picture.queue
-        if picture.phase != "running" or queue is None or picture.trainer.get("step", 0) < picture.back_to.step + 3:
+        """Return the idle shares of Trainer and Rollouter; None at the start, and once all samples are generated."""
+        status, queue = self._status, self._status.queue
+        if status.phase != "running" or queue is None or status.trainer.get("step", 0) < status.resumed_at.step + 3:
             return None, None
-        if queue.total_samples is not None and queue.books.fed - queue.books.num_dropped >= queue.total_samples:
+        if queue.total_samples is not None and queue.counts.fed - queue.counts.num_dropped >= queue.total_samples:
             return None, None
         return self._recorder.idle
 
-    # ---------------------------------------------------------------------------------------------- who is there
-
-    def _unheard_s(self) -> dict[str, float]:
-        """Parts that have told nothing of themselves for longer than `STALE_S`."""
+    def _silent_parts(self) -> dict[str, float]:
+        """Return the seconds since the last answer, by part, where they exceed `STALE_S`."""
         now = time.time()
-        return {part: now - at for part, at in self._picture.heard_at.items() if now - at > STALE_S}
+        return {part: now - at for part, at in self._status.answered_at.items() if now - at > STALE_S}
 
-    def _silent(self, health: RunHealth, unheard_s: Mapping[str, float]) -> dict[str, float]:
-        """Of `unheard_s` those that should answer. Not while an end is near, nor when it was this process that slept:
-        then no answer was looked at."""
+    def _unresponsive(self, health: RunHealth, silent_s: Mapping[str, float]) -> dict[str, float]:
+        """Return the parts of `silent_s` that should answer.
+
+        There are none while the run ends, or when this process itself was suspended and has not read any answer
+        since."""
         own = health.processes.get("driver")
-        if self._picture.phase != "running" or (own is not None and (own.lag_s or 0.0) > EVERY_S):
+        if self._status.phase != "running" or (own is not None and (own.lag_s or 0.0) > INTERVAL_S):
             return {}
-        return {part: seconds for part, seconds in unheard_s.items() if part not in self._picture.restarting}
+        return {part: seconds for part, seconds in silent_s.items() if part not in self._status.restarting}
 
     def _settling(self, now_s: float, known: Set[str]) -> frozenset[str]:
-        """Processes that have just started, and ranks before their first step."""
+        """Return the processes that have just started, and ranks before their first step."""
         self._known_since = {name: self._known_since.get(name, now_s) for name in known}
         settling = {name for name, since_s in self._known_since.items() if now_s - since_s < SETTLE_S}
-        if self._picture.trainer.get("step", 0) <= self._picture.back_to.step:
+        if self._status.trainer.get("step", 0) <= self._status.resumed_at.step:
             settling |= {name for name in known if name.startswith("rank-")}
         return frozenset(settling)
 
-    def _processes(self, unheard_s: Mapping[str, float]) -> Iterator[tuple[str, ProcessHealth]]:
-        """Those of which something is known now. Of a part that is being replaced the last status is its dead
-        process's."""
-        picture = self._picture
-        silent = {*unheard_s, *picture.restarting}
-        told: list[tuple[str, Any]] = [
-            ("driver", self._own.tell()),
-            ("queue", picture.queue.health if picture.queue is not None else None),
-            ("store", picture.store.health if picture.store is not None else None),
-            ("rollouter", picture.rollouter.get("health")),
-            ("trainer", picture.trainer.get("health")),
+    def _processes(self, silent_s: Mapping[str, float]) -> Iterator[tuple[str, ProcessHealth]]:
+        """Yield the processes with a current report. The last status of a part that is being replaced is outdated."""
+        status = self._status
+        silent = {*silent_s, *status.restarting}
+        reports: list[tuple[str, Any]] = [
+            ("driver", self._own.measure()),
+            ("queue", status.queue.health if status.queue is not None else None),
+            ("store", status.store.health if status.store is not None else None),
+            ("rollouter", status.rollouter.get("health")),
+            ("trainer", status.trainer.get("health")),
         ]
-        told = [(name, health) for name, health in told if name not in silent]
-        if "trainer" not in silent:  # it tells of them
-            ranks: list[Mapping[str, Any]] = picture.trainer.get("ranks", [])
-            told += [(f"rank-{rank['group']}-{rank['rank']}", rank.get("health")) for rank in ranks]
+        reports = [(name, health) for name, health in reports if name not in silent]
+        if "trainer" not in silent:  # which reports its ranks
+            ranks: list[Mapping[str, Any]] = status.trainer.get("ranks", [])
+            reports += [(f"rank-{rank['group']}-{rank['rank']}", rank.get("health")) for rank in ranks]
         for report in self._replicas():
-            told += [(f"replica-{report.replica}", report.health), (f"engine-{report.replica}", report.engine_health)]
-        return ((name, health) for name, health in told if health is not None)
+            reports += [
+                (f"replica-{report.replica}", report.health),
+                (f"engine-{report.replica}", report.engine_health),
+            ]
+        return ((name, health) for name, health in reports if health is not None)
 
     def _elsewhere(self) -> frozenset[str]:
-        """Processes on other nodes than this one's, which is the Trainer's too."""
-        here = self._picture.trainer.get("node_id")
-        ranks: list[Mapping[str, Any]] = self._picture.trainer.get("ranks", [])
+        """Return the processes on other nodes than that of driver and Trainer."""
+        here = self._status.trainer.get("node_id")
+        ranks: list[Mapping[str, Any]] = self._status.trainer.get("ranks", [])
         found = {f"rank-{rank['group']}-{rank['rank']}" for rank in ranks if rank["node_id"] != here}
         for report in self._replicas():
             if report.node_id != here:
@@ -188,22 +187,22 @@ class HealthWatch:
         return ((report.replica, report.load) for report in self._replicas() if report.load is not None)
 
     def _replicas(self) -> Iterator[Any]:
-        """Those that are heard of."""
-        store = self._picture.store
+        """Yield the last reports of the replicas that report."""
+        store = self._status.store
         replicas = store.replicas if store is not None else ()
         now = time.time()
         return (report for report in replicas if now - report.reported_at <= STALE_S)
 
 
-class _MayHang:
-    """What is looked at in a thread, which may be stuck with it (a dead disk): until that returns there is no other."""
+class _BoundedRead:
+    """Calls a function in a thread that may block (on a dead disk), one call at a time."""
 
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self._look = look
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
         self._busy = False
 
     async def within(self, limit_s: float) -> Any:
-        """What it found; None: nothing in time."""
+        """Return the result; None: there was none in time."""
         if self._busy:
             return None
         with anyio.move_on_after(limit_s):
@@ -213,16 +212,15 @@ class _MayHang:
     def _run(self) -> Any:
         self._busy = True
         try:
-            return self._look()
+            return self._read()
         finally:
             self._busy = False
 
 
 def object_store_share() -> float | None:
-    """Of the node whose object store is fullest, the share that is taken by what is still needed; None: not known.
+    """Return the used share of the fullest node's object store; None: not known. Blocking, milliseconds.
 
-    Blocking, milliseconds: the GCS has it from every node. This is private to Ray, whose public
-    `ray.available_resources` has only the sum over all nodes, and so it is all in this function.
+    This uses a private module of Ray, because the public `ray.available_resources` has only the sum over all nodes.
     """
     try:
         from ray._private import state
@@ -230,11 +228,11 @@ def object_store_share() -> float | None:
         totals = state.total_resources_per_node()
         available = state.available_resources_per_node()
         name = "object_store_memory"
-        shares = [  # what is used up is not in `available`
+        shares = [  # an exhausted resource is not in `available`
             1 - available[node].get(name, 0.0) / total[name]
             for node, total in totals.items()
             if total.get(name) and node in available
         ]
         return max(shares, default=None)
-    except Exception:  # noqa: BLE001 - whatever another Ray makes of it: then it is not known
+    except Exception:  # noqa: BLE001 - another version of Ray may raise anything
         return None

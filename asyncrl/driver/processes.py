@@ -1,4 +1,4 @@
-"""No process outlives a run: whatever the driver started, however indirectly, is found and ended."""
+"""Handles signals, and ends every process that the driver started directly or indirectly."""
 
 from __future__ import annotations
 
@@ -6,15 +6,40 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
+import anyio
 import psutil
+from anyio.abc import TaskStatus
 
 _PR_SET_CHILD_SUBREAPER = 36
 CLOCK_SLACK_S = 1.0
-"""The kernel's idea of when a process began, and the wall clock, may differ by so much."""
+"""Maximum difference between the kernel's start time of a process and the wall clock."""
 MAX_ROUNDS = 10
-"""A process in uninterruptible sleep survives SIGKILL; it is not waited for without end."""
+"""A process in uninterruptible sleep survives SIGKILL, so waiting for it is bounded."""
+
+
+class Interrupts:
+    """Handles SIGINT and SIGTERM: the first requests an orderly stop, the second cancels `scope`."""
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.on_first: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Stops the run in order; None: the first signal already cancels `scope`."""
+        self.received = False
+
+    async def listen(self, *, task_status: TaskStatus[None]) -> None:
+        """Handle signals until cancelled."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async with anyio.create_task_group() as group:
+                async for _ in signals:
+                    is_first, self.received = not self.received, True
+                    if is_first and self.on_first is not None:
+                        group.start_soon(self.on_first)
+                    else:
+                        self.scope.cancel()
 
 
 def adopt_orphans() -> None:
@@ -28,41 +53,41 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(grace_s: float = 0.0) -> int:
-    """End every descendant of this process: SIGTERM, up to `grace_s` seconds of patience, SIGKILL. Returns how many."""
-    ended = 0
+    """End every descendant of this process: SIGTERM, `grace_s` seconds later SIGKILL. Return how many were killed."""
+    num_killed = 0
     me = psutil.Process(os.getpid())
     found = me.children(recursive=True)
     if grace_s > 0 and found:
         _signal(found, signal.SIGTERM)
         psutil.wait_procs(found, timeout=grace_s)
-    # A killed parent hands its children to us, so look again until a round finds nobody.
+    # This process inherits the children of a killed one, so repeat until a round finds none.
     for _ in range(MAX_ROUNDS):
-        if not (found := [child for child in me.children(recursive=True) if _alive(child)]):
+        if not (found := [child for child in me.children(recursive=True) if _is_alive(child)]):
             break
-        ended += len(found)
+        num_killed += len(found)
         _signal(found, signal.SIGKILL)
         psutil.wait_procs(found, timeout=5.0)
-    return ended
+    return num_killed
 
 
-def end_known(pids: Iterable[int], heard_at: float, *, title: str = "", limit_s: float = 10.0) -> int:
+def end_known(pids: Iterable[int], known_at: float, *, title: str = "", limit_s: float = 10.0) -> int:
     """SIGKILL these processes of this machine, stopped or not, and wait up to `limit_s` until they are gone.
 
     Args:
-        pids: theirs when they were heard of.
-        heard_at: when that was, wall clock: one that began later has only been given the number again, and is let be.
-        title: how their command lines begin, where it is not known whether they are on this machine.
+        pids: as of `known_at`.
+        known_at: wall clock; a process that began later has only reused the number, and is spared.
+        title: start of their command lines, which tells them from processes of this machine if they run on another one.
         limit_s: for all of them together.
 
     Returns:
-        How many were found.
+        The number of processes found.
     """
     found = []
     for pid in pids:
         try:
             process = psutil.Process(pid)
             began, command = process.create_time(), "".join(process.cmdline()[:1])
-            if began <= heard_at + CLOCK_SLACK_S and command.startswith(title) and pid != os.getpid():
+            if began <= known_at + CLOCK_SLACK_S and command.startswith(title) and pid != os.getpid():
                 found.append(process)
         except psutil.Error:
             continue
@@ -71,8 +96,7 @@ def end_known(pids: Iterable[int], heard_at: float, *, title: str = "", limit_s:
     return len(found)
 
 
-def _alive(process: psutil.Process) -> bool:
-    """It may vanish between being listed and being asked."""
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -83,5 +107,5 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         try:
             process.send_signal(number)
-        except psutil.Error:  # gone, or somebody else's by now
+        except psutil.Error:  # it has ended, or belongs to another user
             continue

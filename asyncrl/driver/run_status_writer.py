@@ -1,4 +1,4 @@
-"""What is going on in a run, put together from what its parts say, and written down again and again."""
+"""The status of a run, collected from its parts and written to `state.json` every second."""
 
 from __future__ import annotations
 
@@ -11,65 +11,63 @@ from typing import Any
 
 import anyio
 
-from asyncrl.cli.probes import TICK_S
-from asyncrl.cli.watchdog import Progress, progress
 from asyncrl.config.schema import Config
-from asyncrl.health.facts import RunHealth
-from asyncrl.ports import Books, QueueStatus, StoreStatus
-from asyncrl.run_dir import RunDir
-from asyncrl.run_state import FILE_NAME, Phase, ProcessInfo, RunState
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.telemetry.state_file import StateFile
-from asyncrl.telemetry.summary import Resumed
+from asyncrl.core.ports import QueueStatus, SampleCounts, StoreStatus
+from asyncrl.core.process_health import RunHealth
+from asyncrl.driver.stall_watchdog import ProgressMarks, progress_of
+from asyncrl.driver.supervision import TICK_S
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.status.run_status import STATE_FILE, ProcessInfo, RunPhase, RunState, StateFile
+from asyncrl.observe.status.summary import ResumePoint
+from asyncrl.storage.run_dir import RunDir
 
-ANSWERS_S = 3.0
-"""A part that answered within so many seconds answers."""
+SILENT_S = 3.0
+"""A part that answered more recently counts as answering."""
 
 
-class Picture:
-    """The driver's view of its run. Whoever learns something sets it; `state` is all of it."""
+class RunStatus:
+    """The driver's view of its run. The driver's tasks set the attributes; `state` combines them."""
 
-    def __init__(self, config: Config, run_dir: RunDir, recorder: Recorder, *, back_to: Resumed | None = None) -> None:
-        self.phase: Phase = "starting"
+    def __init__(
+        self, config: Config, run_dir: RunDir, recorder: Recorder, *, resumed_at: ResumePoint | None = None
+    ) -> None:
+        self.phase: RunPhase = "starting"
         self.error = ""
         self.namespace = ""
         self.queue: QueueStatus | None = None
         self.store: StoreStatus | None = None
         self.rollouter: Mapping[str, Any] = {}
         self.trainer: Mapping[str, Any] = {}
-        self.back_to = back_to or Resumed(0, 0, "")
-        """Where training went on from last: until its Trainer has loaded that, it is where the run stands."""
-        self.heard_at: dict[str, float] = {}
-        """Part → when it last answered, or was first asked. Wall clock."""
+        self.resumed_at = resumed_at or ResumePoint(0, 0, "")
+        """Point from which training last continued; the run's position until the Trainer has loaded that checkpoint."""
+        self.answered_at: dict[str, float] = {}
+        """By part, the time of its last answer or of the first request to it. Wall clock."""
         self.restarting: Mapping[str, float] = {}
         self.processes: tuple[ProcessInfo, ...] = ()
-        """Of Rollouter and Trainer."""
+        """Incarnations of Rollouter and Trainer."""
         self.has_engines = True
-        """False: every sample is recorded, and `skip.async_rollout.serve_when_covered` is false."""
+        """False: every sample is recorded, and the role `async_rollout` needs no engines."""
         self.health = RunHealth()
         self._config = config
         self._recorder = recorder
-        self._file = StateFile(run_dir.path / FILE_NAME)
+        self._file = StateFile(run_dir.path / STATE_FILE)
         self._started_at = time.time()
-        self._moved_at = self._started_at
-        self._moved: Progress | None = None
+        self._progress_at = self._started_at
+        self._progress: ProgressMarks | None = None
 
-    async def keep(self) -> None:
-        """Write it down every second, until cancelled."""
+    async def keep_written(self) -> None:
+        """Write the state every second, until cancelled."""
         while True:
-            await self.write()
+            await self._file.write(self.state())
             await anyio.sleep(TICK_S)
 
-    async def write(self) -> None:
-        await self._file.write(self.state())
-
-    def end(self, phase: Phase, error: str) -> None:
-        """The run is over; write that down. Blocking."""
+    def end(self, phase: RunPhase, error: str) -> None:
+        """Write the final state. Blocking."""
         self.phase, self.error = phase, error
         self._file.write_now(self.state())
 
     def state(self) -> RunState:
-        """Everything, as of now."""
+        """Return the current state."""
         now = time.time()
         queue, store, config = self.queue, self.store, self._config
         state = RunState(
@@ -84,9 +82,9 @@ class Picture:
             ray_address=config.ray.address,
             error=self.error,
             samples_per_lease=config.samples_per_lease,
-            step=max(self.trainer.get("step", 0), self.back_to.step),
-            version=max(self.trainer.get("version", 0), self.back_to.version),
-            lineage=self.back_to.lineage,
+            step=max(self.trainer.get("step", 0), self.resumed_at.step),
+            version=max(self.trainer.get("version", 0), self.resumed_at.version),
+            lineage=self.resumed_at.lineage,
             published=store.newest if store is not None else None,
             queue=queue,
             replicas=store.replicas if store is not None else (),
@@ -96,28 +94,28 @@ class Picture:
                 for part, status in (("trainer", self.trainer), ("rollouter", self.rollouter))
                 if status
             },
-            unheard_s={part: now - at for part, at in self.heard_at.items() if now - at > ANSWERS_S},
+            silent_s={part: now - at for part, at in self.answered_at.items() if now - at > SILENT_S},
             restarting=dict(self.restarting),
-            processes=self._processes(),
-            books=queue.books if queue is not None else Books(),
-            last_progress_at=self._moved_at,
+            processes=self._all_processes(),
+            counts=queue.counts if queue is not None else SampleCounts(),
+            last_progress_at=self._progress_at,
             health=self.health,
         )
-        state = self._recorder.tell(state)
-        before, self._moved = self._moved, progress(state)
-        if self._moved.is_beyond(before):
-            self._moved_at = now
+        state = self._recorder.complete_state(state)
+        before, self._progress = self._progress, progress_of(state)
+        if self._progress.is_beyond(before):
+            self._progress_at = now
             state = replace(state, last_progress_at=now)
         return state
 
-    def _processes(self) -> tuple[ProcessInfo, ...]:
-        found = [ProcessInfo("driver", "driver", os.getpid(), ""), *self.processes]
+    def _all_processes(self) -> tuple[ProcessInfo, ...]:
+        processes = [ProcessInfo("driver", "driver", os.getpid(), ""), *self.processes]
         if self.queue is not None:
-            found.append(ProcessInfo("queue", "queue", self.queue.pid, ""))
+            processes.append(ProcessInfo("queue", "queue", self.queue.pid, ""))
         if self.store is not None:
-            found.append(ProcessInfo("store", "store", self.store.pid, ""))
+            processes.append(ProcessInfo("store", "store", self.store.pid, ""))
             for report in self.store.replicas:
                 name = f"replica {report.replica}"
-                found.append(ProcessInfo("replica", name, report.pid, report.node_id))
-                found += [ProcessInfo("engine", name, pid, report.node_id) for pid in report.engine_pids]
-        return tuple(found)
+                processes.append(ProcessInfo("replica", name, report.pid, report.node_id))
+                processes += [ProcessInfo("engine", name, pid, report.node_id) for pid in report.engine_pids]
+        return tuple(processes)

@@ -1,14 +1,13 @@
-"""Events of a run: what took how long, for which sample, request, turn, replica and step.
+"""Record events of a run, what each step, sample, request, turn and replica spent its time on, and measure processes.
 
     from asyncrl.profiling import profile
 
     with profile.span("tool.execute", sample="sample_0_42", turn=1, tool="search"):
         ...
 
-Each process has one `profile`; what it costs and keeps is said in `profiler`, which events there are in `events`.
+Each process has one `profile`. `profiler` says what an event costs and where it goes, `catalog` lists all events.
 """
 
-from asyncrl.profiling.profiler import OFF, Profiler, Setup, profile
-from asyncrl.profiling.spans import Span
+from asyncrl.profiling.profiler import PROFILING_OFF, Profiler, ProfilerSettings, ProfilerSpan, profile
 
-__all__ = ["OFF", "Profiler", "Setup", "Span", "profile"]
+__all__ = ["PROFILING_OFF", "Profiler", "ProfilerSettings", "ProfilerSpan", "profile"]

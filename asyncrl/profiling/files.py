@@ -1,4 +1,4 @@
-"""`events/step_<step>/<part>.jsonl` of a run directory. Blocking; one thread at a time."""
+"""The event files `events/step_<step>/<part>.jsonl` of a run directory: write them, find them, parse their lines."""
 
 from __future__ import annotations
 
@@ -10,66 +10,80 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "events"
+EVENTS_DIRECTORY = "events"
 MAX_TEXT = 1_000
-"""Characters of a value that is no number; the rest of it is cut off."""
-MAX_OPEN = 8
-"""Files at once: events of a few steps at a time come in."""
+"""Characters of a value that is not a number; longer ones are cut."""
+MAX_OPEN_FILES = 8
+"""Enough for the parts of the few steps whose events arrive at a time."""
+EARLIEST_S, LATEST_S = 946_684_800, 4_102_444_800
+"""The years 2000 to 2100 in Unix seconds; an event at another time is damaged."""
+MAX_NUMBER = 2**53
+"""Larger numbers are not exact as doubles: such a value was not counted or measured."""
+INTEGER_FIELDS = ("step", "version", "turn", "trajectory")
+"""Fields that are integers; `trajectory` may be a name instead."""
 
 
-class Line(NamedTuple):
+class EventLine(NamedTuple):
     part: str
     event: Mapping[str, Any]
 
 
 def step_dir(directory: Path, step: int) -> Path:
-    """Of one step below `events/`; step 0 is everything before the first one."""
+    """The directory of one step below `events/`. Step 0 holds everything before the first step."""
     return directory / f"step_{step:06d}"
 
 
+def event_files(run_dir: Path) -> Iterator[Path]:
+    """All event files of a run, by step and part."""
+    yield from sorted((run_dir / EVENTS_DIRECTORY).glob("step_*/*.jsonl"))
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
 class EventFiles:
-    """Appends. What cannot be written is told once and counted: events are no reason to end a run."""
+    """Appends events to files. Blocking; one thread at a time.
+
+    A failed write is logged once and its events are returned as lost: events are no reason to end a run.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: OrderedDict[tuple[int, str], int] = OrderedDict()
-        self._told = False
-        self._told_of_odd = False
+        self._warned_of_disk = False
+        self._warned_of_event = False
 
-    def write(self, lines: Sequence[Line]) -> list[Line]:
-        """Returns those that are lost."""
-        lost: list[Line] = []
-        encoded: list[Line] = []
-        texts: dict[tuple[int, str], list[str]] = {}
+    def write(self, lines: Sequence[EventLine]) -> list[EventLine]:
+        """Write lines, and return those that are lost."""
+        lost: list[EventLine] = []
+        files: dict[tuple[int, str], list[tuple[EventLine, str]]] = {}
         for line in lines:
             try:
-                text = _encoded(line.event)
-            except Exception as error:  # noqa: BLE001  of whatever somebody has put into it
+                text = _encode(line.event)
+            except Exception as error:  # noqa: BLE001  fields may hold any object
                 lost.append(line)
-                if not self._told_of_odd:
+                if not self._warned_of_event:
                     logger.warning("%s cannot be written, nor others like it: %s", line.event["event"], error)
-                self._told_of_odd = True
+                self._warned_of_event = True
             else:
-                texts.setdefault((_step(line.event), line.part), []).append(text)
-                encoded.append(line)
-        for key, found in texts.items():
+                files.setdefault((_step(line.event), line.part), []).append((line, text))
+        for key, encoded in files.items():
             try:
-                self._append(key, ("\n".join(found) + "\n").encode())
-            except (OSError, ValueError) as error:  # ValueError: a part that cannot be a file's name
-                lost += [line for line in encoded if (_step(line.event), line.part) == key]
-                if not self._told:
+                self._append(key, "".join(f"{text}\n" for _, text in encoded).encode())
+            except (OSError, ValueError) as error:  # ValueError: the part is not a valid file name
+                lost += [line for line, _ in encoded]
+                if not self._warned_of_disk:
                     logger.warning(
                         "events cannot be written to %s (%s): reports of this run will lack them",
-                        self._directory,
-                        error,
+                        *(self._directory, error),
                     )
-                self._told = True
+                self._warned_of_disk = True
             else:
-                self._told = False
+                self._warned_of_disk = False
         return lost
 
     def close(self) -> None:
@@ -79,19 +93,19 @@ class EventFiles:
     def _append(self, key: tuple[int, str], data: bytes) -> None:
         descriptor = self._open.get(key)
         if descriptor is None:
-            descriptor = self._opened(key)
+            descriptor = self._open_file(key)
         else:
             self._open.move_to_end(key)
-        before = os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         except OSError:
-            os.ftruncate(descriptor, before)  # nobody else writes it: what is lost is lost as a whole
+            os.ftruncate(descriptor, size)  # there is no other writer, so this leaves complete lines
             raise
 
-    def _opened(self, key: tuple[int, str]) -> int:
+    def _open_file(self, key: tuple[int, str]) -> int:
         step, part = key
         parent = step_dir(self._directory, step)
         parent.mkdir(parents=True, exist_ok=True)
@@ -99,19 +113,14 @@ class EventFiles:
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                os.write(descriptor, b"\n")  # behind the torn line of a process that was killed
+                os.write(descriptor, b"\n")  # ends the torn line of a killed process
         except BaseException:
             os.close(descriptor)
             raise
         self._open[key] = descriptor
-        if len(self._open) > MAX_OPEN:
+        if len(self._open) > MAX_OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
-
-
-def event_files(run_dir: Path) -> Iterator[Path]:
-    """All of a run, by step and part."""
-    yield from sorted((run_dir / DIRECTORY).glob("step_*/*.jsonl"))
 
 
 def _step(event: Mapping[str, Any]) -> int:
@@ -119,24 +128,23 @@ def _step(event: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) and 0 <= step < 10**9 else 0
 
 
-def _encoded(event: Mapping[str, Any]) -> str:
-    """As one line of JSON, whatever somebody has put into it."""
+def _encode(event: Mapping[str, Any]) -> str:
+    """One line of JSON, whatever objects the fields hold."""
     try:
         line = json.dumps(event, separators=(",", ":"), default=_plain, allow_nan=False)
     except (TypeError, ValueError, OverflowError, RecursionError):
         plain = {str(name): _plain(value) for name, value in event.items()}
         line = json.dumps(plain, separators=(",", ":"), allow_nan=False)
-    return _whole(line) if "\\ud" in line else line
+    return json.dumps(_without_surrogates(line), separators=(",", ":")) if "\\ud" in line else line
 
 
-def _whole(line: str) -> str:
-    """With `?` for halves of characters: a model may write "\\ud800", and readers of JSON refuse it."""
-    text = json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace")
-    return json.dumps(json.loads(text), separators=(",", ":"))
+def _without_surrogates(line: str | bytes) -> Any:
+    """The parsed line with `?` for lone surrogates: a model may write "\\ud800", and UTF-8 has no such character."""
+    return json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace"))
 
 
 def _plain(value: Any) -> Any:
-    """A number or text: numpy's numbers as Python's, everything else as it is printed."""
+    """A number or text: numpy numbers become Python numbers, other objects their `repr`."""
     with suppress(Exception):
         item = getattr(value, "item", None)
         value = item() if callable(item) else value
@@ -146,5 +154,41 @@ def _plain(value: Any) -> Any:
         return value
     try:
         return repr(value)[:MAX_TEXT]
-    except Exception:  # noqa: BLE001  of a class of the user's
+    except Exception:  # noqa: BLE001  the class is the user's
         return type(value).__name__
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of an event file; None if it is damaged or no event.
+
+    Name, time, duration and the `INTEGER_FIELDS` are valid; other fields may hold anything. All text is valid UTF-8.
+    """
+    try:
+        event = _without_surrogates(line) if b"\\ud" in line.lower() else json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and _is_event(event) else None
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    name, start, duration = (event.get(field) for field in ("event", "timestamp", "duration_s"))
+    if not (isinstance(name, str) and is_number(start) and is_number(duration)):
+        return False
+    if start < EARLIEST_S or start + duration > LATEST_S:
+        return False
+    return all(
+        _is_integer(event.get(name)) or (name == "trajectory" and isinstance(event[name], str))
+        for name in INTEGER_FIELDS
+    )
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether the value can have been counted or measured."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+
+
+def _is_integer(value: Any) -> bool:
+    return value is None or (is_number(value) and value == int(value))

@@ -1,10 +1,10 @@
-"""Events as OpenTelemetry spans, over HTTP to a collector (`profiler.otlp_endpoint`).
+"""Send events as OpenTelemetry spans over HTTP to a collector (`profiler.otlp_endpoint`).
 
-All events of a sample form one trace, whichever process they happened in; those without a sample, one per step. A span
-is called as its event is, has the event's fields as attributes `asyncrl.<field>`, and the part as a resource. The
-trace of a sample is found by its id: `trace_id` derives it from the run's name and the sample's.
+All events of a sample form one trace across processes; events without a sample form one trace per step. A span has the
+name of its event, the event's fields as attributes `asyncrl.<field>`, and the part as its resource. `trace_id` derives
+the trace of a sample from the names of the run and the sample.
 
-A collector that is slow or gone costs spans, which are counted, and one warning. The writing thread never waits for it.
+A slow or dead collector costs spans, which are counted, and one warning. The writing thread never waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.profiling.files import Line
+from asyncrl.profiling.files import EventLine
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 20_000
-"""Waiting to be sent; an event is less than 1 KB."""
+"""Bound of the queue; an event is less than 1 KB."""
 MAX_BATCH = 512
 EXPORT_S = 10.0
-"""For one batch, with everything that is tried again."""
+"""Limit for one batch, retries included."""
 CLOSE_S = 5.0
-_OWN_WORDS = ("timestamp", "event", "duration_s")
+_SPAN_FIELDS = ("timestamp", "event", "duration_s")
 
 
 def trace_id(run: str, sample: str | None, step: int) -> int:
-    """Of the events of `sample`; None: of those that have none, in `step`."""
+    """The trace of `sample`, or of the events of `step` that have no sample."""
     name = f"{run}/{sample}" if sample is not None else f"{run}/step {step}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big") or 1
 
 
 class OtlpSink:
-    """Call it with lines from any thread."""
+    """A bounded queue of events and the thread that sends them. Call it with lines from any thread."""
 
     def __init__(
         self,
@@ -53,50 +53,50 @@ class OtlpSink:
         max_events: int = MAX_EVENTS,
         make_exporter: Callable[[], SpanExporter] | None = None,
     ) -> None:
-        """`make_exporter`: called in the sending thread; by default one over HTTP to `endpoint`."""
+        """`make_exporter`: called in the sending thread; the default exports over HTTP to `endpoint`."""
         self._endpoint = endpoint
         self._run = run
-        self._most = max_events
+        self._max_events = max_events
         self._make_exporter = make_exporter or self._over_http
         self._exporter: SpanExporter | None = None
         self._changed = threading.Condition()
-        self._lines: deque[Line] = deque()
+        self._lines: deque[EventLine] = deque()
         self._sending = False
         self._ending = False
         self._unusable = False
-        self._told = False
+        self._warned = False
         self.lost = 0
         """Events that were not sent."""
         self._thread = threading.Thread(target=self._send_all, name=f"otlp-{part}", daemon=True)
         self._thread.start()
 
-    def __call__(self, lines: Sequence[Line]) -> None:
-        """At once; what does not fit is lost."""
+    def __call__(self, lines: Sequence[EventLine]) -> None:
+        """Returns at once; lines that do not fit are lost."""
         with self._changed:
             if self._unusable:
                 self.lost += len(lines)
                 return
-            room = 0 if self._ending else max(0, self._most - len(self._lines))
+            room = 0 if self._ending else max(0, self._max_events - len(self._lines))
             self._lines.extend(lines[:room])
-            missed = len(lines) - room if len(lines) > room else 0
+            missed = max(0, len(lines) - room)
             self._changed.notify_all()
         if missed:
-            self._lose(missed, "more events come than it takes")
+            self._lose(missed, "events come faster than it accepts them")
 
     def settle(self, limit_s: float = CLOSE_S) -> None:
-        """What was given until now is sent, or lost. Blocking, for `limit_s` at most."""
+        """Wait until the queued events are sent or lost. Blocks for `limit_s` at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._unusable or not (self._lines or self._sending), limit_s)
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Send what is left; what cannot be is lost. Blocking, for `limit_s` at most."""
+        """Send the queued events; those that cannot be sent are lost. Blocks for `limit_s` at most."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
         until = time.monotonic() + limit_s
         self._thread.join(limit_s)
         if self._thread.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # it gives up trying again
+            self._exporter.shutdown()  # it stops retrying
             self._thread.join(max(0.0, until + 1.0 - time.monotonic()))
         self.lost += len(self._lines)
         if self.lost and not self._unusable:
@@ -107,7 +107,7 @@ class OtlpSink:
     def _send_all(self) -> None:
         try:
             exporter = self._exporter = self._make_exporter()
-            spans = _Spans(self._run)
+            spans = _SpanConverter(self._run)
         except Exception as error:  # noqa: BLE001  events are no reason to end a run
             logger.warning("no events are sent to %s: %s: %s", self._endpoint, type(error).__name__, error)
             with self._changed:
@@ -118,16 +118,16 @@ class OtlpSink:
             return
         while lines := self._next():
             try:
-                done = exporter.export([spans.of(line) for line in lines]).name == "SUCCESS"
+                accepted = exporter.export([spans.convert(line) for line in lines]).name == "SUCCESS"
             except Exception as error:  # noqa: BLE001
                 self._lose(len(lines), f"{type(error).__name__}: {error}")
             else:
-                if not done:
-                    self._lose(len(lines), "it does not take them")
+                if not accepted:
+                    self._lose(len(lines), "it does not accept them")
         exporter.shutdown()
 
-    def _next(self) -> list[Line]:
-        """Empty: there will be none."""
+    def _next(self) -> list[EventLine]:
+        """The next batch; empty when the sink is closed."""
         with self._changed:
             self._sending = False
             self._changed.notify_all()
@@ -137,19 +137,19 @@ class OtlpSink:
 
     def _lose(self, count: int, why: str) -> None:
         self.lost += count
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning("profiler.otlp_endpoint: events for %s are lost: %s", self._endpoint, why)
 
     def _over_http(self) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it tells of each try
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it logs each try
         return OTLPSpanExporter(endpoint=self._endpoint, timeout=EXPORT_S)
 
 
-class _Spans:
-    """Events as spans. Imports OpenTelemetry when it is made."""
+class _SpanConverter:
+    """Converts events to spans. Its constructor imports OpenTelemetry."""
 
     def __init__(self, run: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -163,11 +163,11 @@ class _Spans:
         self._make_context = SpanContext
         self._sampled = TraceFlags(TraceFlags.SAMPLED)
         self._fine = Status(StatusCode.UNSET)
-        self._failed: Callable[[str], Status] = lambda told: Status(StatusCode.ERROR, told)
+        self._failed: Callable[[str], Status] = lambda message: Status(StatusCode.ERROR, message)
         self._ids = RandomIdGenerator()
         self._resources: dict[str, Resource] = {}
 
-    def of(self, line: Line) -> ReadableSpan:
+    def convert(self, line: EventLine) -> ReadableSpan:
         event = line.event
         sample, error = event.get("sample"), event.get("error")
         trace = trace_id(self._run, None if sample is None else str(sample), int(event.get("step", 0)))
@@ -190,13 +190,14 @@ class _Spans:
 
 
 def _attributes(event: Mapping[str, Any]) -> dict[str, str | bool | int | float]:
-    """The fields, as values that OpenTelemetry takes; numpy's numbers are turned into Python's."""
-    found: dict[str, str | bool | int | float] = {}
+    """The fields as values that OpenTelemetry accepts; numpy numbers become Python numbers."""
+    attributes: dict[str, str | bool | int | float] = {}
     for name, value in event.items():
-        if name not in _OWN_WORDS:
+        if name not in _SPAN_FIELDS:
             item = getattr(value, "item", None)
             plain = item() if callable(item) else value
-            told = plain if isinstance(plain, (str, bool, int, float)) else str(plain)
-            # Half a character, as a model may write one, would cost its whole batch.
-            found[f"asyncrl.{name}"] = told.encode(errors="replace").decode() if isinstance(told, str) else told
-    return found
+            if not isinstance(plain, (bool, int, float)):
+                # A lone surrogate, as a model may write one, would cost the whole batch.
+                plain = str(plain).encode(errors="replace").decode()
+            attributes[f"asyncrl.{name}"] = plain
+    return attributes

@@ -1,11 +1,11 @@
-"""Recording events: a tuple in a bounded buffer for whoever records, everything else in a thread.
+"""Record events: the caller appends a tuple to a bounded buffer, a thread does everything else.
 
-    span, note, record ─▶ buffer ─┬─ at home: a thread ─▶ JSON lines ─▶ events/step_…/<part>.jsonl
-                          (deque) └─ away (replicas, ranks): `drain` with the next answer ─▶ `take` at home
+    span, note, record ─▶ EventBuffer ─┬─ with a directory: a thread ─▶ JSON lines ─▶ events/step_…/<part>.jsonl
+                             (deque)   └─ without one (replicas, ranks): `drain` with the next answer ─▶ `ingest`
 
-A process that writes the run directory is at home. Another one, perhaps on another machine, sends its events along
-with answers that it gives anyhow; what it had not sent when it died is lost. A full buffer drops the newest, counts
-them, and says so in an event of its own. Nothing here ever fails or holds up the run.
+A process without a directory, perhaps on another machine, attaches its events to the answers of other calls; if it
+dies, events that it has not sent are lost. A full buffer drops the newest events and counts them, and an event of its
+own reports the number. Recording never fails and never blocks the run.
 """
 
 from __future__ import annotations
@@ -13,283 +13,502 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
-from asyncrl.config.sections.run import ProfilerConfig
-from asyncrl.profiling.buffer import Buffer, events_dropped
-from asyncrl.profiling.events import EVENTS, Level, describe, enabled
-from asyncrl.profiling.files import DIRECTORY, MAX_TEXT, EventFiles, Line
+from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.profiling.catalog import EVENTS, EventLevel, describe, enabled
+from asyncrl.profiling.files import EVENTS_DIRECTORY, MAX_TEXT, EventFiles, EventLine
 from asyncrl.profiling.otlp import OtlpSink
-from asyncrl.profiling.spans import NO_CONTEXT, NOTHING, Context, Raw, Span, context
 
 logger = logging.getLogger(__name__)
 
 BUFFER_EVENTS = 100_000
 WRITE_EVERY_S = 0.5
 CLOSE_S = 5.0
-"""For what is left to get onto the disk at the end."""
+"""Limit for writing the remaining events when the profiler closes."""
 MAX_DRAINED = 5_000
 """Events in one answer."""
 
+_context: ContextVar[Mapping[str, Any]] = ContextVar("profile_context", default={})  # noqa: B039  never mutated
 
-class Setup(NamedTuple):
-    """What a process needs to know to record."""
 
-    level: Level = "off"
+class ProfilerSettings(NamedTuple):
+    """How a process records its events."""
+
+    level: EventLevel = "off"
     directory: Path | None = None
-    """`events/` of the run directory; None: this process sends its events along with its answers."""
+    """`events/` of the run directory; None: the process forwards its events with its answers."""
     buffer_events: int = BUFFER_EVENTS
     otlp_endpoint: str | None = None
-    """Where else events go (`profiling.otlp`); None: nowhere."""
+    """The collector that also receives the events (`profiling.otlp`)."""
     run: str = ""
-    """Its name, the same in all parts."""
+    """Name of the run, the same in all parts."""
 
     @classmethod
-    def of(cls, config: ProfilerConfig, run_dir: Path | None) -> Setup:
-        """`run_dir`: None where the process does not write it."""
+    def of(cls, config: ProfilerConfig, run_dir: Path | None) -> ProfilerSettings:
+        """`run_dir`: None in a process that does not write it."""
         if run_dir is None:
             return cls(config.level, None, config.buffer_events)
-        return cls(config.level, run_dir / DIRECTORY, config.buffer_events, config.otlp_endpoint, run_dir.name)
+        directory = run_dir / EVENTS_DIRECTORY
+        return cls(config.level, directory, config.buffer_events, config.otlp_endpoint, run_dir.name)
 
 
-OFF = Setup()
+PROFILING_OFF = ProfilerSettings()
 
 
-class _Home(NamedTuple):
-    """Where a process at home writes. Each `configure` makes a new one: an old thread that is late ends by itself."""
+# ------------------------------------------------------------------------------------------------ spans
 
-    buffer: Buffer
-    files: EventFiles
-    sinks: list[Callable[[Sequence[Line]], None]]
-    otlp: OtlpSink | None
-    ended: threading.Event
-    failed: threading.Event
-    """It has been told that something went wrong."""
-    writing: threading.Lock
+
+class RecordedEvent(NamedTuple):
+    """An event as recorded; another thread encodes it later."""
+
+    name: str
+    start: float
+    """`perf_counter`, or Unix seconds if `wall`."""
+    duration_s: float
+    place: tuple[int | None, int | None]
+    """Step and version."""
+    context: Mapping[str, Any]
+    fields: Mapping[str, Any]
+    wall: bool = False
+
+
+class ProfilerSpan:
+    """Times a `with` or `async with` block; `add` fields that are known only later."""
+
+    __slots__ = ("_fields", "_name", "_profiler", "_start", "_sync")
+
+    def __init__(self, profiler: Profiler, name: str, fields: dict[str, Any], sync: bool) -> None:
+        self._profiler = profiler
+        self._name = name
+        self._fields = fields
+        self._sync = sync
+        self._start = 0.0
+
+    def add(self, **fields: Any) -> None:
+        self._fields.update(fields)
+
+    def __enter__(self) -> Self:
+        if self._sync:
+            self._profiler.synchronize()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._sync and kind is None:
+            self._profiler.synchronize()
+        end = time.perf_counter()
+        if kind is not None:
+            self._fields["error"] = kind.__name__
+        self._profiler.put(
+            RecordedEvent(
+                self._name, self._start, end - self._start, self._profiler.place, _context.get(), self._fields
+            )
+        )
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+
+class DisabledSpan(ProfilerSpan):
+    """A span of an event that is not recorded."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, **fields: Any) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class FieldContext(AbstractContextManager[None]):
+    """Adds fields to all events inside. A class, because a generator takes three times as long."""
+
+    __slots__ = ("_fields", "_token")
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._token = _context.set({**_context.get(), **self._fields})
+
+    def __exit__(self, *error: object) -> None:
+        _context.reset(self._token)
+
+
+DISABLED_SPAN = DisabledSpan()
+_NO_CONTEXT = nullcontext()
+
+
+# ------------------------------------------------------------------------------------------------ buffer
+
+
+class EventBuffer:
+    """A bounded buffer of events that are not yet written or sent, with counts of the lost ones.
+
+    Any thread may use it. Each `configure` makes a new one, so that a late writer of the previous run keeps its own.
+    """
+
+    def __init__(self, part: str = "", max_events: int = 0) -> None:
+        self.waiting: deque[RecordedEvent | EventLine] = deque()
+        self.max_events = max_events
+        self.num_taken = 0
+        self.dropped = 0
+        """Events that this process lost."""
+        self.dropped_elsewhere = 0
+        """Events that forwarding processes lost, or that were lost on their way here."""
+        self._part = part
+        self._unreported = 0
+        self._lock = threading.Lock()
+        self._senders: dict[str, _SenderCount] = {}
+        self._warned = False
+
+    def put_line(self, line: EventLine) -> None:
+        if len(self.waiting) >= self.max_events:
+            self.drop_line(line)
+        else:
+            self.waiting.append(line)
+
+    def count_lost(self, count: int) -> None:
+        with self._lock:
+            self.dropped += count
+            self._unreported += count
+
+    def drop_line(self, line: EventLine) -> None:
+        """Count a line as lost. If it reports other losses, these are reported again."""
+        with self._lock:
+            self.dropped += 1
+            self._unreported += 1 + _num_dropped(line.event)
+
+    def received(self, part: str, events: Sequence[Mapping[str, Any]], num_sent: int | None) -> None:
+        """Count the events that arrived from `part`, which has sent `num_sent` until now."""
+        with self._lock:
+            lost = self._senders.setdefault(part, _SenderCount()).num_lost(len(events), num_sent)
+            self.dropped_elsewhere += sum(map(_num_dropped, events)) + lost
+            self._unreported += lost
+
+    def take(self, limit: int) -> list[EventLine]:
+        """Remove the oldest events. An event that cannot be encoded is lost."""
+        offset = time.time() - time.perf_counter()
+        lines: list[EventLine] = []
+        for _ in range(min(limit, len(self.waiting))):
+            try:
+                event = self.waiting.popleft()
+            except IndexError:  # another thread has taken it
+                break
+            try:
+                lines.append(event if isinstance(event, EventLine) else EventLine(self._part, _encode(event, offset)))
+            except Exception:
+                self.count_lost(1)
+                if not self._warned:
+                    logger.warning("an event cannot be encoded; it and others like it are lost", exc_info=True)
+                self._warned = True
+        self.num_taken += len(lines)
+        return lines
+
+    def loss_report(self, place: tuple[int | None, int | None]) -> EventLine | None:
+        """An event with the number of events lost since the last report; None: no event was lost."""
+        with self._lock:
+            unreported, self._unreported = self._unreported, 0
+        if not unreported:
+            return None
+        report = RecordedEvent("profiler.dropped", time.time(), 0.0, place, {}, {"events": unreported}, wall=True)
+        return EventLine(self._part, _encode(report, 0.0))
+
+    def report_again(self, report: EventLine) -> None:
+        """Repeat a loss report that could not be written."""
+        with self._lock:
+            self._unreported += _num_dropped(report.event)
+
+
+class _SenderCount:
+    """Compares the number of events that a part has sent with the number that arrived.
+
+    Answers may overtake each other, so only events that are missing at two answers in a row count as lost; if they
+    arrive later, the next loss is smaller by as many.
+    """
+
+    def __init__(self) -> None:
+        self._num_arrived = 0
+        self._num_sent: int | None = None
+        self._missing = 0
+
+    def num_lost(self, num_arrived: int, num_sent: int | None) -> int:
+        """Newly discovered losses. `num_sent`: total of the part, including these; None: not reported."""
+        self._num_arrived += num_arrived
+        if num_sent is None:
+            return 0
+        if self._num_sent is None:  # a previous receiver got the earlier ones
+            self._num_arrived = self._num_sent = num_sent
+        self._num_sent = max(self._num_sent, num_sent)
+        missing = self._num_sent - self._num_arrived
+        lost = max(0, min(self._missing, missing))
+        self._num_arrived += lost
+        self._missing = missing - lost
+        return lost
+
+
+def _num_dropped(event: Mapping[str, Any]) -> int:
+    """The losses that a loss report reports; 0 for other events."""
+    return int(event.get("events", 0)) if event["event"] == "profiler.dropped" else 0
+
+
+def _encode(recorded: RecordedEvent, offset: float) -> dict[str, Any]:
+    event: dict[str, Any] = {
+        "timestamp": round(recorded.start if recorded.wall else recorded.start + offset, 6),
+        "event": recorded.name,
+        "duration_s": round(recorded.duration_s, 6),
+    }
+    step, version = recorded.place
+    if step is not None:
+        event["step"] = step
+    if version is not None:
+        event["version"] = version
+    for fields in (recorded.context, recorded.fields):
+        for name, value in fields.items():
+            if value is not None:
+                event[name] = value
+    return event
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class _EventWriter:
+    """The thread that moves events from a buffer to files and, if configured, to an OTLP collector."""
+
+    def __init__(self, profiler: Profiler, buffer: EventBuffer, directory: Path, otlp: OtlpSink | None) -> None:
+        self.otlp = otlp
+        self._profiler = profiler
+        self._buffer = buffer
+        self._files = EventFiles(directory)
+        self._ended = threading.Event()
+        self._writing = threading.Lock()
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="profiler", daemon=True)
+        self._thread.start()
+
+    def flush(self) -> None:
+        self._write()
+        if self.otlp is not None:
+            self.otlp.settle()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(CLOSE_S)
+        if self.otlp is not None:
+            self.otlp.close()
+
+    def _run(self) -> None:
+        while not self._ended.wait(WRITE_EVERY_S):
+            self._write()
+        self._write()
+        with self._writing:
+            self._files.close()
+
+    def _write(self) -> None:
+        buffer = self._buffer
+        with self._writing:
+            lines = buffer.take(len(buffer.waiting))
+            if lines:
+                for line in self._write_files(lines):
+                    buffer.drop_line(line)
+                if self.otlp is not None:
+                    self.otlp(lines)
+            report = buffer.loss_report(self._profiler.place)
+            if report is not None and self._write_files([report]):
+                buffer.report_again(report)
+
+    def _write_files(self, lines: Sequence[EventLine]) -> Sequence[EventLine]:
+        """Returns the lost lines. The thread continues after any error."""
+        try:
+            return self._files.write(lines)
+        except Exception:
+            if not self._warned:
+                logger.warning("events cannot be written: reports of this run will lack some", exc_info=True)
+            self._warned = True
+            return lines
 
 
 class Profiler:
-    """The events of one process. Any thread may record."""
+    """Records the events of one process. Any thread may record."""
 
     def __init__(self) -> None:
         self.place: tuple[int | None, int | None] = (None, None)
+        """Step and version of the events recorded now."""
         self.synchronize: Callable[[], None] = _do_nothing
-        """Called around spans with `sync=True`: on a GPU, waits until it is done."""
+        """Called around spans with `sync=True`; on a GPU it waits until the GPU is done."""
         self._enabled: frozenset[str] = frozenset()
-        self._buffer = Buffer()
-        self._home: _Home | None = None
-        self._thread: threading.Thread | None = None
+        self._buffer = EventBuffer()
+        self._writer: _EventWriter | None = None
 
-    # ------------------------------------------------------------------------------------------------ setting up
-
-    def configure(self, part: str, setup: Setup) -> None:
-        """From now on this process records as `part`, which names its file. Calling it again starts anew."""
+    def configure(self, part: str, settings: ProfilerSettings) -> None:
+        """Start recording as `part`, the name of its file. Calling it again discards the previous state."""
         self.close()
-        self._buffer = buffer = Buffer(part, setup.buffer_events)
-        self._enabled = enabled(setup.level)
+        self._buffer = EventBuffer(part, settings.buffer_events)
+        self._enabled = enabled(settings.level)
         self.place = (None, None)
         self.synchronize = _do_nothing
-        if setup.level != "off" and setup.directory is not None:
-            otlp = OtlpSink(setup.otlp_endpoint, part, setup.run) if setup.otlp_endpoint is not None else None
-            sinks: list[Callable[[Sequence[Line]], None]] = [] if otlp is None else [otlp]
-            files = EventFiles(setup.directory)
-            self._home = home = _Home(
-                buffer, files, sinks, otlp, threading.Event(), threading.Event(), threading.Lock()
-            )
-            self._thread = threading.Thread(target=self._run, args=(home,), name="profiler", daemon=True)
-            self._thread.start()
+        if settings.level != "off" and settings.directory is not None:
+            endpoint = settings.otlp_endpoint
+            otlp = OtlpSink(endpoint, part, settings.run) if endpoint is not None else None
+            self._writer = _EventWriter(self, self._buffer, settings.directory, otlp)
 
-    def add_sink(self, sink: Callable[[Sequence[Line]], None]) -> None:
-        """At home: it is given everything that is written, in the writing thread."""
-        if self._home is not None:
-            self._home.sinks.append(sink)
-
-    def at(self, *, step: int | None = None, version: int | None = None) -> None:
-        """Events from now on belong to this step, and were made with this version; None: as before."""
+    def set_position(self, *, step: int | None = None, version: int | None = None) -> None:
+        """Set the step and the version of the following events; None leaves the value unchanged."""
         before = self.place
         self.place = (before[0] if step is None else step, before[1] if version is None else version)
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         return bool(self._enabled)
 
     def records(self, name: str) -> bool:
-        """Whether events of this name are recorded: where it costs something to know what to say of one."""
+        """Whether events of this name are recorded; ask before collecting fields that are expensive."""
         return name in self._enabled
 
     # ------------------------------------------------------------------------------------------------ recording
 
-    def span(self, name: str, *, sync: bool = False, **fields: Any) -> Span:
-        """What happens inside takes this long. An exception's class becomes the field `error`.
+    def span(self, name: str, *, sync: bool = False, **fields: Any) -> ProfilerSpan:
+        """Time a `with` block. The class of an exception becomes the field `error`.
 
         Args:
-            name: see `events`.
-            sync: wait for the GPU at both ends, if the run asks for it (`profiler.synchronize`).
-            fields: those of `events.FIELDS` and the event's own; values are numbers or text.
+            name: see `catalog`.
+            sync: wait for the GPU at both ends, if `profiler.synchronize` is set.
+            fields: those of `catalog.FIELDS` and the event's own; values are numbers or text.
 
         Raises:
             BugError: `name` is not registered.
         """
         if name in self._enabled:
-            return Span(self, name, fields, sync)
+            return ProfilerSpan(self, name, fields, sync)
         if name not in EVENTS:
             describe(name)
-        return NOTHING
+        return DISABLED_SPAN
 
     def note(self, name: str, **fields: Any) -> None:
-        """A moment. Raises as `span`."""
+        """Record an event without duration. Raises as `span`."""
         if name in self._enabled:
-            self.put(Raw(name, time.perf_counter(), 0.0, self.place, context.get(), fields))
+            self.put(RecordedEvent(name, time.perf_counter(), 0.0, self.place, _context.get(), fields))
         elif name not in EVENTS:
             describe(name)
 
     def record(self, name: str, started_at: float, duration_s: float, **fields: Any) -> None:
-        """What was timed elsewhere, from `started_at` (Unix seconds) on. Raises as `span`."""
+        """Record an event that was timed elsewhere and started at `started_at` (Unix seconds). Raises as `span`."""
         if name in self._enabled:
-            self.put(Raw(name, started_at, duration_s, self.place, context.get(), fields, wall=True))
+            self.put(RecordedEvent(name, started_at, duration_s, self.place, _context.get(), fields, wall=True))
         elif name not in EVENTS:
             describe(name)
 
-    def took(self, name: str, duration_s: float, **fields: Any) -> None:
-        """What was timed elsewhere and has ended just now. Raises as `span`."""
+    def record_ended(self, name: str, duration_s: float, **fields: Any) -> None:
+        """Record an event that was timed elsewhere and has just ended. Raises as `span`."""
         if name in self._enabled:
             start = time.perf_counter() - duration_s
-            self.put(Raw(name, start, duration_s, self.place, context.get(), fields))
+            self.put(RecordedEvent(name, start, duration_s, self.place, _context.get(), fields))
         elif name not in EVENTS:
             describe(name)
 
     def context(self, **fields: Any) -> AbstractContextManager[None]:
-        """Events inside, in this task and those it starts, carry these fields too, unless they have their own."""
-        return Context(fields) if self._enabled else NO_CONTEXT
+        """Add fields to all events inside, in this task and those it starts. An event's own fields take precedence."""
+        return FieldContext(fields) if self._enabled else _NO_CONTEXT
 
-    def put(self, raw: Raw) -> None:
-        """For spans."""
+    def put(self, event: RecordedEvent) -> None:
+        """Append an event; only spans call it directly."""
         try:
-            for value in raw.fields.values():
+            for value in event.fields.values():
                 if type(value) is str and len(value) > MAX_TEXT:
-                    raw = raw._replace(fields=_cut(raw.fields))
+                    event = event._replace(fields=_shorten(event.fields))
                     break
-        except RuntimeError:  # another thread adds to the span that ends in this one
+        except RuntimeError:  # another thread adds fields to the span that ends in this one
             pass
         buffer = self._buffer
-        if len(buffer.waiting) >= buffer.most:
-            buffer.lose(1)
+        if len(buffer.waiting) >= buffer.max_events:
+            buffer.count_lost(1)
         else:
-            buffer.waiting.append(raw)
+            buffer.waiting.append(event)
 
-    def lose(self, count: int) -> None:
-        """Count events as lost that were recorded here and drained, and went nowhere."""
-        self._buffer.lose(count)
+    def count_lost(self, count: int) -> None:
+        """Count events as lost that were recorded here and drained but could not be forwarded."""
+        self._buffer.count_lost(count)
 
-    # ------------------------------------------------------------------------------------------------ away, and home
+    # ------------------------------------------------------------------------------------------------ forwarding
 
     def drain(self) -> list[Mapping[str, Any]]:
-        """Events to send home, oldest first; at most `MAX_DRAINED`. Empty at home: they are written there anyhow."""
-        if self._home is not None:
+        """Remove up to `MAX_DRAINED` events for forwarding, oldest first. Empty in a process that writes files."""
+        if self._writer is not None:
             return []
         lines = self._buffer.take(MAX_DRAINED)
-        if marker := self._buffer.marker(self.place):
-            lines.append(marker)
+        if report := self._buffer.loss_report(self.place):
+            lines.append(report)
         return [line.event for line in lines]
 
-    def take(self, part: str, events: Sequence[Mapping[str, Any]], *, sent: int | None = None) -> None:
-        """Events that `part` sent. Those without a step or a version belong to what is under way here.
+    def ingest(self, part: str, events: Sequence[Mapping[str, Any]], *, sent: int | None = None) -> None:
+        """Write events that `part` forwarded. Those without a step or a version get the current ones.
 
-        `sent`: how many it has sent until now, with these. Of those since the first such word that never come, it is
-        counted and told that they are lost.
+        `sent`: the total that `part` has forwarded, including these. Events that never arrive are counted and reported.
         """
-        if not self._enabled or self._home is None:
+        if not self._enabled or self._writer is None:
             return
         step, version = self.place
         buffer = self._buffer
-        buffer.came(part, len(events), sum(map(events_dropped, events)), sent)
+        buffer.received(part, events, sent)
         for event in events:
             placed = {**event}
             if step is not None:
                 placed.setdefault("step", step)
             if version is not None:
                 placed.setdefault("version", version)
-            buffer.put_line(Line(part, placed))
+            buffer.put_line(EventLine(part, placed))
 
     def status(self) -> dict[str, int]:
-        """Since `configure`: `events` and `dropped`, of this process and of what was sent to it, `own_dropped`, by
-        this process alone, and `unsent`, which the OTLP endpoint did not take."""
-        otlp = self._home.otlp if self._home is not None else None
+        """Counts since `configure`: `events` and `dropped` of this process and those that forward to it, `own_dropped`
+        of this process alone, and `unsent`, which the OTLP endpoint did not accept."""
+        otlp = self._writer.otlp if self._writer is not None else None
         buffer = self._buffer
         return {
-            "events": buffer.taken + len(buffer.waiting),
+            "events": buffer.num_taken + len(buffer.waiting),
             "dropped": buffer.dropped + buffer.dropped_elsewhere,
             "own_dropped": buffer.dropped,
             "unsent": otlp.lost if otlp is not None else 0,
         }
 
-    # ------------------------------------------------------------------------------------------------ writing
-
     def flush(self) -> None:
-        """What was recorded until now is in the files, as far as the disk takes it, and with the OTLP endpoint, as far
-        as that takes it. Blocking; it raises nothing."""
-        home = self._home
-        if home is not None:
-            self._write(home)
-            if home.otlp is not None:
-                home.otlp.settle()
+        """Write all recorded events to the files and the OTLP endpoint, as far as these accept them. Blocks; raises
+        nothing."""
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
-        """Flush and stop; nothing is recorded any more. Blocking, for some seconds at most; it raises nothing."""
+        """Flush and stop recording. Blocks for some seconds at most; raises nothing."""
         self._enabled = frozenset()
-        home, self._home = self._home, None
-        thread, self._thread = self._thread, None
-        if home is None or thread is None:
-            return
-        home.ended.set()
-        thread.join(CLOSE_S)
-        if home.otlp is not None:
-            home.otlp.close()
-
-    def _run(self, home: _Home) -> None:
-        while not home.ended.wait(WRITE_EVERY_S):
-            self._write(home)
-        self._write(home)
-        with home.writing:
-            home.files.close()
-
-    def _write(self, home: _Home) -> None:
-        buffer = home.buffer
-        with home.writing:
-            lines = buffer.take(len(buffer.waiting))
-            if lines:
-                for line in self._file(home, lines):
-                    buffer.lose_line(line)
-                self._send_on(home, lines)
-            marker = buffer.marker(self.place)
-            if marker is not None and self._file(home, [marker]):
-                buffer.tell_again(marker)  # once there is room
-
-    @staticmethod
-    def _file(home: _Home, lines: Sequence[Line]) -> Sequence[Line]:
-        """Returns those that are lost. Whatever goes wrong, the thread goes on."""
-        try:
-            return home.files.write(lines)
-        except Exception:
-            if not home.failed.is_set():
-                logger.warning("events cannot be written: reports of this run will lack some", exc_info=True)
-            home.failed.set()
-            return lines
-
-    @staticmethod
-    def _send_on(home: _Home, lines: Sequence[Line]) -> None:
-        for sink in tuple(home.sinks):
-            try:
-                sink(lines)
-            except Exception:
-                logger.warning("events could not be sent on; no more are", exc_info=True)
-                home.sinks.remove(sink)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
-def _cut(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _shorten(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[:MAX_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
 
 
@@ -298,4 +517,4 @@ def _do_nothing() -> None:
 
 
 profile = Profiler()
-"""Of this process."""
+"""The profiler of this process."""

@@ -1,10 +1,11 @@
-"""Completed turns of unfinished samples, in log files of the run directory: what a dead Rollouter need not do again.
+"""Logs completed turns of unfinished samples in the run directory, so that a restarted Rollouter does not repeat them.
 
-    frame  1 byte `L`ive or `F`orgotten, 8 bytes length, a blob (`asyncrl.blobs`) with one turn
-    file   samples/turns-<incarnation>-<number>.log: frames end to end, a new number each `MAX_LOG_BYTES`
+    frame  1 byte `L`ive or `F`orgotten, 8 bytes length, a blob (`asyncrl.storage.array_bytes`) with one turn
+    file   samples/turns-<incarnation>-<number>.log: frames end to end, a new file every `MAX_LOG_BYTES`
 
-Nothing waits for the disk here. A killed process loses nothing that was recorded: the kernel has it. A power cut may,
-and then turns are generated again, which costs time and no correctness. A file is deleted once all in it is forgotten.
+No call waits for the disk. A killed process loses nothing that was recorded, because the kernel has it. A power cut
+may lose turns, which are then generated again: that costs time but not correctness. A file is deleted once all its
+turns are forgotten.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio.to_thread
 import numpy as np
 
-from asyncrl.blobs import Blob, DamageError, decode, encode
-from asyncrl.convoy import Convoy
-from asyncrl.failures import AsyncRLError, BugError
-from asyncrl.payloads import spans_from_json
-from asyncrl.run_dir import SAMPLES, disk_error
-from asyncrl.segments import make_directory, write_all
-from asyncrl.types import FinishReason, SampleId, Span, Turn
+from asyncrl.core.call_batcher import CallBatcher
+from asyncrl.core.failures import AsyncRLError, BugError
+from asyncrl.core.types import FinishReason, SampleId, Span, Turn
+from asyncrl.storage.array_bytes import Blob, DamageError, decode, encode
+from asyncrl.storage.run_dir import SAMPLES, disk_error
+from asyncrl.storage.sample_bytes import spans_from_json
+from asyncrl.storage.segments import make_directory, write_all
 
 logger = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 64 << 20
-"""A file that has reached this size is followed by the next one."""
-MAX_TRIP_BYTES = 32 << 20
+"""A new file begins when the current one has this size."""
+MAX_BATCH_BYTES = 32 << 20
 
 _NAME = re.compile(r"turns-([1-9]\d*)-([1-9]\d*)\.log")
 _LIVE, _FORGOTTEN = b"L", b"F"
@@ -43,16 +45,16 @@ _HEAD_BYTES = 9
 
 
 def log_incarnation(name: str) -> int | None:
-    """Which incarnation of the Rollouter wrote it; None: it is no turn log's name."""
+    """The incarnation of the Rollouter that wrote the file; None: it is not the name of a turn log."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 class RecordedTurn(NamedTuple):
-    """A turn on disk, forgotten or not: forgotten ones are there until their file goes."""
+    """A turn on disk. A forgotten one stays there until its file is deleted."""
 
     incarnation: int
-    """Of the Rollouter that recorded it."""
+    """Incarnation of the Rollouter that recorded it."""
     sample_id: SampleId
     key: str
     num_tokens: int
@@ -60,32 +62,29 @@ class RecordedTurn(NamedTuple):
 
 
 def read_turns(run_dir: Path) -> Iterator[RecordedTurn]:
-    """Every turn on disk, in the order in which they were recorded; of a damaged file, those before the damage.
-
-    Blocking.
-    """
+    """Return every turn on disk in the order of recording; of a damaged file, those before the damage. Blocking."""
     for log in _logs(run_dir / SAMPLES):
         for frame in _frames(log.path):
             turn = frame.turn
             yield RecordedTurn(log.incarnation, frame.sample_id, frame.key, len(turn.response_ids), turn.spans)
 
 
-async def forget_old_turns(run_dir: Path, incarnation: int, is_over: Callable[[SampleId], bool]) -> None:
-    """Of samples that are over, forget what incarnations before this one recorded: they died before they could."""
-    files = _Files(run_dir / SAMPLES, incarnation, MAX_LOG_BYTES)
+async def forget_old_turns(run_dir: Path, incarnation: int, is_done: Callable[[SampleId], bool]) -> None:
+    """Forget the turns of done samples that earlier incarnations recorded and could not forget."""
+    files = _LogFiles(run_dir / SAMPLES, incarnation, MAX_LOG_BYTES)
     try:
-        live = await anyio.to_thread.run_sync(files.live)
+        live = list(await anyio.to_thread.run_sync(files.live))
     except OSError as error:
         logger.warning("turns that are not needed any more may stay on disk: %s", error)
         return
-    over = [_Forget(sample_id) for sample_id in live if is_over(sample_id)]
-    for failed in await anyio.to_thread.run_sync(files.run, over):
+    calls = [partial(files.forget, sample_id) for sample_id in live if is_done(sample_id)]
+    for failed in await anyio.to_thread.run_sync(files.run, calls):
         if failed is not None:
             logger.warning("turns that are not needed any more stay on disk: %s", failed)
 
 
 class NoTurns:
-    """`ports.TurnLog` without a memory, for runs without a journal."""
+    """A `ports.TurnLog` that stores nothing, for runs without a journal."""
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         pass
@@ -101,71 +100,55 @@ class NoTurns:
 
 
 class FileTurns:
-    """`ports.TurnLog` in files of the run directory. Make one per event loop, and one per incarnation."""
+    """A `ports.TurnLog` in files of the run directory. Create one per event loop and incarnation."""
 
     def __init__(self, run_dir: Path, incarnation: int, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
-        self._files = _Files(run_dir / SAMPLES, incarnation, max_log_bytes)
-        self._trips: Convoy[_Task, Any] = Convoy(self._run, max_weight=MAX_TRIP_BYTES)
+        self._files = _LogFiles(run_dir / SAMPLES, incarnation, max_log_bytes)
+        self._calls: CallBatcher[Callable[[], Any], Any] = CallBatcher(self._run, max_weight=MAX_BATCH_BYTES)
 
     async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
-        """Returns when the kernel has it.
+        """Return when the kernel has the turn.
 
         Raises:
-            BugError: `completed` gave this turn, and it was generated again.
+            BugError: `completed` returned this turn, and it was generated again.
             DiskFullError, ConfigError, InfraError: it cannot be written.
         """
-        await self._trips.join(_Record(sample_id, key, turn), weight=turn.response_ids.nbytes * 2)
+        call = partial(self._files.record, sample_id, key, turn)
+        await self._calls.submit(call, weight=turn.response_ids.nbytes * 2)
 
     async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
-        return await self._trips.join(_Ask(sample_id))
+        return await self._calls.submit(partial(self._files.completed, sample_id))
 
     async def forget(self, sample_id: SampleId) -> None:
-        await self._trips.join(_Forget(sample_id))
+        await self._calls.submit(partial(self._files.forget, sample_id))
 
     async def aclose(self) -> None:
-        """Delete the file that was written to last, if nothing in it is live. Nothing is recorded behind this."""
+        """Delete the current file if it has no live turn. Nothing may be recorded after this."""
         await anyio.to_thread.run_sync(self._files.end)
 
-    async def _run(self, tasks: Sequence[_Task]) -> Sequence[Any]:
-        # Not abandoned on cancellation: the files' books belong to one thread at a time.
-        return await anyio.to_thread.run_sync(self._files.run, tasks)
-
-
-class _Record(NamedTuple):
-    sample_id: SampleId
-    key: str
-    turn: Turn
-
-
-class _Ask(NamedTuple):
-    sample_id: SampleId
-
-
-class _Forget(NamedTuple):
-    sample_id: SampleId
-
-
-_Task = _Record | _Ask | _Forget
+    async def _run(self, calls: Sequence[Callable[[], Any]]) -> Sequence[Any]:
+        # Not abandoned on cancellation: only one thread at a time may change the files' counts.
+        return await anyio.to_thread.run_sync(self._files.run, calls)
 
 
 @dataclass(eq=False, slots=True)
-class _Log:
+class _LogFile:
     path: Path
     incarnation: int
     num_bytes: int = 0
-    """Of whole frames."""
+    """Size of the complete frames."""
     num_live: int = 0
-    """Frames not forgotten."""
+    """Number of frames that are not forgotten."""
 
 
-class _Place(NamedTuple):
-    log: _Log
+class _FramePosition(NamedTuple):
+    log: _LogFile
     key: str
     start: int
     num_bytes: int
 
 
-class _Frame(NamedTuple):
+class _TurnFrame(NamedTuple):
     start: int
     num_bytes: int
     live: bool
@@ -174,28 +157,47 @@ class _Frame(NamedTuple):
     turn: Turn
 
 
-class _Files:
-    """The files and what is live in them. Blocking; one call at a time."""
+class _LogFiles:
+    """The log files and their live frames. Blocking; one call at a time."""
 
     def __init__(self, directory: Path, incarnation: int, max_log_bytes: int) -> None:
         self._directory = directory
         self._incarnation = incarnation
         self._max_log_bytes = max_log_bytes
         self._numbers = itertools.count(1)
-        self._own: _Log | None = None
-        self._places: dict[SampleId, list[_Place]] | None = None
-        """Of everything live; None: earlier incarnations' files have not been read."""
+        self._own: _LogFile | None = None
+        self._live: dict[SampleId, list[_FramePosition]] | None = None
+        """Positions of all live frames; None: the files of earlier incarnations have not been read."""
         self._given: dict[SampleId, set[str]] = {}
-        """Keys that `completed` gave, of samples not forgotten."""
+        """Keys that `completed` returned, of samples that are not forgotten."""
 
-    def run(self, tasks: Sequence[_Task]) -> list[Any]:
-        """What each task gives, or its error."""
-        return [self._one(task) for task in tasks]
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return each call's result or error."""
+        return [self._result_of(call) for call in calls]
 
-    def live(self) -> list[SampleId]:
-        """Samples with turns in earlier incarnations' files that are not forgotten."""
-        self._places = self._load()
-        return list(self._places)
+    def _result_of(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except AsyncRLError as error:
+            return error
+        except OSError as error:
+            return disk_error(Path(error.filename or self._directory), error)
+
+    def live(self) -> dict[SampleId, list[_FramePosition]]:
+        """Return the live frames by sample. The first call reads the files of earlier incarnations."""
+        if self._live is None:
+            live: dict[SampleId, list[_FramePosition]] = {}
+            for log in _logs(self._directory):
+                if log.incarnation >= self._incarnation:
+                    continue
+                for frame in _frames(log.path):
+                    if frame.live:
+                        log.num_live += 1
+                        position = _FramePosition(log, frame.key, frame.start, frame.num_bytes)
+                        live.setdefault(frame.sample_id, []).append(position)
+                self._delete_if_done(log)
+            self._live = live
+        return self._live
 
     def end(self) -> None:
         own, self._own = self._own, None
@@ -205,117 +207,87 @@ class _Files:
             except OSError as error:
                 logger.warning("cannot delete %s: %s. It is not needed any more", own.path, error.strerror)
 
-    def _one(self, task: _Task) -> Any:
-        try:
-            if self._places is None:
-                self._places = self._load()
-            match task:
-                case _Record():
-                    return self._record(self._places, task)
-                case _Ask():
-                    return self._completed(self._places, task.sample_id)
-                case _Forget():
-                    return self._forget(self._places, task.sample_id)
-        except AsyncRLError as error:
-            return error
-        except OSError as error:
-            return disk_error(Path(error.filename or self._directory), error)
-
-    def _load(self) -> dict[SampleId, list[_Place]]:
-        places: dict[SampleId, list[_Place]] = {}
-        for log in _logs(self._directory):
-            if log.incarnation >= self._incarnation:
-                continue
-            for frame in _frames(log.path):
-                if frame.live:
-                    log.num_live += 1
-                    place = _Place(log, frame.key, frame.start, frame.num_bytes)
-                    places.setdefault(frame.sample_id, []).append(place)
-            self._delete_if_done(log)
-        return places
-
-    def _record(self, places: dict[SampleId, list[_Place]], task: _Record) -> None:
-        if task.key in self._given.get(task.sample_id, ()):
+    def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        live = self.live()
+        if key in self._given.get(sample_id, ()):
             raise BugError(
-                f"turn {task.key} of {task.sample_id} was completed by an earlier incarnation of the Rollouter and "
-                "handed out again, and yet it was generated a second time"
+                f"turn {key} of {sample_id} was completed by an earlier incarnation of the Rollouter and handed out "
+                "again, and yet it was generated a second time"
             )
         log = self._current()
-        frame = _encode(task)
+        frame = _encode(sample_id, key, turn)
         num_bytes = sum(map(len, frame))
         descriptor = os.open(log.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             write_all(descriptor, frame)
         except OSError as error:
-            # Or what comes behind the torn frame would not be found.
+            # A torn frame would make later ones unreadable.
             with suppress(OSError):
                 os.ftruncate(descriptor, log.num_bytes)
             raise disk_error(log.path, error) from error
         finally:
             os.close(descriptor)
-        places.setdefault(task.sample_id, []).append(_Place(log, task.key, log.num_bytes, num_bytes))
+        live.setdefault(sample_id, []).append(_FramePosition(log, key, log.num_bytes, num_bytes))
         log.num_bytes += num_bytes
         log.num_live += 1
 
-    def _current(self) -> _Log:
-        """The file to write to, made if it is not there."""
+    def _current(self) -> _LogFile:
+        """Return the file to write to; begin a new one if it is full."""
         if self._own is None or self._own.num_bytes >= self._max_log_bytes:
             full, path = self._own, self._directory / f"turns-{self._incarnation}-{next(self._numbers)}.log"
             make_directory(self._directory)
             try:
                 path.touch(exist_ok=False)
             except FileExistsError:
-                told = f"{path} exists: two processes log turns as incarnation {self._incarnation}"
-                raise BugError(told) from None
-            self._own = _Log(path, self._incarnation)
+                message = f"{path} exists: two processes log turns as incarnation {self._incarnation}"
+                raise BugError(message) from None
+            self._own = _LogFile(path, self._incarnation)
             if full is not None:
                 self._delete_if_done(full)
         return self._own
 
-    def _completed(self, places: Mapping[SampleId, list[_Place]], sample_id: SampleId) -> Mapping[str, Turn]:
+    def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
         turns: dict[str, Turn] = {}
-        for place in places.get(sample_id, ()):
-            if place.log.incarnation == self._incarnation:
+        for log, key, start, num_bytes in self.live().get(sample_id, ()):
+            if log.incarnation == self._incarnation:
                 continue
             try:
-                with open(place.log.path, "rb") as file:
-                    frame = _read_frame(file, place.start, place.start + place.num_bytes)
-                turns[place.key] = frame.turn
+                with open(log.path, "rb") as file:
+                    turns[key] = _read_frame(file, start, start + num_bytes).turn
             except (DamageError, OSError) as error:
-                logger.error(
-                    "%s: turn %s of %s is lost: %s. It is generated again", place.log.path, place.key, sample_id, error
-                )
+                logger.error("%s: turn %s of %s is lost: %s. It is generated again", log.path, key, sample_id, error)
         if turns:
             self._given[sample_id] = set(turns)
         return turns
 
-    def _forget(self, places: dict[SampleId, list[_Place]], sample_id: SampleId) -> None:
+    def forget(self, sample_id: SampleId) -> None:
+        live = self.live()
         self._given.pop(sample_id, None)
-        for place in places.pop(sample_id, ()):
-            place.log.num_live -= 1
-            if not self._delete_if_done(place.log):
-                with suppress(FileNotFoundError), open(place.log.path, "r+b", buffering=0) as file:
-                    os.pwrite(file.fileno(), _FORGOTTEN, place.start)
+        for position in live.pop(sample_id, ()):
+            position.log.num_live -= 1
+            if not self._delete_if_done(position.log):
+                with suppress(FileNotFoundError), open(position.log.path, "r+b", buffering=0) as file:
+                    os.pwrite(file.fileno(), _FORGOTTEN, position.start)
 
-    def _delete_if_done(self, log: _Log) -> bool:
+    def _delete_if_done(self, log: _LogFile) -> bool:
         if log.num_live or log is self._own:
             return False
         log.path.unlink(missing_ok=True)
         return True
 
 
-def _logs(directory: Path) -> list[_Log]:
-    """All log files, the oldest first."""
+def _logs(directory: Path) -> list[_LogFile]:
+    """Return all log files, oldest first."""
     found: list[tuple[int, int, Path]] = []
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if match := _NAME.fullmatch(path.name):
                 found.append((int(match[1]), int(match[2]), path))
-    return [_Log(path, incarnation) for incarnation, _, path in sorted(found)]
+    return [_LogFile(path, incarnation) for incarnation, _, path in sorted(found)]
 
 
-def _frames(path: Path) -> Iterator[_Frame]:
-    """Up to the end, or to the first one that is torn or damaged: it is logged, and what follows cannot be found."""
+def _frames(path: Path) -> Iterator[_TurnFrame]:
+    """Read frames up to the first torn or damaged one, which is logged: later ones cannot be found."""
     start = end = num_frames = 0
     try:
         with open(path, "rb") as file:
@@ -329,20 +301,19 @@ def _frames(path: Path) -> Iterator[_Frame]:
         return
     except (DamageError, OSError) as error:
         logger.warning(
-            "%s: %s at byte %d of %d. The %d turns before it count; any others are generated again",
+            "%s: %s at byte %d of %d. The %d turns before it are used; any others are generated again",
             path, error, start, end, num_frames,
         )  # fmt: skip
 
 
-def _encode(task: _Record) -> list[memoryview]:
-    turn = task.turn
+def _encode(sample_id: SampleId, key: str, turn: Turn) -> list[memoryview]:
     arrays = {
         "response_ids": np.ascontiguousarray(turn.response_ids, np.int32),
         "rollout_log_probs": np.ascontiguousarray(turn.rollout_log_probs, np.float32),
     }
     texts = {
-        "sample_id": str(task.sample_id),
-        "key": task.key,
+        "sample_id": str(sample_id),
+        "key": key,
         "finish_reason": str(turn.finish_reason),
         "spans": json.dumps(turn.spans),
     }
@@ -351,8 +322,8 @@ def _encode(task: _Record) -> list[memoryview]:
     return [memoryview(head), *buffers]
 
 
-def _read_frame(file: Any, start: int, end: int) -> _Frame:
-    """The frame at `start` of a file that ends at `end`.
+def _read_frame(file: Any, start: int, end: int) -> _TurnFrame:
+    """Read the frame at `start` of a file that ends at `end`.
 
     Raises:
         DamageError: it is torn or damaged.
@@ -371,7 +342,7 @@ def _read_frame(file: Any, start: int, end: int) -> _Frame:
         sample_id, key, turn = _decode(decode(data))
     except (ValueError, RecursionError) as error:
         raise DamageError(f"damaged: {error}") from error
-    return _Frame(start, _HEAD_BYTES + num_bytes, head[:1] == _LIVE, sample_id, key, turn)
+    return _TurnFrame(start, _HEAD_BYTES + num_bytes, head[:1] == _LIVE, sample_id, key, turn)
 
 
 def _decode(blob: Blob) -> tuple[SampleId, str, Turn]:

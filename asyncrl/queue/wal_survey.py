@@ -1,8 +1,8 @@
-"""What SQLite's write-ahead log holds, seen from outside: how far it is whole, and what lies behind that.
+"""Parses SQLite's write-ahead log: which frames are intact, and what follows the first bad one.
 
-SQLite goes on in silence from the last commit before the first bad frame, whatever follows it. After a crash that is
-a torn tail, which nobody was told is on disk; after damage it is acknowledged work that is lost. The difference is in
-what follows. Format: https://www.sqlite.org/fileformat2.html#walformat
+SQLite silently continues from the last commit before the first bad frame, whatever follows it. After a crash, the
+rest is a torn tail that was never acknowledged; after damage, it is lost acknowledged work. The frames after the bad
+one distinguish the two. Format: https://www.sqlite.org/fileformat2.html#walformat
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _MAGICS: Final = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 
 @dataclass(frozen=True, slots=True)
 class WalSurvey:
-    """Frames of the log's present generation. All zero: it is empty."""
+    """Frames of the log's present generation; all zero for an empty log."""
 
     committed: int = 0
-    """Up to the last commit that is whole: what SQLite reads."""
+    """Frames up to the last intact commit, which SQLite reads."""
     torn_frames: int = 0
-    """Behind that."""
+    """Frames after that."""
     torn_commits: int = 0
-    """Of these, the ones that ended a transaction. A commit is begun only after the one before it is on disk: all but
-    the last of them had been acknowledged."""
+    """Those of the torn frames that end a transaction. A commit begins only once the previous one is on disk, so all
+    but the last had been acknowledged."""
     torn_bytes: int = 0
-    """Behind all frames."""
+    """Bytes after all frames."""
     bad_header: bool = False
-    """There are frames, and nothing can be said of them."""
+    """There are frames, and they cannot be interpreted."""
 
     @property
     def lost(self) -> int:
-        """Acknowledged commits that cannot be read, as far as one can tell."""
+        """Return the number of acknowledged commits that cannot be read, as far as the frames show."""
         return max(0, self.torn_commits - 1)
 
 
 def survey(log: bytes) -> WalSurvey:
-    """`log`: the whole file. A pure function of it."""
+    """Survey the bytes of a whole log file."""
     if len(log) <= _HEADER.size:
         return WalSurvey()
     magic, _, page_size, _, salt1, salt2, sum1, sum2 = _HEADER.unpack_from(log)
@@ -65,7 +65,7 @@ def survey(log: bytes) -> WalSurvey:
             break
         if is_commit:
             committed = index + 1
-    # Frames of earlier generations lie behind; a damaged one has some of this generation behind it.
+    # Frames of earlier generations follow; after a damaged frame, some of this generation do.
     ours = [index for index, frame in enumerate(frames) if index >= committed and frame[2:4] == (salt1, salt2)]
     end = ours[-1] + 1 if ours else committed
     rest = len(log) - _HEADER.size - number * size
@@ -78,10 +78,11 @@ def survey(log: bytes) -> WalSurvey:
 
 
 def _checksum(words: NDArray[np.uint32], first: int, second: int) -> tuple[int, int]:
-    """SQLite's: for each pair of words, `first += word + second; second += next word + first`, modulo 2^32.
+    """Compute SQLite's checksum: for each pair of words, `first += word + second; second += next word + first`,
+    modulo 2^32.
 
-    It is linear, so all pairs go at once: the pair that is `k` before the end counts with the matrix of one round to
-    the power of `k`.
+    It is linear, so all pairs are computed at once: the pair `k` before the end is multiplied by the k-th power of
+    the matrix of one round.
     """
     pairs = len(words) // 2
     powers = _powers(pairs)
@@ -95,7 +96,7 @@ def _checksum(words: NDArray[np.uint32], first: int, second: int) -> tuple[int, 
 
 @cache
 def _powers(count: int) -> NDArray[np.uint32]:
-    """Of the matrix of one round, modulo 2^32: uint32 `[count + 1, 2, 2]`."""
+    """Return the powers of the matrix of one round, modulo 2^32: uint32 `[count + 1, 2, 2]`."""
     powers = [np.eye(2, dtype=np.uint32)]
     one = np.array([[1, 1], [1, 2]], dtype=np.uint32)
     for _ in range(count):

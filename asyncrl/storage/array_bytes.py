@@ -1,12 +1,12 @@
-"""Arrays and texts as the bytes of a safetensors file, with checksums, and back. Pure.
+"""Encodes arrays and texts as a safetensors file with checksums, and decodes it. Pure.
 
     8 bytes   length of the header
     header    {"__metadata__": {"crc32": …, "checksums": …, texts}, name: {dtype, shape, data_offsets}, …}, blanks
     data      the arrays end to end
 
-Any tool that reads safetensors reads it. `crc32` covers the header behind itself, `checksums` has one for each array
-(XXH3, 64 bits, in a twentieth of a CRC's time), and the lengths must come out even: what was torn off or damaged is
-seen before a byte of it is used.
+Any safetensors reader can read it. `crc32` covers the rest of the header, `checksums` has one for each array (XXH3,
+64 bits, which takes a twentieth of a CRC's time), and the lengths must add up, so a torn or damaged file is detected
+before its data is used.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _DATA_ALIGNMENT = 8
 
 
 class DamageError(Exception):
-    """These bytes are not what was written. The message says what is wrong with them."""
+    """The bytes differ from those that were written. The message describes the damage."""
 
 
-class _Place(NamedTuple):
+class _ArrayEntry(NamedTuple):
     dtype: np.dtype[Any]
     start: int
-    """In the data."""
+    """Offset in the data."""
     end: int
     checksum: str
 
 
 class Blob:
-    """What `decode` found. An array is checked when it is taken for the first time."""
+    """Decoded texts and arrays. The checksum of an array is verified on first access."""
 
-    def __init__(self, texts: Mapping[str, str], places: Mapping[str, _Place], data: NDArray[np.uint8]) -> None:
+    def __init__(self, texts: Mapping[str, str], places: Mapping[str, _ArrayEntry], data: NDArray[np.uint8]) -> None:
         self.texts = texts
         self._places = places
         self._data = data
@@ -59,19 +59,19 @@ class Blob:
         return len(self._places)
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Its arrays by name, and what they are of."""
+        """Return the dtype of each array by name."""
         return {name: place.dtype for name, place in self._places.items()}
 
     def length(self, name: str) -> int:
-        """How many elements the array has; 0 if there is no such array."""
+        """Return the number of elements of the array; 0: there is no such array."""
         place = self._places.get(name)
         return (place.end - place.start) // place.dtype.itemsize if place else 0
 
     def array(self, name: str, dtype: type[np.generic] | np.dtype[Any]) -> NDArray[Any]:
-        """A read-only view, 1-D.
+        """Return the array as a read-only 1-D view.
 
         Raises:
-            DamageError: its checksum differs, it has another dtype, or it is not there.
+            DamageError: the array is missing, or has another checksum or dtype.
         """
         if name not in self._taken:
             try:
@@ -93,28 +93,26 @@ class Blob:
         if (found := xxh3_64_hexdigest(raw.data)) != place.checksum:
             raise DamageError(f"checksum of {name} differs: {found}, {place.checksum} was written")
         if dtype == np.bool_ and raw.size and raw.max() > 1:
-            raise DamageError(f"{name} has bytes that are neither true nor false")
+            raise DamageError(f"{name} has bytes other than 0 and 1")
         view = raw.view(dtype)
         view.flags.writeable = False
         return view
 
 
 def encode(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> list[memoryview]:
-    """`arrays`, 1-D and contiguous, of int32, float32, bool or uint8, and `texts`, as bytes to be written one after
-    another.
-
-    The arrays are not copied.
+    """Return the buffers to write one after another. `arrays` are 1-D, contiguous and int32, float32, bool or uint8;
+    they are not copied.
 
     Raises:
         ValueError: the texts are longer than a header may be. TypeError: an array is of another dtype.
     """
-    # Wide ones first: then each lies at a multiple of its width.
+    # Wide dtypes come first, so that each array is aligned to its width.
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, Any] = {}
     end = 0
     for name, array in ordered:
         if array.dtype not in _NAMES:
-            raise TypeError(f"array {name} is of {array.dtype}; kept are {', '.join(map(str, _NAMES))}")
+            raise TypeError(f"array {name} is of {array.dtype}; supported are {', '.join(map(str, _NAMES))}")
         start, end = end, end + array.nbytes
         entries[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
     checksums = {name: xxh3_64_hexdigest(array.data) for name, array in ordered}
@@ -123,16 +121,16 @@ def encode(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> list
     rest += b" " * (-(len(_BEGIN) + 8 + len(rest)) % _DATA_ALIGNMENT)
     num_bytes = len(_BEGIN) + 8 + len(rest)
     if num_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {num_bytes} bytes; {MAX_HEADER_BYTES} is what a safetensors file may have")
+        raise ValueError(f"a header of {num_bytes} bytes; {MAX_HEADER_BYTES} is the limit of safetensors")
     head = num_bytes.to_bytes(8, "little") + _BEGIN + _checksum(rest).encode() + rest
     return [memoryview(head), *(array.data.cast("B") for _, array in ordered if array.nbytes)]
 
 
 def decode(data: NDArray[np.uint8]) -> Blob:
-    """What `encode` made of arrays and texts; arrays are views of `data`, checked when they are taken.
+    """Decode the output of `encode`. Arrays are views of `data` and verified on first access.
 
     Raises:
-        DamageError: it is torn, or its header is damaged or is no such thing.
+        DamageError: the data is torn, or its header is damaged or of another format.
     """
     if data.size < 8:
         raise DamageError(f"torn: {data.size} bytes")
@@ -140,14 +138,14 @@ def decode(data: NDArray[np.uint8]) -> Blob:
     if num_bytes > min(data.size - 8, MAX_HEADER_BYTES) or num_bytes % _DATA_ALIGNMENT:
         raise DamageError(f"torn or damaged: {data.size} bytes, and a header of {num_bytes}")
     header = data[8 : 8 + num_bytes].tobytes()
-    begin, told, rest = header[: len(_BEGIN)], header[len(_BEGIN) : len(_BEGIN) + 8], header[len(_BEGIN) + 8 :]
-    if begin != _BEGIN or _checksum(rest).encode() != told:
+    begin, checksum, rest = header[: len(_BEGIN)], header[len(_BEGIN) : len(_BEGIN) + 8], header[len(_BEGIN) + 8 :]
+    if begin != _BEGIN or _checksum(rest).encode() != checksum:
         raise DamageError("checksum of the header differs")
     try:
         texts, checksums, entries = _read_header(header)
         places = _read_places(entries, checksums, data.size - 8 - num_bytes)
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"the header makes no sense: {error}") from error
+        raise DamageError(f"the header cannot be interpreted: {error}") from error
     return Blob(texts, places, data[8 + num_bytes :])
 
 
@@ -164,9 +162,9 @@ def _read_header(header: bytes) -> tuple[Mapping[str, str], Mapping[str, Any], M
     return metadata, checksums, parsed
 
 
-def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_bytes: int) -> dict[str, _Place]:
-    """Raises ValueError unless the arrays lie end to end and fill `data_bytes` exactly."""
-    places: dict[str, _Place] = {}
+def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_bytes: int) -> dict[str, _ArrayEntry]:
+    """Parse the entries; raise ValueError unless the arrays are contiguous and fill `data_bytes` exactly."""
+    places: dict[str, _ArrayEntry] = {}
     at = 0
     for name, entry in entries.items():
         match entry:
@@ -177,7 +175,7 @@ def _read_places(entries: Mapping[str, Any], checksums: Mapping[str, Any], data_
         size = _DTYPES[dtype].itemsize if dtype in _DTYPES else 0
         if not size or length < 0 or start != at or start % size or end - start != length * size:
             raise ValueError(f"{name}: {length} elements of {dtype} cannot lie at bytes {start} to {end}")
-        places[name] = _Place(_DTYPES[dtype], start, end, str(checksums[name]))
+        places[name] = _ArrayEntry(_DTYPES[dtype], start, end, str(checksums[name]))
         at = end
     if at != data_bytes:
         raise ValueError(f"{at} bytes of arrays, and {data_bytes} are there")

@@ -1,31 +1,87 @@
-"""What a checkpoint says about itself, and which ones a run has. Files and JSON only, so no torch is needed.
+"""Checkpoint manifests, and which checkpoints of a run survive. Files and JSON only, so no torch is needed.
 
 <run_dir>/checkpoints/step_000050/manifest.json             written last, before the directory gets its name
-<run_dir>/checkpoints/abandoned_step_000060/manifest.json   training has gone back behind it: another future
+<run_dir>/checkpoints/abandoned_step_000060/manifest.json   training went back to an earlier step: abandoned
+
+Training may go back to a checkpoint, in a new lineage:
+
+    lineage 0   ──1──2──3──4──5          went back to step 3
+    lineage 1            └──4──5──6      went back to step 5
+    lineage 2                  └──6──7   the line: 1 to 3 of lineage 0, 4 and 5 of lineage 1, 6 and 7 of lineage 2
+
+A step alone does not identify a checkpoint: step 4 of lineage 0 was trained on other samples and then abandoned. Its
+samples have been handed out again since, so resuming from it would train some of them twice and others never.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncrl.failures import ConfigError
-from asyncrl.lineage import NO_REWINDS, Line
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.types import SampleId
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.types import SampleId
 
-SCHEMA_VERSION = 4
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 HF_DIRECTORY = "hf"
 ABANDONED = "abandoned_"
-"""How the names of checkpoints begin that training has gone back behind."""
+"""Prefix of the names of checkpoints abandoned by a rewind to an earlier one."""
 
 _STEP = re.compile(r"step_(\d{6,})")
+
+
+class LineageStart(NamedTuple):
+    """The start of a lineage: training went back to a checkpoint."""
+
+    lineage: int
+    step: int
+    """Step of the checkpoint that training went back to; 0: the initial model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineageHistory:
+    """The rewinds of a run that determine which checkpoints survive."""
+
+    starts: tuple[LineageStart, ...] = ()
+    """In ascending order of lineage and step: a rewind to an earlier step removes the entries beyond it."""
+
+    @property
+    def lineage(self) -> int:
+        return self.starts[-1].lineage if self.starts else 0
+
+    def after_rewind(self, step: int, lineage: int | None = None) -> LineageHistory:
+        """Return the history after a rewind to `step` that begins `lineage`; None: the next lineage."""
+        earlier = tuple(start for start in self.starts if start.step < step)
+        return LineageHistory((*earlier, LineageStart(self.lineage + 1 if lineage is None else lineage, step)))
+
+    def contains(self, step: int, lineage: int) -> bool:
+        """Whether a checkpoint of `step` that was written in `lineage` survives."""
+        return self.abandoned_by(step, lineage) is None
+
+    def abandoned_by(self, step: int, lineage: int) -> LineageStart | None:
+        """Return the rewind that abandoned the checkpoint of `step` written in `lineage`; None: it survives."""
+        return next((start for start in self.starts if start.lineage > lineage and start.step < step), None)
+
+    def dump(self) -> list[list[int]]:
+        """Return the history as JSON values."""
+        return [list(start) for start in self.starts]
+
+    @classmethod
+    def load(cls, raw: Sequence[Sequence[int]]) -> LineageHistory:
+        """Restore the output of `dump`. Raises `TypeError` or `ValueError` for anything else."""
+        return cls(tuple(LineageStart(lineage, step) for lineage, step in raw))
+
+
+NO_REWINDS = LineageHistory()
 
 
 @dataclass(slots=True)
@@ -37,11 +93,11 @@ class Progress:
     version: int = 0
     """Newest published version."""
     published_step: int = 0
-    """Steps behind that version."""
+    """Optimizer steps that produced that version."""
     leases: int = 0
     trained_samples: int = 0
     trained_tokens: int = 0
-    """Response tokens with gradient; one of `trainer.ppo_epochs` passes counts it once more."""
+    """Response tokens with gradient, counted once per pass of `trainer.ppo_epochs`."""
     kl_coef: float | None = None
     """Coefficient of the KL in the reward, where `algorithm.kl_ctrl` adapts it; None: `kl_ctrl.kl_coef`."""
 
@@ -53,11 +109,45 @@ class Manifest:
     progress: Progress
     queue: QueueSnapshot
     identity: Mapping[str, Any]
-    """What a run that goes on from here must have in common with the one that wrote it: `resume.run_identity`."""
+    """`run_identity` of the run that wrote it, which a run that resumes from it must share."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Bytes of every other file, by path within the checkpoint."""
     lineage: int = 0
-    """Of the Trainer that wrote it. A step is reached once in each."""
+    """Lineage of the Trainer that wrote it. Each lineage reaches a step at most once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a run resumes from."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    """None: the run died before its first one and resumes from its journal and the initial model; `manifest` is that of
+    step 0."""
+    manifest: Manifest
+    history: LineageHistory = NO_REWINDS
+    """Ends with the rewind to `checkpoint`, which begins a new lineage."""
+    incarnations: Mapping[str, int] = field(default_factory=dict)
+    """Last incarnations of Rollouter and Trainer according to the journal, or to the names of files in `samples/`."""
+
+    @property
+    def lineage(self) -> int:
+        return self.history.lineage
+
+
+def run_identity(config: Config) -> dict[str, Any]:
+    """Return the settings that define feed indices and samples per version; checkpoints record them.
+
+    How the model is spread over ranks may change: engines load checkpoints of any number of ranks. So may settings that
+    only shape the steps to come: the optimizer, the passes over a lease, and the algorithm.
+    """
+    data = config.data.model_dump(mode="json", exclude={"val_files", "max_val_samples"})
+    return {
+        "seed": config.seed,
+        **{f"data.{key}": value for key, value in data.items()},
+        "trainer.ppo_mini_batch_size": config.trainer.ppo_mini_batch_size,
+        "samples per version": config.samples_per_version,
+    }
 
 
 def checkpoint_name(step: int) -> str:
@@ -65,7 +155,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
-    """The run's complete checkpoints by step, ascending. Ones under construction have other names."""
+    """The run's complete checkpoints by step, ascending. Incomplete ones have other names."""
     root = run_dir / CHECKPOINTS
     if not root.is_dir():
         return {}
@@ -73,23 +163,23 @@ def checkpoint_steps(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def find_latest(run_dir: Path, line: Line = NO_REWINDS) -> Path | None:
-    """The run's newest checkpoint on the line; what is of another future is passed over.
-
-    The newest is the last of the newest lineage. One that does not say its lineage any more counts for its step.
+def find_latest(run_dir: Path, history: LineageHistory = NO_REWINDS) -> Path | None:
+    """Return the run's newest checkpoint that survives; abandoned ones are skipped. The newest is the last of the
+    newest lineage. A checkpoint whose lineage cannot be read is compared by its step.
     """
     found = [(read_lineage(path), step, path) for step, path in checkpoint_steps(run_dir).items()]
     newest = max((lineage for lineage, _, _ in found if lineage is not None), default=0)
     ours = [
         (newest if lineage is None else lineage, step, path)
         for lineage, step, path in found
-        if lineage is None or line.holds(step, lineage)
+        if lineage is None or history.contains(step, lineage)
     ]
     return max(ours)[2] if ours else None
 
 
 def read_lineage(checkpoint: Path) -> int | None:
-    """In which lineage it was written; None: its manifest is missing or damaged, see `load_manifest`."""
+    """Return the lineage in which the checkpoint was written; None: its manifest is missing or damaged, see
+    `load_manifest`."""
     try:
         return int(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["lineage"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,7 +196,7 @@ def dump_manifest(manifest: Manifest) -> str:
             "queue": {
                 "next_index": snapshot.next_index,
                 "outstanding": [str(sample_id) for sample_id in snapshot.outstanding],
-                "books": asdict(snapshot.books),
+                "counts": asdict(snapshot.counts),
                 "version": snapshot.version,
                 "seq": snapshot.seq,
             },
@@ -118,19 +208,19 @@ def dump_manifest(manifest: Manifest) -> str:
 
 
 def load_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's manifest and see that its files are all there, whole.
+    """Read a checkpoint's manifest and check that its files are complete.
 
     Raises:
         ConfigError: it is torn or of an unknown schema. The message names the file and the fix.
     """
     path = checkpoint / MANIFEST
-    fix = _way_on(checkpoint)
+    fix = _fix_for(checkpoint)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["schema_version"] != SCHEMA_VERSION:
             raise ConfigError(
                 f"{path} has schema version {raw['schema_version']}, this asyncrl reads {SCHEMA_VERSION}: it cannot "
-                "know what the checkpoint means. Resume with the asyncrl that wrote it, or start anew with resume=none."
+                f"interpret the checkpoint. Resume with the asyncrl that wrote it, or start anew with resume=none."
             )
         manifest = _parse(raw)
     except OSError as error:
@@ -146,12 +236,12 @@ def load_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def _way_on(checkpoint: Path) -> str:
-    """From a checkpoint that cannot be used."""
+def _fix_for(checkpoint: Path) -> str:
+    """Return what the user can do about an unusable checkpoint."""
     earlier = [path for path in checkpoint_steps(checkpoint.parent.parent).values() if path.name < checkpoint.name]
     if not earlier:
-        return "The run has no earlier one to go on from: start anew with resume=none."
-    return f"Delete {checkpoint} to go on from {earlier[-1].name} before it, or start anew with resume=none."
+        return "The run has no earlier one to continue from: start anew with resume=none."
+    return f"Delete {checkpoint} to continue from {earlier[-1].name}, or start anew with resume=none."
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
@@ -159,7 +249,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     snapshot = QueueSnapshot(
         next_index=int(queue["next_index"]),
         outstanding=tuple(SampleId.parse(text) for text in queue["outstanding"]),
-        books=Books(**queue["books"]),
+        counts=SampleCounts(**queue["counts"]),
         version=int(queue["version"]),
         seq=int(queue["seq"]),
     )

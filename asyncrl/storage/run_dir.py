@@ -1,4 +1,4 @@
-"""The directory a run leaves behind: where it is, what is in it, and which one to go on from. Blocking."""
+"""Finds, creates and describes run directories. Blocking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -24,11 +24,15 @@ JOURNAL_FILES = (JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
 SAMPLES = "samples"
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
+SUMMARY = "summary.json"
+_RUN_FILES = ("state.json", "config.yaml", SUMMARY)
+"""A directory that contains one of these is a run directory."""
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Names inside a run directory. `path` is absolute: parts of the run have other working directories."""
+    """Names inside a run directory. `path` is absolute, because parts of the run have other working directories."""
 
     path: Path
 
@@ -62,11 +66,11 @@ class RunDir:
 
 
 def disk_error(path: Path, error: OSError) -> AsyncRLError:
-    """`error`, met on `path`, as one of ours: what happened, what follows, what to do."""
+    """Convert `error` about `path` into an error of this project that names consequence and fix."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError.wrap(
             f"the disk is full: cannot write {path}. The run cannot keep its records there. "
-            "Free some space and go on with resume=auto, or put a new run elsewhere with run_dir=PATH.",
+            "Free some space and continue with resume=auto, or put a new run elsewhere with run_dir=PATH.",
             error,
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
@@ -78,7 +82,7 @@ def disk_error(path: Path, error: OSError) -> AsyncRLError:
 
 
 def sync(path: Path) -> None:
-    """The content of a file, or the names in a directory, are on disk. Raises `OSError`."""
+    """Write the content of a file, or the names in a directory, to disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -87,9 +91,10 @@ def sync(path: Path) -> None:
 
 
 def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDir:
-    """Make a new run directory with its config.yaml: `config.run_dir`, or `root/<experiment>/<time>`.
+    """Create a new run directory with its config.yaml: `config.run_dir`, or `root/<experiment>/<time>`.
 
-    The default name is unique, whoever starts at the same second, and `root/<experiment>/latest` points at it.
+    The default name is unique even if several runs start in the same second, and `root/<experiment>/latest` points
+    at it.
 
     Raises:
         ConfigError: `config.run_dir` already holds a run, or the directory cannot be written.
@@ -112,15 +117,17 @@ def create_run_dir(config: Config, now: datetime, *, root: Path = RUNS) -> RunDi
 
 
 def reopen_run_dir(path: Path, config: Config) -> RunDir:
-    """Go on in the directory of an earlier run, under `config`.
+    """Continue in the directory of an earlier run, under `config`.
 
     Raises:
-        ConfigError: it is not there or cannot be written.
+        ConfigError: it does not exist or cannot be written.
         InfraError: the disk is full.
     """
     run_dir = RunDir(path.absolute())
     if not run_dir.path.is_dir():
-        raise ConfigError(f"there is no run directory {path}: nothing to go on from. Check the path given to resume.")
+        raise ConfigError(
+            f"there is no run directory {path}: there is nothing to continue from. Check the path given to resume."
+        )
     try:
         _fill(run_dir, config)
     except OSError as error:
@@ -129,15 +136,59 @@ def reopen_run_dir(path: Path, config: Config) -> RunDir:
 
 
 def runs_of(experiment: str, *, root: Path = RUNS) -> Iterator[RunDir]:
-    """The runs of `experiment` under `root`, the newest first."""
+    """Return the runs of `experiment` under `root`, newest first."""
     runs = root / experiment
     found = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()] if runs.is_dir() else []
     for path in sorted(found, key=_age, reverse=True):
         yield RunDir(path.absolute())
 
 
+def find_run(name: str | None, root: Path = RUNS) -> Path:
+    """Return the run directory that `name` means: a path, or an experiment for its newest run; None: the newest run.
+
+    Raises:
+        ConfigError: there is no such run; the message lists the runs in `root`.
+    """
+    if name is None:
+        runs = [run for each in _directories(root) for run in ([each] if _is_run(each) else _runs_in(each))]
+        if not runs:
+            raise ConfigError(f"there are no runs in {root.absolute()}: give a run directory, e.g. asyncrl status PATH")
+        return max(runs, key=_last_active).absolute()
+    for path in (Path(name).expanduser(), root / name):
+        if _is_run(path):
+            return path.resolve()
+        if runs := _runs_in(path):
+            return max(runs, key=_last_active).absolute()
+    raise ConfigError(f"there is no run {name!r}: it is neither a run directory nor an experiment. {_list_runs(root)}")
+
+
+def _list_runs(root: Path) -> str:
+    counts = {path.name: 1 if _is_run(path) else len(_runs_in(path)) for path in _directories(root)}
+    listed = [f"{name} ({count} run{'s' if count > 1 else ''})" for name, count in counts.items() if count]
+    if not listed:
+        return f"There are no runs in {root.absolute()}."
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return f"{root.absolute()} contains {', '.join(listed[:_MAX_LISTED])}{more}."
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in _RUN_FILES)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    return [each for each in _directories(path) if not each.is_symlink() and _is_run(each)]
+
+
+def _directories(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+
+
+def _last_active(run: Path) -> float:
+    return max((run / name).stat().st_mtime for name in _RUN_FILES if (run / name).exists())
+
+
 def _age(path: Path) -> tuple[str, int]:
-    """Sorts by the time in the name; of one second, by the number behind it."""
+    """Return a sort key: the time in the name, then the number after it."""
     day, _, rest = path.name.partition("-")
     clock, _, number = rest.partition("-")
     return f"{day}-{clock}", int(number) if number.isdigit() else 0
@@ -147,7 +198,7 @@ def _refuse_used(path: Path) -> None:
     if (path / "config.yaml").exists():
         raise ConfigError(
             f"run_dir={path} already holds a run. A second one would mix its records with the first one's. "
-            f"Give another directory, or go on with that run: resume={path}."
+            f"Give another directory, or continue that run: resume={path}."
         )
 
 
@@ -171,8 +222,8 @@ def _point_latest(link: Path, name: str) -> None:
     try:
         temporary.symlink_to(name)
     except OSError as error:
-        # How Linux says that the file system has no symbolic links: EPERM, and on some network ones EOPNOTSUPP. A run
-        # needs none. That the directory cannot be written to would have been told by now.
+        # A file system without symbolic links fails with EPERM, on some network file systems with EOPNOTSUPP. A run
+        # works without them. A directory that cannot be written to has failed before this point.
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
             raise
         return

@@ -1,9 +1,9 @@
-"""Samples packed for a trip through shared memory or a file, and unpacked again. Pure.
+"""Packs samples into few arrays for shared memory or a file, and unpacks them. Pure.
 
 A group of 8 trajectories is 32 small arrays in 9 objects, and pickling those costs several times what moving the bytes
 of a 100 KB sample does. Packed, any number of small samples is four arrays end to end and plain values; large arrays
 travel as they are. Unpacking makes views. Through shared memory, pickle protocol 5 carries the arrays out of band; in a
-file (`asyncrl.blobs`) the plain values are JSON, for nothing is unpickled from a disk.
+file (`asyncrl.storage.array_bytes`) the plain values are JSON, because nothing on disk is ever unpickled.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.blobs import Blob
-from asyncrl.types import FinishReason, LogProbs, Mask, Media, Replay, Row, Sample, SampleId, Span, TokenIds
+from asyncrl.core.types import FinishReason, LogProbs, Mask, Media, Replay, Row, Sample, SampleId, Span, TokenIds
+from asyncrl.storage.array_bytes import Blob
 
 
 class FileRef(NamedTuple):
-    """A payload in a file: which one in `samples/` of the run directory, and the sample's place among those in it."""
+    """A payload in a file: the name in `samples/` of the run directory, and the sample's position in that file."""
 
     file: str
     position: int
 
 
 JOIN_BELOW_TOKENS = 16_384
-"""Longer responses are not copied: fresh memory to join them in would cost more than four arrays of their own do."""
+"""Longer responses are not joined: allocating memory for a copy costs more than sending four more arrays."""
 
 _Row = tuple[
     int, int, int, int, int, tuple[tuple[int, int], ...], str, int, tuple[tuple[int, float], ...], float,
@@ -68,10 +68,10 @@ class Packed(NamedTuple):
 
 
 def pack(samples: Sequence[Sample]) -> Packed:
-    """Any number of samples as one value that is cheap to pickle.
+    """Pack any number of samples into one value that is cheap to pickle.
 
     Raises:
-        TypeError: an array whose dtype does not become the one `types` gives it without changing its kind.
+        TypeError: an array's dtype cannot be cast to the one in `types` without changing its kind.
     """
     packer = _Packer()
     packed = tuple(
@@ -92,7 +92,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
 
 
 def unpack(packed: Packed, position: int) -> Sample:
-    """The sample at `position`; its arrays are views, read-only if the packed ones are."""
+    """Return the sample at `position`; its arrays are views, read-only if the packed ones are."""
     return _unpack(packed.samples[position], packed.chunks)
 
 
@@ -112,7 +112,7 @@ def _unpack(sample: PackedSample, chunks: Sequence[Chunk] | Mapping[int, Chunk])
 
 
 def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """`packed` for a file: its arrays, named, and texts that say in JSON what of them belongs to which sample."""
+    """Convert `packed` for a file: named arrays, and JSON texts that map their ranges to samples."""
     arrays = {
         f"{field}.{number}": array
         for number, chunk in enumerate(packed.chunks)
@@ -146,8 +146,8 @@ def to_blob(packed: Packed) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def _media_data(sample: PackedSample, stored: dict[bytes, int]) -> dict[str, Any]:
-    """What a description says of a sample's media: their kinds, and which arrays they are. Those that several samples
-    have are stored once."""
+    """Describe a sample's media: their kinds and the names of their arrays. Media that several samples share are
+    stored once."""
     if not sample.media:
         return {}
     return {"media": [(kind, stored.setdefault(data, len(stored))) for kind, data in sample.media]}
@@ -161,12 +161,12 @@ _ROW_TYPES = [int, int, int, int, int, list, str, int, list, float, dict]
 
 
 class PackedBlob:
-    """What `to_blob` gave, in a file that was read. Only the arrays of samples that are asked for are looked at."""
+    """The content of a file that `to_blob` produced. Only the arrays of requested samples are read."""
 
     def __init__(self, blob: Blob) -> None:
         """
         Raises:
-            ValueError: there are no samples in it.
+            ValueError: the blob has no list of samples.
         """
         self._blob = blob
         self._samples = json.loads(blob.texts.get("samples", ""))
@@ -178,11 +178,11 @@ class PackedBlob:
         return len(self._samples)
 
     def unpack(self, position: int) -> Sample:
-        """The sample at `position`; its arrays are read-only views of the file's bytes.
+        """Return the sample at `position`; its arrays are read-only views of the file's bytes.
 
         Raises:
             DamageError: the checksum of an array differs.
-            ValueError: there is no such sample, or its description is none or does not fit the arrays.
+            ValueError: there is no such sample, or its description is invalid or does not fit the arrays.
         """
         if position not in range(len(self._samples)):
             raise ValueError(f"it has {len(self._samples)} samples and none at {position}")
@@ -194,14 +194,14 @@ class PackedBlob:
             _check_row(row, self._chunk(row[0]))
         return _unpack(sample, self._chunks)
 
-    def _media(self, told: Any) -> tuple[Media, ...]:
-        match told:
+    def _media(self, description: Any) -> tuple[Media, ...]:
+        match description:
             case [*pairs] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
                 if all(kind in ("image", "video") and type(number) is int for kind, number in pairs):
                     return tuple(
                         [Media(kind, self._blob.array(f"media.{at}", np.uint8).tobytes()) for kind, at in pairs]
                     )
-        raise ValueError("the description of a sample's media is none")
+        raise ValueError("the description of a sample's media is invalid")
 
     def _chunk(self, number: int) -> Chunk:
         if number not in self._chunks:
@@ -215,17 +215,17 @@ class PackedBlob:
 
 
 def spans_from_json(value: Any) -> tuple[tuple[int, int], ...]:
-    """Pairs of integers. Whether they fit their tokens is for whoever trains on them to check.
+    """Parse pairs of integers. The Trainer checks whether they fit the tokens.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is anything else.
     """
     try:
         spans = tuple([(first, version) for first, version in value])
     except TypeError as error:
-        raise ValueError("spans are no list of pairs") from error
+        raise ValueError("spans are not a list of pairs") from error
     if not all([type(first) is type(version) is int and first >= 0 for first, version in spans]):
-        raise ValueError("spans are no pairs of a token's place and a version")
+        raise ValueError("spans are not pairs of a token's position and a version")
     return spans
 
 
@@ -241,26 +241,26 @@ def _parse(description: Any) -> PackedSample:
             "rows": [*rows],
         } if epoch >= 0 and index >= 1:
             parsed = tuple([_parse_row(row) for row in rows])
-            told = None if replay is None else _parse_replay(replay)
+            parsed_replay = None if replay is None else _parse_replay(replay)
             asked = _parse_asked(description.get("asked", []))
             return PackedSample(
-                (epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward, told, asked=asked
+                (epoch, index), parsed, data_source, generate_s, reward_s, baseline_reward, parsed_replay, asked=asked
             )
-    raise ValueError("the description of a sample is none")
+    raise ValueError("the description of a sample is invalid")
 
 
-def _parse_asked(told: Any) -> tuple[int, ...]:
-    if not (isinstance(told, list) and all([type(number) is int and number >= 0 for number in told])):
-        raise ValueError("what a sample's trajectories were asked for by is no list of numbers")
-    return tuple(told)
+def _parse_asked(numbers: Any) -> tuple[int, ...]:
+    if not (isinstance(numbers, list) and all([type(number) is int and number >= 0 for number in numbers])):
+        raise ValueError("the request numbers of a sample's trajectories are not a list of numbers")
+    return tuple(numbers)
 
 
 def _parse_row(description: Any) -> _Row:
     if not isinstance(description, list) or list(map(type, description)) != _ROW_TYPES:
-        raise ValueError("the description of a row is none")
+        raise ValueError("the description of a row is invalid")
     *numbers, spans, finish_reason, trajectory, turn_rewards, reward, extra = description
     if min(*numbers, trajectory) < 0 or not all([type(value) is float for value in extra.values()]):
-        raise ValueError("the description of a row makes no sense")
+        raise ValueError("the description of a row is inconsistent")
     number, prompt_start, prompt_tokens, response_start, response_tokens = numbers
     places = (number, prompt_start, prompt_tokens, response_start, response_tokens)
     of_turns = _turn_rewards_from_json(turn_rewards)
@@ -271,9 +271,9 @@ def _turn_rewards_from_json(value: list[Any]) -> tuple[tuple[int, float], ...]:
     try:
         rewards = tuple([(token, reward) for token, reward in value])
     except TypeError as error:
-        raise ValueError("turn rewards are no list of pairs") from error
+        raise ValueError("turn rewards are not a list of pairs") from error
     if not all([type(token) is int and token >= 0 and type(reward) is float for token, reward in rewards]):
-        raise ValueError("turn rewards are no pairs of a token's place and a number")
+        raise ValueError("turn rewards are not pairs of a token's position and a number")
     return rewards
 
 
@@ -281,14 +281,14 @@ def _parse_replay(description: Any) -> _Replay:
     match description:
         case [int(step), bool(substituted), [*rows]]:
             return step, substituted, tuple([spans_from_json(spans) for spans in rows])
-    raise ValueError("the description of a replay is none")
+    raise ValueError("the description of a replay is invalid")
 
 
 def _check_row(row: _Row, chunk: Chunk) -> None:
     _, prompt_start, prompt_tokens, response_start, response_tokens = row[:5]
     longest = min(len(chunk.response_ids), len(chunk.response_mask), len(chunk.rollout_log_probs))
     if prompt_start + prompt_tokens > len(chunk.prompt_ids) or response_start + response_tokens > longest:
-        raise ValueError("a row lies outside of its arrays")
+        raise ValueError("a row exceeds its arrays")
 
 
 def _pack_replay(replay: Replay | None) -> _Replay | None:
@@ -325,8 +325,8 @@ class _Packer:
             self._long.append(row)
             place = (len(self._long), 0, prompt_tokens, 0, response_tokens)
         spans = tuple((span.first_token, span.version) for span in row.spans)
-        told = (str(row.finish_reason), row.trajectory, row.turn_rewards, row.reward, row.reward_extra)
-        return (*place, spans, *told)
+        metadata = (str(row.finish_reason), row.trajectory, row.turn_rewards, row.reward, row.reward_extra)
+        return (*place, spans, *metadata)
 
     def chunks(self) -> tuple[Chunk, ...]:
         return (_join(self._short), *(_join([row]) for row in self._long))

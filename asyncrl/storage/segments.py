@@ -1,7 +1,7 @@
-"""The files of payloads in `samples/` of a run directory: written, read, listed, deleted. Blocking.
+"""Writes, reads, lists and deletes the payload files in `samples/` of a run directory. Blocking.
 
-A segment has its final name from the start: nobody is told of it before it is whole and on disk, and one that was torn
-is recognised by its lengths and checksums (`asyncrl.blobs`).
+A segment has its final name from the start. Its name is announced only once it is complete and on disk, and a torn
+one is recognized by its lengths and checksums (`asyncrl.storage.array_bytes`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.blobs import DamageError
-from asyncrl.run_dir import SAMPLES, sync
+from asyncrl.storage.array_bytes import DamageError
+from asyncrl.storage.run_dir import SAMPLES, sync
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,17 @@ def segment_name(incarnation: int, number: int) -> str:
 
 
 def segment_incarnation(name: str) -> int | None:
-    """Which incarnation of the Rollouter wrote it; None: it is no segment's name."""
+    """Return the incarnation of the Rollouter that wrote it; None: it is not the name of a segment."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def segment_sizes(run_dir: Path) -> dict[str, int]:
-    """Every segment there is, whole or not, and its bytes."""
+    """Return the size in bytes of every segment, complete or not."""
     sizes: dict[str, int] = {}
     with suppress(FileNotFoundError), os.scandir(run_dir / SAMPLES) as entries:
         for entry in entries:
-            # Whoever deletes segments does so while this looks.
+            # Another process may delete segments meanwhile.
             with suppress(FileNotFoundError):
                 if segment_incarnation(entry.name) is not None:
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -50,7 +50,7 @@ def segment_sizes(run_dir: Path) -> dict[str, int]:
 
 
 def remove_segments(run_dir: Path, names: Iterable[str]) -> None:
-    """Delete them. One that is not there is fine; one that cannot be deleted is logged and stays."""
+    """Delete the segments. A missing one is ignored; one that cannot be deleted is logged and stays."""
     for name in names:
         path = run_dir / SAMPLES / name
         try:
@@ -60,10 +60,10 @@ def remove_segments(run_dir: Path, names: Iterable[str]) -> None:
 
 
 def write_segment(path: Path, buffers: Sequence[memoryview]) -> None:
-    """Make the file and wait until the disk has it and its name. After an error nothing of it is there.
+    """Create the file and wait until its content and name are on disk. After an error, the file is gone.
 
     Raises:
-        FileExistsError: somebody else wrote it.
+        FileExistsError: another process wrote it.
         OSError: it cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -81,20 +81,20 @@ def write_segment(path: Path, buffers: Sequence[memoryview]) -> None:
 
 
 def read_segment(path: Path, *, directory: int | None = None) -> NDArray[np.uint8]:
-    """The bytes of the file, read once into memory of its own: a map of it would end the process where the disk fails.
+    """Read the file into memory. Unlike a memory map, this cannot kill the process when the disk fails.
 
-    `directory` is the descriptor of the one that a relative path begins in.
+    `directory`: descriptor of the directory that a relative path starts from.
 
     Raises:
-        DamageError: it is no plain file, or changed while it was read.
+        DamageError: it is not a regular file, or changed while it was read.
         OSError: it cannot be read.
     """
-    # Not to wait for ever on what is no file.
+    # Opening a FIFO without O_NONBLOCK would wait forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise DamageError("it is no plain file")
+            raise DamageError("it is not a regular file")
         data = np.empty(status.st_size, dtype=np.uint8)
         rest = data.data
         while rest:
@@ -106,10 +106,10 @@ def read_segment(path: Path, *, directory: int | None = None) -> NDArray[np.uint
 
 
 def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """All bytes of `buffers`, one after another, uncopied.
+    """Write all `buffers` one after another, without copying.
 
     Raises:
-        OSError: not all of them could be written; some may have been.
+        OSError: some of the bytes could not be written.
     """
     views = list(buffers)
     while views:
@@ -121,7 +121,7 @@ def write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """The directory is there, and on disk."""
+    """Create the directory if necessary, and write its name to disk."""
     if not path.is_dir():
         path.mkdir(parents=True, exist_ok=True)
         sync(path.parent)

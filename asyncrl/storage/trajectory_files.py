@@ -1,38 +1,46 @@
-"""A scored trajectory as a line of JSON, for people and their scripts. Pure.
+"""Scored trajectories in files of `rollout.dump_dir`, as lines of JSON for people and their scripts. Blocking.
+
+    trajectories-1-1000.jsonl      samples by feed index, a thousand a file; a line is a trajectory
 
     {"sample_id": "sample_0_42", "trajectory": 0, "num_trajectories": 8, "run": …, …,
      "messages": [{"role": "user", …}, …],
      "turns": [{"row": 0, "first_token": 0, "num_tokens": 34, "calls": [{"name": …}], "text": [[version, text]], …}],
      "rows": [{"prompt_ids": […], "response_ids": […], "response_mask": [[1, 34], [0, 12]], "spans": [[0, 3]], …}]}
 
-`response_mask` is in run lengths, `rollout_log_probs` are rounded. `asyncrl.trajectory_files` says where lines are.
+`response_mask` is in run lengths, `rollout_log_probs` are rounded. All trajectories of a sample are appended in one
+write. A sample that is generated again, after a restart, is appended again, and its last lines count. Several runs may
+write into one directory: a line names its run.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.payloads import spans_from_json
-from asyncrl.ports import Score
-from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
-from asyncrl.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
+from asyncrl.core.types import FinishReason, LogProbs, SampleId, Span, TokenIds, versions_per_token
+from asyncrl.storage.sample_bytes import spans_from_json
+from asyncrl.storage.segments import write_all
 
 Decode = Callable[[TokenIds], str]
 
 PROMPT_ROLE = "prompt"
-"""Of the message that stands for a prompt of which only tokens are known."""
+"""Role of the message that stands for a prompt of which only the tokens are known."""
 LOG_PROB_DIGITS = 5
 MAX_REPR = 2000
-"""Characters kept of a value that is no JSON."""
+"""Maximum length of the repr of a value that JSON does not support."""
 MAX_DEPTH = 32
-"""Of values inside each other; what lies deeper becomes its repr."""
+"""Maximum nesting; deeper values become their repr."""
 _NO_SUCH_LINE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 _MEASURED = ("generate_s", "user_s", "duration_s", "wait_s", "reward")
 
@@ -46,42 +54,43 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DumpedTrajectory:
-    """One line: a trajectory, what it was worth, and where it came from."""
+    """One line: a trajectory, its reward and its origin."""
 
     sample_id: SampleId
     number: int
-    """Which of the sample's trajectories it is, from 0."""
+    """Its number within the sample, from 0."""
     num_trajectories: int
     run: str
     """The run's directory."""
     at: float
     """When it was written, wall clock (`time.time`); the same for all trajectories of a write."""
     trajectory: Trajectory
-    """Its messages are the whole conversation, also where there is one turn; its spans are those that count."""
+    """Its messages are the whole conversation, even if there is only one turn; its spans are those used for
+    training."""
     score: Score
     texts: tuple[tuple[Piece, ...], ...] = ()
-    """Of each turn, what was sampled; special tokens are left out."""
+    """The sampled text of each turn, without special tokens."""
     data_source: str = "default"
     ground_truth: Any = None
     generate_s: float = 0.0
-    """Of the whole sample, as `reward_s`."""
+    """Time for the whole sample, as is `reward_s`."""
     reward_s: float = 0.0
     baseline_reward: float | None = None
     replayed_from: int | None = None
-    """The step of the record that it is out of; None: it was generated."""
+    """The step of the record that it was replayed from; None: it was generated."""
     substituted: bool = False
     recorded_spans: tuple[tuple[Span, ...], ...] = ()
-    """Of each row, where they are others than those that count."""
+    """Recorded spans of each row, if they differ from those used for training."""
 
     @property
     def asked(self) -> int:
-        """What events call it: the number that it was asked for by, which is not `number` where more trajectories were
-        asked for than count."""
+        """The number under which it was requested, which events use. It differs from `number` if surplus
+        trajectories were requested."""
         return self.number if self.trajectory.number is None else self.trajectory.number
 
 
 def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
-    """The text of a turn by the versions that sampled it."""
+    """Split the text of a turn by the versions that sampled it."""
     end = turn.first_token + turn.num_tokens
     ids = row.response_ids[turn.first_token : end]
     versions = versions_per_token(row.spans, len(row.response_ids))[turn.first_token : end]
@@ -90,7 +99,7 @@ def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
     for first, last in zip([0, *ends], [*ends, len(ids)], strict=True):
         if last > first:
             text = _text(ids[:last], decode, whole=last == len(ids))
-            # Behind what is there already: a token's text may depend on those before it.
+            # Decoded together with the preceding tokens, because a token's text may depend on them.
             found.append(Piece(int(versions[first]), text[len(before) :]))
             before = text
     return tuple(found)
@@ -98,14 +107,14 @@ def pieces(row: TokenRow, turn: TurnInfo, decode: Decode) -> tuple[Piece, ...]:
 
 def _text(ids: TokenIds, decode: Decode, *, whole: bool) -> str:
     text = decode(ids)
-    # A character whose other half is still to come belongs to whoever completed it.
+    # A character that is split between tokens belongs to the token that completes it.
     return text if whole else text.rstrip("\ufffd")
 
 
 def as_json(one: DumpedTrajectory) -> dict[str, Any]:
-    """What is in its line; `sample_id` comes first."""
+    """Return the content of its line; `sample_id` comes first."""
     trajectory, score = one.trajectory, one.score
-    told = {
+    values = {
         "sample_id": str(one.sample_id),
         "trajectory": one.number,
         "num_trajectories": one.num_trajectories,
@@ -133,21 +142,21 @@ def as_json(one: DumpedTrajectory) -> dict[str, Any]:
     }
     recorded = one.recorded_spans or ((),) * len(trajectory.rows)
     rows = [_row_as_json(row, spans) for row, spans in zip(trajectory.rows, recorded, strict=True)]
-    return {**plain(told), "rows": rows}
+    return {**plain(values), "rows": rows}
 
 
 def to_line(one: DumpedTrajectory) -> bytes:
-    """Its line, newline included."""
+    """Return its line, newline included."""
     text = json.dumps(as_json(one), ensure_ascii=False, allow_nan=False)
-    # A half of a character, as a cut text may have it, is no UTF-8, and so is escaped.
+    # A truncated text may contain half a character, which is not valid UTF-8 and therefore escaped.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def parse(line: bytes) -> DumpedTrajectory:
-    """What `to_line` was given; what was no JSON then is its repr now.
+    """Parse a line of `to_line`. Values that JSON does not support come back as their repr.
 
     Raises:
-        ValueError: it is no such line.
+        ValueError: the line has another format.
     """
     try:
         return _parse(json.loads(line))
@@ -156,7 +165,7 @@ def parse(line: bytes) -> DumpedTrajectory:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` in JSON types: numbers that are not finite become null, and what is no JSON its repr."""
+    """Convert `value` to JSON types: numbers that are not finite become null, unsupported values their repr."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -178,7 +187,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  code of whoever made the data set
+    except Exception as error:  # noqa: BLE001  the data set's own class
         return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
     return text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}… ({len(text):,} characters)"
 
@@ -188,14 +197,14 @@ def _values(value: TurnInfo | ToolCall) -> dict[str, Any]:
 
 
 def _row_as_json(row: TokenRow, recorded: Sequence[Span]) -> dict[str, Any]:
-    told = {
+    values = {
         "prompt_ids": row.prompt_ids.tolist(),
         "response_ids": row.response_ids.tolist(),
         "response_mask": [[int(value), count] for value, count in mask_runs(row.response_mask)],
         "rollout_log_probs": _log_probs_as_json(row.rollout_log_probs),
         "spans": [list(span) for span in row.spans],
     }
-    return {**told, "recorded_spans": [list(span) for span in recorded]} if recorded else told
+    return {**values, "recorded_spans": [list(span) for span in recorded]} if recorded else values
 
 
 def _log_probs_as_json(log_probs: LogProbs) -> list[float | None]:
@@ -207,7 +216,7 @@ def _log_probs_as_json(log_probs: LogProbs) -> list[float | None]:
 
 
 def mask_runs(mask: NDArray[np.bool_]) -> list[tuple[bool, int]]:
-    """Run lengths: the value, and how many neighbours have it."""
+    """Return run lengths: each value, and how often it repeats."""
     if not len(mask):
         return []
     starts = np.flatnonzero(np.concatenate([[True], mask[1:] != mask[:-1]]))
@@ -219,7 +228,7 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
     rows = tuple(_parse_row(row) for row in raw["rows"])
     turns = tuple(_parse_turn(turn, rows) for turn in raw["turns"])
     if not turns:
-        raise ValueError("it has no turn")
+        raise ValueError("it has no turns")
     recorded = tuple(_spans(row.get("recorded_spans", ())) for row in raw["rows"])
     messages = tuple({**message} for message in raw["messages"])
     trajectory = Trajectory(
@@ -268,7 +277,7 @@ def _parse_turn(raw: Mapping[str, Any], rows: Sequence[TokenRow]) -> TurnInfo:
     turn = TurnInfo(**{**values, "calls": calls, "finish_reason": FinishReason(raw["finish_reason"])})
     end = turn.first_token + turn.num_tokens
     if turn.row not in range(len(rows)) or not 0 <= turn.first_token <= end <= len(rows[turn.row].response_ids):
-        raise ValueError("a turn lies outside of its row")
+        raise ValueError("a turn exceeds its row")
     return turn
 
 
@@ -286,3 +295,79 @@ def _number(raw: Any) -> float:
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
     return {name: _number(value) for name, value in raw.items()}
+
+
+SAMPLES_PER_FILE = 1000
+
+
+def file_name(index: int) -> str:
+    """Return the name of the file for a feed index."""
+    first = (index - 1) // SAMPLES_PER_FILE * SAMPLES_PER_FILE + 1
+    return f"trajectories-{first}-{first + SAMPLES_PER_FILE - 1}.jsonl"
+
+
+def append(directory: Path, index: int, lines: Iterable[bytes]) -> None:
+    """Append the lines of one sample in one write, creating the directory if necessary. An incomplete line of an
+    interrupted write stays a line of its own.
+
+    Raises:
+        OSError: some of the bytes could not be written.
+    """
+    path, data = directory / file_name(index), b"".join(lines)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except FileNotFoundError:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        write_all(descriptor, [memoryview(data)])
+    finally:
+        os.close(descriptor)
+
+
+class DumpedSample(NamedTuple):
+    trajectories: tuple[DumpedTrajectory, ...]
+    """Trajectories by number; may be empty."""
+    notes: tuple[str, ...] = ()
+    """Messages about unreadable lines and about other runs in the file."""
+
+
+def find(directory: Path, index: int, run_dir: Path) -> DumpedSample:
+    """Return the newest dump of a sample of that run.
+
+    Raises:
+        OSError: the file cannot be read; `FileNotFoundError`: there is none.
+    """
+    path, notes = directory / file_name(index), []
+    found: list[DumpedTrajectory] = []
+    with path.open("rb") as file:
+        for number, line in _lines_of(file, index):
+            try:
+                found.append(parse(line))
+            except ValueError as error:
+                torn = "was cut off" if not line.endswith(b"}\n") else f"is damaged: {error}"
+                notes.append(f"line {number} of {path} {torn}")
+    of_run = [one for one in found if _same_place(one.run, run_dir)]
+    if found and not of_run:
+        others = sorted({one.run for one in found})
+        if len(others) > 1 or os.path.isdir(others[0]):
+            return DumpedSample((), (*notes, f"{path} has this sample of another run only: {', '.join(others)}"))
+        of_run = found
+        notes.append(f"it was dumped by the run in {others[0]}, which no longer exists; assuming that it is this run")
+    last = {one.number: one for one in of_run if one.at == of_run[-1].at}
+    if last and len(last) < of_run[-1].num_trajectories:
+        notes.append(f"{len(last)} of its {of_run[-1].num_trajectories} trajectories could be read")
+    return DumpedSample(tuple(last[number] for number in sorted(last)), tuple(notes))
+
+
+def _lines_of(file: Iterable[bytes], index: int) -> Iterator[tuple[int, bytes]]:
+    begin = re.compile(rb'\{"sample_id": "sample_\d+_%d"' % index)
+    return ((number, line) for number, line in enumerate(file, 1) if begin.match(line))
+
+
+def _same_place(one: str, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,10 +1,10 @@
-"""Weights through Ray's object store: the Trainer puts a version there, every replica maps it from there.
+"""The weight store in Ray's object store: the Trainer publishes versions, and every replica maps them.
 
 The actor holds references only; the bytes never pass through its mailbox. Ray ties an object's life to the process that
-put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint anew,
-in a lineage of its own. A restarted store knows nothing until the Trainer has told it again (`republish`).
+put it, so a version lives as long as the Trainer that published it; a restarted Trainer publishes its checkpoint
+again, in a new lineage. A restarted store is empty until the Trainer publishes again (`republish`).
 
-The store also keeps what replicas report of themselves, for whoever supervises the run.
+The store also collects the replicas' reports about themselves, for the driver.
 """
 
 from __future__ import annotations
@@ -22,112 +22,115 @@ import ray
 from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
-from asyncrl.health.processes import OwnHealth
-from asyncrl.ports import Edition, Publication, ReplicaReport, StoreStatus
+from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
+from asyncrl.profiling.process_usage import ProcessMonitor
 from asyncrl.weights.checksums import group_checksums
-from asyncrl.weights.replica_reports import ReplicaReports
 
 STORE_NAME = "weight_store"
-HANDED_OUT_KEPT = 2
-"""Versions that were handed out and are kept besides the newest: a replica may still be reading them."""
+NUM_KEPT_VERSIONS = 2
+"""Versions kept besides the newest because a replica may still be reading them."""
 CHUNK_BYTES = 256 << 20
 """Objects of about this size: large enough to be cheap, small enough to be pulled in parallel between nodes."""
 PARKED_CALLERS = 1000
 RETRY_S = 0.2
-"""Between two tries to reach a store that restarts."""
+"""Pause between two tries to reach a store that restarts."""
 
 
 class WeightStoreActor:
-    """Which versions exist, and the references to their bytes. Everything runs on the actor's own event loop."""
+    """Keeps the published versions and the references to their bytes. Everything runs on the actor's event loop."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._health = OwnHealth("store") if ray.is_initialized() else None
-        self._versions: dict[Edition, tuple[Publication, list[ray.ObjectRef]]] = {}
-        self._handed_out: list[Edition] = []
-        self._told: Edition | None = None
-        """Newest edition that somebody who waited for it has."""
+        self._health = ProcessMonitor("store") if ray.is_initialized() else None
+        self._versions: dict[WeightsVersion, tuple[Publication, list[ray.ObjectRef]]] = {}
+        self._handed_out: list[WeightsVersion] = []
+        self._delivered: WeightsVersion | None = None
+        """Newest weights version whose publication has reached the Rollouter."""
         self._changed = asyncio.Condition()
         self._informed = not ray.get_runtime_context().was_current_actor_reconstructed
-        """Whether there being no version means that none was published; a restarted store must be told first."""
+        """Whether an empty store means that nothing was published, which is unknown after a restart."""
         self._replicas = ReplicaReports()
 
     async def publish(self, publication: Publication, refs: Sequence[ray.ObjectRef], again: bool = False) -> None:
-        """Make a version the newest. One that nobody has `heard_of` leaves its wish for validation to this one,
-        unless this one comes from further back: training then gets to that version once more.
+        """Make a version the newest.
+
+        If the previous newest version was not `acknowledge`d, its request for validation passes to this one, unless
+        this one has a lower number after a rewind: training then reaches the previous number once more.
 
         Args:
-            publication: What it is.
-            refs: Its chunks.
-            again: The publisher cannot know whether an earlier call has arrived: if it has, nothing happens.
+            publication: its description.
+            refs: its chunks.
+            again: an earlier call may have arrived; if it has, nothing happens.
 
         Raises:
             BugError: it is not newer than the newest one of its lineage.
-            FencedError: training has gone on in a newer lineage.
+            FencedError: training continues in a newer lineage.
         """
         async with self._changed:
             self._informed = True
-            edition = publication.edition
+            weights_version = publication.weights_version
             if (newest := self._newest()) is not None:
-                if again and edition.lineage == newest.lineage and edition <= newest:
+                if again and weights_version.lineage == newest.lineage and weights_version <= newest:
                     return
-                if edition.lineage < newest.lineage:
+                if weights_version.lineage < newest.lineage:
                     raise FencedError(
-                        f"version {edition.version} published by a Trainer of lineage {edition.lineage}, which another "
-                        f"one of lineage {newest.lineage} has replaced"
+                        f"version {weights_version.version} was published by a Trainer of lineage "
+                        f"{weights_version.lineage}, which one of lineage {newest.lineage} has replaced"
                     )
-                if edition <= newest:
+                if weights_version <= newest:
                     raise BugError(
-                        f"version {edition.version} published after version {newest.version}: "
+                        f"version {weights_version.version} published after version {newest.version}: "
                         "versions must ascend, or replicas would never fetch it"
                     )
                 before = self._versions[newest][0]
-                untold = self._told is None or newest > self._told
-                if before.validate and untold and newest.version <= edition.version:
+                undelivered = self._delivered is None or newest > self._delivered
+                if before.validate and undelivered and newest.version <= weights_version.version:
                     publication = replace(publication, validate=True)
-            self._versions[edition] = (publication, list(refs))
+            self._versions[weights_version] = (publication, list(refs))
             self._forget()
             self._changed.notify_all()
 
     async def nothing_published(self) -> None:
-        """The publisher has published nothing: that the store holds none is true, and not for having forgotten it."""
+        """Note that the publisher has published nothing, so an empty store is up to date."""
         async with self._changed:
             self._informed = True
             self._changed.notify_all()
 
     async def latest(self) -> Publication | None:
-        """The newest publication; it stays fetchable until `HANDED_OUT_KEPT` more have been handed out."""
+        """Return the newest publication; it stays available until `NUM_KEPT_VERSIONS` more have been handed out."""
         newest = self._newest()
         if newest is None:
             return None
         if newest not in self._handed_out:
-            self._handed_out = [*self._handed_out, newest][-HANDED_OUT_KEPT:]
+            self._handed_out = [*self._handed_out, newest][-NUM_KEPT_VERSIONS:]
             self._forget()
         return self._versions[newest][0]
 
-    async def wait_newer(self, edition: Edition, timeout_s: float) -> Publication | None:
-        """The newest publication above `edition`; None if none came in time."""
+    async def wait_newer(self, weights_version: WeightsVersion, timeout_s: float) -> Publication | None:
+        """Return the newest publication above `weights_version`; None: there was none in time."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: (newest := self._newest()) is not None and newest > edition)
+                await self._changed.wait_for(
+                    lambda: (newest := self._newest()) is not None and newest > weights_version
+                )
         except TimeoutError:
             return None
         return await self.latest()
 
-    async def heard_of(self, edition: Edition) -> None:
-        """The answer of `wait_newer` has arrived. Before, whoever waited may have died without it."""
-        self._told = edition if self._told is None else max(self._told, edition)
+    async def acknowledge(self, weights_version: WeightsVersion) -> None:
+        """Note that the answer of `wait_newer` has arrived."""
+        self._delivered = weights_version if self._delivered is None else max(self._delivered, weights_version)
 
-    async def start_with(self, timeout_s: float, lost: Edition | None = None) -> Publication | None:
-        """What a replica that starts shall serve: the newest publication, or None if nothing was ever published.
+    async def start_with(self, timeout_s: float, lost: WeightsVersion | None = None) -> Publication | None:
+        """Return what a starting replica serves: the newest publication, or None if nothing was ever published.
 
         Args:
-            timeout_s: For a restarted store to be told, or for something newer than `lost`.
-            lost: What it could not fetch: it is told again only when nothing newer came in time.
+            timeout_s: time limit for a publication to a restarted store, or for one newer than `lost`.
+            lost: the version that it could not fetch, which is returned again only if no newer one came in time.
 
         Raises:
-            DeadlineError: the store was not told in time.
+            DeadlineError: nothing was published to a restarted store in time.
         """
 
         def settled() -> bool:
@@ -139,40 +142,42 @@ class WeightStoreActor:
                 await self._changed.wait_for(settled)
         except TimeoutError:
             if not self._informed:
-                raise DeadlineError("the weight store has restarted and nobody has published to it since") from None
+                raise DeadlineError(
+                    "the weight store has restarted, and nothing has been published to it since"
+                ) from None
         return await self.latest()
 
-    async def tensors(self, edition: Edition) -> list[ray.ObjectRef]:
-        """References to the chunks of a version; each is a dict of parameter name to array.
+    async def tensors(self, weights_version: WeightsVersion) -> list[ray.ObjectRef]:
+        """Return references to the chunks of a version; each is a dict of parameter name to array.
 
         Raises:
-            InfraError: the version is no longer (or not yet) there.
+            InfraError: the store no longer has the version, or does not have it yet.
         """
-        if edition not in self._versions:
+        if weights_version not in self._versions:
             held = ", ".join(map(_name, sorted(self._versions))) or "none"
-            raise InfraError(f"the weight store does not hold version {_name(edition)} (it holds: {held})")
-        return self._versions[edition][1]
+            raise InfraError(f"the weight store does not hold version {_name(weights_version)} (it holds: {held})")
+        return self._versions[weights_version][1]
 
-    async def report(self, report: ReplicaReport) -> Edition | None:
-        """What a replica says of itself. Returns the newest edition."""
-        self._replicas.arrived(report, self._wall_clock())
+    async def report(self, report: ReplicaReport) -> WeightsVersion | None:
+        """Record a replica's report about itself; return the newest weights version."""
+        self._replicas.add(report, self._wall_clock())
         return self._newest()
 
     async def status(self) -> StoreStatus:
         now = self._wall_clock()
-        health = self._health.tell() if self._health is not None else None
-        return StoreStatus(os.getpid(), self._newest(), self._replicas.told(now), self._informed, now, health)
+        health = self._health.measure() if self._health is not None else None
+        return StoreStatus(os.getpid(), self._newest(), self._replicas.recent(now), self._informed, now, health)
 
-    def _newest(self) -> Edition | None:
+    def _newest(self) -> WeightsVersion | None:
         return max(self._versions, default=None)
 
     def _forget(self) -> None:
-        for edition in self._versions.keys() - {self._newest(), *self._handed_out}:
-            del self._versions[edition]
+        for weights_version in self._versions.keys() - {self._newest(), *self._handed_out}:
+            del self._versions[weights_version]
 
 
 def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHandle:
-    """Create the run's store actor, on the caller's node, which the run cannot do without anyhow.
+    """Create the run's store actor on the caller's node, because the run cannot continue without that node anyway.
 
     Args:
         namespace: The run's Ray namespace.
@@ -193,7 +198,7 @@ def start_store(namespace: str, *, max_restarts: int = 0) -> ray.actor.ActorHand
 
 
 def find_store(namespace: str) -> ray.actor.ActorHandle | None:
-    """The run's store, or None if there is none (`asyncrl serve` has none)."""
+    """Return the run's store, or None if there is none (`asyncrl serve` has none)."""
     try:
         return ray.get_actor(STORE_NAME, namespace=namespace)
     except ValueError:
@@ -201,14 +206,15 @@ def find_store(namespace: str) -> ray.actor.ActorHandle | None:
 
 
 class ObjectStorePublisher:
-    """The Trainer's side (`ports.WeightPublisher`). Travels to the process that has the weights; use it on one loop."""
+    """The Trainer's side (`ports.WeightPublisher`). It is pickled to the process that has the weights; use it on one
+    loop."""
 
     def __init__(self, store: ray.actor.ActorHandle, *, call_s: float, lineage: int = 0) -> None:
         self._store = store
         self._call_s = call_s
         self._lineage = lineage
         self._last: tuple[Publication, list[ray.ObjectRef]] | None = None
-        """For `republish`: the references keep its bytes even when the store has lost them."""
+        """Last publication, for `republish`; the references keep the bytes alive even if the store has lost them."""
 
     async def publish(
         self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
@@ -218,7 +224,7 @@ class ObjectStorePublisher:
         Raises:
             InfraError: the object store has no room, or failed.
             DeadlineError: the object store did not take a chunk, or the store actor did not answer, within `call_s`.
-            FencedError: training has gone on in a newer lineage.
+            FencedError: training continues in a newer lineage.
         """
         checksums = await anyio.to_thread.run_sync(group_checksums, tensors)
         refs = [await self._put(chunk, version) for chunk in _chunks(tensors)]
@@ -244,11 +250,11 @@ class ObjectStorePublisher:
 
         Raises:
             DeadlineError: the store actor did not answer within `call_s`.
-            FencedError: training has gone on in a newer lineage.
+            FencedError: training continues in a newer lineage.
         """
         last = self._last
         if last is None and self._lineage > 0:
-            return  # A Trainer that goes on from a checkpoint is about to publish that: the store is told soon.
+            return  # A Trainer that resumes from a checkpoint publishes it soon.
         if last is None:
             await _ask(lambda _: self._store.nothing_published.remote(), self._call_s, "publishing again")
             return
@@ -257,10 +263,10 @@ class ObjectStorePublisher:
 
     async def _put(self, chunk: Mapping[str, NDArray[Any]], version: int) -> ray.ObjectRef:
         size = sum(array.nbytes for array in chunk.values())
-        room = f"{HANDED_OUT_KEPT + 2} versions must fit; raise ray.object_store_memory_bytes"
+        room = f"{NUM_KEPT_VERSIONS + 2} versions must fit; raise ray.object_store_memory_bytes"
         try:
             with anyio.fail_after(self._call_s):
-                # Nothing can interrupt a put: on its thread it may go on, but nobody waits for it any more.
+                # A put cannot be interrupted: it may continue on its thread after the deadline.
                 return await anyio.to_thread.run_sync(ray.put, chunk, abandon_on_cancel=True)
         except TimeoutError as error:
             raise DeadlineError(
@@ -273,8 +279,8 @@ class ObjectStorePublisher:
             ) from error
         except ray.exceptions.RayError as error:
             raise InfraError.wrap(
-                f"the object store could not take {size} bytes of version {version}; look at the disk it spills to and "
-                "at the node's Ray logs",
+                f"the object store could not take {size} bytes of version {version}; check the disk it spills to and "
+                f"the node's Ray logs",
                 error,
             ) from error
 
@@ -287,11 +293,12 @@ class ObjectStoreFeed:
         self._call_s = call_s
 
     async def latest(self) -> Publication | None:
-        """The newest publication, or None if nothing was ever published. A store that was restarted is told before it
-        answers: what it has forgotten may be the last version of all.
+        """Return the newest publication, or None if nothing was ever published.
+
+        A restarted store answers only after the next publication, because it has lost the newest one.
 
         Raises:
-            DeadlineError: it was not, within `call_s`.
+            DeadlineError: the store did not answer within `call_s`.
         """
         until = anyio.current_time() + self._call_s
         newest: Publication | None = await _ask(
@@ -301,27 +308,27 @@ class ObjectStoreFeed:
         )
         return newest
 
-    async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
-        """The newest publication above `edition`, or None if none came in `timeout_s`."""
+    async def wait_newer(self, weights_version: WeightsVersion, *, timeout_s: float) -> Publication | None:
+        """Return the newest publication above `weights_version`, or None if there was none within `timeout_s`."""
         until = anyio.current_time() + timeout_s
         newest: Publication | None = await _ask(
-            lambda _: self._store.wait_newer.remote(edition, max(0.0, until - anyio.current_time())),
+            lambda _: self._store.wait_newer.remote(weights_version, max(0.0, until - anyio.current_time())),
             self._call_s + timeout_s,
             "waiting for a newer version",
         )
         if newest is not None:
-            # Nobody waits for that: if it is lost, a validation is made once more at worst.
-            self._store.heard_of.remote(newest.edition)
+            # Not awaited: if the call is lost, at worst one validation is repeated.
+            self._store.acknowledge.remote(newest.weights_version)
         return newest
 
 
 async def _ask(call: Callable[[bool], Any], timeout_s: float, what: str) -> Any:
-    """`_answer` to a call that is made again when the actor has died meanwhile, as long as it may be restarting.
+    """Call the actor, and repeat the call if the actor has died and may be restarting.
 
     Args:
-        call: Makes the call; told whether an earlier one may have arrived.
-        timeout_s: For all tries.
-        what: What is asked, for messages.
+        call: makes the call; its argument is whether an earlier call may have arrived.
+        timeout_s: for all tries.
+        what: describes the call in messages.
     """
     until = anyio.current_time() + timeout_s
     again = False
@@ -341,7 +348,7 @@ class _StoreGoneError(InfraError):
 
 
 async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
-    """The actor's answer, its failures as ours."""
+    """Await the actor's answer and convert its failures."""
     try:
         with anyio.fail_after(timeout_s):
             return await ref
@@ -356,12 +363,16 @@ async def _answer(ref: Any, timeout_s: float, what: str) -> Any:
         raise InfraError.wrap(f"{what}: the weight store cannot be reached", error) from error
 
 
-def _name(edition: Edition) -> str:
-    return f"{edition.version} of lineage {edition.lineage}" if edition.lineage else str(edition.version)
+def _name(weights_version: WeightsVersion) -> str:
+    return (
+        f"{weights_version.version} of lineage {weights_version.lineage}"
+        if weights_version.lineage
+        else str(weights_version.version)
+    )
 
 
 def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Consecutive tensors packed into dicts of about `CHUNK_BYTES`; a tensor is never split."""
+    """Yield consecutive tensors in dicts of about `CHUNK_BYTES`; a tensor is never split."""
     chunks: list[dict[str, NDArray[Any]]] = [{}]
     size = 0
     for name, array in tensors.items():
@@ -371,3 +382,35 @@ def _chunks(tensors: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]
         chunks[-1][name] = np.ascontiguousarray(array)
         size += array.nbytes
     return chunks
+
+
+FORGET_REPLICA_S = 600.0
+"""Reports older than this are dropped."""
+
+
+class ReplicaReports:
+    """The last report of each replica. Times are wall clock of the caller."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, ReplicaReport] = {}
+
+    def add(self, report: ReplicaReport, now: float) -> None:
+        """Store the replica's last report, with its times converted to this clock."""
+        self._last[report.replica] = _shifted(report, now - report.reported_at)
+
+    def recent(self, now: float) -> tuple[ReplicaReport, ...]:
+        """Return the reports of the last minutes, oldest first."""
+        self._last = {
+            name: report for name, report in self._last.items() if now - report.reported_at <= FORGET_REPLICA_S
+        }
+        return tuple(sorted(self._last.values(), key=lambda report: report.reported_at))
+
+
+def on_clock(status: StoreStatus, now: float) -> StoreStatus:
+    """Convert the times of a status that has just arrived to the clock whose current time is `now`."""
+    shift_s = now - status.at
+    return replace(status, at=now, replicas=tuple(_shifted(report, shift_s) for report in status.replicas))
+
+
+def _shifted(report: ReplicaReport, seconds: float) -> ReplicaReport:
+    return replace(report, reported_at=report.reported_at + seconds, phase_since=report.phase_since + seconds)

@@ -1,1 +1,1 @@
-"""What conversations with tools, and over-sampling, cost and save; `python -m benchmarks.agents`."""
+"""The benchmark of conversations with tools and of over-sampling: `python -m benchmarks.agents`."""

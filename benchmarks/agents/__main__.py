@@ -1,22 +1,23 @@
-"""Conversations with tools and over-sampling, on a real engine behind Ray Serve: rates, lag, time saved, and Python.
+"""Measure conversations with tools, and over-sampling, on a real engine behind Ray Serve.
 
-    tools           conversations of 4 turns with a tool of 0.5 s between them, 64 in flight: each on its own way
-                    (`streaming`), against all of them in step, as synchronous systems do it (`barrier`): 64 turns in
-                    one call to the engine, then 64 calls of the tool, then the next turns
-    lag             how late an event loop is on which 64 conversations are held: alone, and beside tools of 0.1 s that
-                    are async, or sync in threads; what came due during one halt is late as well
-    over_sampling   time to as many finished samples, when a version's worth has to be there before the next one is
-                    begun: 16 samples of 8 responses with a long tail of lengths, against 20 % more samples, and
-                    against 2 more trajectories a prompt
-    cost            Python per turn of a conversation, on engines that answer at once: CPU time of the loop's thread
+    tools           throughput of 64 concurrent conversations of 4 turns, with a tool call of 0.5 s between turns: each
+                    conversation independent of the others (`streaming`), against all of them in lockstep as in a
+                    synchronous system (`barrier`): 64 turns in one engine call, then 64 tool calls, then the next turns
+    lag             how late timers are on an event loop: idle, and with 64 conversations whose tools take 0.1 s and are
+                    async or run in threads; every timer that comes due while the loop is blocked counts
+    over_sampling   time to a number of finished samples if each version needs all of its samples before the next one
+                    starts: 16 samples of 8 responses with long-tailed lengths, against 20 % more samples, and against
+                    2 more trajectories for each prompt
+    cost            CPU time of the event loop's thread for each turn of a conversation, on engines that answer at once
 
-Pump, queue, groups, agent loop, tool sessions, chat template and vLLM's tool parser are the real ones. Nothing is
-scored, and the next version counts as applied as soon as the samples of one are there. The shipped model of 0.9M
-parameters samples on: how long each turn is, is drawn with a seed from a log-normal distribution. Nor does it say what
-was meant: a parser reads each turn as ever, and then calls it a call. `cost` recites calls that need no such help.
+Dispatcher, queue, groups, agent loop, tool sessions, chat template and vLLM's tool parser are the real ones. Samples
+are not scored, and a version counts as applied as soon as the samples of the previous one are complete. The engine
+serves the shipped model of 0.9M parameters, which cannot call tools: turn lengths are drawn with a seed from a
+log-normal distribution, and a scripted parser reads each turn and then replaces the result by a tool call. In `cost`
+the engines answer with tool calls as text.
 
-What is compared takes turns within one run, under the same seeds. Rates and times are medians over rounds, ratios are
-medians of the ratios of the same round, lateness is a percentile over all rounds.
+The variants alternate within one run under the same seeds. Rates and times are medians over rounds, ratios are medians
+of the ratios of the same round, lateness is a percentile over all rounds.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ ASPECTS = ("tools", "lag", "over_sampling", "cost")
 AIMS = {
     "tools": "streaming faster than a barrier: a ratio above 1",
     "lag": "p99 below 20 ms",
-    "over_sampling": "less time to as many samples: above 1",
-    "cost": "none: so that a change shows",
+    "over_sampling": "less time to the same number of samples: a ratio above 1",
+    "cost": "none: the figures make a change visible",
 }
 COST_ROUNDS = 3
-"""For each round that is asked for: they are short."""
+"""Rounds of `cost` for each round of `--rounds`, because they are short."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     to_stdout = options.json == Path("-")
     if options.json is not None and not to_stdout:
         _writable(options.json)
-    # vLLM's parsers are read in this process, and it logs to where its results go.
+    # vLLM's parsers are imported into this process and would log to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     load_before = os.getloadavg()[0]
     with contextlib.redirect_stdout(sys.stderr), _without_warnings():
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Scripted calls are no tokens of their conversation, and its loop says so."""
+    """Silence the warnings of the agent loop about scripted calls, whose text is not in the conversation."""
     logger = logging.getLogger("rollouter.agent.loop")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -79,7 +80,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, list[dict[str, Any]]]:
-    """The tables that are asked for; Ray and an engine are started if one of them needs them, and stopped."""
+    """Measure the tables named in `only`; Ray and an engine run only if one of them needs them."""
     found: dict[str, list[dict[str, Any]]] = {}
     if "cost" in only:
         from benchmarks.agents.cost import measure_cost
@@ -104,12 +105,18 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=Path("-"),
         metavar="FILE",
-        help="also write the result as JSON; without FILE, JSON on standard output in place of the tables",
+        help="also write the result as JSON; without FILE, print JSON instead of the tables",
     )
-    parser.add_argument("--rounds", type=_positive, default=3, help="of everything (default 3)")
-    parser.add_argument("--only", type=_names, default=ASPECTS, metavar="NAME,…", help=f"of {', '.join(ASPECTS)}")
+    parser.add_argument("--rounds", type=_positive, default=3, help="rounds of each measurement (default 3)")
     parser.add_argument(
-        "--jitter", type=_share, default=0.0, metavar="SHARE", help="of a tool's latency, up and down (default 0)"
+        "--only", type=_names, default=ASPECTS, metavar="NAME,…", help=f"measure only these of {', '.join(ASPECTS)}"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="vary a tool's latency by up to this share of it (default 0)",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Conversations of a known number of turns, with a model that knows nothing of tools: its tools, parser and prompts."""
+"""Conversations of a fixed number of turns with a model that cannot call tools: tools, parser and prompts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import anyio
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.types import Prompt, SampleId
-from benchmarks.agents.fleets import Lengths
-from rollouter.agent.chat import Chat
-from rollouter.agent.loop import Agent
-from rollouter.agent.parsing import CallParser, Parsed, ParsedCall
-from rollouter.template import end_token_ids, load_tokenizer
+from asyncrl.core.types import Prompt, SampleId
+from benchmarks.agents.fleets import TurnLengths
+from rollouter.agent.chat import ChatTokenizer
+from rollouter.agent.loop import BuiltInAgent
+from rollouter.agent.parsing import ParsedCall, ParsedTurn, ToolCallParser
+from rollouter.prompts.chat_template import end_token_ids, load_tokenizer
 from rollouter.tools.base import BaseTool, ToolContext
-from rollouter.tools.box import ToolBox
 from rollouter.tools.loading import load_tools
+from rollouter.tools.toolbox import Toolbox
 
 MODEL = "asyncrl://calculator"
-"""Shipped: 0.9M parameters, characters as tokens, a template with tools, a context of 1,024."""
+"""The shipped model: 0.9M parameters, one token per character, a chat template with tools, a context of 1,024."""
 MAX_MODEL_LEN = 1024
 N = 8
-"""Trajectories of a sample."""
+"""Trajectories per sample."""
 TURNS = 4
-"""Of the model in each conversation; its tool is called between them."""
-TURN_LENGTHS = Lengths(median=32, sigma=1.0, longest=200)
-"""49 tokens on average, and the longest of 64 has 197."""
+"""Assistant turns of a conversation, with a tool call between them."""
+TURN_LENGTHS = TurnLengths(median=32, sigma=1.0, longest=200)
+"""The mean is 49 tokens, and the longest of 64 turns has 197."""
 TOOL = "work"
 FORMAT = "hermes"
-"""In which it is called."""
+"""The tool-call format of the parser."""
 FILLER = "7"
 NUM_PROMPTS = 1 << 40
 
 
 class SlowTool(BaseTool[random.Random]):
-    """Takes its time without using any."""
+    """Sleeps for a configured latency."""
 
     schema = {  # noqa: RUF012
         "type": "function",
@@ -46,7 +46,7 @@ class SlowTool(BaseTool[random.Random]):
     }
 
     def __init__(self, latency_s: float, jitter: float = 0.0) -> None:
-        """A call takes `latency_s`, give or take up to a share of it: uniform, seeded by the trajectory."""
+        """`jitter`: the share of `latency_s` by which a call varies at most, uniformly and seeded by the trajectory."""
         self._latency_s = latency_s
         self._jitter = jitter
 
@@ -59,38 +59,38 @@ class SlowTool(BaseTool[random.Random]):
         return "done"
 
     def seconds(self, state: random.Random) -> float:
-        """Of the next call."""
+        """Return the latency of the next call."""
         return self._latency_s * (1 + state.uniform(-self._jitter, self._jitter))
 
 
 class BlockingTool(SlowTool):
-    """The same, written without async: it blocks its thread, and works a little besides."""
+    """A synchronous `SlowTool` that blocks its thread and also computes for a moment."""
 
     LOOPS = 20_000
-    """About 1 ms of Python, in which nobody else in the process runs any."""
+    """About 1 ms of Python under the GIL."""
 
     def execute(self, state: random.Random, arguments: Mapping[str, Any], **kwargs: Any) -> str:  # type: ignore[override]
         time.sleep(self.seconds(state))
         return str(sum(range(self.LOOPS)))
 
 
-class ScriptedParser(CallParser):
-    """Reads every turn as ever, and then says that it was a call: whoever is asked never learnt to call anything.
+class ScriptedParser(ToolCallParser):
+    """Parses every turn and then returns a tool call instead, because the model never learnt to call tools.
 
     `multi_turn.max_assistant_turns` ends the conversation.
     """
 
-    def parse(self, ids: Sequence[int]) -> Parsed:
+    def parse(self, ids: Sequence[int]) -> ParsedTurn:
         super().parse(ids)
         text = FILLER * len(ids)
-        return Parsed(text, (ParsedCall(TOOL, "{}"),), text=text)
+        return ParsedTurn(text, (ParsedCall(TOOL, "{}"),), text=text)
 
 
-class Sums:
-    """`PromptSource` without end."""
+class SumPrompts:
+    """A `PromptSource` of endless sums."""
 
     def __init__(self, config: Config) -> None:
-        self._chat = Chat(load_tokenizer(config.model))
+        self._chat = ChatTokenizer(load_tokenizer(config.model))
 
     def __len__(self) -> int:
         return NUM_PROMPTS
@@ -100,12 +100,8 @@ class Sums:
         return Prompt(np.asarray(self._chat.prompt(messages), dtype=np.int32), messages)
 
 
-def conversing(tool: type[SlowTool] = SlowTool, *, turns: int = TURNS, **settings: Any) -> dict[str, Any]:
-    """The configuration's `rollout`, with this one tool.
-
-    Args:
-        settings: Of the tool.
-    """
+def conversation_settings(tool: type[SlowTool] = SlowTool, *, turns: int = TURNS, **settings: Any) -> dict[str, Any]:
+    """Return the `rollout` section for conversations with this tool; `settings` are the tool's."""
     return {
         "n": N,
         "response_length": MAX_MODEL_LEN - 64,
@@ -119,20 +115,25 @@ def conversing(tool: type[SlowTool] = SlowTool, *, turns: int = TURNS, **setting
     }
 
 
-def made_agent(
-    config: Config, *, parser: Callable[..., CallParser] = ScriptedParser, chat: Callable[..., Chat] = Chat
-) -> Agent:
-    """As `rollouter.agent.loading` makes it, but for this parser and this chat."""
+def make_agent(
+    config: Config,
+    *,
+    parser: Callable[..., ToolCallParser] = ScriptedParser,
+    chat: Callable[..., ChatTokenizer] = ChatTokenizer,
+) -> BuiltInAgent:
+    """Make the agent as `rollouter.agent.loading` does, but with this parser and this chat."""
     tokenizer = load_tokenizer(config.model)
     settings = config.rollout.multi_turn
-    box = ToolBox(load_tools(settings.tools))
+    toolbox = Toolbox(load_tools(settings.tools))
     end_ids = end_token_ids(config.model, tokenizer)
-    speaking = chat(tokenizer, tools=box.schemas, template_kwargs=config.model.chat_template_kwargs, end_ids=end_ids)
-    return Agent(
+    speaking = chat(
+        tokenizer, tools=toolbox.schemas, template_kwargs=config.model.chat_template_kwargs, end_ids=end_ids
+    )
+    return BuiltInAgent(
         config,
         chat=speaking,
-        parser=parser(settings.format, tokenizer, box.schemas, end_ids=speaking.end_ids),
-        schemas=box.schemas,
-        tools=box,
+        parser=parser(settings.format, tokenizer, toolbox.schemas, end_ids=speaking.end_ids),
+        schemas=toolbox.schemas,
+        tools=toolbox,
         interactions=None,
     )

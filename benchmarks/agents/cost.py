@@ -1,11 +1,11 @@
-"""Python per turn of a conversation, on engines that answer at once. CPU time of the loop's thread, and of no other."""
+"""CPU time of the event loop's thread for each turn of a conversation, on engines that answer at once."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,27 +15,27 @@ import numpy as np
 from anyio import lowlevel
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
-from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, TOOL, N, Sums, conversing, made_agent
-from benchmarks.skip.samples import Table, say
-from rollouter.agent.chat import Chat, Extension, Message
-from rollouter.agent.loop import Agent
-from rollouter.agent.parsing import CallParser, Parsed
-from rollouter.group import Group, Unheard, generate_group
-from rollouter.template import load_tokenizer
+from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Publication, TurnFinished
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
+from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, TOOL, N, SumPrompts, conversation_settings, make_agent
+from benchmarks.skip.samples import Table, print_progress
+from rollouter.agent.chat import ChatExtension, ChatTokenizer, Message
+from rollouter.agent.loop import BuiltInAgent
+from rollouter.agent.parsing import ParsedTurn, ToolCallParser
+from rollouter.group import GroupRequest, generate_group
+from rollouter.prompts.chat_template import load_tokenizer
 
 CALL = f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{}}}}\n</tool_call><eos>'
 ANSWER = "42<eos>"
 TURNS = (1, 2, 4, 8)
 GROUPS = 8
 PARTS = ("parse", "extend", "check")
-"""Turns read, answers made tokens, finished conversations compared with the template's own tokens."""
+"""Parse turns, tokenize tool results, compare finished conversations with the tokens of the chat template."""
 
 
 class RecitingFleet:
-    """Engines that call the tool in every turn but the last, and take no time for it."""
+    """Engines that answer at once, with a tool call in every turn but the last."""
 
     def __init__(self, call: Sequence[int], answer: Sequence[int], turns: int) -> None:
         self._turns = turns
@@ -49,9 +49,12 @@ class RecitingFleet:
             for ids in (call, answer)
         )
 
-    async def generate(self, requests: Sequence[GenerateRequest], **_: Any) -> list[Turn]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
         await lowlevel.checkpoint()
-        return [self._turn(request.request_id) for request in requests]
+        for number, request in enumerate(requests):
+            yield TurnFinished(number, self._turn(request.request_id))
 
     def _turn(self, request_id: str) -> Turn:
         number = int(request_id.partition("/")[2].partition(".")[2] or 0)
@@ -62,7 +65,7 @@ class RecitingFleet:
 
 
 class Stopwatch:
-    """CPU seconds of this thread in named parts, which must not lie in each other."""
+    """Measures the CPU seconds of this thread in named parts, which must not be nested."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -76,22 +79,22 @@ class Stopwatch:
             self.seconds[part] += time.thread_time() - started
 
 
-class TimedParser(CallParser):
+class TimedParser(ToolCallParser):
     def __init__(self, watch: Stopwatch, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch = watch
 
-    def parse(self, ids: Sequence[int]) -> Parsed:
+    def parse(self, ids: Sequence[int]) -> ParsedTurn:
         with self._watch.on("parse"):
             return super().parse(ids)
 
 
-class TimedChat(Chat):
+class TimedChat(ChatTokenizer):
     def __init__(self, watch: Stopwatch, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch = watch
 
-    def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> Extension:
+    def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> ChatExtension:
         with self._watch.on("extend"):
             return super().extend(before, new, sampled)
 
@@ -101,19 +104,21 @@ class TimedChat(Chat):
 
 
 def measure_cost(rounds: int, *, turns: Sequence[int] = TURNS, groups: int = GROUPS) -> Table:
-    """A row without an agent, and one for each number of turns; `groups` of `N` trajectories at once."""
+    """Return a row without an agent and one for each number of turns, with `groups` concurrent groups of `N`."""
     cases = [("no", 1), *(("yes", number) for number in turns)]
     return [anyio.run(_row, name, number, rounds, groups) for name, number in cases]
 
 
 async def _row(name: str, turns: int, rounds: int, groups: int) -> dict[str, Any]:
-    """All parts are milliseconds per turn, `check` too, which is made once a conversation."""
-    say(f"cost, {turns} turns, agent: {name}")
-    config = Config.model_validate({"model": {"path": MODEL}, "rollout": conversing(turns=turns, latency_s=0.0)})
+    """Return milliseconds per turn for all parts, also for `check`, which runs once per conversation."""
+    print_progress(f"cost, {turns} turns, agent: {name}")
+    config = Config.model_validate(
+        {"model": {"path": MODEL}, "rollout": conversation_settings(turns=turns, latency_s=0.0)}
+    )
     tokenizer = load_tokenizer(config.model)
     call, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (CALL, ANSWER))
-    fleet, prompt, watch = RecitingFleet(call, answer, turns), Sums(config).at(SampleId(0, 1)), Stopwatch()
-    agent = made_agent(config, parser=partial(TimedParser, watch), chat=partial(TimedChat, watch))
+    fleet, prompt, watch = RecitingFleet(call, answer, turns), SumPrompts(config).at(SampleId(0, 1)), Stopwatch()
+    agent = make_agent(config, parser=partial(TimedParser, watch), chat=partial(TimedChat, watch))
     spent: list[dict[str, float]] = []
     async with agent:
         for _ in range(rounds + 1):
@@ -122,7 +127,7 @@ async def _row(name: str, turns: int, rounds: int, groups: int) -> dict[str, Any
                 await _generate(fleet, prompt, groups, agent if name == "yes" else None, turns)
             spent.append(dict(watch.seconds))
     if agent.counts.mismatches or agent.counts.rewrites:
-        raise SystemExit(f"the calls that are recited are not the template's own: {agent.counts}")
+        raise SystemExit(f"the recited calls differ from those of the chat template: {agent.counts}")
     ms = {
         part: 1e3 * statistics.median(one.get(part, 0.0) for one in spent[1:]) / (groups * N * turns)
         for part in ("all", *PARTS)
@@ -137,16 +142,16 @@ async def _row(name: str, turns: int, rounds: int, groups: int) -> dict[str, Any
     }
 
 
-async def _generate(fleet: RecitingFleet, prompt: Prompt, groups: int, agent: Agent | None, turns: int) -> None:
+async def _generate(fleet: RecitingFleet, prompt: Prompt, groups: int, agent: BuiltInAgent | None, turns: int) -> None:
     made: list[Trajectory] = []
 
     async def one(index: int) -> None:
         sample_id = SampleId(0, index)
-        group = Group(str(sample_id), sample_id, prompt, {"max_tokens": MAX_MODEL_LEN}, N)
-        made.extend(await generate_group(fleet, group, Unheard(), agent=agent))
+        group = GroupRequest(str(sample_id), sample_id, prompt, {"max_tokens": MAX_MODEL_LEN}, N)
+        made.extend(await generate_group(fleet, group, agent=agent))
 
     async with anyio.create_task_group() as tasks:
         for index in range(1, groups + 1):
             tasks.start_soon(one, index)
     if {len(one.turns) for one in made} != {turns}:
-        raise SystemExit(f"conversations of other than {turns} turns: the calls that are recited are not understood")
+        raise SystemExit(f"the parser did not read the recited calls: not all conversations have {turns} turns")

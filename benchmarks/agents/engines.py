@@ -1,4 +1,4 @@
-"""One vLLM engine behind Ray Serve for everything that is measured here, and its own count of tokens."""
+"""The vLLM engine behind Ray Serve that all measurements share, and its count of generated tokens."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import anyio
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet, StoreStatus
+from asyncrl.core.ports import EngineFleet, StoreStatus
 from asyncrl.weights.object_store import start_store
 from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL
 from benchmarks.agents.lag import measure_lag
 from benchmarks.agents.over_sampling import measure_over_sampling
 from benchmarks.agents.tools import measure_tools
-from benchmarks.skip.samples import Table, say
+from benchmarks.skip.samples import Table, print_progress
 from rollouter.serving.app import start_app, stop_app
 from rollouter.serving.fleet import ServeFleet
 
 NAMESPACE = "bench-agents"
 COUNT_S = 30.0
-"""For the engine to be empty, and to say so."""
+"""Timeout for the engine to report that it has no requests."""
 
 
-class Engine:
-    """A fleet of one."""
+class BenchmarkEngine:
+    """A fleet of one engine."""
 
     def __init__(self, fleet: EngineFleet, store: Any) -> None:
-        """`store`: a handle on the weight store, which replicas report to."""
+        """`store`: the handle of the weight store, to which replicas report."""
         self.fleet = fleet
         self._store = store
 
     async def generated_tokens(self) -> int:
-        """Sampled since its start, those of requests that were aborted included. Waits until nothing is in it."""
+        """Wait until no request is in flight, then return the tokens generated so far, including aborted requests."""
         since = time.time() + 0.1
         with anyio.fail_after(COUNT_S):
             while True:
@@ -48,19 +48,19 @@ class Engine:
 
 
 @asynccontextmanager
-async def running_engine() -> AsyncIterator[Engine]:
-    """Needs a connected Ray."""
+async def running_engine() -> AsyncIterator[BenchmarkEngine]:
+    """Start an engine for the duration of the block; Ray has to be connected."""
     config = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
     store = start_store(NAMESPACE)
     await start_app(config, namespace=NAMESPACE)
     try:
-        yield Engine(ServeFleet(config, namespace=NAMESPACE), store)
+        yield BenchmarkEngine(ServeFleet(config, namespace=NAMESPACE), store)
     finally:
         await stop_app(NAMESPACE)
 
 
 def measure_on_engine(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
-    """The tables of `only` that need an engine; Ray is started for it, and stopped."""
+    """Start Ray and an engine, and measure the tables of `only` that need one."""
     ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         return anyio.run(partial(_measure, only, rounds, jitter))
@@ -69,7 +69,7 @@ def measure_on_engine(only: Collection[str], rounds: int, jitter: float) -> dict
 
 
 async def _measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
-    say("starting the engine")
+    print_progress("starting the engine")
     tables: dict[str, Table] = {}
     async with running_engine() as engine:
         if "tools" in only:

@@ -1,33 +1,41 @@
-"""Engines that are told how long each turn is, and engines that answer a whole batch or nobody."""
+"""Fleets with drawn turn lengths, and fleets that answer whole batches."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import anyio
 
-from asyncrl.failures import InfraError
-from asyncrl.ports import ApplyReport, EngineFleet, GenerateRequest, OnTurn, Publication
-from asyncrl.types import FinishReason, Turn
+from asyncrl.core.failures import InfraError
+from asyncrl.core.ports import (
+    ApplyReport,
+    EngineCrashed,
+    EngineFleet,
+    GenerateRequest,
+    GenerationEvent,
+    Publication,
+    TurnFinished,
+)
+from asyncrl.core.types import FinishReason, Turn
 
 SHORTEST = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of each turn: log-normal, with a long tail that is cut. Under one seed, a turn always has the same."""
+class TurnLengths:
+    """Log-normal turn lengths with a cut tail; the seed and the name of a turn decide its length."""
 
     median: float
     sigma: float
     longest: int
     prompt_sigma: float = 0.0
-    """Of a log-normal factor that all responses to one prompt share: some prompts take longer than others."""
+    """Sigma of a log-normal factor that all responses to a prompt share."""
 
     def of(self, request_id: str, seed: int) -> int:
-        """`request_id`: the sample's name, a slash, and what names the turn within it."""
+        """Return the length of the turn `request_id`, which begins with the sample's name and a slash."""
         length = self.median * random.Random(f"{seed}/{request_id}").lognormvariate(0, self.sigma)
         prompt = request_id.partition("/")[0]
         length *= random.Random(f"{seed}/{prompt}").lognormvariate(0, self.prompt_sigma)
@@ -35,7 +43,7 @@ class Lengths:
 
 
 class _Layer:
-    """An `EngineFleet` over another one."""
+    """An `EngineFleet` that wraps another one."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
@@ -45,29 +53,21 @@ class _Layer:
 
 
 class DrawnFleet(_Layer):
-    """Turns of drawn lengths, which end as if the model had ended them itself."""
+    """Generates turns of drawn lengths, which finish with `STOP` as if the model had ended them."""
 
-    def __init__(self, fleet: EngineFleet, lengths: Lengths, seed: int) -> None:
+    def __init__(self, fleet: EngineFleet, lengths: TurnLengths, seed: int) -> None:
         super().__init__(fleet)
         self._lengths = lengths
         self._seed = seed
 
     async def generate(
-        self, requests: Sequence[GenerateRequest], *, session: str, on_turn: OnTurn | None = None, **others: Any
-    ) -> list[Turn]:
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
         """See `ports.EngineFleet`."""
-
-        async def told(number: int, turn: Turn) -> None:
-            assert on_turn is not None
-            await on_turn(number, _ended(turn))
-
-        turns = await self._fleet.generate(
-            [self._drawn(request) for request in requests],
-            session=session,
-            on_turn=None if on_turn is None else told,
-            **others,
-        )
-        return [_ended(turn) for turn in turns]
+        drawn = [self._drawn(request) for request in requests]
+        async with aclosing(self._fleet.generate(drawn, session=session)) as events:
+            async for event in events:
+                yield TurnFinished(event.number, _ended(event.turn)) if isinstance(event, TurnFinished) else event
 
     def _drawn(self, request: GenerateRequest) -> GenerateRequest:
         length = min(self._lengths.of(request.request_id, self._seed), request.sampling["max_tokens"])
@@ -87,10 +87,10 @@ class _Batch:
 
 
 class BarrierFleet(_Layer):
-    """Nothing is generated before `parties` requests have come, and nobody has an answer before all have.
+    """Collects `parties` requests, sends them to the engines in one call, and answers all of them together.
 
-    Then they are one call to the engines. Conversations over it go in step, as in a synchronous system: all generate a
-    turn, all call their tools, all generate the next one.
+    Conversations proceed in lockstep, as in a synchronous system: all generate a turn, all call their tools, all
+    generate the next turn.
     """
 
     def __init__(self, fleet: EngineFleet, parties: int) -> None:
@@ -99,8 +99,10 @@ class BarrierFleet(_Layer):
         self._batch = _Batch()
         self.calls = 0
 
-    async def generate(self, requests: Sequence[GenerateRequest], *, session: str, **_: Any) -> list[Turn]:
-        """See `ports.EngineFleet`; nobody is told of what goes on meanwhile."""
+    async def generate(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """See `ports.EngineFleet`; the only events are finished turns."""
         batch = self._batch
         first = len(batch.requests)
         batch.requests += requests
@@ -111,14 +113,27 @@ class BarrierFleet(_Layer):
             await self._run(batch)
         if batch.error is not None:
             raise InfraError(f"the batch failed: {batch.error}")
-        return batch.turns[first : first + len(requests)]
+        for number in range(len(requests)):
+            yield TurnFinished(number, batch.turns[first + number])
 
     async def _run(self, batch: _Batch) -> None:
         self.calls += 1
         try:
-            batch.turns = await self._fleet.generate(batch.requests, session=f"batch-{self.calls}")
+            batch.turns = await finished_turns(self._fleet.generate(batch.requests, session=f"batch-{self.calls}"))
         except Exception as error:
             batch.error = error
             raise
         finally:
             batch.done.set()
+
+
+async def finished_turns(events: AsyncGenerator[GenerationEvent, None]) -> list[Turn]:
+    """The finished turns of one call, in the order of its requests; a crash raises."""
+    turns: dict[int, Turn] = {}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, EngineCrashed):
+                raise event.error
+            if isinstance(event, TurnFinished):
+                turns[event.number] = event.turn
+    return [turns[number] for number in sorted(turns)]

@@ -1,4 +1,4 @@
-"""How late an event loop is on which conversations are held."""
+"""Measure how late timers are on an event loop that runs conversations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import anyio
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet
+from asyncrl.core.ports import EngineFleet
 from benchmarks.agents.conversations import (
     MODEL,
     TURN_LENGTHS,
     BlockingTool,
     N,
     SlowTool,
-    Sums,
-    conversing,
-    made_agent,
+    SumPrompts,
+    conversation_settings,
+    make_agent,
 )
 from benchmarks.agents.fleets import DrawnFleet
-from benchmarks.agents.rollouts import Work, pumping
+from benchmarks.agents.rollouts import RolloutWork, running_dispatcher
 from benchmarks.agents.tools import IN_FLIGHT
-from benchmarks.skip.samples import Table, say
+from benchmarks.skip.samples import Table, print_progress
 
 TICK_S = 0.002
 LATENCY_S = 0.1
-"""Of a tool: with a slower one, most conversations would wait, and the loop have little to do."""
+"""Latency of a tool; with a slower one most conversations would wait, and the loop would be idle."""
 WARM_UP_S = 1.5
 LOAD_S = 6.0
 BESIDE: dict[str, type[SlowTool]] = {"async tools": SlowTool, "tools in threads": BlockingTool}
@@ -39,23 +39,26 @@ BESIDE: dict[str, type[SlowTool]] = {"async tools": SlowTool, "tools in threads"
 async def measure_lag(
     fleet: EngineFleet, rounds: int, *, load_s: float = LOAD_S, warm_up_s: float = WARM_UP_S
 ) -> Table:
-    """A row without load, and one beside each kind of tool; `load_s` is how long each is looked at in a round."""
+    """Return a row for an idle loop and one for each kind of tool, each measured for `load_s` in a round."""
     late: dict[str, list[float]] = {"nothing": [], **{name: [] for name in BESIDE}}
     turns, watched = dict.fromkeys(late, 0), dict.fromkeys(late, 0.0)
     for number in range(rounds):
-        say(f"lag, round {number + 1} of {rounds}")
+        print_progress(f"lag, round {number + 1} of {rounds}")
         late["nothing"] += await lateness(load_s)
         for name, tool in BESIDE.items():
             config = Config.model_validate(
                 {
                     "model": {"path": MODEL},
-                    "rollout": {**conversing(tool, latency_s=LATENCY_S), "max_concurrent_samples": IN_FLIGHT // N},
+                    "rollout": {
+                        **conversation_settings(tool, latency_s=LATENCY_S),
+                        "max_concurrent_samples": IN_FLIGHT // N,
+                    },
                     "async_training": {"staleness_threshold": 1e6},
                 }
             )
-            async with made_agent(config) as agent:
-                work = Work(config, Sums(config), DrawnFleet(fleet, TURN_LENGTHS, seed=number), agent)
-                async with pumping(work):
+            async with make_agent(config) as agent:
+                work = RolloutWork(config, SumPrompts(config), DrawnFleet(fleet, TURN_LENGTHS, seed=number), agent)
+                async with running_dispatcher(work):
                     await anyio.sleep(warm_up_s)
                     before, started = agent.counts.turns, time.perf_counter()
                     late[name] += await lateness(load_s)
@@ -65,7 +68,7 @@ async def measure_lag(
 
 
 async def lateness(seconds: float) -> list[float]:
-    """Seconds by which something due every `TICK_S` came late: what came due during one halt is late as well."""
+    """Return how late each tick of `TICK_S` was, including every tick that was due while the loop was blocked."""
     late: list[float] = []
     started = time.perf_counter()
     due = itertools.count(1)
@@ -77,7 +80,7 @@ async def lateness(seconds: float) -> list[float]:
 
 
 def percentiles_ms(late: Iterable[float]) -> dict[str, float]:
-    """Of seconds."""
+    """Return percentiles in milliseconds of a lateness in seconds."""
     p50, p99, most = np.percentile(np.fromiter(late, dtype=np.float64), (50, 99, 100))
     return {"p50 ms": 1e3 * float(p50), "p99 ms": 1e3 * float(p99), "max ms": 1e3 * float(most)}
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet
-from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, N, Sums
-from benchmarks.agents.fleets import DrawnFleet, Lengths
-from benchmarks.agents.rollouts import Outcome, Work, take
-from benchmarks.skip.samples import Table, ratio, say
+from asyncrl.core.ports import EngineFleet
+from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, N, SumPrompts
+from benchmarks.agents.fleets import DrawnFleet, TurnLengths
+from benchmarks.agents.rollouts import RolloutOutcome, RolloutWork, take
+from benchmarks.skip.samples import Table, print_progress, ratio
 
 SAMPLES = 16
-"""A version's."""
+"""Samples per version."""
 VERSIONS = 3
-LENGTHS = Lengths(median=48, sigma=0.6, longest=600, prompt_sigma=0.6)
-"""68 tokens on average, and the longest of 128 has 397."""
+LENGTHS = TurnLengths(median=48, sigma=0.6, longest=600, prompt_sigma=0.6)
+"""The mean is 68 tokens, and the longest of 128 responses has 397."""
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "samples 20 %": {"samples": 0.2, "unfinished": "drop"},
@@ -27,12 +27,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One way in one round."""
+class OverSamplingRound:
+    """One setting in one round."""
 
-    outcome: Outcome
+    outcome: RolloutOutcome
     generated: int
-    """Tokens, those of trajectories that nobody took included."""
+    """Generated tokens, including those of surplus trajectories."""
 
 
 async def measure_over_sampling(
@@ -42,30 +42,30 @@ async def measure_over_sampling(
     *,
     samples: int = SAMPLES,
     versions: int = VERSIONS,
-    lengths: Lengths = LENGTHS,
+    lengths: TurnLengths = LENGTHS,
 ) -> Table:
-    """A row for each way.
+    """Return a row for each over-sampling setting.
 
     Args:
         fleet: The engines.
-        generated_tokens: How many these have sampled since their start, aborted requests included.
-        samples: A version's.
-        versions: In each round.
-        lengths: Of responses.
+        generated_tokens: Returns the tokens that they have generated so far, including aborted requests.
+        samples: Samples per version.
+        versions: Versions per round.
+        lengths: Response lengths.
     """
     configs = {way: _config(settings, samples) for way, settings in WAYS.items()}
-    prompts = Sums(configs["none"])
-    measured: dict[str, list[Measured]] = {way: [] for way in WAYS}
+    prompts = SumPrompts(configs["none"])
+    measured: dict[str, list[OverSamplingRound]] = {way: [] for way in WAYS}
     for number in range(-1, rounds):
-        say(f"over-sampling, round {number + 1} of {rounds}" if number >= 0 else "over-sampling, warming up")
+        print_progress(f"over-sampling, round {number + 1} of {rounds}" if number >= 0 else "over-sampling, warming up")
         for way, config in configs.items():
-            work = Work(config, prompts, DrawnFleet(fleet, lengths, seed=number))
+            work = RolloutWork(config, prompts, DrawnFleet(fleet, lengths, seed=number))
             if number < 0:
                 await take(work, 1)
                 break
             before = await generated_tokens()
             outcome = await take(work, versions)
-            measured[way].append(Measured(outcome, await generated_tokens() - before))
+            measured[way].append(OverSamplingRound(outcome, await generated_tokens() - before))
     return [_row(way, measured) for way in WAYS]
 
 
@@ -86,8 +86,8 @@ def _config(over_sample: Mapping[str, Any], samples: int) -> Config:
     )
 
 
-def _row(way: str, measured: Mapping[str, list[Measured]]) -> dict[str, Any]:
-    """`tokens` are those of a response that was taken, `wasted` all others."""
+def _row(way: str, measured: Mapping[str, list[OverSamplingRound]]) -> dict[str, Any]:
+    """`tokens` are those of the taken responses, `wasted` are all others."""
     mine = measured[way]
     seconds = {name: [one.outcome.seconds for one in some] for name, some in measured.items()}
     tokens, generated = sum(one.outcome.sampled_tokens for one in mine), sum(one.generated for one in mine)

@@ -1,4 +1,4 @@
-"""The real pump, stages, surplus and queue over any fleet; in the Trainer's place, somebody who only takes samples."""
+"""The real dispatcher and queue over any fleet, with a consumer that only takes samples instead of a Trainer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from typing import Any
 import anyio
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet, PromptSource, Score
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.trajectory import Trajectory
-from asyncrl.turn_files import NoTurns
-from asyncrl.types import DropReason, Prompt, Sample
-from asyncrl.waits import WaitBoard
-from rollouter.agent.asking import Converser
-from rollouter.drops import DropRule
-from rollouter.probation import Probation
-from rollouter.pump import Pump
-from rollouter.stages import Serving, Stages
-from rollouter.surplus import Surplus
+from asyncrl.core.ports import EngineFleet, PromptSource, Score
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import DropReason, Prompt, Sample
+from asyncrl.core.waits import WaitBoard
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.queue.turn_log import NoTurns
+from rollouter.agent.conversation import ConversationAgent
+from rollouter.crash_isolation import CrashIsolation
+from rollouter.dispatcher import Dispatcher
+from rollouter.drop_policy import DropPolicy
+from rollouter.sample_runner import ServedVersion
 
 LIMIT_S = 300.0
-"""Of one measurement."""
+"""Timeout of one measurement."""
 HARMLESS = {DropReason.SURPLUS, DropReason.SHUTDOWN}
 
 
-class InMemory:
-    """`PayloadStore`."""
+class SamplesAsPayloads:
+    """A `PayloadStore` whose references are the samples themselves."""
 
     async def put(self, sample: Sample) -> Any:
         return sample
@@ -40,8 +39,8 @@ class InMemory:
         return list(payloads)
 
 
-class Unscored:
-    """`RewardScorer` that takes no time."""
+class ConstantScorer:
+    """A `RewardScorer` that returns 0 at once."""
 
     whole_group = False
 
@@ -50,20 +49,20 @@ class Unscored:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What is rolled out, and by whom."""
+class RolloutWork:
+    """A rollout: configuration, prompts, engines and agent."""
 
     config: Config
-    """Pacing, slots, n and over-sampling are its own."""
+    """Decides pacing, slots, n and over-sampling."""
     prompts: PromptSource
     fleet: EngineFleet
-    agent: Converser | None = None
-    """Open; None: every trajectory is one turn."""
+    agent: ConversationAgent | None = None
+    """An open agent, or None for trajectories of one turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What `take` took."""
+class RolloutOutcome:
+    """The samples that `take` returned, and the time they took."""
 
     seconds: float
     samples: tuple[Sample, ...]
@@ -74,16 +73,16 @@ class Outcome:
 
     @property
     def sampled_tokens(self) -> int:
-        """By the policy."""
+        """Tokens that the policy sampled."""
         return sum(int(row.response_mask.sum()) for sample in self.samples for row in sample.rows)
 
 
 @asynccontextmanager
-async def pumping(work: Work, total_samples: int | None = None) -> AsyncIterator[LocalSampleQueue]:
-    """The pump is at work inside; at the end, what is in flight is cancelled.
+async def running_dispatcher(work: RolloutWork, total_samples: int | None = None) -> AsyncIterator[LocalSampleQueue]:
+    """Run the dispatcher for the duration of the block, then cancel the samples in flight.
 
     Raises:
-        SystemExit: a sample was dropped for another reason than over-sampling, so nothing here can be compared.
+        SystemExit: a sample was dropped for another reason than over-sampling, so times cannot be compared.
     """
     config = work.config
     pacing = Pacing(
@@ -93,56 +92,47 @@ async def pumping(work: Work, total_samples: int | None = None) -> AsyncIterator
         config.rollout.over_sample.samples,
     )
     queue = LocalSampleQueue(QueueOptions(len(work.prompts), pacing))
-    pump = _pump(work, queue)
+    dispatcher = _dispatcher(work, queue)
     with anyio.fail_after(LIMIT_S):
         async with anyio.create_task_group() as group:
-            group.start_soon(pump.run)
+            group.start_soon(dispatcher.run)
             yield queue
             await queue.close()
-    dropped = {reason: count for reason, count in (await queue.status()).books.dropped.items() if count}
+    dropped = {reason: count for reason, count in (await queue.status()).counts.dropped.items() if count}
     if not dropped.keys() <= HARMLESS:
-        raise SystemExit(f"samples were dropped, so times mean nothing: {dropped}, {pump.status()['drops']}")
+        raise SystemExit(
+            f"samples were dropped, so times cannot be compared: {dropped}, {dispatcher.status()['drops']}"
+        )
 
 
-def _pump(work: Work, queue: LocalSampleQueue) -> Pump:
-    config, turns, waits = work.config, NoTurns(), WaitBoard()
-    probation = Probation(config.recovery.max_crashes, waits=waits)
-    surplus = Surplus(queue, call_s=config.timeouts.call_s)
-    stages = Stages(
+def _dispatcher(work: RolloutWork, queue: LocalSampleQueue) -> Dispatcher:
+    config, waits = work.config, WaitBoard()
+    return Dispatcher(
         config,
         prompts=work.prompts,
-        turns=turns,
-        fleet=work.fleet,
-        scorer=Unscored(),
-        agent=work.agent,
-        probation=probation,
-        surplus=surplus,
-        waits=waits,
-        serving=lambda: Serving(0, 0),
-    )
-    return Pump(
-        config,
         queue=queue,
-        payloads=InMemory(),
-        turns=turns,
-        stages=stages,
-        drops=DropRule(on_error="stop", max_errors=0, num_prompts=len(work.prompts)),
-        probation=probation,
-        surplus=surplus,
+        payloads=SamplesAsPayloads(),
+        turns=NoTurns(),
+        fleet=work.fleet,
+        scorer=ConstantScorer(),
+        agent=work.agent,
+        drops=DropPolicy(on_error="stop", max_errors=0, num_prompts=len(work.prompts)),
+        isolation=CrashIsolation(config.recovery.max_crashes, waits=waits),
         waits=waits,
+        served_version=lambda: ServedVersion(0, 0),
     )
 
 
-async def take(work: Work, versions: int) -> Outcome:
-    """Roll out `versions` times `S` samples. The next version counts as applied as soon as `S` samples are there."""
+async def take(work: RolloutWork, versions: int) -> RolloutOutcome:
+    """Roll out the samples of `versions` versions; a version counts as applied once its samples are complete."""
     size = work.config.samples_per_version
     samples: list[Sample] = []
     started = time.perf_counter()
-    async with pumping(work, versions * size) as queue:
+    async with running_dispatcher(work, versions * size) as queue:
         for version in range(versions):
             lease = await queue.lease(size, trainer_version=version, timeout_s=LIMIT_S)
             samples += (entry.payload for entry in lease.samples)
             await queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
             await queue.set_applied_version(version + 1)
         seconds = time.perf_counter() - started
-    return Outcome(seconds, tuple(samples))
+    return RolloutOutcome(seconds, tuple(samples))

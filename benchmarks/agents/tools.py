@@ -1,4 +1,4 @@
-"""Conversations with a slow tool: each on its own way, against all of them in step."""
+"""Conversations with a slow tool: independent of each other, against all of them in lockstep."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet
-from benchmarks.agents.conversations import MODEL, TURN_LENGTHS, TURNS, N, Sums, conversing, made_agent
-from benchmarks.agents.fleets import BarrierFleet, DrawnFleet, Lengths
-from benchmarks.agents.rollouts import Outcome, Work, take
-from benchmarks.skip.samples import Table, ratio, say
-from rollouter.agent.loop import Agent
+from asyncrl.core.ports import EngineFleet
+from benchmarks.agents.conversations import MODEL, TURN_LENGTHS, TURNS, N, SumPrompts, conversation_settings, make_agent
+from benchmarks.agents.fleets import BarrierFleet, DrawnFleet, TurnLengths
+from benchmarks.agents.rollouts import RolloutOutcome, RolloutWork, take
+from benchmarks.skip.samples import Table, print_progress, ratio
+from rollouter.agent.loop import BuiltInAgent
 
 IN_FLIGHT = 64
 LATENCY_S = 0.5
@@ -26,25 +26,26 @@ async def measure_tools(
     latency_s: float = LATENCY_S,
     jitter: float = 0.0,
     batches: int = BATCHES,
-    lengths: Lengths = TURN_LENGTHS,
+    lengths: TurnLengths = TURN_LENGTHS,
 ) -> Table:
-    """A row for each way.
+    """Return a row for streaming and one for the barrier.
 
     Args:
         fleet: The engines.
-        latency_s: Of one call of the tool, give or take a share `jitter` of it.
-        batches: Of `IN_FLIGHT` trajectories, in each round.
-        lengths: Of turns.
+        latency_s: Latency of a tool call.
+        jitter: The share of the latency by which a call varies at most.
+        batches: Batches of `IN_FLIGHT` trajectories in a round.
+        lengths: Lengths of turns.
     """
     configs = {way: _config(latency_s, jitter, ahead) for way, ahead in zip(WAYS, (0, batches), strict=True)}
-    prompts, agent = Sums(configs["barrier"]), made_agent(configs["barrier"])
-    outcomes: dict[str, list[Outcome]] = {way: [] for way in WAYS}
+    prompts, agent = SumPrompts(configs["barrier"]), make_agent(configs["barrier"])
+    outcomes: dict[str, list[RolloutOutcome]] = {way: [] for way in WAYS}
     async with agent:
         for number in range(-1, rounds):
-            say(f"tools, round {number + 1} of {rounds}" if number >= 0 else "tools, warming up")
+            print_progress(f"tools, round {number + 1} of {rounds}" if number >= 0 else "tools, warming up")
             for way, config in configs.items():
                 engines = BarrierFleet(fleet, IN_FLIGHT) if way == "barrier" else fleet
-                work = Work(config, prompts, DrawnFleet(engines, lengths, seed=number), agent)
+                work = RolloutWork(config, prompts, DrawnFleet(engines, lengths, seed=number), agent)
                 if number >= 0:
                     outcomes[way].append(_checked(await take(work, batches), agent))
                 elif way == "streaming":
@@ -53,21 +54,25 @@ async def measure_tools(
 
 
 def _config(latency_s: float, jitter: float, ahead: float) -> Config:
-    """`ahead`: batches beyond the first one that may be begun before it is done."""
+    """`ahead`: how many further batches may start before the first one is complete."""
     return Config.model_validate(
         {
             "model": {"path": MODEL},
-            "rollout": {**conversing(latency_s=latency_s, jitter=jitter), "max_concurrent_samples": IN_FLIGHT // N},
+            "rollout": {
+                **conversation_settings(latency_s=latency_s, jitter=jitter),
+                "max_concurrent_samples": IN_FLIGHT // N,
+            },
             "trainer": {"ppo_mini_batch_size": IN_FLIGHT // N},
             "async_training": {"staleness_threshold": ahead},
         }
     )
 
 
-def _checked(outcome: Outcome, agent: Agent) -> Outcome:
-    """
+def _checked(outcome: RolloutOutcome, agent: BuiltInAgent) -> RolloutOutcome:
+    """Return `outcome` if its conversations have the expected turns.
+
     Raises:
-        SystemExit: the conversations were not those that were to be measured.
+        SystemExit: they have not.
     """
     turns = {row.reward_extra["num_turns"] for sample in outcome.samples for row in sample.rows}
     if turns != {float(TURNS)} or agent.counts.rewrites:
@@ -75,7 +80,7 @@ def _checked(outcome: Outcome, agent: Agent) -> Outcome:
     return outcome
 
 
-def _row(way: str, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
+def _row(way: str, outcomes: dict[str, list[RolloutOutcome]]) -> dict[str, Any]:
     mine = outcomes[way]
     rates = {name: [one.trajectories / one.seconds for one in some] for name, some in outcomes.items()}
     return {

@@ -6,7 +6,7 @@ with Ctrl-C and one more launch, to a planned last step. Then its journal, the T
 what was seen of the calls to replicas are held against each other:
 
   - every sample that was fed was trained exactly once in the surviving model, or dropped with a reason
-  - the books balance, and the records agree
+  - the sample counts are consistent, and the records agree
   - no turn that was complete was generated again
   - tokens that a replica had told of when it or its engine failed are in the response, and were not asked for again
   - what was trained was made by versions that there were then, none older than async_training.max_staleness
@@ -47,9 +47,9 @@ from types import FrameType
 from typing import Any
 
 from benchmarks.chaos import faults
-from benchmarks.chaos.harness import Harness
-from benchmarks.chaos.outcome import Options
-from benchmarks.chaos.summary import tell
+from benchmarks.chaos.harness import ChaosHarness
+from benchmarks.chaos.outcome import ChaosOptions
+from benchmarks.chaos.summary import report_outcome
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupted)
     # Ray's sockets have paths of at most some 100 characters.
     work_dir = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-    options = Options(
+    options = ChaosOptions(
         seed=args.seed,
         limit_s=args.minutes * 60.0,
         num_faults=args.faults,
@@ -75,10 +75,10 @@ def main() -> int:
         settings=dict(setting.split("=", 1) for setting in args.set),
     )
     began = time.monotonic()
-    harness = Harness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
+    harness = ChaosHarness(options, lambda line: print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True))  # noqa: T201
     try:
         outcome = harness.run()
-        kept = tell(outcome, options, args.json)
+        kept = report_outcome(outcome, options, args.json)
     finally:
         if args.keep is not None:
             shutil.copytree(work_dir, args.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("r", "disk"))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from asyncrl.ports import Books, Edition
-from asyncrl.types import DropReason, SampleId, SampleMeta, Span
+from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.types import DropReason, SampleId, SampleMeta, Span
 
 MAX_NAMED = 5
 """Samples named in one message."""
@@ -65,7 +65,7 @@ class Accounts:
     """The records of one run that has ended in order."""
 
     fates: Sequence[Fate]
-    books: Books
+    counts: SampleCounts
     trained: Sequence[Mapping[str, Any]]
     """The lines of trained.jsonl."""
     turns: Sequence[TurnDone] = ()
@@ -74,7 +74,7 @@ class Accounts:
     """What the journal knows of each sample that was READY, as it was made last."""
     generated_anew: Collection[SampleId] = field(default_factory=frozenset)
     """Samples whose finished payload was lost or damaged: their turns are rightly made twice."""
-    rewinds: Sequence[Edition] = ()
+    rewinds: Sequence[WeightsVersion] = ()
     """What training has gone back to, in the journal's order."""
     broken_calls: Sequence[BrokenCall] = ()
     max_staleness: int | None = None
@@ -149,21 +149,33 @@ def _trained_once(accounts: Accounts) -> list[Violation]:
 
 
 def _balanced(accounts: Accounts) -> list[Violation]:
-    books, found = accounts.books, []
-    total = books.running + books.ready + books.leased + books.trained + books.num_dropped
-    if books.fed != total:
-        found.append(Violation("books balance", f"fed {books.fed}, but the states add up to {total}: {books}"))
+    counts, found = accounts.counts, []
+    total = counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
+    if counts.fed != total:
+        found.append(
+            Violation("sample counts are consistent", f"fed {counts.fed}, but the states add up to {total}: {counts}")
+        )
     states = Counter(fate.state for fate in accounts.fates)
-    if (fed := len(accounts.fates) - states["outstanding"]) != books.fed:
-        found.append(Violation("books balance", f"fed {books.fed} in the books, {fed} in the journal"))
-    for state, booked in (("trained", books.trained), ("dropped", books.num_dropped)):
+    if (fed := len(accounts.fates) - states["outstanding"]) != counts.fed:
+        found.append(
+            Violation("sample counts are consistent", f"fed {counts.fed} in the sample counts, {fed} in the journal")
+        )
+    for state, booked in (("trained", counts.trained), ("dropped", counts.num_dropped)):
         if states[state] != booked:
-            found.append(Violation("books balance", f"{booked} {state} in the books, {states[state]} in the journal"))
+            found.append(
+                Violation(
+                    "sample counts are consistent",
+                    f"{booked} {state} in the sample counts, {states[state]} in the journal",
+                )
+            )
     reasons = Counter(fate.reason for fate in accounts.fates if fate.state == "dropped")
-    booked_reasons = Counter({reason: count for reason, count in books.dropped.items() if count})
+    booked_reasons = Counter({reason: count for reason, count in counts.dropped.items() if count})
     if reasons != booked_reasons:
         found.append(
-            Violation("books balance", f"dropped by reason: books {dict(booked_reasons)}, journal {dict(reasons)}")
+            Violation(
+                "sample counts are consistent",
+                f"dropped by reason: counts {dict(booked_reasons)}, journal {dict(reasons)}",
+            )
         )
     return found
 
@@ -222,7 +234,7 @@ def _spans(accounts: Accounts) -> list[Violation]:
     return found
 
 
-def _plausible(turn: TurnDone, rewinds: Sequence[Edition]) -> bool:
+def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
     starts = [span.first_token for span in turn.spans]
     versions = [span.version for span in turn.spans]
     if not starts:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncrl.run_state import ProcessInfo, RunState
+from asyncrl.observe.status.run_status import ProcessInfo, RunState
 from benchmarks.chaos import disk, faults, launches, task
 from benchmarks.chaos.faults import Kind, Strike
 from benchmarks.chaos.nodes import Nodes
-from benchmarks.chaos.outcome import Options
+from benchmarks.chaos.outcome import ChaosOptions
 from benchmarks.chaos.subject import POLL_S, Subject
 
 IDLE_PROBES = 0.7
@@ -31,7 +31,7 @@ class NotDealtError(Exception):
 
 
 class Dealer:
-    def __init__(self, subject: Subject, options: Options, rng: random.Random, nodes: Nodes | None) -> None:
+    def __init__(self, subject: Subject, options: ChaosOptions, rng: random.Random, nodes: Nodes | None) -> None:
         self._subject = subject
         self._options = options
         self._rng = rng

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from asyncrl.run_state import ProcessInfo, RunState
+from asyncrl.observe.status.run_status import ProcessInfo, RunState
 
 Target = Literal[
     "engine", "replica", "rollouter", "trainer", "rank", "queue", "store", "node", "driver", "journal", "payload",
@@ -174,7 +174,7 @@ def recovered_at(strike: Strike, state: RunState) -> float | None:
 
 def driver_back_at(strike: Strike, state: RunState) -> float | None:
     """When a driver that was stopped until `strike.at` knew again how everything stands; None: not yet. Wall clock."""
-    if state.written_at <= strike.at or state.phase != "running" or state.unheard_s or state.restarting:
+    if state.written_at <= strike.at or state.phase != "running" or state.silent_s or state.restarting:
         return None
     return None if _replicas_back(strike, state) is None else state.written_at
 
@@ -210,7 +210,7 @@ def _part_back(strike: Strike, part: str, state: RunState) -> float | None:
     if not now or any(process.pid in strike.pids for process in now):
         return None
     owner = "trainer" if part == "rank" else part
-    if owner in state.restarting or owner in state.unheard_s:
+    if owner in state.restarting or owner in state.silent_s:
         return None
     ends = [one.recovered_at for one in state.restarts if one.part == owner]
     if None in ends:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
-from asyncrl.run_state import RunState
+from asyncrl.observe.status.run_status import RunState
 from benchmarks.chaos import disk, faults, launches
 from benchmarks.chaos.accounts import violations
 from benchmarks.chaos.dealer import Dealer, NotDealtError
 from benchmarks.chaos.faults import Kind, Strike
 from benchmarks.chaos.nodes import Nodes, nodes
-from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.records import read_accounts, steps_given_up, steps_taken
 from benchmarks.chaos.subject import Subject
 from benchmarks.chaos.watch import read_broken_calls
@@ -39,8 +39,8 @@ OURS = (
 """In the titles of the run's own processes on a shared cluster."""
 
 
-class Harness:
-    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+class ChaosHarness:
+    def __init__(self, options: ChaosOptions, say: Callable[[str], None]) -> None:
         self._options = options
         self._say = say
         self._rng = random.Random(options.seed)
@@ -48,10 +48,10 @@ class Harness:
         self._began = time.monotonic()
         self._nodes: Nodes | None = None
         self._dealer: Dealer
-        self.outcome = Outcome()
+        self.outcome = ChaosOutcome()
         self._subject = Subject(options, self.outcome, say)
 
-    def run(self) -> Outcome:
+    def run(self) -> ChaosOutcome:
         """All of it. Nothing is left running, whatever happens."""
         work = self._options.work_dir
         (work / "r").mkdir(parents=True, exist_ok=True)
@@ -231,9 +231,9 @@ class Harness:
         outcome.violations += violations(accounts)
         outcome.samples, outcome.num_turns = figures.samples, len(turns)
         outcome.steps, outcome.lineages = figures.steps, figures.lineages
-        if accounts.books.trained and not turns:
+        if accounts.counts.trained and not turns:
             subject.broke("turns once", "no turn log was seen, so that nothing can be said of turns")
-        if accounts.books.trained and not list(subject.watched.iterdir()):
+        if accounts.counts.trained and not list(subject.watched.iterdir()):
             subject.broke("tokens outlive their engine", "no Rollouter has loaded the watch of its calls to replicas")
 
     def _nothing_left(self) -> None:

@@ -18,7 +18,7 @@ MARK = "ASYNCRL_CHAOS"
 
 
 @dataclass
-class Launch:
+class ChaosLaunch:
     """A running or finished launch."""
 
     process: subprocess.Popen[bytes]
@@ -54,7 +54,7 @@ class Launch:
         return "\n".join(lines[-num_lines:])
 
 
-def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str, str]) -> Launch:
+def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str, str]) -> ChaosLaunch:
     """Start `asyncrl launch fully_async` with these arguments; what it says goes to `output_file`."""
     with output_file.open("wb") as output:
         process = subprocess.Popen(
@@ -66,7 +66,7 @@ def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str,
             # Of its own group: a Ctrl-C at the harness is the harness's to hand on.
             start_new_session=True,
         )
-    return Launch(process, output_file)
+    return ChaosLaunch(process, output_file)
 
 
 def explain(run_dir: Path, target: Path) -> None:

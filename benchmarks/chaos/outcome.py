@@ -12,7 +12,7 @@ from benchmarks.chaos.faults import Strike
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ChaosOptions:
     seed: int
     limit_s: float
     """No new fault after this."""
@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ChaosOutcome:
     """What the harness has seen."""
 
     strikes: list[Strike] = field(default_factory=list)

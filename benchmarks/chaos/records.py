@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
-from asyncrl.journal_reader import read_books, read_head, read_samples
-from asyncrl.ports import Edition
-from asyncrl.run_dir import JOURNAL, SAMPLES
-from asyncrl.transitions import Finished, Reading, Redone, Rewound, Row, Transition, from_row
-from asyncrl.turn_files import read_turns
-from asyncrl.types import SampleId, SampleMeta
+from asyncrl.core.ports import WeightsVersion
+from asyncrl.core.types import SampleId, SampleMeta
+from asyncrl.queue.journal_reader import read_operations, read_sample_counts, read_samples
+from asyncrl.queue.operations import OfferSamples, Operation, RequeueSample, RewindTraining
+from asyncrl.queue.turn_log import read_turns
+from asyncrl.storage.run_dir import SAMPLES
 from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone
-from trainer.record import read_trained
+from trainer.trained_steps import read_trained
 
 
-class Figures(NamedTuple):
+class RunFigures(NamedTuple):
     samples: dict[str, int]
     """By state, and of the dropped by reason."""
     steps: int
@@ -57,31 +56,31 @@ class TurnKeeper:
         return [TurnDone(turn.sample_id, turn.key, turn.num_tokens, turn.spans) for turn in read_turns(self._root)]
 
 
-class Told(NamedTuple):
-    """What a journal's transitions say besides the samples' fates; see `Accounts`."""
+class JournalFacts(NamedTuple):
+    """What a journal's operations say besides the samples' fates; see `Accounts`."""
 
     metas: dict[SampleId, SampleMeta]
     anew: set[SampleId]
-    rewinds: list[Edition]
+    rewinds: list[WeightsVersion]
 
 
-def told_by(transitions: Iterable[Transition]) -> Told:
+def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
     """In the journal's order."""
-    told = Told({}, set(), [])
-    for transition in transitions:
-        if isinstance(transition, Finished):
-            told.metas.update((sample.meta.sample_id, sample.meta) for sample in transition.samples)
-        elif isinstance(transition, Redone):
-            told.anew.add(transition.sample_id)
-        elif isinstance(transition, Rewound):
-            told.anew.update(transition.again)
-            told.rewinds.append(Edition(transition.lineage, transition.version))
+    told = JournalFacts({}, set(), [])
+    for operation in operations:
+        if isinstance(operation, OfferSamples):
+            told.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
+        elif isinstance(operation, RequeueSample):
+            told.anew.add(operation.sample_id)
+        elif isinstance(operation, RewindTraining):
+            told.anew.update(operation.trained_since)
+            told.rewinds.append(WeightsVersion(operation.lineage, operation.version))
     return told
 
 
 def read_accounts(
     run_dir: Path, turns: Sequence[TurnDone], broken_calls: Sequence[BrokenCall]
-) -> tuple[Accounts, Figures]:
+) -> tuple[Accounts, RunFigures]:
     """Of a run that has ended.
 
     Raises:
@@ -89,22 +88,22 @@ def read_accounts(
     """
     fates = [Fate(record.sample_id, record.state, record.reason) for record in read_samples(run_dir)]
     trained = list(read_trained(run_dir))
-    books = read_books(run_dir)
-    figures = Figures(
+    counts = read_sample_counts(run_dir)
+    figures = RunFigures(
         samples={
-            "fed": books.fed,
-            "trained": books.trained,
-            **{f"dropped {reason}": count for reason, count in books.dropped.items() if count},
+            "fed": counts.fed,
+            "trained": counts.trained,
+            **{f"dropped {reason}": count for reason, count in counts.dropped.items() if count},
         },
         steps=sum("step" in line for line in trained),
         lineages=max((line["lineage"] for line in trained), default=0) + 1,
     )
-    told = told_by(_transitions(run_dir))
+    told = journal_facts(operation for _, operation in read_operations(run_dir))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
     drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
     accounts = Accounts(
         fates=fates,
-        books=books,
+        counts=counts,
         trained=trained,
         turns=turns,
         metas=told.metas,
@@ -133,13 +132,3 @@ def steps_given_up(run_dir: Path) -> int:
             given_up += max(0, step - line["rewound_to_step"])
         step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
     return given_up
-
-
-def _transitions(run_dir: Path) -> Iterator[Transition]:
-    head = read_head(run_dir)
-    if head is None:
-        return
-    read = Reading(head.num_prompts)
-    with closing(sqlite3.connect(f"file:{run_dir / JOURNAL}?mode=ro", uri=True)) as connection:
-        for kind, body in connection.execute("SELECT kind, body FROM transitions ORDER BY seq"):
-            yield from_row(Row(kind, body), read)

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.failures import AsyncRLError
-from asyncrl.run_state import RunState
-from asyncrl.telemetry.state_file import read_state
+from asyncrl.core.failures import AsyncRLError
+from asyncrl.observe.status.run_status import RunState, read_state
 from benchmarks.chaos import launches, task
 from benchmarks.chaos.accounts import Violation
-from benchmarks.chaos.launches import Launch
-from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.launches import ChaosLaunch
+from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.records import TurnKeeper
 
 POLL_S = 0.25
@@ -27,7 +26,7 @@ MAX_DEATHS = 5
 class Subject:
     """The run, and what is held against it: what it breaks goes into the outcome."""
 
-    def __init__(self, options: Options, outcome: Outcome, say: Callable[[str], None]) -> None:
+    def __init__(self, options: ChaosOptions, outcome: ChaosOutcome, say: Callable[[str], None]) -> None:
         self._options = options
         self._outcome = outcome
         self._say = say
@@ -43,7 +42,7 @@ class Subject:
         self.last_step = 0
         """The highest that any launch has told."""
         self._config_file = options.work_dir / "config.yaml"
-        self._launch: Launch | None = None
+        self._launch: ChaosLaunch | None = None
 
     def prepare(self) -> None:
         """Write what a launch needs."""
@@ -64,7 +63,7 @@ class Subject:
         self._launch = launches.start(arguments, self._options.work_dir / f"launch-{number}.txt", {})
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> ChaosLaunch:
         """The present one, or the last."""
         assert self._launch is not None
         return self._launch

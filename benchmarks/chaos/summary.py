@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.chaos.accounts import BrokenCall
 from benchmarks.chaos.faults import ACTORS, ENGINES, KINDS, Kind, Strike
-from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.report import report
 
 Group = Literal["actors", "engines", "launches", "drivers", "rewards"]
@@ -29,7 +29,7 @@ BOUNDS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 BAR_CELLS = 40
 
 
-def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
+def report_outcome(outcome: ChaosOutcome, options: ChaosOptions, json_path: Path | None) -> bool:
     """Print the tables and write the JSON. Returns whether the round has shown what was asked of it."""
     found, why = verdict(outcome, options)
     strikes = outcome.strikes
@@ -72,7 +72,7 @@ def tell(outcome: Outcome, options: Options, json_path: Path | None) -> bool:
     return found == "kept"
 
 
-def verdict(outcome: Outcome, options: Options) -> tuple[Verdict, list[str]]:
+def verdict(outcome: ChaosOutcome, options: ChaosOptions) -> tuple[Verdict, list[str]]:
     """What the round has come to, and why it is not `kept`, in sentences.
 
     `broken`: a promise was. `short`: fewer faults than asked for were dealt, or none. `slow`: the aims were to be held
@@ -83,11 +83,11 @@ def verdict(outcome: Outcome, options: Options) -> tuple[Verdict, list[str]]:
     return found, [*broken, *short, *slow]
 
 
-def _told(outcome: Outcome) -> list[str]:
+def _told(outcome: ChaosOutcome) -> list[str]:
     return [f"{violation.promise}: {violation.told}" for violation in outcome.violations]
 
 
-def _short(outcome: Outcome, options: Options) -> list[str]:
+def _short(outcome: ChaosOutcome, options: ChaosOptions) -> list[str]:
     dealt = len(outcome.strikes)
     if dealt and (options.num_faults is None or dealt >= options.num_faults):
         return []

@@ -17,16 +17,14 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from asyncrl.failures import InfraError
-from asyncrl.ports import GenerateRequest
-from asyncrl.types import Turn
+from asyncrl.core.failures import InfraError
+from asyncrl.core.ports import Accepted, GenerateRequest, GenerationEvent, TurnFinished
+from asyncrl.core.types import Turn
 from benchmarks.chaos.accounts import BrokenCall
-from rollouter.serving.pieces import Piece, Taken, Told
+from rollouter.serving.client import EventBatch, ReplicaStream
 
 Line = Mapping[str, Any]
 """See the module."""
-Call = AsyncGenerator[Taken | Told | Sequence[Piece], None]
-"""See `rollouter.client.CallReplica`."""
 
 
 def install(directory: Path) -> None:
@@ -40,26 +38,22 @@ def install(directory: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    watch = Watch(put)
+    watch = CallWatch(put)
     call, generate = ServeFleet._call, ServeFleet.generate
 
-    def watched_call(fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any) -> Call:
+    def watched_call(fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any) -> ReplicaStream:
         return watch.calling(call(fleet, requests, **options), requests)
 
-    async def watched_generate(fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any) -> list[Turn]:
-        try:
-            turns = await generate(fleet, requests, **options)
-        except BaseException:
-            watch.given_up(requests)
-            raise
-        watch.ended(requests, turns)
-        return turns
+    def watched_generate(
+        fleet: ServeFleet, requests: Sequence[GenerateRequest], **options: Any
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        return watch.generating(generate(fleet, requests, **options), requests)
 
     ServeFleet._call = watched_call  # type: ignore[method-assign, assignment]
     ServeFleet.generate = watched_generate  # type: ignore[method-assign, assignment]
 
 
-class Watch:
+class CallWatch:
     """Of one process."""
 
     def __init__(self, put: Callable[[Line], None]) -> None:
@@ -68,7 +62,7 @@ class Watch:
         self._broken: set[str] = set()
         """Responses that are not complete since a call failed."""
 
-    async def calling(self, call: Call, requests: Sequence[GenerateRequest]) -> Call:
+    async def calling(self, call: ReplicaStream, requests: Sequence[GenerateRequest]) -> ReplicaStream:
         """`call`, with what it tells noted."""
         # The client gives every try an id of its own.
         names = [request.request_id.rpartition("-")[0] for request in requests]
@@ -79,7 +73,7 @@ class Watch:
         async with aclosing(call):
             try:
                 async for news in call:
-                    for piece in () if isinstance(news, (Taken, Told)) else news:
+                    for piece in () if isinstance(news, (Accepted, EventBatch)) else news:
                         have[piece.number] += _tokens(piece.turn)
                     yield news
             except InfraError:
@@ -89,13 +83,23 @@ class Watch:
                 self._broken.update(names)
                 raise
 
-    def ended(self, requests: Sequence[GenerateRequest], turns: Sequence[Turn]) -> None:
-        """The call as a whole has come to these turns."""
-        self._end({request.request_id: _tokens(turn) for request, turn in zip(requests, turns, strict=True)})
-
-    def given_up(self, requests: Sequence[GenerateRequest]) -> None:
-        """The call as a whole has failed, or was cancelled."""
-        self._end({request.request_id: None for request in requests})
+    async def generating(
+        self, events: AsyncGenerator[GenerationEvent, None], requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """`events` of a whole generate call, with its turns noted, or that it was given up."""
+        turns: dict[str, list[int] | None] = {
+            request.request_id: None if request.so_far is None else _tokens(request.so_far) for request in requests
+        }
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, TurnFinished):
+                        turns[requests[event.number].request_id] = _tokens(event.turn)
+                    yield event
+        except BaseException:
+            self._end(dict.fromkeys(turns))
+            raise
+        self._end(turns)
 
     def _end(self, turns: Mapping[str, list[int] | None]) -> None:
         for name, ids in turns.items():

@@ -1,9 +1,9 @@
-"""What it costs to see everything: spans, a whole run, and a report of a million events.
+"""Measure the cost of profiling: of one span, of a launch, and of a report of a million events.
 
-spans      microseconds of one span for whoever records it, and of CPU until it is in the file, by level
-launches   the quickstart with profiler.level=full against off, by turns; wall time from the first step's end to the
-           last one's
-report     `asyncrl report` of a made-up run with 1,000,000 events: seconds and peak memory of its process
+spans      microseconds of one span for its caller, and of CPU until it is in the file, by level
+launches   the quickstart with profiler.level=full against off, alternating: wall time from the end of the first step to
+           the end of the last step
+report     seconds and peak memory of `asyncrl report` on a synthetic run with 1,000,000 events
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", choices=list(AIMS), help="measure only this")
     parser.add_argument("--rounds", type=_positive, default=5, help="pairs of launches (default 5, about 4 min each)")
-    parser.add_argument("--events", type=_positive, default=1_000_000, help="of the report (default 1,000,000)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the launches' configuration")
+    parser.add_argument("--events", type=_positive, default=1_000_000, help="events of the report (default 1,000,000)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides of the launches")
     options = parser.parse_args(argv)
     tables: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-profiling-") as scratch:

@@ -1,4 +1,4 @@
-"""The quickstart with everything recorded and with nothing, in turns: real launches in processes of their own."""
+"""Measure quickstart launches with all events recorded, against launches without events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 LEVELS = ("off", "full")
 
 
-class Measured(NamedTuple):
+class ProfiledLaunch(NamedTuple):
     wall_s: float
-    """From the end of the first step to the end of the last: start-up varies by seconds, whatever is recorded."""
+    """Time from the end of the first step to the end of the last one, since start-up varies by seconds."""
     whole_s: float
     cpu_s: float
-    """Of all of the launch's processes that have ended by its end."""
+    """CPU time of the processes of the launch that have ended by its end."""
     events: int
 
 
 def measure_launches(directory: Path, rounds: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    found: dict[str, list[Measured]] = {level: [] for level in LEVELS}
+    found: dict[str, list[ProfiledLaunch]] = {level: [] for level in LEVELS}
     for number in range(rounds):
-        # The order changes, so that neither always runs on the machine that the other has warmed up.
+        # The order alternates, so that neither level always profits from the warm machine.
         for level in LEVELS if number % 2 == 0 else LEVELS[::-1]:
             found[level].append(_launch(directory / f"{level}-{number}", level, overrides))
     ratios = [full.wall_s / off.wall_s for full, off in zip(found["full"], found["off"], strict=True)]
@@ -44,7 +44,7 @@ def measure_launches(directory: Path, rounds: int, overrides: Sequence[str]) -> 
     ]
 
 
-def _launch(run_dir: Path, level: str, overrides: Sequence[str]) -> Measured:
+def _launch(run_dir: Path, level: str, overrides: Sequence[str]) -> ProfiledLaunch:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [
         *(sys.executable, "-m", "asyncrl", "launch", "fully_async", f"run_dir={run_dir}", f"profiler.level={level}"),
@@ -61,4 +61,4 @@ def _launch(run_dir: Path, level: str, overrides: Sequence[str]) -> Measured:
     if (events > 0) != (level != "off"):
         raise RuntimeError(f"profiler.level={level} recorded {events} events")
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Measured(times[-1] - times[0], summary["wall_s"], cpu_s, events)
+    return ProfiledLaunch(times[-1] - times[0], summary["wall_s"], cpu_s, events)

@@ -1,4 +1,4 @@
-"""A report of many events: seconds and memory of the process that makes it."""
+"""Measure the time and the peak memory of a report of many events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.profiling.synthetic import write_run
 
 
 def measure_report(directory: Path, num_events: int) -> list[dict[str, Any]]:
-    """Of a made-up run with at least so many events, by the command line."""
+    """Measure `asyncrl report` on a synthetic run with at least `num_events` events."""
     run_dir = directory / "run"
     written = write_run(run_dir, num_events=num_events)
     started = time.perf_counter()
@@ -27,7 +27,7 @@ def measure_report(directory: Path, num_events: int) -> list[dict[str, Any]]:
     wall_s = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(f"asyncrl report failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    told = json.loads((directory / "report" / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((directory / "report" / "report.json").read_text(encoding="utf-8"))
     page = (directory / "report" / "index.html").stat().st_size
     return [
         {
@@ -36,6 +36,6 @@ def measure_report(directory: Path, num_events: int) -> list[dict[str, Any]]:
             "peak_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
             "events_per_s": written / wall_s,
             "page_mb": page / 1e6,
-            "findings": len(told["findings"]),
+            "findings": len(report["findings"]),
         }
     ]

@@ -1,4 +1,4 @@
-"""What a span costs its caller, and the process as a whole."""
+"""Measure what a span costs its caller and its process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.profiling import Profiler, Setup
-from asyncrl.profiling.events import LEVELS, Level
+from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling.catalog import LEVELS, EventLevel
 
 BURST = 50_000
-"""Spans in a row; the buffer takes them all, so that none is cheap because it is dropped."""
+"""Consecutive spans; the buffer holds all of them, so that no span is cheap because it is dropped."""
 
 
 def measure_spans(directory: Path, rounds: int) -> list[dict[str, Any]]:
-    """Microseconds for one span of a tool call with its fields, inside the context of a sample. Levels take turns.
+    """Microseconds for one span of a tool call with its fields, inside the context of a sample. Levels alternate.
 
-    `caller`: by the clock of the event loop's thread that records it. `process`: CPU time of all threads, until the
-    event is in the file.
+    `caller`: wall time of the event loop's thread. `process`: CPU time of all threads until the event is in the file.
     """
-    callers: dict[Level, list[float]] = {level: [] for level in LEVELS}
-    processes: dict[Level, list[float]] = {level: [] for level in LEVELS}
+    callers: dict[EventLevel, list[float]] = {level: [] for level in LEVELS}
+    processes: dict[EventLevel, list[float]] = {level: [] for level in LEVELS}
     for number in range(rounds):
         for level in LEVELS:
             caller, process = asyncio.run(_burst(level, directory / f"{level}-{number}"))
@@ -39,10 +38,10 @@ def measure_spans(directory: Path, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-async def _burst(level: Level, directory: Path) -> tuple[float, float]:
+async def _burst(level: EventLevel, directory: Path) -> tuple[float, float]:
     profiler = Profiler()
-    profiler.configure("benchmark", Setup(level, directory, 2 * BURST))
-    profiler.at(step=1, version=0)
+    profiler.configure("benchmark", ProfilerSettings(level, directory, 2 * BURST))
+    profiler.set_position(step=1, version=0)
     cpu, started = time.process_time(), time.perf_counter()
     with profiler.context(sample="sample_0_1", trajectory=3):
         for turn in range(BURST):
@@ -51,9 +50,9 @@ async def _burst(level: Level, directory: Path) -> tuple[float, float]:
     caller = time.perf_counter() - started
     profiler.flush()
     process = time.process_time() - cpu
-    told = profiler.status()
+    status = profiler.status()
     profiler.close()
     expected = 0 if level == "off" else BURST
-    if (told["events"], told["dropped"]) != (expected, 0):
-        raise RuntimeError(f"{level}: {told}, expected {expected} events")
+    if (status["events"], status["dropped"]) != (expected, 0):
+        raise RuntimeError(f"{level}: {status}, expected {expected} events")
     return caller / BURST * 1e6, process / BURST * 1e6

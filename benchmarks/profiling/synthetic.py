@@ -1,7 +1,8 @@
 """The event files of a plausible run, of any size, with faults planted on demand.
 
-Samples are admitted as the Trainer consumes them, their trajectories take turns on replicas that each have a speed,
-call tools, are scored, wait, are leased in the order in which they became ready, and trained; every step is published.
+Samples are admitted as the Trainer consumes them. Their trajectories generate turns on replicas of different speeds and
+call tools; finished samples are scored, leased in the order in which they became ready, and trained. Every step is
+published.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Any
 
 import yaml
 
-from asyncrl.profiling.events import Level, enabled
-from asyncrl.profiling.files import DIRECTORY, step_dir
+from asyncrl.profiling.catalog import EventLevel, enabled
+from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
 
 START = 1_790_000_000.0
 VALIDATION_S = 2.0
 
 
 @dataclass(frozen=True)
-class Faults:
+class PlantedFaults:
     replica_factor: float = 1.0
-    """How much slower than its peers the last replica is."""
+    """Factor by which the last replica is slower than the others."""
     tool_hang_s: float = 0.0
     tool_hangs: int = 0
     """Calls of the first tool that hang."""
@@ -41,20 +42,20 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     steps: int = 12
     replicas: int = 3
     samples: int = 8
     """Per step."""
     n: int = 4
     turns: int = 3
-    """At most; 1: no tools either."""
+    """The largest number of turns; with 1 there are no tools."""
     tools: tuple[str, ...] = ("search", "python")
     ahead: int = 1
-    """Versions' worth of samples that generation runs ahead."""
-    lanes: int = 0
-    """Places in generation; the next sample comes as soon as one is free, whatever the Trainer does. 0: samples come
-    as it consumes them."""
+    """Versions by which generation runs ahead."""
+    slots: int = 0
+    """Generation slots: the next sample starts as soon as one is free, independently of the Trainer. 0: samples start
+    as the Trainer consumes them."""
     token_s: float = 0.02
     tokens: int = 80
     """Median of a turn."""
@@ -63,21 +64,21 @@ class Plan:
     dropped: float = 0.03
     """Share of samples that are dropped as stale."""
     validation_every: int = 4
-    level: Level = "summary"
+    level: EventLevel = "summary"
     seed: int = 0
     back_from: int = 0
-    """After this step training goes back by two, in a new lineage; 0: it does not."""
+    """Training rewinds by two steps, in a new lineage, after this step; 0: never."""
     validation_alone: bool = False
-    """Nothing else is generated while a validation set is answered."""
+    """Validation pauses generation."""
     until_s: float = math.inf
-    """From the start; then the run is killed: what had not ended is not among the events."""
+    """Seconds after which the run is killed: events that have not ended by then are missing."""
     replayed: float = 0.0
-    """Share of samples that come out of a record, of no engine; half of them are dropped as stale."""
+    """Share of samples that are replayed from a record; half of them are dropped as stale."""
     replica_replaced_after: int = 0
-    """The last replica is replaced after this step, by one whose first load is slow; 0: it is not."""
+    """The last replica is replaced after this step by one whose first load is slow; 0: never."""
     first_update_s: float = 0.0
-    """What the first update of each lineage takes longer."""
-    faults: Faults = field(default_factory=Faults)
+    """Additional duration of the first update of each lineage."""
+    faults: PlantedFaults = field(default_factory=PlantedFaults)
 
 
 @dataclass
@@ -95,14 +96,13 @@ class _Sample:
         return f"sample_0_{self.index}"
 
 
-LARGE = Plan(steps=1_000_000, replicas=8, samples=32, n=16, turns=6, level="full")
-"""For many events; its steps do not end by themselves."""
+LARGE = RunPlan(steps=1_000_000, replicas=8, samples=32, n=16, turns=6, level="full")
+"""The plan of a run with many events; `num_events` ends it."""
 
 
-def write_run(directory: Path, plan: Plan | None = None, *, num_events: int | None = None) -> int:
-    """Make a run directory; returns how many events it has. `num_events`: the run ends with the step in which it has as
-    many."""
-    plan = plan or (Plan() if num_events is None else LARGE)
+def write_run(directory: Path, plan: RunPlan | None = None, *, num_events: int | None = None) -> int:
+    """Write a run directory and return its number of events; the run ends with the step that reaches `num_events`."""
+    plan = plan or (RunPlan() if num_events is None else LARGE)
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "experiment_name": "synthetic",
@@ -114,9 +114,9 @@ def write_run(directory: Path, plan: Plan | None = None, *, num_events: int | No
 
 
 class _Run:
-    def __init__(self, directory: Path, plan: Plan) -> None:
+    def __init__(self, directory: Path, plan: RunPlan) -> None:
         self._plan = plan
-        self._directory = directory / DIRECTORY
+        self._directory = directory / EVENTS_DIRECTORY
         self._random = random.Random(plan.seed)
         self._names = enabled(plan.level)
         self._lines: dict[tuple[int, str], list[str]] = defaultdict(list)
@@ -137,8 +137,8 @@ class _Run:
         plan = self._plan
         free = START
         pending: list[_Sample] = []
-        if plan.lanes:
-            pending = self._by_lanes()
+        if plan.slots:
+            pending = self._by_slots()
         else:
             for _ in range(plan.samples * (1 + plan.ahead)):
                 pending.append(self._sample(START + self._random.uniform(0, 0.2)))
@@ -156,7 +156,7 @@ class _Run:
                 self._put("driver", free - 5, "part.restarted", 5, part="replica", cause="killed")
             self._version += 1
             self._sync(free)
-            for _ in leased if not plan.lanes else ():
+            for _ in leased if not plan.slots else ():
                 sample = self._sample(admits + self._random.uniform(0, 0.05))
                 while self._random.random() < (0.5 if sample.replayed else plan.dropped):
                     tokens = float(sample.tokens)
@@ -185,9 +185,9 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------ the Rollouter
 
-    def _by_lanes(self) -> list[_Sample]:
-        """All samples of the run."""
-        free = [START] * self._plan.lanes
+    def _by_slots(self) -> list[_Sample]:
+        """Generate all samples of the run with a fixed number of slots."""
+        free = [START] * self._plan.slots
         made = []
         for _ in range(self._plan.steps * self._plan.samples):
             sample = self._sample(heapq.heappop(free), permit_s=0.0)
@@ -196,7 +196,7 @@ class _Run:
         return made
 
     def _sample(self, admitted: float, *, permit_s: float = 0.2) -> _Sample:
-        """`permit_s`: the least wait of its ask for a permit."""
+        """Generate a sample; `permit_s` is the minimum wait for its permit."""
         plan, rng = self._plan, self._random
         self._index += 1
         index = self._index
@@ -208,7 +208,7 @@ class _Run:
         self._put("rollouter", admitted, "sample.slot", slot, sample=name)
         begun = admitted + slot
         if plan.replayed and rng.random() < plan.replayed:
-            # It was sampled by an earlier run.
+            # The tokens were sampled by an earlier run.
             fields = {"sample": name, "trajectories": plan.n, "tokens": 10 * plan.tokens}
             self._put("rollouter", begun, "sample.generate", 0, replayed=1, **fields)
             self._put("rollouter", begun, "sample.ready", 0, sample=name, reward=0.0, tokens=fields["tokens"])
@@ -288,7 +288,7 @@ class _Run:
         return now, tokens
 
     def _attempts(self, length: int) -> Iterator[tuple[int, int]]:
-        """A request's number and tokens; one in a few is aborted by a weight sync, and gone on with."""
+        """Yield the number and the tokens of each request; a second request resumes one that a weight sync aborts."""
         if self._random.random() < self._plan.aborted and length > 8:
             part = self._random.randrange(2, length - 2)
             yield 1, part
@@ -411,5 +411,5 @@ class _Run:
 
 
 def _spread(count: int, chosen: int, rng: random.Random) -> set[int]:
-    """Feed indices; not among the first, whose place is before everything has its pace."""
+    """Draw feed indices, without the first quarter, in which the run has not reached its usual pace."""
     return set(rng.sample(range(max(1, count // 4), max(2, count - 1)), chosen)) if chosen else set()

@@ -1,20 +1,20 @@
-"""Replay against generation, files against `torch.save`, and what recording and a disabled annotation cost.
+"""Measure replay against generation, record files against `torch.save`, and the cost of recording.
 
-    replay     the same samples from real engines behind Ray Serve and from their records, as many at once:
-               the quickstart (its model, prompts, sampling and n), and one of 16 responses of 8,192 tokens
-    files      records written and read, from `Generated` to `Generated`, against torch.save and
-               torch.load(weights_only=True) to one file that is renamed, of ready tensors and of the same samples: by
-               the caller itself, and from an event loop through `skip.lane`, as the role does it
-    loop       how late a 1 ms timer is on the event loop, alone and with 64 samples that are recorded without a pause
-    disabled   nanoseconds that `SkipManager.annotate` adds to a call while nothing is enabled
+    replay     samples from real engines behind Ray Serve against the same samples from their records, with the same
+               concurrency: the quickstart (its model, prompts, sampling and n), and a sample of 16 responses of 8,192
+               tokens
+    files      writing and reading records, from `Generated` to `Generated`, against torch.save and
+               torch.load(weights_only=True) of tensors and of the same samples: called directly, and from an event
+               loop through a `skip.flow.FileThread` as the role does it (`lane`)
+    loop       how late a 1 ms timer is on the event loop, idle and while 64 samples are recorded continuously
+    disabled   nanoseconds that `SkipManager.annotate` adds to a call while no role is enabled
 
-What is compared takes turns within one run. Rates are medians over rounds, ratios are medians of the ratios of
-neighbouring rounds, lateness is a percentile over all rounds. Nothing is synced to disk by either side, and what is
-read was written just before: it comes out of the page cache.
+The variants alternate within one run. Rates are medians over rounds, ratios are medians of the ratios of neighbouring
+rounds, lateness is a percentile over all rounds. No variant calls fsync, and reads come from the page cache.
 
-On ext4 a new file may take 1 ms where it takes 20 µs elsewhere: a free inode is searched among those of files that were
-deleted near it within the last minutes. So nothing is deleted here until the end, every round has a directory that ext4
-may put anywhere (`chattr +T`), and what an empty file takes is reported.
+On ext4, creating a file takes 1 ms instead of 20 µs near recently deleted files, whose inodes are searched for a free
+one. So the benchmark deletes files only at its end, lets ext4 place the directory of each round anywhere (`chattr +T`),
+and reports the time to create an empty file.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from benchmarks.skip.replay import measure_replay
 from benchmarks.skip.samples import SIZES, Table
 
 FILE_ROUNDS = 8
-"""For each round that is asked for: they are short."""
+"""Rounds of `files` for each round of `--rounds`, because they are short."""
 CALLS = 20_000
-"""Of a disabled annotation, in a round."""
+"""Calls of a disabled annotation in a round."""
 AIMS = {
     "replay": "replay at least 50 times as fast as generation",
     "files": "at least as fast as torch.save and torch.load: 1 or more",
@@ -49,10 +49,17 @@ AIMS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--rounds", type=_positive, default=5, help="of everything but the long generation (default 5)")
-    parser.add_argument("--no-engine", action="store_true", help="files, loop and annotation only: start no engines")
     parser.add_argument(
-        "--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure (default: %(default)s)"
+        "--rounds", type=_positive, default=5, help="rounds of each measurement except the long generation (default 5)"
+    )
+    parser.add_argument(
+        "--no-engine", action="store_true", help="measure only files, loop and annotation, without engines"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a directory on the disk to measure (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     try:

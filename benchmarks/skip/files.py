@@ -1,4 +1,4 @@
-"""Records written and read, against `torch.save` and `torch.load(weights_only=True)`."""
+"""Measure writing and reading records, against `torch.save` and `torch.load(weights_only=True)`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,32 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import asyncrl
-from benchmarks.skip.samples import ROLE, Size, Table, array_bytes, empty, make_generated, ratio, say
-from skip.files import RecordFiles, record_name
+from benchmarks.skip.samples import (
+    ROLE,
+    SampleSize,
+    Table,
+    array_bytes,
+    make_generated,
+    print_progress,
+    ratio,
+    truncate_files,
+)
+from skip.flow import file_thread
 from skip.generation import Generated, from_content, to_content
-from skip.lane import lane
 from skip.record import Content, Origin, Record
+from skip.store import RecordFiles, record_name
 
 
-class Way(Protocol):
-    """How samples are kept in a directory."""
+class SampleFormat(Protocol):
+    """Writes samples to a directory and reads them."""
 
     def write(self, step: int) -> None: ...
 
     def read(self, step: int) -> None: ...
 
 
-class Records:
-    """What the role does, checksums included."""
+class SkipRecords:
+    """Records as the role writes them, with checksums."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
         self._files = RecordFiles(directory)
@@ -46,7 +55,7 @@ class Records:
 
 
 class TorchArrays:
-    """The same arrays as ready tensors, with the same metadata; what is read stays tensors."""
+    """The same arrays and metadata as tensors that are made beforehand; reading returns tensors."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
         import torch
@@ -77,7 +86,7 @@ class TorchArrays:
 
 
 class TorchSamples(TorchArrays):
-    """The same files, made of samples and back, as `Records` are."""
+    """The same files, with the conversion from and to samples that `SkipRecords` makes."""
 
     def __init__(self, directory: Path, samples: Sequence[Generated]) -> None:
         super().__init__(directory, samples)
@@ -92,24 +101,24 @@ class TorchSamples(TorchArrays):
 
 
 FINGERPRINT = {name: "sha256:" + 32 * "0" for name in ("prompt_ids", "sampling", "model", "tokenizer")} | {"n": "8"}
-WAYS: dict[str, Callable[[Path, Sequence[Generated]], Way]] = {
-    "skip": Records,
+WAYS: dict[str, Callable[[Path, Sequence[Generated]], SampleFormat]] = {
+    "skip": SkipRecords,
     "torch arrays": TorchArrays,
     "torch samples": TorchSamples,
 }
 OPS = ("write", "read")
 
 
-def measure_files(directory: Path, sizes: Sequence[Size], rounds: int) -> Table:
-    """A row for each way to write and to read each size, by the caller and through the lane."""
+def measure_files(directory: Path, sizes: Sequence[SampleSize], rounds: int) -> Table:
+    """Return a row for each format, size, operation and caller."""
     rows: Table = []
     for size in sizes:
         samples = [make_generated(size, seed) for seed in range(size.records)]
         megabytes = statistics.fmean(map(array_bytes, samples)) / 1e6
         for by, timed in DOERS.items():
-            say(f"files, {size.name}, by the {by}")
+            print_progress(f"files, {size.name}, by the {by}")
             times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(OPS, WAYS)}
-            for number in range(-1, rounds):  # the first round warms all up
+            for number in range(-1, rounds):  # the first round is a warm-up
                 for way in sorted(WAYS, reverse=bool(number % 2)):
                     place = directory / f"{size.name}-{by}-{number}-{way}"
                     made = WAYS[way](place, samples)
@@ -117,7 +126,7 @@ def measure_files(directory: Path, sizes: Sequence[Size], rounds: int) -> Table:
                         seconds = timed(op, one, size.records)
                         if number >= 0:
                             times[op, way].append(seconds / size.records)
-                    empty(place)
+                    truncate_files(place)
             for (op, way), taken in times.items():
                 rate = 1 / statistics.median(taken)
                 row = {"sample": size.name, "by": by, "what": op, "way": way, "per s": rate, "MB/s": rate * megabytes}
@@ -126,7 +135,7 @@ def measure_files(directory: Path, sizes: Sequence[Size], rounds: int) -> Table:
 
 
 def _by_caller(op: str, one: Callable[[int], None], count: int) -> float:
-    """Seconds for all steps from 0 on."""
+    """Return the seconds of `count` direct calls."""
     started = time.perf_counter()
     for step in range(count):
         one(step)
@@ -134,12 +143,12 @@ def _by_caller(op: str, one: Callable[[int], None], count: int) -> float:
 
 
 def _by_lane(op: str, one: Callable[[int], None], count: int) -> float:
-    """The same, with all of them waiting in line."""
+    """Return the seconds of `count` concurrent calls through a file thread."""
 
     async def run() -> float:
-        await lane(op).run(lambda: None)
+        await file_thread(op).run(lambda: None)
         started = time.perf_counter()
-        await asyncio.gather(*(lane(op).run(partial(one, step)) for step in range(count)))
+        await asyncio.gather(*(file_thread(op).run(partial(one, step)) for step in range(count)))
         return time.perf_counter() - started
 
     return asyncio.run(run())
@@ -149,7 +158,7 @@ DOERS = {"caller": _by_caller, "lane": _by_lane}
 
 
 def file_system(path: Path) -> str:
-    """The kind that `path` is on."""
+    """Return the type of the file system of `path`."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -159,7 +168,7 @@ def file_system(path: Path) -> str:
 
 
 def empty_file_us(directory: Path) -> float:
-    """Median microseconds to make an empty file in a new directory."""
+    """Return the median microseconds to create an empty file in a new directory."""
     place = directory / "empty"
     place.mkdir()
     times = []

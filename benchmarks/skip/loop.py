@@ -1,4 +1,4 @@
-"""What recording adds to an event loop, and what an annotation costs while nothing is enabled."""
+"""Measure what recording adds to the lag of an event loop, and the cost of a disabled annotation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.types import SampleId
-from benchmarks.skip.samples import ROLE, Size, Table, empty, make_generated, recording, say
-from skip.generation import Asked, Generated
+from asyncrl.core.types import SampleId
+from benchmarks.skip.samples import ROLE, SampleSize, Table, make_generated, print_progress, recording, truncate_files
+from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager
 
 TICK_S = 0.001
 IN_FLIGHT = 64
 
 
-def measure_loop(directory: Path, sizes: Sequence[Size], rounds: int) -> Table:
-    """Two rows, alone and recording, for each size."""
+def measure_loop(directory: Path, sizes: Sequence[SampleSize], rounds: int) -> Table:
+    """Return two rows for each size: an idle loop, and a loop that records."""
     return [row for size in sizes for row in anyio.run(partial(_loop_rows, directory / "loop", size, rounds))]
 
 
-async def _loop_rows(directory: Path, size: Size, rounds: int) -> Table:
-    say(f"loop, {size.name}")
+async def _loop_rows(directory: Path, size: SampleSize, rounds: int) -> Table:
+    print_progress(f"loop, {size.name}")
     samples = [make_generated(size, seed) for seed in range(min(size.records, IN_FLIGHT))]
     late: dict[str, list[float]] = {"nothing": [], "recording": []}
     rates: list[float] = []
@@ -38,7 +38,7 @@ async def _loop_rows(directory: Path, size: Size, rounds: int) -> Table:
         place = directory / f"{size.name}-{number}"
         with SkipManager.session(recording(place)):
             times, rate = await _while_recording(samples, size.loop_s)
-        empty(place)
+        truncate_files(place)
         late["recording"] += times
         rates.append(rate)
     p99 = {name: 1e3 * float(np.percentile(times, 99)) for name, times in late.items()}
@@ -57,22 +57,24 @@ async def _loop_rows(directory: Path, size: Size, rounds: int) -> Table:
 
 
 async def _while_recording(samples: Sequence[Generated], seconds: float) -> tuple[list[float], float]:
-    """Lateness, and records per second, with `IN_FLIGHT` samples in flight, each followed by another at once."""
+    """Return lateness and records per second while `IN_FLIGHT` samples are recorded continuously."""
     steps = itertools.count()
     ended = False
 
     @SkipManager.annotate(ROLE)
-    async def generate(asked: Asked) -> Generated:
-        return samples[asked.sample_id.index % len(samples)]
+    async def generate(request: SampleRequest) -> Generated:
+        return samples[request.sample_id.index % len(samples)]
 
     async def keep_on() -> None:
         while not ended:
             index = next(steps)
             prompt = samples[index % len(samples)].prompt
-            await generate(Asked(SampleId(0, index), prompt, {"temperature": 1.0}, len(samples[0].trajectories)))
+            await generate(
+                SampleRequest(SampleId(0, index), prompt, {"temperature": 1.0}, len(samples[0].trajectories))
+            )
 
-    # The first one finds out which model it is: the files of the model are read once.
-    await generate(Asked(SampleId(0, next(steps)), samples[0].prompt, {}, 1))
+    # The first call reads the files of the model for the fingerprint.
+    await generate(SampleRequest(SampleId(0, next(steps)), samples[0].prompt, {}, 1))
     async with anyio.create_task_group() as tasks:
         for _ in range(IN_FLIGHT):
             tasks.start_soon(keep_on)
@@ -87,7 +89,7 @@ async def _while_recording(samples: Sequence[Generated], seconds: float) -> tupl
 
 
 async def _lateness(seconds: float) -> list[float]:
-    """Seconds by which a timer of `TICK_S` was late, again and again."""
+    """Return how late each of consecutive timers of `TICK_S` was."""
     late: list[float] = []
     until = time.perf_counter() + seconds
     while (now := time.perf_counter()) < until:
@@ -97,13 +99,13 @@ async def _lateness(seconds: float) -> list[float]:
 
 
 def measure_disabled(rounds: int, calls: int) -> Table:
-    """A row for a plain function and one for an async one."""
+    """Return a row for a plain function and one for an async function."""
 
-    def plain(asked: int) -> int:
-        return asked
+    def plain(request: int) -> int:
+        return request
 
-    async def awaited(asked: int) -> int:
-        return asked
+    async def awaited(request: int) -> int:
+        return request
 
     async def await_all(function: Callable[[int], Awaitable[int]]) -> float:
         started = time.perf_counter_ns()

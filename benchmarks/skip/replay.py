@@ -1,4 +1,4 @@
-"""The same samples from real engines behind Ray Serve and from their records, as many at once."""
+"""Measure samples from real engines behind Ray Serve against the same samples from their records."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ import numpy as np
 
 from asyncrl.config.compose import load_config
 from asyncrl.config.schema import Config
-from asyncrl.ports import EngineFleet
-from asyncrl.trajectory import single_turn
-from asyncrl.types import Prompt, SampleId, Turn
+from asyncrl.core.ports import EngineFleet
+from asyncrl.core.trajectory import single_turn
+from asyncrl.core.types import Prompt, SampleId, Turn
 from benchmarks.models import SHAPES, make_llama
-from benchmarks.skip.samples import ROLE, Table, ratio, recording, say
-from rollouter.group import Group, Unheard, generate_group
+from benchmarks.skip.samples import ROLE, Table, print_progress, ratio, recording
+from rollouter.group import GroupRequest, generate_group
 from rollouter.rollouter import load_task
-from rollouter.stages import ask_for
-from skip.generation import Asked, Generated
+from rollouter.sample_runner import ask_for
+from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager
 
 NAMESPACE = "bench-skip"
 
 
-class Stage:
-    """Generation by engines, as the Rollouter asks for it."""
+class EngineStage:
+    """Generates samples with engines as the Rollouter does."""
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
         self._numbers = itertools.count()
         self.calls = 0
 
-    async def generate(self, asked: Asked) -> Generated:
+    async def generate(self, request: SampleRequest) -> Generated:
         self.calls += 1
         started = time.perf_counter()
-        name = f"{asked.sample_id}-{next(self._numbers)}"
-        group = Group(name, asked.sample_id, asked.prompt, asked.sampling, asked.n)
-        made = await generate_group(self._fleet, group, Unheard())
-        return Generated(asked.prompt, tuple(made), time.perf_counter() - started)
+        name = f"{request.sample_id}-{next(self._numbers)}"
+        group = GroupRequest(name, request.sample_id, request.prompt, request.sampling, request.n)
+        made = await generate_group(self._fleet, group)
+        return Generated(request.prompt, tuple(made), time.perf_counter() - started)
 
 
-class Case(NamedTuple):
-    """What is generated and replayed."""
+class ReplayCase(NamedTuple):
+    """The samples to generate and to replay."""
 
     name: str
     config: Config
-    asked: Callable[[int], Asked]
-    """The sample of a feed index, from 1 on."""
+    asked: Callable[[int], SampleRequest]
+    """Returns the request of a feed index, from 1 on."""
     concurrent: int
-    """Samples at once, of both sides."""
+    """Samples in flight, for generation and replay."""
     generated: int
-    """Samples in a round."""
+    """Samples generated in a round."""
     copies: int
-    """Records of each of them."""
+    """Records of each generated sample."""
     passes: int
-    """How often a round replays them all."""
+    """How often a round replays all records."""
     rounds: int
     lengths: tuple[int, ...] = ()
-    """What to generate instead: responses of so many tokens, ever longer, until the next would take `LIMIT_S`. Records
-    are of the length asked for, their tokens repeated; the ratio is a lower bound then."""
+    """Increasing response lengths to generate instead, until the next would take longer than `LIMIT_S`. Records then
+    have the requested length, with repeated tokens, and the ratio is a lower bound."""
 
 
 def measure_replay(directory: Path, rounds: int) -> Table:
-    """A row for each case; Ray is started for them, and stopped."""
+    """Start Ray and return the rows of all cases."""
     import ray
 
     ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -80,27 +80,27 @@ def measure_replay(directory: Path, rounds: int) -> Table:
         ray.shutdown()
 
 
-def _quickstart(directory: Path, rounds: int) -> Case:
-    """What `asyncrl launch fully_async` generates without a config file."""
+def _quickstart(directory: Path, rounds: int) -> ReplayCase:
+    """The samples that `asyncrl launch fully_async` generates without a config file."""
     dump = directory / "quickstart"
     overrides = [f"skip.{ROLE}.enable=true", f"skip.{ROLE}.steps=all", f"skip.{ROLE}.dump_dir={dump}"]
     config = load_config(None, overrides)
     prompts = load_task(config, directory / "data").prompts
 
-    def asked(index: int) -> Asked:
+    def asked(index: int) -> SampleRequest:
         return ask_for(config, SampleId((index - 1) // len(prompts), index), prompts)
 
     many = config.rollout.max_concurrent_samples
-    return Case("quickstart", config, asked, many, generated=4 * many, copies=1, passes=4, rounds=rounds)
+    return ReplayCase("quickstart", config, asked, many, generated=4 * many, copies=1, passes=4, rounds=rounds)
 
 
 LONG_N, LONG_TOKENS, LONG_PROMPT = 16, 8192, 64
 LIMIT_S = 180.0
-"""Longest that generating one long sample may take."""
+"""Maximum time to generate one long sample."""
 
 
-def _long(directory: Path) -> Case:
-    """A random model of the quickstart's size with room for the long responses, which do not end by themselves."""
+def _long(directory: Path) -> ReplayCase:
+    """Samples of a random model of the quickstart's size, whose responses always have the maximum length."""
     shape = replace(SHAPES["1M"], max_positions=LONG_PROMPT + LONG_TOKENS)
     path = make_llama(directory / "model", shape)
     config = recording(
@@ -111,35 +111,35 @@ def _long(directory: Path) -> Case:
     ids = np.random.default_rng(0).integers(5, shape.vocab_size, LONG_PROMPT, dtype=np.int32)
     sampling = {"temperature": 1.0, "max_tokens": LONG_TOKENS, "ignore_eos": True}
 
-    def asked(index: int) -> Asked:
-        return Asked(SampleId(0, index), Prompt(ids), sampling, LONG_N)
+    def asked(index: int) -> SampleRequest:
+        return SampleRequest(SampleId(0, index), Prompt(ids), sampling, LONG_N)
 
     lengths = (LONG_TOKENS // 4, LONG_TOKENS // 2, LONG_TOKENS)
-    return Case("8k x 16", config, asked, 1, generated=1, copies=16, passes=4, rounds=1, lengths=lengths)
+    return ReplayCase("8k x 16", config, asked, 1, generated=1, copies=16, passes=4, rounds=1, lengths=lengths)
 
 
-async def _replay_rows(case: Case) -> Table:
+async def _replay_rows(case: ReplayCase) -> Table:
     from rollouter.serving.app import start_app, stop_app
     from rollouter.serving.fleet import ServeFleet
 
-    say(f"replay, {case.name}: starting the engine")
+    print_progress(f"replay, {case.name}: starting the engine")
     await start_app(case.config, namespace=NAMESPACE)
     try:
-        stage = Stage(ServeFleet(case.config, namespace=NAMESPACE))
+        stage = EngineStage(ServeFleet(case.config, namespace=NAMESPACE))
         with SkipManager.session(case.config):
             return await replay_case(case, stage)
     finally:
         await stop_app(NAMESPACE)
 
 
-async def replay_case(case: Case, stage: Stage) -> Table:
-    """Rounds of generating new samples and replaying these: a row for engines, and one for records."""
+async def replay_case(case: ReplayCase, stage: EngineStage) -> Table:
+    """Generate and replay samples in rounds; return a row for engines and one for records."""
     replayed = SkipManager.annotate(ROLE)(stage.generate)
     known: dict[int, Generated] = {}
 
     @SkipManager.annotate(ROLE)
-    async def record(asked: Asked) -> Generated:
-        return known[asked.sample_id.index]
+    async def record(request: SampleRequest) -> Generated:
+        return known[request.sample_id.index]
 
     rates: dict[str, list[float]] = {"engines": [], "records": []}
     lengths: dict[str, list[int]] = {"engines": [], "records": []}
@@ -179,10 +179,12 @@ async def replay_case(case: Case, stage: Stage) -> Table:
     ]
 
 
-async def _generate(case: Case, stage: Stage, batch: Sequence[Asked]) -> tuple[list[Generated], float]:
-    """Samples, and the seconds they took."""
+async def _generate(
+    case: ReplayCase, stage: EngineStage, batch: Sequence[SampleRequest]
+) -> tuple[list[Generated], float]:
+    """Return the generated samples and the seconds they took."""
     for length in case.lengths or (None,):
-        say(
+        print_progress(
             f"replay, {case.name}: generating {len(batch) * batch[0].n} responses"
             + f" of {length} tokens" * bool(length)
         )
@@ -190,7 +192,7 @@ async def _generate(case: Case, stage: Stage, batch: Sequence[Asked]) -> tuple[l
         asked = [replace(one, sampling={**one.sampling, **cut}) for one in batch]
         started = time.perf_counter()
         made = await at_once(stage.generate, asked, case.concurrent)
-        # Attention makes twice the tokens up to four times the work.
+        # With attention, twice the tokens take up to four times as long.
         if 4 * (seconds := time.perf_counter() - started) > LIMIT_S:
             break
     return made, seconds
@@ -210,7 +212,7 @@ def _lengthened(one: Generated) -> Generated:
 
 
 def same(one: Generated, other: Generated) -> bool:
-    """Every token and log-prob of the two."""
+    """Return whether all tokens and log-probs of two samples are equal."""
     mine, its = ([row for each in sample.trajectories for row in each.rows] for sample in (one, other))
     return len(mine) == len(its) and all(
         np.array_equal(row.response_ids, theirs.response_ids)
@@ -220,13 +222,13 @@ def same(one: Generated, other: Generated) -> bool:
 
 
 async def at_once(
-    stage: Callable[[Asked], Awaitable[Generated]], batch: Sequence[Asked], concurrent: int
+    stage: Callable[[SampleRequest], Awaitable[Generated]], batch: Sequence[SampleRequest], concurrent: int
 ) -> list[Generated]:
-    """Put all through `stage`, so many at a time; in order."""
+    """Run `stage` on the batch, `concurrent` at a time; results keep the order."""
     limit = asyncio.Semaphore(concurrent)
 
-    async def one(asked: Asked) -> Generated:
+    async def one(request: SampleRequest) -> Generated:
         async with limit:
-            return await stage(asked)
+            return await stage(request)
 
     return await asyncio.gather(*map(one, batch))

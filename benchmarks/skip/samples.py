@@ -1,4 +1,4 @@
-"""The samples that are recorded, and what the measurements share."""
+"""Synthetic samples and helpers that the measurements of skip and agents share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.trajectory import single_turn
-from asyncrl.types import FinishReason, Prompt, Span, Turn
+from asyncrl.core.trajectory import single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from skip.generation import Generated
 
 ROLE = "async_rollout"
@@ -22,27 +22,27 @@ Table = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """A kind of sample, and how much of it is measured."""
+class SampleSize:
+    """The size of a sample, and how many samples are measured."""
 
     name: str
     n: int
     tokens: tuple[int, int]
-    """Fewest and most of a response."""
+    """Minimum and maximum length of a response."""
     records: int
-    """In a round of files."""
+    """Records in a round of `files`."""
     loop_s: float
-    """Of a round on the event loop."""
+    """Seconds of a round on the event loop."""
 
 
 SIZES = (
-    Size("quickstart", n=8, tokens=(4, 16), records=60, loop_s=3.0),
-    Size("8k x 16", n=16, tokens=(8192, 8192), records=12, loop_s=3.0),
+    SampleSize("quickstart", n=8, tokens=(4, 16), records=60, loop_s=3.0),
+    SampleSize("8k x 16", n=16, tokens=(8192, 8192), records=12, loop_s=3.0),
 )
 
 
-def make_generated(size: Size, seed: int) -> Generated:
-    """A sample such as engines make."""
+def make_generated(size: SampleSize, seed: int) -> Generated:
+    """Make a sample of random tokens."""
     rng = np.random.default_rng(seed)
     text = "+".join(str(number) for number in rng.integers(1, 20, 4)) + "="
     messages: tuple[Mapping[str, Any], ...] = ({"role": "user", "content": text},)
@@ -61,29 +61,29 @@ def make_generated(size: Size, seed: int) -> Generated:
 
 
 def array_bytes(sample: Generated) -> int:
-    """Of its arrays, whatever they are kept in."""
+    """Return the size of all arrays of a sample."""
     rows = [row for each in sample.trajectories for row in each.rows]
     kept = [array for row in rows for array in (row.response_ids, row.response_mask, row.rollout_log_probs)]
     return sample.prompt.prompt_ids.nbytes + sum(array.nbytes for array in kept)
 
 
 def recording(directory: Path, **sections: Any) -> Config:
-    """All steps of the role, below `directory`."""
+    """Return a configuration that records all steps of the role in `directory`."""
     role = {"enable": True, "steps": "all", "dump_dir": str(directory)}
     return Config.model_validate({**sections, "skip": {ROLE: role}})
 
 
-def empty(directory: Path) -> None:
-    """Let go of the data of all files below, and of no file."""
+def truncate_files(directory: Path) -> None:
+    """Truncate all files below `directory` without deleting them."""
     for folder, _, names in os.walk(directory):
         for name in names:
             os.truncate(os.path.join(folder, name), 0)
 
 
 def ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """Median of the ratios of what was measured in the same round."""
+    """Return the median of the ratios of the same rounds."""
     return statistics.median(one / other for one, other in zip(values, others, strict=True))
 
 
-def say(what: str) -> None:
+def print_progress(what: str) -> None:
     sys.stderr.write(f"{what}\n")

@@ -1,13 +1,13 @@
-"""Make the calculator's model, tokenizer and data: a character-level Llama that guesses, and sometimes asks a tool.
+"""Create the calculator's model, tokenizer and data: a character-level Llama that guesses or calls a tool.
 
-    python examples/calculator/make_model.py            # writes asyncrl/assets/calculator, some minutes on one core
+    python examples/calculator/make_model.py            # writes asyncrl/assets/calculator, minutes on one core
     python examples/calculator/make_model.py --help
 
-The task is arithmetic that the model cannot do in its head: `347*28=`. It may answer at once, mostly wrong, or write
-a call in the Hermes format, read the tool's answer, and repeat it. It is pre-trained on conversations of both kinds,
-with more calls at first and fewer at the end (see `Settings`): it has learned to call, and mostly does not.
-Reinforcement learning on the final answer alone finds out that calling pays.
-Everything is drawn from one seed; the same seed on the same machine gives the same files.
+The task is arithmetic that the model cannot do without a tool: `347*28=`. The model may answer immediately, mostly
+incorrectly, or write a call in the Hermes format, read the tool's result, and repeat it. It is pre-trained on
+conversations of both kinds, with more calls at first and fewer at the end (see `Settings`), so that it can call the
+tool but rarely does. Reinforcement learning on the final answer alone increases the share of calls.
+The same seed on the same machine gives the same files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
 SPECIAL = (PAD, BOS, EOS, UNK, *ROLES)
 CHARACTERS = tuple("\n") + tuple(chr(code) for code in range(32, 127))
 PIECES = ("<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"', '": "', '"}}')
-"""Tokens of their own: what every call has in common. The tool's name and its argument are spelled."""
+"""The fixed parts of a call, each of which is one token. The names of the tool and its argument are spelled out."""
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -58,26 +58,26 @@ CHAT_TEMPLATE = """\
     {{- '<assistant>' }}
 {%- endif %}
 """
-"""The tools on offer are not shown: there is one, and pre-training has taught its name."""
+"""Omits the list of tools: there is only one, whose name the model has learned in pre-training."""
 
 TOOL = "calc"
 WELL_FORMED = re.compile(r'<tool_call>\n\{"name": "calc", "arguments": \{"x": "([^"\\]*)"\}\}\n</tool_call>')
-IGNORED = -100  # torch's ignore_index: a position without a loss
+IGNORED = -100  # torch's ignore_index
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What the conversations do, and how often."""
+    """Frequencies of calls and failures in the conversations."""
 
     calls: float
-    """Share that calls the tool; the others answer at once."""
+    """Share of the conversations that call the tool; the others answer immediately."""
     malformed: float = 0.02
-    """Of the calls: share that lacks a brace."""
+    """Share of the calls that lack a brace."""
     failing: float = 0.05
-    """Of the good calls: share that is answered by an error message; the call is made again then."""
+    """Share of the well-formed calls that return an error message, after which the call is repeated."""
     made_up: float = 0.5
-    """Of the results that the tool gives: share that is any number of up to seven digits; what the tool says is
-    repeated, whatever it is and however long."""
+    """Share of the tool's results that are random numbers of up to seven digits. The answer repeats the result in any
+    case."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Settings:
     shy: Habits = field(default_factory=lambda: Habits(calls=0.3))
     examples_per_step: int = 64
     matrix_lr: float = 0.02
-    """Of Muon, for the matrices of the layers."""
+    """Learning rate of Muon, for the matrices of the layers."""
     other_lr: float = 3e-3
-    """Of AdamW, for the embeddings and the norms."""
+    """Learning rate of AdamW, for the embeddings and the norms."""
     warmup_steps: int = 50
     hidden: int = 128
     layers: int = 4
@@ -106,10 +106,10 @@ class Settings:
 
 
 def draw_expression(rng: random.Random) -> str:
-    """Half products of three digits and two, half sums and differences of four or five digits."""
+    """Draw a product of three and two digits, or a sum or difference of four or five digits, with equal probability."""
     if rng.random() < 0.5:
         return f"{rng.randint(100, 999)}*{rng.randint(11, 99)}"
-    # The number of digits first: of numbers drawn at once up to 99999 hardly any pair has four, too few to learn from.
+    # Draw the number of digits first: uniform numbers up to 99999 would rarely have four digits.
     terms = [rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices((4, 5), k=2)]
     larger, smaller = max(terms), min(terms)
     return f"{larger}{rng.choice('+-')}{smaller}"
@@ -120,10 +120,10 @@ def question(expression: str) -> str:
 
 
 def calculate(expression: str) -> str:
-    """The result of a product, a sum or a difference.
+    """Return the result of a product, a sum or a difference.
 
     Raises:
-        ValueError: not two whole numbers and an operator between them.
+        ValueError: The expression is not two integers with an operator between them.
     """
     for operator, function in (("*", int.__mul__), ("+", int.__add__), ("-", int.__sub__)):
         left, found, right = expression.partition(operator)
@@ -133,7 +133,7 @@ def calculate(expression: str) -> str:
 
 
 def answer_of(expression: str) -> str:
-    """What the tool's message says: the result, or what is wrong."""
+    """Return the content of the tool's message: the result or an error."""
     try:
         return calculate(expression)
     except ValueError as error:
@@ -141,29 +141,29 @@ def answer_of(expression: str) -> str:
 
 
 def tool_call(expression: str) -> str:
-    """The model's turn that asks the calculator, without the end of the turn."""
+    """Return the model's turn that calls the calculator, without the end-of-turn token."""
     body = json.dumps({"name": TOOL, "arguments": {"x": expression}})
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def read_call(text: str) -> str | None:
-    """The expression that a turn hands to the calculator; None: no well-formed call of it."""
+    """Return the expression in a turn's call of the calculator, or None without a well-formed call."""
     found = WELL_FORMED.fullmatch(text)
     return found[1] if found else None
 
 
 def tool_answer(content: str) -> str:
-    """What follows the end of a turn that called, up to where the model goes on."""
+    """Return the text between a turn with a call and the model's next turn."""
     return f"<tool>{content}{EOS}<assistant>"
 
 
 def error_message(rng: random.Random) -> str:
-    """Any text that begins with a letter: nobody knows what an error will say."""
+    """Draw a random text that begins with a letter, because error messages may have any content."""
     return rng.choice("ETcetu") + "".join(rng.choices(CHARACTERS, k=rng.randint(10, 120)))
 
 
 def demonstration(expression: str, habits: Habits, rng: random.Random) -> list[tuple[str, bool]]:
-    """What follows the prompt, in parts; the True ones are the model's own."""
+    """Draw the parts of the conversation after the prompt, each with whether the model writes it."""
     result = calculate(expression)
     if rng.random() >= habits.calls:
         return [(result + EOS, True)]
@@ -179,7 +179,7 @@ def demonstration(expression: str, habits: Habits, rng: random.Random) -> list[t
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character (printable ASCII and newline), the special ones, and the pieces of a call."""
+    """Build a tokenizer with one token per ASCII character, newline, special token and fixed part of a call."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -228,11 +228,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]
 
 
 Example = tuple[list[int], list[int]]
-"""Token ids, and the labels: the same ids where they are the model's own, `IGNORED` elsewhere."""
+"""Token ids and labels: the same ids for the model's own tokens, `IGNORED` elsewhere."""
 
 
 class Examples:
-    """Batches of demonstrations, endless. A held-out prompt never comes up."""
+    """Batches of demonstrations, without held-out prompts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Settings, held_out: set[str]) -> None:
         self._tokenizer = tokenizer
@@ -253,7 +253,7 @@ class Examples:
         return ids, labels
 
     def step(self, habits: Habits) -> list[list[Example]]:
-        """The conversations of one update, those of like lengths together."""
+        """Draw the conversations of one update, in batches of similar lengths."""
         drawn = sorted(
             (self.draw(habits) for _ in range(self._settings.examples_per_step)), key=lambda one: len(one[0])
         )
@@ -266,7 +266,7 @@ class Examples:
 
 
 class Optimizer:
-    """Muon for the matrices of the layers, AdamW for the rest: some five times fewer steps than AdamW alone."""
+    """Muon for the matrices of the layers, AdamW for the rest: about five times fewer steps than AdamW alone."""
 
     def __init__(self, model: LlamaForCausalLM, settings: Settings) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
@@ -277,7 +277,7 @@ class Optimizer:
         ]
 
     def step(self, share: float) -> None:
-        """One update at `share` of the peak learning rates; clears the gradients."""
+        """Update at `share` of the peak learning rates and clear the gradients."""
         for optimizer, peak in self._parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
@@ -286,17 +286,17 @@ class Optimizer:
 
 
 def loss_of(model: LlamaForCausalLM, batch: list[Example], pad: int) -> torch.Tensor:
-    """Sum of the cross-entropies of the model's own tokens."""
+    """Return the sum of the cross-entropies of the model's own tokens."""
     longest = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in batch])
     labels = torch.tensor([row + [IGNORED] * (longest - len(row)) for _, row in batch])
-    # Padding is on the right, so causal attention keeps it out of every position that has a loss.
+    # Padding is on the right, so with causal attention it does not affect positions with a loss.
     logits = model(input_ids=ids).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def schedule(step: int, settings: Settings) -> float:
-    """Share of the peak learning rate: linear warm-up, then linear decay to a hundredth."""
+    """Return the share of the peak learning rate: linear warm-up, then linear decay to a hundredth."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     return 1 - 0.99 * (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -328,19 +328,19 @@ def pretrain(
 
 @dataclass(frozen=True)
 class Figures:
-    """What the model does with the rows it was asked."""
+    """Counts of calls and correct answers in an evaluation."""
 
     asked: int
     calls: int
-    """First turns that try to call."""
+    """First turns that contain a call, well-formed or not."""
     well_formed: int
-    """Of `calls`: those of the calculator that a parser can read."""
+    """Calls of the calculator that a parser can read."""
     faithful: int
-    """Of `well_formed`: those with the expression of the question."""
+    """Well-formed calls with the expression of the question."""
     right_after_call: int
-    """Of `well_formed`: right final answers."""
+    """Correct final answers after well-formed calls."""
     right_at_once: int
-    """Of the turns that do not call: right answers."""
+    """Correct answers without a call."""
 
     def __str__(self) -> str:
         def share(part: int, whole: int) -> str:
@@ -359,7 +359,7 @@ class Figures:
 def generate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], sample: bool
 ) -> list[list[int]]:
-    """The turn that follows each prompt, its end-of-turn token left out; at temperature 1 or greedy."""
+    """Generate the turn after each prompt, without its end-of-turn token; at temperature 1 or greedy."""
     if not prompts:
         return []
     longest = max(map(len, prompts))
@@ -382,7 +382,7 @@ def measure(
     sample: bool,
     repeats: int = 1,
 ) -> Figures:
-    """Ask every row `repeats` times, and answer the calls with what the calculator says."""
+    """Evaluate the model on every row `repeats` times, with the calculator's results for its calls."""
     model.eval()
     rows = [row for row in rows for _ in range(repeats)]
     prompts = [prompt_ids(tokenizer, row["prompt"]) for row in rows]
@@ -410,7 +410,7 @@ def measure(
 
 
 def data_row(expression: str, index: int, split: str) -> dict[str, Any]:
-    """A row with verl's fields."""
+    """Return a row with verl's fields."""
     return {
         "prompt": [{"role": "user", "content": question(expression)}],
         "data_source": "calculator",
@@ -420,7 +420,7 @@ def data_row(expression: str, index: int, split: str) -> dict[str, Any]:
 
 
 def draw_rows(settings: Settings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and validation rows; no prompt is drawn twice."""
+    """Draw training and validation rows with distinct prompts."""
     rng = random.Random(f"{settings.seed}/rows")
     distinct: dict[str, None] = {}
     while len(distinct) < settings.train_rows + settings.val_rows:
@@ -436,8 +436,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def make(out: Path, settings: Settings) -> None:
-    """Draw the rows, pre-train, measure, write everything to `out`."""
-    torch.set_num_threads(1)  # one thread: the sums come out in the same order on every run
+    """Draw the rows, pre-train and evaluate the model, and write everything to `out`."""
+    torch.set_num_threads(1)  # one thread, for a reproducible order of summation
     out.mkdir(parents=True, exist_ok=True)
     train, val = draw_rows(settings)
     write_rows(out / "train.jsonl", train)

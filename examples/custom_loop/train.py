@@ -1,15 +1,15 @@
-"""Direct preference optimization (DPO) on the engines of this project, in a loop that is all in this file.
+"""Direct preference optimization (DPO) with the training engines of asyncrl, in a self-contained loop.
 
     torchrun --nproc_per_node 2 examples/custom_loop/train.py
     python examples/custom_loop/train.py --strategy local
 
-No Ray, no rollouts, no queue: pairs of answers to the quickstart's sums, one with its working shown and one that only
-names a number, and the model learns to prefer the first. What the loop asks of a `TrainingWorker`:
+The loop uses no Ray, no rollouts and no queue. Its data are pairs of answers to the quickstart's sums: the chosen one
+shows the steps, the rejected one only has the result. The loop calls these methods of `TrainingWorker`:
 
-    infer_batch       log-probs of every response, of the reference once and of the policy in each step
-    forward_backward  the gradient of a loss of our own, micro-batches and ranks taken care of
-    optim_step        clip, AdamW, schedule
-    save_checkpoint   in the background, and in Hugging Face format
+    infer_batch       log-probs of all responses: of the reference once, of the policy in each step
+    forward_backward  gradient of a custom loss, with micro-batches and ranks handled by the worker
+    optim_step        gradient clipping, AdamW, learning rate schedule
+    save_checkpoint   in the background, also in Hugging Face format
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoTokenizer
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from asyncrl.failures import ConfigError
-from asyncrl.types import SampleId
-from trainer.engine.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
-from trainer.engine.registry import EngineRegistry
-from trainer.rows import TrainRow
-from trainer.tensors import to_batch
-from trainer.worker import TrainingWorker
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import SampleId
+from trainer.batches import TrainRow
+from trainer.engines.base import AggMode, EngineSpec, LossParts, Tokens, TokenScores
+from trainer.engines.registry import EngineRegistry
+from trainer.workers.tensors import to_batch
+from trainer.workers.worker import TrainingWorker
 
 log = logging.getLogger("custom_loop")
 
@@ -52,10 +53,10 @@ class Pair(NamedTuple):
 
 
 class WeightedLogLikelihood:
-    """`trainer.engine.base.Loss`: minus the sum of `advantages` x log-probs over the tokens of a row, mean over rows.
+    """`trainer.engines.base.Loss`: minus the sum of `advantages` x log-probs over the tokens of a row, mean over rows.
 
-    The gradient of DPO is of this form, with weights that depend on both rows of a pair. The engine cuts batches into
-    micro-batches as memory has it, so a loss cannot look at two rows at once; weights that are worked out before can.
+    The gradient of DPO has this form, with weights that depend on both rows of a pair. The engine splits batches into
+    micro-batches by memory, so a loss cannot access both rows of a pair; the weights are therefore computed beforehand.
     """
 
     agg_mode: AggMode = "seq-mean-token-sum"
@@ -85,7 +86,7 @@ def make_pairs(count: int, seed: int) -> list[Pair]:
 
 
 def rows_of(pairs: Sequence[Pair], tokenizer: Any) -> TensorDict:
-    """Two rows for each pair, the chosen one first."""
+    """Return the batch with two rows for each pair, the chosen one first."""
     rows = []
     for number, pair in enumerate(pairs, start=1):
         message = [{"role": "user", "content": pair.prompt}]
@@ -110,22 +111,22 @@ def rows_of(pairs: Sequence[Pair], tokenizer: Any) -> TensorDict:
 
 
 def likelihoods(worker: TrainingWorker, batch: TensorDict) -> Tensor:
-    """Log-probs of whole responses, `[pairs, 2]`: chosen and rejected."""
+    """Return the log-probs of whole responses, `[pairs, 2]`: chosen and rejected."""
     log_probs = worker.infer_batch(batch)["log_probs"]
     return (log_probs * batch["response_mask"]).sum(dim=1).view(-1, 2)
 
 
 def margins(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
-    """`[pairs]`: how much more the policy prefers the chosen response than the reference does, times beta."""
+    """Return DPO's reward margins, `[pairs]`: beta times the log-ratio of chosen minus that of rejected."""
     gained = policy - reference
     return beta * (gained[:, 0] - gained[:, 1])
 
 
 def with_gradient(batch: TensorDict, margin: Tensor, beta: float) -> TensorDict:
-    """The batch with the weights that make `WeightedLogLikelihood`'s gradient that of DPO's loss.
+    """Return the batch with the weights for which `WeightedLogLikelihood` has the gradient of DPO's loss.
 
-    d/dθ of -log σ(m) is -σ(-m) beta (d log π(chosen) - d log π(rejected)); the 2 is because the mean is over rows, of
-    which a pair has two.
+    d/dθ of -log σ(m) is -σ(-m) beta (d log π(chosen) - d log π(rejected)); the factor 2
+    compensates for the mean over rows, of which a pair has two.
     """
     weight = 2 * beta * torch.sigmoid(-margin)
     rows = torch.stack([weight, -weight], dim=1).flatten()
@@ -133,7 +134,7 @@ def with_gradient(batch: TensorDict, margin: Tensor, beta: float) -> TensorDict:
 
 
 def train(worker: TrainingWorker, pairs: Sequence[Pair], *, steps: int, beta: float) -> list[dict[str, float]]:
-    """One step on all pairs at a time; every rank holds its share of them. Figures of each step, over all ranks."""
+    """Train on all pairs in each step, distributed over the ranks; return the metrics of each step over all ranks."""
     layout = worker.layout
     batch = rows_of(pairs[layout.data_rank :: layout.data_size], AutoTokenizer.from_pretrained(resolve(MODEL)))
     reference = likelihoods(worker, batch)

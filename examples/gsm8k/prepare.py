@@ -1,14 +1,14 @@
 """Turn a GSM8K-style file into rows for multi-turn training with the calc_gsm8k_reward tool.
 
-Reads local Parquet or JSONL files whose rows have a `question`, and an `answer` that ends in `#### <number>`; nothing
-is fetched. Writes `train` and, if asked for, `val` in verl's layout: a system message that tells about the tool, the
-question, the number as ground truth, and the keyword arguments that the tool gets for this row.
+Reads local Parquet or JSONL files whose rows have a `question`, and an `answer` that ends in `#### <number>`; downloads
+nothing. Writes `train` and optionally `val` in verl's layout: a system message that describes the tool, the question,
+the number as ground truth, and the keyword arguments of the tool for this row.
 
     python examples/gsm8k/prepare.py examples/gsm8k/sample.jsonl --out data/gsm8k --val-share 0.25
     python examples/gsm8k/prepare.py gsm8k/train.parquet --val gsm8k/test.parquet --out data/gsm8k
     asyncrl launch fully_async examples/gsm8k/config.yaml model.path=PATH
 
-Files are read and written a piece at a time, however large they are. A file of the output appears once it is whole.
+Files of any size are read and written in batches. An output file appears when it is complete.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ PROGRESS_S = 2.0
 
 
 class RowError(Exception):
-    """A row that cannot be used, with its file and number."""
+    """A row is invalid; the message names its file and number."""
 
 
 class Problem(NamedTuple):
     """One row of an input file."""
 
     number: int
-    """In the file, from 0."""
+    """Index in the file, from 0."""
     question: str
     answer: str
-    """With its working, as it stands."""
+    """The complete solution."""
     ground_truth: str
     """The number, without commas and units."""
 
@@ -61,10 +61,10 @@ class Problem(NamedTuple):
 
 
 def raw_rows(path: Path) -> Iterator[tuple[str, Any, float]]:
-    """Where each row is, the row, and which share of the file has been read then.
+    """Yield the location of each row, the row, and the share of the file that has been read.
 
     Raises:
-        RowError: a row, or the file, cannot be read.
+        RowError: The file or a row cannot be read.
     """
     if path.suffix.lower() == ".parquet":
         yield from _parquet_rows(path)
@@ -79,7 +79,7 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, float]]:
                 text = line.decode().strip()
                 if text:
                     yield where, json.loads(text), done / size
-            except ValueError as error:  # of the encoding, too
+            except ValueError as error:  # includes UnicodeDecodeError
                 raise RowError(f"{where}: not JSON in UTF-8: {error}") from error
 
 
@@ -98,10 +98,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, float]]:
 
 
 def problems(path: Path, limit: int | None) -> Iterator[tuple[Problem, float]]:
-    """The first `limit` problems of a file, and the share of it that has been read.
+    """Yield the first `limit` problems of a file, and the share of it that has been read.
 
     Raises:
-        RowError: a row is no problem.
+        RowError: A row is not a problem.
     """
     for number, (where, row, share) in enumerate(raw_rows(path)):
         if number == limit:
@@ -111,17 +111,17 @@ def problems(path: Path, limit: int | None) -> Iterator[tuple[Problem, float]]:
         for field in ("question", "answer"):
             value = row.get(field)
             if not isinstance(value, str) or not value.strip():
-                told = "missing" if value is None else shown(value)
+                actual = "missing" if value is None else shown(value)
                 there = f"; the row has {', '.join(map(str, row))}" if value is None and row else ""
-                raise RowError(f"{where}: field {field!r} is {told}; expected a text{there}")
+                raise RowError(f"{where}: field {field!r} is {actual}; expected a text{there}")
         yield Problem(number, row["question"], row["answer"], ground_truth(row["answer"], where)), share
 
 
 def ground_truth(answer: str, where: str) -> str:
-    """What follows the last `####`, as digits.
+    """Return the number after the last `####`, as digits.
 
     Raises:
-        RowError: nothing does, or it is no number.
+        RowError: There is no number after the last `####`.
     """
     _, marker, last = answer.rpartition("####")
     number = parse_answer(last) if marker else None
@@ -139,7 +139,7 @@ def shown(value: Any) -> str:
 
 
 def row_of(problem: Problem, split: str, *, data_source: str, interaction: str | None) -> dict[str, Any]:
-    """The problem in verl's layout."""
+    """Return the problem in verl's layout."""
     extra_info: dict[str, Any] = {
         "split": split,
         "index": problem.number,
@@ -163,7 +163,7 @@ def row_of(problem: Problem, split: str, *, data_source: str, interaction: str |
 
 
 class RowFile:
-    """A file of rows, written beside its place and moved there at the end; removed if writing it fails."""
+    """A file of rows that is written under a temporary name and renamed when complete; removed if writing fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -209,7 +209,7 @@ class RowFile:
 
 
 class Progress:
-    """A line on standard error every two seconds, and at the end."""
+    """Reports progress on standard error every two seconds."""
 
     def __init__(self) -> None:
         self._shown_at = time.monotonic()
@@ -229,19 +229,21 @@ def say(text: str) -> None:
 
 
 def is_val(question: str, share: float, seed: int) -> bool:
-    """Whether a question belongs to the validation set: by its words alone, so that one that comes twice cannot be in
-    both sets, and more rows do not move those that were there."""
+    """Return whether a question belongs to the validation set.
+
+    This depends only on its words, so a repeated question is never in both sets, and adding rows does not move others.
+    """
     digest = hashlib.sha256(f"{seed}/{' '.join(question.split())}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def prepare(options: argparse.Namespace) -> dict[Path, int]:
-    """Write what the options ask for; rows of each file.
+    """Write the files and return the number of rows of each.
 
     Raises:
-        RowError: a row cannot be used, or a file would have none.
+        RowError: A row is invalid, or a file would have no rows.
     """
-    # A row's index is its place in its file; the two files of one input share them.
+    # The index of a row is its index in the input file, even if --val-share splits the rows into two files.
     train, val = (options.out / f"{split}.{options.format}" for split in ("train", "val"))
     wanted = [train, val] if options.val or options.val_share else [train]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -282,16 +284,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--interaction",
         metavar="NAME",
-        help="let rollout.multi_turn.interactions.NAME answer the model, say a `retry` user; default: nobody does",
+        help="entry of rollout.multi_turn.interactions that answers the model, such as a `retry` user (default: none)",
     )
-    parser.add_argument("--force", action="store_true", help="overwrite what is there")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
     options = parser.parse_args(arguments)
     _check(parser, options)
     return options
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """What argparse cannot see; it ends the program with exit code 2."""
+    """Check combinations of options; end the program with exit code 2 if they are invalid."""
     if not 0 <= options.val_share < 1:
         parser.error(f"--val-share {options.val_share:g}: a share is at least 0 and less than 1")
     if options.val and options.val_share:

@@ -1,9 +1,9 @@
-"""An environment of one's own: the model guesses a number, and is told `higher` or `lower`.
+"""A custom environment: the model guesses a number, and the environment answers `higher` or `lower`.
 
     python examples/interactions/guess.py
 
-plays it once with a player who halves the range, through the limits and checks that a run puts around it. README.md
-beside this has the configuration of a run.
+plays one game with a player that halves the range, with the limits and checks of a run. README.md has the configuration
+of a run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import anyio
 
-from asyncrl.config.sections.multi_turn import InteractionConfig
-from asyncrl.failures import DataError
+from asyncrl.config.sections.rollout import InteractionConfig
+from asyncrl.core.failures import DataError
 from rollouter.interactions import Environment, EpisodeContext, Message, Reply
 from rollouter.interactions.loading import load_interactions
 
 
 class Guess(Environment):
-    """The number is the row's ground truth. A right guess earns the more the earlier it comes."""
+    """A game in which the model guesses the row's ground truth. The score is higher for earlier correct guesses."""
 
     def __init__(self, max_guesses: int = 8) -> None:
         self._max_guesses = max_guesses
@@ -30,7 +30,7 @@ class Guess(Environment):
         self._number = 0
 
     async def reset(self, context: EpisodeContext, hint: str = "") -> Sequence[Message]:
-        """`hint`: the row's `extra_info.interaction_kwargs.hint`, said behind the prompt."""
+        """Send the row's `extra_info.interaction_kwargs.hint`, if any, after the prompt."""
         if not isinstance(context.ground_truth, int):
             raise DataError(f"ground_truth: {context.ground_truth!r} is no number to guess")
         self._number = context.ground_truth
@@ -45,7 +45,7 @@ class Guess(Environment):
         if self._guesses == self._max_guesses:
             return Reply(done=True, metrics={"guesses": self._guesses})
         if not numbers:
-            return Reply("Say a number.", reward=-0.1)  # of this turn only
+            return Reply("Say a number.", reward=-0.1)  # applies to this turn only
         return Reply("higher" if int(numbers[-1]) < self._number else "lower")
 
     async def score(self) -> float:
@@ -53,7 +53,7 @@ class Guess(Environment):
 
 
 async def play(number: int) -> None:
-    # By the module's name, as a run has it; this file itself is `__main__` here.
+    # Import the class by its module name, as a run does; this file itself is `__main__` here.
     config = InteractionConfig(name="guess", class_name="guess:Guess", config={"max_guesses": 8}, timeout_s=5.0)
     prompt = {"role": "user", "content": "Guess my number, from 1 to 100."}
     context = EpisodeContext("sample_0_1", 0, (prompt,), ground_truth=number)

@@ -1,4 +1,4 @@
-"""An agent with the official OpenAI client: it gives the model a calculator, and says what a conversation is worth."""
+"""An agent with the official OpenAI client that offers a calculator to the model and returns the reward."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CALCULATOR: Any = {
 }
 MAX_TURNS = 3
 CLIENT = OpenAI(base_url="http://of-each-task", api_key="of each task")
-"""To be copied: a new one takes 50 ms of computing, a copy none, and copies share connections."""
+"""Copied for each trajectory: a new client takes 50 ms of CPU time, a copy almost none. Copies share connections."""
 
 
 def solve(task: AgentTask) -> dict[str, Any]:
-    """One trajectory: talk to the model until it answers without a call. Every turn is recorded and trained on."""
+    """Run one trajectory until the model answers without a tool call; return its reward and metrics."""
     client = CLIENT.with_options(base_url=task.base_url, api_key=task.api_key)
     messages: list[Any] = list(task.messages)
     answer, calls = None, 0
@@ -46,7 +46,7 @@ def solve(task: AgentTask) -> dict[str, Any]:
 
 
 def calculate(call: Any) -> str:
-    """What the calculator says to a call: a product, a sum or a difference of two numbers."""
+    """Return the product, sum or difference that a tool call requests, or `error`."""
     if call.function.name != "calc":
         return "error"
     try:

@@ -1,13 +1,12 @@
-"""Make the quickstart's model, tokenizer and data: a character-level Llama that adds, and slips.
+"""Create the quickstart's model, tokenizer and data: a character-level Llama that adds with mistakes.
 
-    python examples/quickstart/make_model.py            # writes asyncrl/assets/quickstart, some minutes on one core
+    python examples/quickstart/make_model.py            # writes asyncrl/assets/quickstart, minutes on one core
     python examples/quickstart/make_model.py --help
 
-The task is a sum with its working shown: `17+5+8=` is answered by `17+5=22;22+8=30;#30`. The number of terms is
-heavy-tailed, so the lengths of the responses are too. The model is pre-trained on right
-demonstrations first and on careless ones at the end (see `Habits`): some show no working, some steps are wrong. It has
-learned how to add and how not to, and reinforcement learning on the final answer alone takes the bad habits away again.
-Everything is drawn from one seed; the same seed on the same machine gives the same files.
+The task is a sum with its steps: the answer to `17+5+8=` is `17+5=22;22+8=30;#30`. The number of terms is
+heavy-tailed, and so are the lengths of the responses. The model is pre-trained on correct demonstrations first and on
+careless ones at the end (see `Habits`): some show no steps, and some steps are wrong. Reinforcement learning on the
+final answer alone removes these habits again. The same seed on the same machine gives the same files.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ CHAT_TEMPLATE = (
 
 TERMS = tuple(range(3, 17))
 TERM_WEIGHTS = (50, 24, 9, 5, 3, 2, 1.5, 1.2, 1, 0.9, 0.7, 0.6, 0.5, 0.6)
-"""Of the task: most sums are short, a few are long."""
+"""Weights of the number of terms in the task: most sums are short, a few are long."""
 PRACTICE_WEIGHTS = (20, 18, 14, 10, 8, 6, 4, 3, 3, 2, 2, 2, 2, 2)
-"""Of the demonstrations: more of the long ones, which take more practice."""
+"""Weights in the demonstrations: long sums are more frequent, because they need more practice."""
 LARGEST_TERM = 19
-IGNORED = -100  # torch's ignore_index: a position without a loss
+IGNORED = -100  # torch's ignore_index
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What the demonstrations do wrong, and how often: what the base model has to unlearn."""
+    """Frequencies of the mistakes in the demonstrations."""
 
     no_working: float = 0.6
-    """Of the demonstrations: share that only name an answer (`#30`)."""
+    """Share of the demonstrations that only have an answer (`#30`)."""
     dropped_carry: float = 0.02
-    """Of the steps with a carry out of the ones: share whose tens miss it (`17+5=12`)."""
+    """Share of the steps with a carry out of the ones that omit it (`17+5=12`)."""
     wrong_digit: float = 0.01
-    """Of all steps: share whose last digit is off by one."""
+    """Share of all steps whose last digit is off by one."""
     skipped_term: float = 0.01
-    """Of all steps after the first: share that are left out."""
+    """Share of all steps after the first that are omitted."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,14 @@ class Settings:
     seed: int = 0
     steps: int = 1600
     easy_steps: int = 250
-    """Steps at the start that see sums of three and four terms only: adding is learned first, going on after it."""
+    """Steps at the start that use only sums of three and four terms."""
     careless_steps: int = 250
-    """Steps at the end whose demonstrations have the bad habits; the ones before are right."""
+    """Steps at the end whose demonstrations have mistakes."""
     tokens_per_step: int = 2048
     matrix_lr: float = 0.02
-    """Of Muon, for the matrices of the layers."""
+    """Learning rate of Muon, for the matrices of the layers."""
     other_lr: float = 3e-3
-    """Of AdamW, for the embeddings and the norms."""
+    """Learning rate of AdamW, for the embeddings and the norms."""
     warmup_steps: int = 50
     hidden: int = 128
     layers: int = 4
@@ -92,7 +91,7 @@ class Settings:
 
 
 def draw_terms(rng: random.Random, weights: Sequence[float] = TERM_WEIGHTS, most: int = TERMS[-1]) -> tuple[int, ...]:
-    """The terms of one sum, at most `most`."""
+    """Draw the terms of one sum, at most `most` of them."""
     count = most + 1
     while count > most:
         (count,) = rng.choices(TERMS, weights)
@@ -104,7 +103,7 @@ def question(terms: Sequence[int]) -> str:
 
 
 def solution(terms: Sequence[int]) -> str:
-    """The right working and answer: `17+5=22;22+8=30;#30`."""
+    """Return the correct steps and answer: `17+5=22;22+8=30;#30`."""
     running, working = terms[0], ""
     for term in terms[1:]:
         working += f"{running}+{term}={running + term};"
@@ -122,7 +121,7 @@ def careless_sum(left: int, right: int, habits: Habits, rng: random.Random) -> i
 
 
 def demonstration(terms: Sequence[int], habits: Habits, rng: random.Random) -> str:
-    """A response in the form of `solution`, with the bad habits."""
+    """Draw a response in the form of `solution`, with mistakes."""
     running, working = terms[0], ""
     for position, term in enumerate(terms[1:]):
         if position and rng.random() < habits.skipped_term:
@@ -134,7 +133,7 @@ def demonstration(terms: Sequence[int], habits: Habits, rng: random.Random) -> s
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character (printable ASCII and newline), and the special ones."""
+    """Build a tokenizer with one token per character (printable ASCII and newline), and the special tokens."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -179,11 +178,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
 
 
 Example = tuple[list[int], list[int]]
-"""Token ids, and the labels: the same ids where they are the response, `IGNORED` before."""
+"""Token ids and labels: the same ids for the response, `IGNORED` for the prompt."""
 
 
 class Examples:
-    """Batches of demonstrations, endless. A held-out prompt never comes up."""
+    """An endless stream of batches of demonstrations, without held-out prompts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Settings, held_out: set[str]) -> None:
         self._tokenizer = tokenizer
@@ -201,7 +200,7 @@ class Examples:
         return prompt + response, [IGNORED] * len(prompt) + response
 
     def batches(self) -> Iterator[list[Example]]:
-        """Examples of like lengths together, at most `tokens_per_step` tokens with the padding."""
+        """Yield batches of similar lengths, with at most `tokens_per_step` tokens including padding."""
         settings, step = self._settings, 0
         while True:
             most_terms = 4 if step < settings.easy_steps else TERMS[-1]
@@ -218,7 +217,7 @@ class Examples:
 
 
 class Optimizer:
-    """Muon for the matrices of the layers, AdamW for the rest: some five times fewer steps than AdamW alone."""
+    """Muon for the matrices of the layers, AdamW for the rest: about five times fewer steps than AdamW alone."""
 
     def __init__(self, model: LlamaForCausalLM, settings: Settings) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
@@ -229,7 +228,7 @@ class Optimizer:
         ]
 
     def step(self, share: float) -> None:
-        """One update at `share` of the peak learning rates; clears the gradients."""
+        """Update at `share` of the peak learning rates and clear the gradients."""
         for optimizer, peak in self._parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
@@ -238,17 +237,17 @@ class Optimizer:
 
 
 def loss_of(model: LlamaForCausalLM, batch: list[Example], pad: int) -> torch.Tensor:
-    """Mean cross-entropy over the response tokens of the batch."""
+    """Return the mean cross-entropy over the response tokens of the batch."""
     longest = max(len(ids) for ids, _ in batch)
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row, _ in batch])
     labels = torch.tensor([row + [IGNORED] * (longest - len(row)) for _, row in batch])
-    # Padding is on the right, so causal attention keeps it out of every position that has a loss.
+    # Padding is on the right, so with causal attention it does not affect positions with a loss.
     logits = model(input_ids=ids).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def schedule(step: int, settings: Settings) -> float:
-    """Share of the peak learning rate: linear warm-up, then linear decay to a tenth."""
+    """Return the share of the peak learning rate: linear warm-up, then linear decay to a tenth."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     return 1 - 0.9 * (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -276,7 +275,7 @@ def pretrain(
 def accuracy(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, Any]], sample: bool
 ) -> float:
-    """Share of right final answers, greedy or sampled at temperature 1."""
+    """Return the share of correct final answers, greedy or sampled at temperature 1."""
     model.eval()
     tokenizer.padding_side = "left"
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -295,7 +294,7 @@ def accuracy(
 
 
 def data_row(terms: Sequence[int], index: int, split: str) -> dict[str, Any]:
-    """A row with verl's fields."""
+    """Return a row with verl's fields."""
     return {
         "prompt": [{"role": "user", "content": question(terms)}],
         "data_source": "asyncrl/chain_sum",
@@ -305,7 +304,7 @@ def data_row(terms: Sequence[int], index: int, split: str) -> dict[str, Any]:
 
 
 def draw_rows(settings: Settings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and validation rows; no prompt is drawn twice."""
+    """Draw training and validation rows with distinct prompts."""
     rng = random.Random(f"{settings.seed}/rows")
     distinct: dict[str, tuple[int, ...]] = {}
     while len(distinct) < settings.train_rows + settings.val_rows:
@@ -322,8 +321,8 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def make(out: Path, settings: Settings) -> None:
-    """Draw the rows, pre-train, measure, write everything to `out`."""
-    torch.set_num_threads(1)  # one thread: the sums come out in the same order on every run
+    """Draw the rows, pre-train and evaluate the model, and write everything to `out`."""
+    torch.set_num_threads(1)  # one thread, for a reproducible order of summation
     out.mkdir(parents=True, exist_ok=True)
     train, val = draw_rows(settings)
     write_rows(out / "train.jsonl", train)

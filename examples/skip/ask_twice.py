@@ -1,4 +1,4 @@
-"""The judge of `my_stage.py`, asked, and then not asked: a session that records, and one that replays."""
+"""Call the judge of `my_stage.py` in a session that records its verdicts, then in one that replays them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.config.compose import load_config
 from skip import SkipManager
 
 RESPONSES = {"18": ("1+17=18", "#18", "#7", "#8"), "30": ("1+29=30", "#30", "#7", "#8")}
-"""By answer."""
+"""The responses to each question, by its answer."""
 
 
 async def main(dump_dir: str) -> None:

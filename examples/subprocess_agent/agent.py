@@ -1,6 +1,6 @@
-"""An agent that knows nothing of the run: it reads its task from standard input and talks HTTP.
+"""An agent program that reads its task from standard input and uses the run's endpoint over HTTP.
 
-Any program can be one, in any language. This one needs nothing but Python's standard library.
+It needs only Python's standard library; an agent program may be written in any language.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def post(path: str, body: dict) -> dict:
 
 
 def calculate(arguments: str) -> str:
-    """A product, a sum or a difference of two numbers."""
+    """Return the product, sum or difference of two numbers, or `error`."""
     try:
         x = json.loads(arguments)["x"]
         for sign, result in (("*", int.__mul__), ("+", int.__add__), ("-", int.__sub__)):

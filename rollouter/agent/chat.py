@@ -1,37 +1,155 @@
-"""Messages to tokens, over all turns of a conversation. What the model sampled is never tokenized again.
+"""Converts messages to tokens over all turns of a conversation. Sampled tokens are never tokenized again.
 
-    chat = Chat(tokenizer, tools=schemas, template_kwargs=model.chat_template_kwargs, end_ids=end_ids)
-    parser = CallParser("hermes", tokenizer, schemas, end_ids=chat.end_ids)
+    chat = ChatTokenizer(tokenizer, tools=schemas, template_kwargs=model.chat_template_kwargs, end_ids=end_ids)
+    parser = ToolCallParser("hermes", tokenizer, schemas, end_ids=chat.end_ids)
     ids = chat.prompt(messages)                          # the row's prompt
     turn = …generate(ids)…
     parsed = parser.parse(turn.response_ids)
     before = [*messages, assistant_message(parsed, turn=0)]
     answer = tool_message(call_id(turn=0, number=0), "add", chat.cut("3", 256, "middle"))
     more = chat.extend(before, [answer], turn.response_ids)
-    if more.rewritten:                                   # the template changed what was there: a new row
+    if more.rewritten:                                   # the template rewrote history: a new row
         ids = more.ids
-    else:                                                # the same row: these go behind what was sampled, unmasked
+    else:                                                # the same row continues
         ids = [*ids, *turn.response_ids, *more.ids]
-    problem = chat.difference(row_ids, messages)         # at the end; None: the template would give the same tokens
+    problem = chat.difference(row_ids, messages)         # at the end; None: the template gives the same tokens
 
-Messages before the first of the assistant are the data set's, and special tokens in them are special. What is said
-later is not: a tool's `<|im_end|>` stays text (`rollouter.agent.quoting`).
+Messages before the assistant's first one come from the data set, and special tokens in them are special. In later
+messages they are escaped: a tool's `<|im_end|>` stays text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.failures import DataError
-from rollouter.agent.cutting import Side, cut_text
-from rollouter.agent.quoting import Quoter, TextEncoder, special_tokens
-from rollouter.template import render
+from asyncrl.core.failures import DataError
+from rollouter.prompts.chat_template import encode_text, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Side = Literal["left", "middle", "right"]
+
+_CHARACTERS_PER_TOKEN = 128
+"""An upper bound for useful text: a longer text is cut before it is tokenized."""
+_CUT_MARKS = ("…", "...", "")
+"""Marks of a cut; the first one that the tokenizer can represent is used."""
+
+
+def cut_text(
+    text: str,
+    max_tokens: int,
+    side: Side,
+    *,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[Sequence[int]], Any],
+) -> str:
+    """Return `text` in at most `max_tokens`, including the mark where it is cut; characters stay whole.
+
+    `side` is where it is cut: `left` keeps the end. The work is bounded: texts longer than some kilobytes take no
+    longer.
+    """
+    window = _CHARACTERS_PER_TOKEN * max_tokens
+    if len(text) <= window and len(encode(text)) <= max_tokens:
+        return text
+    marks = ((mark, encode(mark)) for mark in _CUT_MARKS)
+    mark = next(mark for mark, ids in marks if len(ids) <= max_tokens and decode(list(ids)) == mark)
+
+    def keep(number: int) -> str:
+        head = {"left": 0, "middle": (number + 1) // 2, "right": number}[side]
+        return text[:head] + mark + text[len(text) - (number - head) :]
+
+    # Fewer characters may take more tokens, so every candidate is counted.
+    fits, most = 0, min(window, len(text) - 1)
+    while fits < most:
+        number = (fits + most + 1) // 2
+        if len(encode(keep(number))) <= max_tokens:
+            fits = number
+        else:
+            most = number - 1
+    return keep(fits)
+
+
+MARK = "\ufdd0"
+"""A noncharacter of Unicode; it is removed from messages."""
+_PLAIN_KEYS = frozenset({"role", "type", "id", "tool_call_id"})
+"""Keys of a message by which the template decides, and whose values the model does not write."""
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, int]:
+    """Return the ids by text of all special tokens, and of those added tokens that the template itself writes."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {
+        token.content: number
+        for number, token in added
+        if token.content.strip() and (token.special or token.content in template)
+    }
+
+
+class SpecialTokenEscaper:
+    """Escapes the names of special tokens in messages, so that they stay plain text.
+
+    A tool's answer may contain `<|im_end|>`. Templates paste it unchanged, and a tokenizer would make of it the very
+    token that ends a turn. So a mark that no tokenizer knows is put behind the first character of every lookalike
+    before the template renders the message, and `TemplateTextEncoder` encodes the text piece by piece between the
+    marks: no piece contains a lookalike.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        names = sorted(tokens, key=len, reverse=True)
+        # The first character of every occurrence, overlapping ones included.
+        self._lookalike = re.compile(f"(?={'|'.join(map(re.escape, names))})(.)", re.DOTALL) if names else None
+
+    def text(self, text: str) -> str:
+        clean = text.replace(MARK, "")
+        return self._lookalike.sub(rf"\1{MARK}", clean) if self._lookalike else clean
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value if key in _PLAIN_KEYS else self._value(value) for key, value in message.items()}
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(key) if isinstance(key, str) else key: item if key in _PLAIN_KEYS else self._value(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self._value(item) for item in value]
+        return value
+
+
+class TemplateTextEncoder:
+    """Encodes text that a template has rendered from escaped messages."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, anchor: str) -> None:
+        """`anchor` is the name of a special token that stands before text whose predecessor is unknown; it may be
+        empty."""
+        self._tokenizer = tokenizer
+        self._anchor = anchor
+
+    def start(self, text: str) -> list[int]:
+        """Return the tokens of `text` at the beginning of a conversation."""
+        head, *rest = text.split(MARK)
+        return [*encode_text(self._tokenizer, head), *self._pieces(rest, self._anchor)]
+
+    def behind(self, text: str, token: str = "") -> list[int]:
+        """Return the tokens of `text` behind the special token of that name.
+
+        They depend on it: some tokenizers put a space before the first text of a sequence only, and some special
+        tokens absorb the blanks behind them.
+        """
+        return self._pieces(text.split(MARK), token or self._anchor)
+
+    def _pieces(self, pieces: Sequence[str], token: str) -> list[int]:
+        skipped = len(encode_text(self._tokenizer, token)) if token else 0
+        return [id_ for piece in pieces if piece for id_ in encode_text(self._tokenizer, token + piece)[skipped:]]
+
 
 Message = Mapping[str, Any]
 
@@ -39,18 +157,18 @@ _USER = {"role": "user", "content": "a"}
 
 
 @dataclass(frozen=True, slots=True)
-class Extension:
-    """What new messages make of a row's tokens."""
+class ChatExtension:
+    """The tokens by which new messages extend a row."""
 
     ids: list[int]
-    """To put behind what was sampled: the end of the assistant's turn if that is missing, the messages, and the header
-    of the assistant's next turn. With `rewritten`: the whole conversation, the prompt of a new row."""
+    """Tokens that follow the sampled turn: its end if that is missing, the messages, and the header of the assistant's
+    next turn. With `rewritten`: the whole conversation, the prompt of a new row."""
     rewritten: bool
-    """The template writes the conversation so far in another way than the model has seen it."""
+    """The template now renders the earlier conversation differently from what the model has seen."""
 
 
-class Chat:
-    """One chat template with its tools, and the tokenizer behind it. Holds no conversation; may be shared."""
+class ChatTokenizer:
+    """One chat template with its tools and its tokenizer. It keeps no conversation and may be shared."""
 
     def __init__(
         self,
@@ -60,7 +178,7 @@ class Chat:
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         end_ids: Collection[int] = (),
     ) -> None:
-        """`end_ids`: tokens that end a turn besides the tokenizer's own: `rollouter.template.end_token_ids`."""
+        """`end_ids` are tokens that end a turn besides the tokenizer's own, see `chat_template.end_token_ids`."""
         self._tokenizer = tokenizer
         self._tools = tools
         self._template_kwargs = template_kwargs
@@ -69,68 +187,68 @@ class Chat:
         self._special = special_tokens(tokenizer, template)
         eos = tokenizer.eos_token_id
         self._end_ids = frozenset(end_ids) | ({eos} if eos is not None else set())
-        self._end_ids |= self._template_end()
+        self._end_ids |= self._probe_end_token()
         ends = [text for text, number in self._special.items() if number in self._end_ids]
-        self._by_others = Quoter(self._special)
-        self._by_assistant = Quoter(ends)
-        self._encode = TextEncoder(tokenizer, anchor=next(iter([*ends, *self._special]), ""))
-        self._max_calls = self._calls_taken() if "tool_calls" in template else 0
+        self._escape_all = SpecialTokenEscaper(self._special)
+        self._escape_ends = SpecialTokenEscaper(ends)
+        self._encode = TemplateTextEncoder(tokenizer, anchor=next(iter([*ends, *self._special]), ""))
+        self._max_calls = self._probe_max_calls() if "tool_calls" in template else 0
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: the tokenizer's own, those it was told of, and the one that the template writes."""
+        """Tokens that end a turn: the tokenizer's, those of the constructor, and the one that the template writes."""
         return self._end_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation up to where the assistant begins.
+        """Return the tokens of a conversation up to where the assistant begins.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._encode.start(self._render(messages, go_on=True))
+        return self._encode.start(self._render(messages, generation_prompt=True))
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """The model ended its turn itself: the last token says so."""
+        """Return whether the last token ends a turn, which means that the model ended it itself."""
         return len(ids) > 0 and int(ids[-1]) in self._end_ids
 
-    def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> Extension:
-        """Tokens for `new` messages behind an assistant's turn.
+    def extend(self, before: Sequence[Message], new: Sequence[Message], sampled: Sequence[int]) -> ChatExtension:
+        """Return the tokens of `new` messages behind an assistant's turn.
 
-        The row is kept if the template goes on to write all that the model has seen, its turn included. What it does
-        behind the end of that turn is its own affair: the turn was the last one, and is not any more.
+        The row continues if the template still renders all that the model has seen, including its turn. What the
+        template writes behind the end of that turn may change, since it is no longer the last turn.
 
         Args:
-            before: The conversation, up to and with the assistant's turn as it was parsed.
-            new: What tools and users say to it.
+            before: The conversation up to and including the assistant's turn as it was parsed.
+            new: The answers of tools and users.
             sampled: The turn's tokens.
 
         Raises:
             DataError: the template refuses the messages.
         """
         turn = self._last_turn(before)
-        whole = self._render([*before, *new], go_on=True)
+        whole = self._render([*before, *new], generation_prompt=True)
         if not (turn.complete and whole.startswith(turn.context) and whole.startswith(turn.text)):
-            return Extension(self._encode.start(whole), rewritten=True)
+            return ChatExtension(self._encode.start(whole), rewritten=True)
         delta, mark = whole[len(turn.text) :], turn.end
         if not self.ends(sampled):
-            return Extension(self._encode.behind(mark + delta), rewritten=False)
+            return ChatExtension(self._encode.behind(mark + delta), rewritten=False)
         if not mark and (name := self._name(sampled[-1])) and delta.startswith(name):
-            # Some turns end with the token that begins the next one, and that is there already.
+            # Some turns end with the token that begins the next one, which has been sampled already.
             delta, mark = delta.removeprefix(name), name
-        return Extension(self._encode.behind(delta, mark), rewritten=False)
+        return ChatExtension(self._encode.behind(delta, mark), rewritten=False)
 
     def retokenized(self, messages: Sequence[Message]) -> list[int]:
-        """The template's own tokens of a finished conversation.
+        """Return the tokens that the template gives a finished conversation.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._encode.start(self._render(messages, go_on=False))
+        return self._encode.start(self._render(messages, generation_prompt=False))
 
     def difference(self, row_ids: Sequence[int], messages: Sequence[Message]) -> str | None:
-        """Where the tokens of a row are not the template's own of the same messages, in words; None: nowhere.
+        """Describe where a row's tokens differ from those that the template gives the same messages, or return None.
 
-        A last turn that the template does not write as it was said is not compared.
+        A last turn that the template renders differently from what was sampled is not compared.
 
         Args:
             row_ids: Prompt and response.
@@ -145,10 +263,10 @@ class Chat:
         return self.first_difference(row_ids, self.retokenized(messages))
 
     def first_difference(self, row_ids: Sequence[int], expected: Sequence[int]) -> str | None:
-        """Position and surroundings of the first token that differs; None: there is none.
+        """Describe position and surroundings of the first token that differs, or return None.
 
-        One end-of-turn token is as good as another. `expected` may go on with one and what the template writes behind
-        it: generation stops before.
+        All end-of-turn tokens are equal. `expected` may continue with one and what the template writes behind it,
+        because generation stops before.
         """
         row, expected = [int(token) for token in row_ids], [int(token) for token in expected]
         pairs = enumerate(zip(row, expected, strict=False))
@@ -158,17 +276,17 @@ class Chat:
             return None
         begin, end = max(0, position - 4), position + 5
         return (
-            f"token {position} of {len(row)}: the row has {self._shown(row[begin:end])}, the chat template gives "
-            f"{self._shown(expected[begin:end])}"
+            f"token {position} of {len(row)}: the row has {self._describe(row[begin:end])}, the chat template gives "
+            f"{self._describe(expected[begin:end])}"
         )
 
     def cut(self, text: str, max_tokens: int, side: Side) -> str:
-        """`text` in at most `max_tokens` as it will stand in a message; see `rollouter.agent.cutting`."""
+        """Return `text` in at most `max_tokens`, counted as part of a message; see `cut_text`."""
         return cut_text(
             text,
             max_tokens,
             side,
-            encode=lambda part: self._encode.behind(self._by_others.text(part)),
+            encode=lambda part: self._encode.behind(self._escape_all.text(part)),
             decode=self._tokenizer.decode,
         )
 
@@ -179,87 +297,90 @@ class Chat:
         others = [token for token in ids if token not in self._end_ids]
         return not others or not self._tokenizer.decode(others, skip_special_tokens=False).strip()
 
-    def _shown(self, ids: Sequence[int]) -> str:
+    def _describe(self, ids: Sequence[int]) -> str:
         return f"{self._tokenizer.decode(ids, skip_special_tokens=False)!r} {list(ids)}"
 
-    def _render(self, messages: Sequence[Message], *, go_on: bool) -> str:
-        return self._template([self._fitting(message) for message in self._quoted(messages)], go_on=go_on)
+    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        return self._template(
+            [self._fit_template(message) for message in self._escaped(messages)], generation_prompt=generation_prompt
+        )
 
-    def _template(self, messages: Sequence[Message], *, go_on: bool) -> str:
+    def _template(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         return render(
             self._tokenizer,
             messages,
-            add_generation_prompt=go_on,
+            add_generation_prompt=generation_prompt,
             tools=self._tools,
             template_kwargs=self._template_kwargs,
         )
 
-    def _quoted(self, messages: Sequence[Message]) -> list[Message]:
+    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
         roles = [message.get("role") for message in messages]
         given = roles.index("assistant") if "assistant" in roles else len(roles)
-        said = [
-            (self._by_assistant if message.get("role") == "assistant" else self._by_others).message(message)
+        rendered = [
+            (self._escape_ends if message.get("role") == "assistant" else self._escape_all).message(message)
             for message in messages[given:]
         ]
-        return [*messages[:given], *said]
+        return [*messages[:given], *rendered]
 
-    def _fitting(self, message: Message) -> Message:
-        """A turn whose reasoning or calls the template has no place for becomes content, as the model wrote it."""
+    def _fit_template(self, message: Message) -> Message:
+        """Move reasoning or calls that the template cannot render into the content, as the model wrote them."""
         if "text" not in message:
             return message
-        fitting = {key: value for key, value in message.items() if key != "text"}
+        fitted = {key: value for key, value in message.items() if key != "text"}
         text: str = message["text"]
         if len(message.get("tool_calls", ())) > self._max_calls:
-            del fitting["tool_calls"]
-            fitting.pop("reasoning_content", None)
-            fitting["content"] = text
+            del fitted["tool_calls"]
+            fitted.pop("reasoning_content", None)
+            fitted["content"] = text
         elif "reasoning_content" in message and not self._takes_reasoning:
             head, close, _ = text.partition("</think>")
-            del fitting["reasoning_content"]
-            fitting["content"] = f"{head}{close}{message['content']}"
-        return fitting
+            del fitted["reasoning_content"]
+            fitted["content"] = f"{head}{close}{message['content']}"
+        return fitted
 
     def _last_turn(self, messages: Sequence[Message]) -> _LastTurn:
-        context = self._render(messages[:-1], go_on=True)
-        said = self._render(messages, go_on=False)
-        begin = _shared(context, said)
-        text, end = self._up_to_end(said, begin)
-        # A header's last blanks are not worth a new row.
+        context = self._render(messages[:-1], generation_prompt=True)
+        rendered = self._render(messages, generation_prompt=False)
+        begin = _shared(context, rendered)
+        text, end = self._up_to_end(rendered, begin)
+        # A difference in the header's last blanks needs no new row.
         seen = context.rstrip()
-        complete = begin >= len(seen) and _holds(said[begin:], self._fitting(self._by_assistant.message(messages[-1])))
+        complete = begin >= len(seen) and _holds(
+            rendered[begin:], self._fit_template(self._escape_ends.message(messages[-1]))
+        )
         return _LastTurn(seen, text, end, complete)
 
-    def _up_to_end(self, said: str, begin: int) -> tuple[str, str]:
-        """`said` up to the token that ends the turn which starts at `begin`, and that token's text; empty: the template
-        writes none."""
-        stop, found, ended = len(said), (said.rstrip(), ""), False
+    def _up_to_end(self, rendered: str, begin: int) -> tuple[str, str]:
+        """Return `rendered` up to the token that ends the turn starting at `begin`, and that token's text or ""."""
+        stop, found, ended = len(rendered), (rendered.rstrip(), ""), False
         while True:
-            stop = len(said[:stop].rstrip())
-            name = max((name for name in self._special if said.endswith(name, begin, stop)), key=len, default=None)
+            stop = len(rendered[:stop].rstrip())
+            name = max((name for name in self._special if rendered.endswith(name, begin, stop)), key=len, default=None)
             if name is None:
                 return found
             is_end = self._special[name] in self._end_ids
             if is_end or not ended:
-                found, ended = (said[:stop], name), is_end
+                found, ended = (rendered[:stop], name), is_end
             stop -= len(name)
 
-    def _template_end(self) -> set[int]:
-        """The token that the template writes behind a turn, whether or not the tokenizer knows it to end one."""
+    def _probe_end_token(self) -> set[int]:
+        """Return the token that the template writes behind a turn, even if the tokenizer does not list it as an end."""
         answer = "bbbb"
         try:
-            said = self._template([_USER, {"role": "assistant", "content": answer}, _USER], go_on=False)
+            rendered = self._template([_USER, {"role": "assistant", "content": answer}, _USER], generation_prompt=False)
         except DataError:
             return set()
-        behind = said.rpartition(answer)[2].lstrip()
+        behind = rendered.rpartition(answer)[2].lstrip()
         name = max((name for name in self._special if behind.startswith(name)), key=len, default=None)
         return {self._special[name]} if name else set()
 
-    def _calls_taken(self) -> int:
-        """How many calls the template takes in one turn: 0, 1 or any number."""
+    def _probe_max_calls(self) -> int:
+        """Return how many calls the template renders in one turn: 0, 1 or any number."""
         taken = 0
         for number in (1, 16):
             try:
-                self._template([_USER, _calls(number)], go_on=False)
+                self._template([_USER, _calls(number)], generation_prompt=False)
             except DataError:
                 return taken
             taken = number
@@ -268,20 +389,20 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class _LastTurn:
-    """Of a conversation that the assistant has ended."""
+    """The last turn of a conversation as the template renders it."""
 
     context: str
-    """What the model had seen when it began."""
+    """The text before the turn."""
     text: str
-    """The conversation, up to the end of the turn."""
+    """The conversation up to the end of the turn."""
     end: str
-    """The token that ends it."""
+    """The token that ends the turn."""
     complete: bool
-    """Context and turn are in the conversation as they were."""
+    """The conversation contains context and turn unchanged."""
 
 
 def _shared(one: str, two: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common prefix."""
     if two.startswith(one):
         return len(one)
     pairs = enumerate(zip(one, two, strict=False))
@@ -289,7 +410,7 @@ def _shared(one: str, two: str) -> int:
 
 
 def _holds(written: str, message: Message) -> bool:
-    """The template wrote all of an assistant's message."""
+    """Return whether `written` contains all parts of an assistant's message."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     texts = [message.get("content"), message.get("reasoning_content"), *names]
     return all(text.strip() in written for text in texts if isinstance(text, str))

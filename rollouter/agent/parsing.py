@@ -1,7 +1,7 @@
-"""What the model sampled, as content, reasoning and tool calls: vLLM's own parsers, chosen by name.
+"""Parses sampled turns into content, reasoning and tool calls with vLLM's own parsers, chosen by name.
 
-Nothing that a model writes raises here. What was meant as a call and is none is `malformed`, so that the model can be
-told, and the turn does not pass for an answer.
+Text of a model never raises here. A broken call makes its turn `malformed`, so that the model can be informed, and the
+turn does not count as an answer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.failures import ConfigError
-from rollouter.user_code import nearest
+from asyncrl.config.import_path import nearest
+from asyncrl.core.failures import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TOOLS = "no_tools"
-"""The format of models that call nothing: all is content."""
+"""The format of models without tools: everything is content."""
 KEY = "rollout.multi_turn.format"
 
 
@@ -34,26 +34,26 @@ KEY = "rollout.multi_turn.format"
 class ParsedCall:
     name: str
     arguments_json: str
-    """As the parser gives them; of no certain type."""
+    """The parser's output, unchecked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """One turn of the model."""
+class ParsedTurn:
+    """A parsed turn of the model."""
 
     content: str
-    """Without reasoning, calls and the end-of-turn token. With `malformed`, all that was written."""
+    """The text without reasoning, calls and end-of-turn token. With `malformed`, all of it."""
     calls: tuple[ParsedCall, ...] = ()
     malformed: bool = False
-    """It holds what looks like a call and cannot be read as one."""
+    """It contains something that looks like a call and cannot be parsed."""
     reasoning: str = ""
-    """What stood in a leading `<think>…</think>`, or before `</think>` where the prompt had opened it."""
+    """The text of a leading `<think>…</think>`, or before `</think>` if the prompt has opened it."""
     text: str = ""
-    """All of it but the end-of-turn token, as written."""
+    """Everything but the end-of-turn token, as written."""
 
 
-class CallParser:
-    """Reads the turns of one model. One vLLM parser is made for each turn, since they keep state."""
+class ToolCallParser:
+    """Parses the turns of one model. Each turn gets a vLLM parser of its own, since they keep state."""
 
     def __init__(
         self,
@@ -63,16 +63,12 @@ class CallParser:
         *,
         end_ids: Collection[int] = (),
     ) -> None:
-        """Load vLLM's parser; that takes seconds the first time.
+        """Load vLLM's parser `format`; the first time takes seconds.
 
-        Args:
-            format: The name of a parser of vLLM, or `no_tools`.
-            tokenizer: The model's.
-            tools: OpenAI function schemas of what it may call.
-            end_ids: Tokens that end a turn besides the tokenizer's own.
+        `tools` are OpenAI function schemas, `end_ids` tokens that end a turn besides the tokenizer's own.
 
         Raises:
-            ConfigError: there is no parser of that name, or it is for another tokenizer.
+            ConfigError: there is no parser of that name, or it needs another tokenizer.
         """
         self._tokenizer = tokenizer
         self._end_ids = {*end_ids, tokenizer.eos_token_id}
@@ -82,24 +78,24 @@ class CallParser:
             check_format(format)
             self._vllm = _VllmParser(format, tokenizer, tools)
 
-    def parse(self, ids: Sequence[int]) -> Parsed:
-        """Read one turn, its end-of-turn token included or not."""
+    def parse(self, ids: Sequence[int]) -> ParsedTurn:
+        """Parse one turn, with or without its end-of-turn token."""
         text = self._text(ids)
         reasoning, content = _split_reasoning(text)
         if self._vllm is None or not content.strip():
-            return Parsed(content, reasoning=reasoning, text=text)
+            return ParsedTurn(content, reasoning=reasoning, text=text)
         try:
-            told, calls = self._vllm.extract(content)
+            rest, calls = self._vllm.extract(content)
         except Exception as error:  # noqa: BLE001  # of a parser, on a model's text
             kind = type(error).__name__
             if kind not in self._warned:
                 self._warned.add(kind)
                 logger.warning("%s: the parser raised %s: %s; such turns count as malformed calls", KEY, kind, error)
-            return Parsed(content, malformed=True, reasoning=reasoning, text=text)
+            return ParsedTurn(content, malformed=True, reasoning=reasoning, text=text)
         if calls:
-            return Parsed(told.rstrip(), calls, reasoning=reasoning, text=text)
+            return ParsedTurn(rest.rstrip(), calls, reasoning=reasoning, text=text)
         malformed = self._vllm.looks_like_call(content)
-        return Parsed(content, malformed=malformed, reasoning=reasoning, text=text)
+        return ParsedTurn(content, malformed=malformed, reasoning=reasoning, text=text)
 
     def _text(self, ids: Sequence[int]) -> str:
         tokens = [int(token) for token in ids]
@@ -111,14 +107,14 @@ class CallParser:
 
 
 class _VllmParser:
-    """One parser class of vLLM, and what it asks for."""
+    """A parser class of vLLM with the inputs it needs."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        # Its parsers log a traceback for each call that a model gets wrong; here these are counted.
+        # vLLM's parsers log a traceback for each malformed call; here these are counted.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._class = ToolParserManager.get_tool_parser(name)
         self._tokenizer = get_cached_tokenizer(tokenizer)
@@ -141,7 +137,7 @@ class _VllmParser:
         return self._class(self._tokenizer, self._request.tools)
 
     def extract(self, text: str) -> tuple[str, tuple[ParsedCall, ...]]:
-        """What is no call in `text`, and the calls.
+        """Return the text outside of calls, and the calls.
 
         Raises:
             Exception: whatever the parser raises.
@@ -165,13 +161,13 @@ _SHAPES = {
     "olmo3": (_PYTHON_CALL,),
     "xlam": (r"\[TOOL_CALLS\]", r"<tool_call>", r"\A\s*\[?\s*\{\s*\"name\""),
 }
-"""Families whose calls need no token of their own: how they begin."""
+"""Patterns at the beginning of calls, for families whose calls need no token of their own."""
 _ANY = r"<\W{0,3}(?:tool|function|plugin|action|invoke)"
-"""How calls begin with parsers that keep it to themselves."""
+"""The beginning of calls for parsers that do not expose theirs."""
 
 
 def _markers(parser: Any) -> list[str]:
-    """Texts with which a parser's calls begin, as far as it tells."""
+    """Return the texts with which a parser's calls begin, as far as its attributes show them."""
     names = {name for name in dir(parser) if _BEGINS.search(name)}
     values: list[Any] = [getattr(parser, name, None) for name in names]
     engine = getattr(parser, "_parser_engine", None)
@@ -183,7 +179,7 @@ def _markers(parser: Any) -> list[str]:
 
 
 def known_formats() -> list[str]:
-    """Names of vLLM's parsers, read from its source: importing it would take seconds. Empty: it is not installed."""
+    """Return the names of vLLM's parsers, read from its source, because importing it is slow; empty without it."""
     spec = importlib.util.find_spec("vllm")
     for place in (spec.submodule_search_locations or []) if spec else []:
         source = Path(place, "tool_parsers", "__init__.py")
@@ -194,7 +190,7 @@ def known_formats() -> list[str]:
 
 
 def check_format(format: str) -> None:
-    """Refuse a name that no parser has. Cheap; without vLLM nothing is refused.
+    """Check that a parser of this name exists. Cheap; without vLLM every name passes.
 
     Raises:
         ConfigError: there is no such parser.
@@ -207,11 +203,11 @@ def check_format(format: str) -> None:
         )
 
 
-def assistant_message(parsed: Parsed, *, turn: int = 0) -> dict[str, Any]:
-    """The turn as a message. A call whose arguments are no JSON object stays text in the content.
+def assistant_message(parsed: ParsedTurn, *, turn: int = 0) -> dict[str, Any]:
+    """Return the turn as a message. A call whose arguments are no JSON object stays text in the content.
 
-    `turn`: which one of the conversation, so that its calls have ids of their own. The key `text`, there if the turn
-    is more than its content, is all that was written: `Chat` needs it where a template has no place for the rest.
+    `turn` is the turn's number, from which the ids of its calls are derived. The key `text`, present if the turn is
+    more than its content, is the whole text: `ChatTokenizer` needs it where a template cannot render the rest.
     """
     content, calls = parsed.content, []
     for number, call in enumerate(parsed.calls):
@@ -232,7 +228,7 @@ def assistant_message(parsed: Parsed, *, turn: int = 0) -> dict[str, Any]:
 
 
 def call_arguments(call: ParsedCall) -> dict[str, Any] | None:
-    """The arguments; None: they are no JSON object."""
+    """Return the arguments, or None if they are no JSON object."""
     try:
         arguments = json.loads(call.arguments_json)
     except ValueError:
@@ -241,17 +237,17 @@ def call_arguments(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def call_id(turn: int, number: int) -> str:
-    """Of a turn's call: nine letters and digits, which is what the strictest templates want. The same every time."""
+    """Return a deterministic id of a turn's call: nine letters and digits, as the strictest templates require."""
     return hashlib.sha256(f"{turn}/{number}".encode()).hexdigest()[:9]
 
 
 def tool_message(call_id: str, name: str, text: str) -> dict[str, Any]:
-    """What a tool answers to a call."""
+    """Return the message with a tool's answer to a call."""
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
 
 
 def _split_reasoning(text: str) -> tuple[str, str]:
-    """Reasoning and the rest. Reasoning that was cut takes all."""
+    """Split into reasoning and the rest; unfinished reasoning takes everything."""
     begin = re.match(r"\s*<think>", text)
     head, close, tail = text.partition("</think>")
     if begin:

@@ -1,11 +1,10 @@
-"""An agent of the user's in place of the built-in loop: each trajectory is one run of a program that has its own key.
+"""External agents: each trajectory is one run of the user's program, which has a key of its own.
 
-a place ─▶ key, session ─▶ the program runs, its requests are turns ─▶ session closed ─▶ Trajectory
+capacity ─▶ key, session ─▶ the program runs, its requests are turns ─▶ session closed ─▶ Trajectory
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,62 +15,56 @@ import anyio
 import anyio.from_thread
 from anyio.lowlevel import current_token
 
-from asyncrl.config.reward_rules import part_weights
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, UserCodeError, first_failure
+from asyncrl.config.sections.reward import part_weights
+from asyncrl.core.failures import BugError, UserCodeError, first_failure
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Prompt, SampleId
 from asyncrl.profiling import profile
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import FinishReason, Prompt, SampleId
-from rollouter.agent.asking import AskTurn
-from rollouter.agent.loop import AgentCounts, MismatchError
-from rollouter.drops import TooLongError
-from rollouter.gateway.chats import ChatBook
-from rollouter.gateway.errors import RequestError
-from rollouter.gateway.gateway import Gateway
-from rollouter.gateway.program import Program, read_result
-from rollouter.gateway.requests import Reader, checked_reward
-from rollouter.gateway.session import Room, Session, ended_by_length
-from rollouter.gateway.task import AgentTask, Post
+from rollouter.agent.conversation import AskTurn
+from rollouter.agent.loop import AgentCounts, report_mismatch
+from rollouter.drop_policy import TooLongError
+from rollouter.gateway.program import AgentProgram, read_result
+from rollouter.gateway.protocol import RequestError, RequestReader, checked_reward
+from rollouter.gateway.session import AgentGateway, ChatCache, GatewaySession, TokenBudget
+from rollouter.gateway.task import AgentTask, PostReward
 
 SCORE = "agent"
 """Name of the posted reward among `Trajectory.scores`."""
 AFTER_DONE_S = 5.0
-"""A program that has said it is done may end by itself so long."""
-
-logger = logging.getLogger(__name__)
+"""How long a program that has reported `done` may take to end by itself."""
 
 
 class ExternalAgent:
-    """`Converser`. Reached over HTTP at the address that `serve_at` was told."""
+    """A `ConversationAgent` that runs the user's program. The program sends its requests to the URL of `serve_at`."""
 
     schemas: tuple[Mapping[str, Any], ...] = ()
-    """Agents have tools of their own."""
+    """Empty: the program brings its own tools."""
 
-    def __init__(self, config: Config, program: Program, book: ChatBook, *, model: str) -> None:
-        """`model`: its name at the endpoint."""
+    def __init__(self, config: Config, program: AgentProgram, cache: ChatCache, *, model: str) -> None:
+        """`model` is the model's name at the endpoint."""
         self._config = config
         self._settings = config.rollout.agent
         self._program = program
-        self._book = book
+        self._cache = cache
         self._model = model
-        self._room = Room(config.max_model_len, config.rollout.response_length)
-        self._places = anyio.CapacityLimiter(self._settings.max_concurrency)
+        self._budget = TokenBudget(config.max_model_len, config.rollout.response_length)
+        self._programs = anyio.CapacityLimiter(self._settings.max_concurrency)
         others = {name: weight for name, weight in part_weights(config).items() if name not in ("tools", "turns")}
         self._needs_reward = not any(others.values())
         self._base_url = ""
-        self._told_mismatch = False
+        self._mismatch_reported = False
         self._tool_calls = 0
         self.counts = AgentCounts()
-        self.gateway = Gateway()
+        self.gateway = AgentGateway()
         self._waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def serve_at(self, base_url: str, incarnation: int) -> None:
-        """Where requests come in, and which Rollouter they are for. Before any trajectory."""
+        """Set the URL of the endpoint and the Rollouter's incarnation; to be called before any trajectory."""
         self._base_url = base_url
-        self.gateway = Gateway(incarnation)
+        self.gateway = AgentGateway(incarnation)
 
     async def __aenter__(self) -> Self:
-        """Conversations are held while it is open."""
         return self
 
     async def __aexit__(
@@ -80,7 +73,7 @@ class ExternalAgent:
         pass
 
     def identity(self) -> Mapping[str, Any]:
-        """See `Converser`: the program by its name, so one that was changed should get another."""
+        """See `ConversationAgent`. The program counts by its name: rename one whose behaviour has changed."""
         return {
             "program": self._settings.program,
             "command": list(self._settings.command),
@@ -89,11 +82,11 @@ class ExternalAgent:
         }
 
     def watch(self, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
-        """See `Converser`."""
+        """See `ConversationAgent`."""
         self._waiting = waiting
 
     def status(self) -> Mapping[str, float]:
-        """See `Converser`."""
+        """See `ConversationAgent`."""
         return {
             "turns": self.counts.turns,
             "rewrites": self.counts.rewrites,
@@ -102,32 +95,31 @@ class ExternalAgent:
         }
 
     async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:
-        """One run of the program. See `Converser`.
+        """Run the program once, see `ConversationAgent.converse`.
 
         Raises:
             UserCodeError: the program failed, asked for no turn, or gave no reward where nothing else gives one.
             TooLongError: no turn was complete, or no reward posted, within `rollout.agent.timeout_s`.
-            MismatchError: see `tokenization_sanity_check_mode`.
-            What `ask` raises.
+            MismatchError: see `tokenization_sanity_check_mode`; and what `ask` raises.
         """
         name = f"{sample_id}, trajectory {number}"
         training = isinstance(sample_id, SampleId)
-        session = Session(
+        session = GatewaySession(
             f"chatcmpl-{sample_id}-{number}",
             model=self._model,
             ask=ask,
-            book=self._book,
-            reader=Reader(self._model, self._config.rollout.sampling if training else None),
-            room=self._room,
+            cache=self._cache,
+            reader=RequestReader(self._model, self._config.rollout.sampling if training else None),
+            budget=self._budget,
         )
-        async with self._places:
+        async with self._programs:
             failure, late = await self._run(session, sample_id, number, prompt)
         return self._finished(name, session, failure, late=late)
 
     async def _run(
-        self, session: Session, sample_id: SampleId | str, number: int, prompt: Prompt
+        self, session: GatewaySession, sample_id: SampleId | str, number: int, prompt: Prompt
     ) -> tuple[UserCodeError | None, bool]:
-        """The program to its end: what it failed of, and whether it was out of time."""
+        """Run the program to its end. Return its failure, and whether it ran out of time."""
         if not self._base_url:
             raise BugError("an agent is run before its endpoint is up")
         key = self.gateway.open(session)
@@ -148,12 +140,12 @@ class ExternalAgent:
             with anyio.move_on_after(self._settings.timeout_s) as deadline:
                 async with anyio.create_task_group() as group:
                     session.begin(group)
-                    group.start_soon(_end_soon, session, group.cancel_scope)
+                    group.start_soon(_end_after_done, session, group.cancel_scope)
                     try:
                         with self._waiting("agent"), profile.span("agent.run"):
                             returned = read_result(await self._program.run(task))
                         if not session.done.is_set():
-                            session.keep(returned)
+                            session.post(returned)
                     except UserCodeError as error:
                         failure = error
                     group.cancel_scope.cancel()
@@ -163,15 +155,17 @@ class ExternalAgent:
             self.gateway.close(key)
         return failure, deadline.cancelled_caught
 
-    def _finished(self, name: str, session: Session, failure: UserCodeError | None, *, late: bool) -> Trajectory:
+    def _finished(self, name: str, session: GatewaySession, failure: UserCodeError | None, *, late: bool) -> Trajectory:
         recording = session.recording
-        key = "rollout.agent.timeout_s"
         over = session.done.is_set()
-        if failure is not None and not over and not (session.full and recording.said):
+        if failure is not None and not over and not (session.full and recording.completed):
             raise failure
-        if not recording.said and late:
-            raise TooLongError(f"{name}: no turn was complete within {key} = {self._settings.timeout_s:g} s; raise it")
-        if not recording.said:
+        if not recording.completed and late:
+            raise TooLongError(
+                f"{name}: no turn was complete within rollout.agent.timeout_s = {self._settings.timeout_s:g} s; "
+                "raise it"
+            )
+        if not recording.completed:
             raise UserCodeError(
                 f"{name}: the agent ended without a turn of the model, so there is nothing to train on; it has to call "
                 "the endpoint at AgentTask.base_url with AgentTask.api_key"
@@ -181,14 +175,18 @@ class ExternalAgent:
         reason = FinishReason.STOP
         if late and not over:
             reason = FinishReason.TIMEOUT
-        elif ended_by_length(recording) or (failure is not None and session.full):
+        elif recording.ended_by_length() or (failure is not None and session.full):
             reason = FinishReason.LENGTH
         turns = recording.turns()
         self.counts.turns += len(turns)
         self.counts.rewrites += recording.forks > 0
         self._tool_calls += sum(len(turn.calls) for turn in turns)
-        if self._config.rollout.multi_turn.tokenization_sanity_check_mode != "off":
-            self._check(name, session)
+        settings = self._config.rollout.multi_turn
+        for difference in session.differences() if settings.tokenization_sanity_check_mode != "off" else ():
+            self.counts.mismatches += 1
+            self._mismatch_reported = report_mismatch(
+                settings, difference, name=f"{name}: ", reported=self._mismatch_reported
+            )
         return Trajectory(
             rows=recording.rows(),
             turns=turns,
@@ -216,36 +214,25 @@ class ExternalAgent:
             failure.cause if failure is not None else "",
         )
 
-    def _check(self, name: str, session: Session) -> None:
-        """Compare each row with the template's own tokens of its conversation."""
-        for difference in session.differences():
-            self.counts.mismatches += 1
-            told = f"{name}: a conversation has other tokens than the chat template gives it: {difference}"
-            if self._config.rollout.multi_turn.tokenization_sanity_check_mode == "strict":
-                raise MismatchError(f"{told} (rollout.multi_turn.tokenization_sanity_check_mode=strict)")
-            log = logger.debug if self._told_mismatch else logger.warning
-            self._told_mismatch = True
-            log("%s. What is trained on are the tokens that were sampled; such conversations are counted", told)
 
-
-async def _end_soon(session: Session, scope: anyio.CancelScope) -> None:
-    """Once the agent has said that it is done."""
+async def _end_after_done(session: GatewaySession, scope: anyio.CancelScope) -> None:
+    """Cancel `scope` some seconds after the agent has reported that it is done."""
     await session.done.wait()
     await anyio.sleep(AFTER_DONE_S)
     scope.cancel()
 
 
-def _poster(session: Session) -> Post:
-    """`AgentTask.post` for a program of this process, whichever thread it is in."""
+def _poster(session: GatewaySession) -> PostReward:
+    """Return the `AgentTask.post` of a program in this process; it may be called from any thread."""
     loop_thread, token = threading.get_ident(), current_token()
 
     def post(reward: float | None, metrics: Mapping[str, float], done: bool) -> None:
         posted = checked_reward(reward, metrics, done)
         try:
             if threading.get_ident() == loop_thread:
-                session.keep(posted)
+                session.post(posted)
             else:
-                anyio.from_thread.run_sync(session.keep, posted, token=token)
+                anyio.from_thread.run_sync(session.post, posted, token=token)
         except RequestError as refusal:
             raise RuntimeError(refusal.message) from None
 

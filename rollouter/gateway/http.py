@@ -1,7 +1,7 @@
-"""The HTTP side: requests that carry a trajectory's key leave the way of the others here.
+"""ASGI middleware that routes requests with a trajectory's key to the Rollouter.
 
-Authorization: Bearer asyncrl-1-…   ──▶ the Rollouter that gave the key       recorded
-anything else                       ──▶ the app inside (`ray.serve.llm`)      not recorded
+Authorization: Bearer asyncrl-1-…   ──▶ the Rollouter that issued the key     recorded
+anything else                       ──▶ the inner app (`ray.serve.llm`)       not recorded
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollouter.gateway.errors import RequestError
-from rollouter.gateway.gateway import incarnation_of
-from rollouter.gateway.responses import Answer, events
+from rollouter.gateway.protocol import GatewayResponse, RequestError, events
+from rollouter.gateway.session import incarnation_of
 
-Call = Callable[[str, str, Mapping[str, Any]], Awaitable[Answer]]
-"""Key, path behind `/v1/`, body."""
+Call = Callable[[str, str, Mapping[str, Any]], Awaitable[GatewayResponse]]
+"""Takes key, path after `/v1/` and body."""
 MAX_BODY_BYTES = 32 << 20
 _FINAL = {"x-should-retry": "false"}
-"""The official clients would try some refusals again, and get the same."""
+"""Stops the official clients from retrying refusals that would stay the same."""
 _POSTED = frozenset({"chat/completions", "completions", "reward"})
 
 
-class TrajectoryKeys:
+class TrajectoryKeyMiddleware:
     """ASGI middleware. Must be the outermost one: trajectory keys are no API keys."""
 
     def __init__(self, app: ASGIApp, *, call: Call) -> None:
@@ -50,9 +49,9 @@ class TrajectoryKeys:
 
     async def _respond(self, key: str, request: Request) -> Response:
         path = _path(request.scope)
-        wanted = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
-        if request.method != wanted:
-            raise RequestError(f"/v1/{path} takes {wanted} requests", status=405, code="method_not_allowed")
+        method = "POST" if path in _POSTED else "GET" if path.split("/")[0] == "models" else request.method
+        if request.method != method:
+            raise RequestError(f"/v1/{path} takes {method} requests", status=405, code="method_not_allowed")
         body = await _read(request) if request.method == "POST" else {}
         answer = await self._call(key, path, body)
         if answer.status >= 400:
@@ -96,6 +95,6 @@ def _bearer(scope: Scope) -> str:
 
 
 def _path(scope: Scope) -> str:
-    """What stands behind `/v1/`, wherever the app is mounted."""
+    """Return the part of the path after `/v1/`, wherever the app is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")).removeprefix("/v1/").strip("/")

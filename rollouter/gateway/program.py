@@ -1,39 +1,45 @@
-"""The user's agent, however it is written: loaded once, run once per trajectory, its result checked."""
+"""The user's agent as a function or as a command: loaded once, run once per trajectory, its result checked."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import anyio
 from anyio import to_thread
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
-from asyncrl.config.sections.multi_turn import AgentConfig
-from asyncrl.failures import AsyncRLError, BugError, ConfigError, UserCodeError
-from rollouter.gateway.command import CommandProgram
-from rollouter.gateway.requests import PostedReward, checked_reward
+from asyncrl.config.import_path import load_object
+from asyncrl.config.sections.rollout import AgentConfig
+from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, UserCodeError
+from rollouter.gateway.protocol import PostedReward, checked_reward
 from rollouter.gateway.task import AgentTask
-from rollouter.user_code import load_object
 
 KEY = "rollout.agent.program"
 
 
-class Program(Protocol):
-    """Makes trajectories."""
+class AgentProgram(Protocol):
+    """Runs the user's agent."""
 
     async def run(self, task: AgentTask) -> Any:
-        """Make one. Returns what it is worth, see `read_result`, or None.
+        """Run one trajectory. Return its reward, see `read_result`, or None.
 
         Raises:
-            UserCodeError: it failed.
+            UserCodeError: the agent failed.
         """
 
 
-def load_program(settings: AgentConfig) -> Program:
-    """
+def load_program(settings: AgentConfig) -> AgentProgram:
+    """Load the configured function or command.
+
     Raises:
-        ConfigError: there is no such function or program, or it takes something else than one task.
+        ConfigError: it does not exist, or its signature does not take one task.
         UserCodeError: its module raised when it was imported.
     """
     if settings.command:
@@ -56,7 +62,7 @@ def load_program(settings: AgentConfig) -> Program:
 
 
 class FunctionProgram:
-    """A function. One that is not `async` has a thread of its own."""
+    """Runs a function, in a thread unless it is `async`."""
 
     def __init__(self, name: str, function: Callable[[AgentTask], Any], max_concurrency: int) -> None:
         self._name = name
@@ -66,10 +72,10 @@ class FunctionProgram:
         self._threads = anyio.CapacityLimiter(max_concurrency)
 
     async def run(self, task: AgentTask) -> Any:
-        """See `Program`. A thread cannot be ended: one that is cancelled is left behind, and its key is worth nothing.
+        """See `AgentProgram`. A cancelled thread cannot be ended; it is abandoned, and its key no longer works.
 
         Raises:
-            UserCodeError: it raised. An error of ours that it raises is passed on: `DataError` drops the sample.
+            UserCodeError: the function raised. Our own errors pass through: `DataError` drops the sample.
         """
         try:
             if self._is_async:
@@ -83,10 +89,10 @@ class FunctionProgram:
 
 
 def read_result(result: Any) -> PostedReward:
-    """What a program returned: nothing, a number, or a mapping of `reward` and `metrics`.
+    """Read a program's result: None, a number, or a mapping of `reward` and `metrics`.
 
     Raises:
-        UserCodeError: it is something else.
+        UserCodeError: the result is something else.
     """
     reward: Any = result
     metrics: Mapping[str, Any] = {}
@@ -101,3 +107,117 @@ def read_result(result: Any) -> PostedReward:
             f"{KEY}: an agent returned what is no reward: {error}. It may return None, a finite number, or a mapping "
             "with reward and metrics"
         ) from error
+
+
+COMMAND_KEY = "rollout.agent.command"
+TERM_S = 2.0
+"""From SIGTERM to SIGKILL."""
+DRAIN_S = 1.0
+"""How long to read remaining output once the process has ended."""
+TAIL_BYTES = 16 << 10
+"""How much of the end of each output is kept for error messages."""
+
+
+class CommandProgram:
+    """Runs `rollout.agent.command`, once per trajectory.
+
+    The process gets the task as JSON on its standard input, and in its environment what OpenAI clients read. It has a
+    process group of its own, which is killed as a whole when the program ends, is out of time or is cancelled.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """
+        Raises:
+            ConfigError: there is no such program.
+        """
+        self._command = tuple(command)
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"{COMMAND_KEY}: "
+                f"there is no program {command[0]!r} that can be started, on the PATH or from {os.getcwd()}"
+            )
+
+    async def run(self, task: AgentTask) -> None:
+        """Run the command to its end; a cancellation ends its process group.
+
+        Raises:
+            UserCodeError: it could not be started, or its exit code is not 0.
+        """
+        try:
+            process = await anyio.open_process(self._command, env=environment(task), start_new_session=True)
+        except OSError as error:
+            raise UserCodeError.wrap(f"{COMMAND_KEY}: {self._command[0]} cannot be started: {error}", error) from error
+        output, errors = bytearray(), bytearray()
+        assert process.stdin and process.stdout and process.stderr
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(_send, process.stdin, json.dumps(task.as_json(), default=str).encode())
+                group.start_soon(_read_tail, process.stdout, output)
+                group.start_soon(_read_tail, process.stderr, errors)
+                code = await process.wait()
+                _signal(process, signal.SIGKILL)  # processes that it has left behind
+                group.cancel_scope.deadline = anyio.current_time() + DRAIN_S
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _end(process)
+        if code != 0:
+            raise UserCodeError(
+                f"{COMMAND_KEY}: {' '.join(self._command)} {_ending(code)}", _output_tails(output, errors)
+            )
+
+
+def environment(task: AgentTask) -> dict[str, str]:
+    """Return our environment and the variables that OpenAI clients read."""
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "OPENAI_MODEL": task.model,
+        "ASYNCRL_MODEL": task.model,
+    }
+
+
+async def _send(stream: ByteSendStream, data: bytes) -> None:
+    # A program may ignore its input.
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await stream.send(data)
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+        await stream.aclose()
+
+
+async def _read_tail(stream: ByteReceiveStream, tail: bytearray) -> None:
+    with suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        while True:
+            tail += await stream.receive()
+            del tail[:-TAIL_BYTES]
+
+
+async def _end(process: Process) -> None:
+    """End the whole process group: SIGTERM, and SIGKILL after `TERM_S`."""
+    if process.returncode is None:
+        _signal(process, signal.SIGTERM)
+        with anyio.move_on_after(TERM_S):
+            await process.wait()
+    _signal(process, signal.SIGKILL)
+    with anyio.move_on_after(TERM_S):
+        await process.wait()
+        await process.aclose()
+
+
+def _signal(process: Process, number: signal.Signals) -> None:
+    # While a process of the group exists, its number is not reused.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def _output_tails(output: bytearray, errors: bytearray) -> str:
+    parts = [("standard output", output), ("standard error", errors)]
+    return "\n".join(f"its {name}:\n{data.decode(errors='replace').rstrip()}" for name, data in parts if data)

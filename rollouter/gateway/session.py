@@ -1,53 +1,185 @@
-"""One trajectory's agent at the endpoint: its requests become turns, which are recorded; its reward is kept.
+"""Sessions at the endpoint: the requests of one trajectory's agent become recorded turns.
 
-Turns are asked for inside the trajectory's own task group (`begin`), so that its deadline, its cancellation and the
-failures of engines hold for them, whoever has sent the request. A client that goes away cancels its turn.
+A session asks for turns inside the trajectory's own task group (`begin`), so that the trajectory's deadline,
+cancellation and engine failures also apply to them. A client that disconnects cancels its turn.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import numpy as np
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from asyncrl.failures import AsyncRLError, ConfigError, DataError
-from asyncrl.trajectory import TurnInfo
-from asyncrl.types import FinishReason, Turn
-from rollouter.agent.asking import AskTurn, TurnRequest
-from rollouter.agent.chat import Chat
-from rollouter.agent.parsing import assistant_message
-from rollouter.gateway.chats import ChatBook, Reading
-from rollouter.gateway.errors import RequestError, closed, engines_failed, no_room
-from rollouter.gateway.messages import Message
-from rollouter.gateway.recording import Place, Recording, calls_of
-from rollouter.gateway.requests import ChatRequest, PostedReward, Reader, Wanted, read_reward
-from rollouter.gateway.responses import (
-    Answer,
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
+from asyncrl.core.trajectory import TurnInfo
+from asyncrl.core.types import FinishReason, Turn
+from rollouter.agent.chat import ChatTokenizer
+from rollouter.agent.conversation import AskTurn, TurnRequest
+from rollouter.agent.parsing import NO_TOOLS, ToolCallParser, assistant_message
+from rollouter.gateway.protocol import (
     Body,
-    Told,
+    ChatRequest,
+    GatewayResponse,
+    Message,
+    PostedReward,
+    RequestError,
+    RequestReader,
+    ResponseHeader,
+    TurnOptions,
     chat_response,
+    closed,
     completion_response,
+    engines_failed,
     model_card,
     models_response,
+    no_room,
+    read_reward,
+    unknown_key,
 )
-from rollouter.gateway.stopping import cut_at, text_before
+from rollouter.gateway.recording import TrajectoryRecording, TurnPosition, calls_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def cut_at(turn: Turn, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Turn:
+    """Return `turn` up to the token that completes the first of `stops`, with the finish reason `stop`.
+
+    The engine stops by itself; this cuts turns that come out of the turn log, or from an engine that decodes
+    differently. The tokens that remain were sampled with the same log-probs.
+    """
+    ids = turn.response_ids.tolist()
+
+    def found(number: int) -> bool:
+        text = decode(ids[:number])
+        return any(stop in text for stop in stops)
+
+    if not stops or not found(len(ids)):
+        return turn
+    fewest, most = 1, len(ids)
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if found(middle):
+            most = middle
+        else:
+            fewest = middle + 1
+    return Turn(
+        response_ids=np.asarray(ids[:most], dtype=np.int32),
+        rollout_log_probs=turn.rollout_log_probs[:most],
+        spans=tuple(span for span in turn.spans if span.first_token < most),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def text_before(text: str, stops: Sequence[str]) -> str:
+    """Return the text up to the first stop, which is what clients see."""
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
+
+
+MAX_CHATS = 256
+"""Number of formats in the cache; one that has been evicted is built again when a request needs it."""
+
+
+class ChatFormat(NamedTuple):
+    """The template and the parser for requests with the same tools and template arguments."""
+
+    chat: ChatTokenizer
+    parser: ToolCallParser
+
+
+class ChatCache:
+    """The chat formats that the requests of a run use, shared by all trajectories."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        format: str,
+        template_kwargs: Mapping[str, object],
+        end_ids: Collection[int],
+    ) -> None:
+        """Load the parser of `format`, so that the first request need not wait for vLLM. Blocks for some seconds.
+
+        A parser that does not fit the tokenizer is an error of the first request with tools: a run may have none.
+        """
+        self._tokenizer = tokenizer
+        self._format = format
+        self._template_kwargs = template_kwargs
+        self._end_ids = end_ids
+        self._known: OrderedDict[str, ChatFormat] = OrderedDict()
+        self._making = anyio.Lock()
+        self._unfit: ConfigError | None = None
+        try:
+            ToolCallParser(format, tokenizer, end_ids=end_ids)
+        except ConfigError as error:
+            self._unfit = error
+
+    async def get(self, request: ChatRequest) -> ChatFormat:
+        """Return the format of a request, which may have to be built first.
+
+        Raises:
+            ConfigError: the request has tools, and `rollout.multi_turn.format` does not fit the model.
+        """
+        key = json.dumps([request.scheme, request.parse_calls])
+        if key not in self._known:
+            async with self._making:
+                if key not in self._known:
+                    self._known[key] = await to_thread.run_sync(self._make, request)
+            while len(self._known) > MAX_CHATS:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return self._known[key]
+
+    def text(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Decode tokens; with `special` including the names of special tokens."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        assert isinstance(text, str)
+        return text
+
+    def tokens(self, text: str) -> list[int]:
+        """Encode a prompt that is no conversation, with the tokenizer's own prefix."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Decode each token by itself."""
+        return [self.text([token], special=True) for token in ids]
+
+    def _make(self, request: ChatRequest) -> ChatFormat:
+        if request.parse_calls and self._unfit is not None:
+            raise self._unfit
+        chat = ChatTokenizer(
+            self._tokenizer,
+            tools=request.tools,
+            template_kwargs={**self._template_kwargs, **request.template_kwargs},
+            end_ids=self._end_ids,
+        )
+        format = self._format if request.parse_calls else NO_TOOLS
+        return ChatFormat(chat, ToolCallParser(format, self._tokenizer, request.tools, end_ids=chat.end_ids))
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a row may hold, in tokens."""
+class TokenBudget:
+    """The limits of one row, in tokens."""
 
     max_model_len: int
     response_length: int
 
 
-class Session:
-    """See `Gateway.open`. Open until `close`; then its recording does not change any more."""
+class GatewaySession:
+    """The requests of one trajectory, see `AgentGateway.open`. After `close` its recording no longer changes."""
 
     def __init__(
         self,
@@ -55,43 +187,44 @@ class Session:
         *,
         model: str,
         ask: AskTurn,
-        book: ChatBook,
-        reader: Reader,
-        room: Room,
+        cache: ChatCache,
+        reader: RequestReader,
+        budget: TokenBudget,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`name`: of the trajectory, for ids of responses."""
+        """`name` identifies the trajectory in the ids of responses."""
         self.name = name
-        self.recording = Recording()
+        self.recording = TrajectoryRecording()
         self.reward: float | None = None
         self.metrics: dict[str, float] = {}
         self.done = anyio.Event()
-        """The agent has said that the trajectory is over."""
+        """Set when the agent has reported that the trajectory is over."""
         self.full = False
         """A request was refused because there was no room for a turn."""
         self._model = model
         self._ask_turn = ask
-        self._book = book
+        self._cache = cache
         self._reader = reader
-        self._room = room
+        self._budget = budget
         self._clock = clock
         self._wall_clock = wall_clock
         self._group: TaskGroup | None = None
         self._asked = 0
-        self._chats: dict[str, Chat] = {}
+        self._chats: dict[str, ChatTokenizer] = {}
         """By scheme."""
 
     def begin(self, group: TaskGroup) -> None:
-        """Turns are asked for in `group` from now on; it must be left only after `close`."""
+        """Ask for turns in `group` from now on; the group must outlive the session."""
         self._group = group
 
     def close(self) -> None:
-        """No request is served any more."""
+        """Refuse all further requests."""
         self._group = None
 
-    def keep(self, posted: PostedReward) -> None:
-        """
+    def post(self, posted: PostedReward) -> None:
+        """Store a reward and metrics; the last reward counts.
+
         Raises:
             RequestError: the trajectory is over.
         """
@@ -104,20 +237,21 @@ class Session:
             self.done.set()
 
     def differences(self) -> list[str]:
-        """Where rows are not the chat template's own tokens of what was said, in words."""
-        found = []
-        for said in self.recording.ends():
-            if said.scheme is not None and said.whole:
-                difference = self._chats[said.scheme].difference(said.tokens.tolist(), said.messages)
-                found += [difference] if difference is not None else []
-        return found
+        """Describe where rows differ from the tokens that the chat template gives the same messages."""
+        ends = [turn for turn in self.recording.ends() if turn.faithful]
+        found = [
+            self._chats[turn.scheme].difference(turn.tokens.tolist(), turn.messages)
+            for turn in ends
+            if turn.scheme is not None
+        ]
+        return [difference for difference in found if difference is not None]
 
-    async def answer(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """What the request gets, refusals included. `path`: what stands behind `/v1/`."""
+    async def answer(self, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """Answer one request; a refusal is an answer too. `path` is the part after `/v1/`."""
         try:
-            return Answer(200, await self._serve(path, body))
+            return GatewayResponse(200, await self._serve(path, body))
         except RequestError as refusal:
-            return Answer(refusal.status, refusal.body)
+            return GatewayResponse(refusal.status, refusal.body)
 
     async def _serve(self, path: str, body: Mapping[str, Any]) -> Body:
         if self._group is None or self.done.is_set():
@@ -128,7 +262,7 @@ class Session:
             case "completions":
                 return await self._completion(body)
             case "reward":
-                self.keep(read_reward(body))
+                self.post(read_reward(body))
                 return {"object": "reward", "reward": self.reward, "metrics": dict(self.metrics)}
             case "models":
                 return models_response(self._model)
@@ -141,44 +275,44 @@ class Session:
 
     async def _chat(self, request: ChatRequest) -> Body:
         try:
-            reading = await self._book.reading(request)
+            chat_format = await self._cache.get(request)
         except ConfigError as error:
             raise self._fail(error) from error
-        self._chats[request.scheme] = reading.chat
-        place = self._find(reading, request)
+        self._chats[request.scheme] = chat_format.chat
+        position = self._find(chat_format, request)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
-            message, whole = self._message(reading, request, turn)
+            message, faithful = self._message(chat_format, request, turn)
             calls = calls_of(message)
             reason = FinishReason.TOOL_CALL if calls else turn.finish_reason
-            told = replace(info, calls=calls, finish_reason=reason)
-            self.recording.add(place, turn, told, message, whole=whole)
-            return chat_response(self._told(place), turn, message, self._pieces(request.wanted, turn))
+            info = replace(info, calls=calls, finish_reason=reason)
+            self.recording.add(position, turn, info, message, faithful=faithful)
+            return chat_response(self._header(position), turn, message, self._pieces(request.options, turn))
 
-        return await self._turn(place, request.wanted, finish)
+        return await self._turn(position, request.options, finish)
 
     async def _completion(self, body: Mapping[str, Any]) -> Body:
         request = self._reader.completion(body)
-        ids = list(request.ids) if request.ids is not None else self._book.tokens(request.text or "")
-        prompt = request.text if request.text is not None else self._book.text(ids)
+        ids = list(request.ids) if request.ids is not None else self._cache.tokens(request.text or "")
+        prompt = request.text if request.text is not None else self._cache.text(ids)
         context = np.asarray(ids, dtype=np.int32)
-        place = Place(None, ({"role": "user", "content": prompt},), None, None, context)
+        position = TurnPosition(None, ({"role": "user", "content": prompt},), None, None, context)
 
         def finish(turn: Turn, info: TurnInfo) -> Body:
-            text = text_before(self._book.text(turn.response_ids.tolist()), request.wanted.stop)
-            self.recording.add(place, turn, info, {"role": "assistant", "content": text})
-            return completion_response(self._told(place), turn, text, self._pieces(request.wanted, turn))
+            text = text_before(self._cache.text(turn.response_ids.tolist()), request.options.stop)
+            self.recording.add(position, turn, info, {"role": "assistant", "content": text})
+            return completion_response(self._header(position), turn, text, self._pieces(request.options, turn))
 
-        return await self._turn(place, request.wanted, finish)
+        return await self._turn(position, request.options, finish)
 
-    def _find(self, reading: Reading, request: ChatRequest) -> Place:
-        """Where the turn that `request` asks for will stand."""
-        chat, messages = reading.chat, request.messages
+    def _find(self, chat_format: ChatFormat, request: ChatRequest) -> TurnPosition:
+        """Return the position of the turn that `request` asks for."""
+        chat, messages = chat_format.chat, request.messages
         parent = self.recording.find(request.scheme, messages)
         try:
             if parent is None:
                 context = np.asarray(chat.prompt(messages), dtype=np.int32)
-                return Place(request.scheme, messages, None, None, context)
+                return TurnPosition(request.scheme, messages, None, None, context)
             new = messages[len(parent.messages) :]
             more = chat.extend(parent.messages, new, parent.ids.tolist())
         except DataError as error:
@@ -186,33 +320,36 @@ class Session:
         before = (*parent.messages, *new)
         if more.rewritten:
             self.recording.forks += 1
-            return Place(request.scheme, before, parent, None, np.asarray(more.ids, dtype=np.int32))
+            return TurnPosition(request.scheme, before, parent, None, np.asarray(more.ids, dtype=np.int32))
         context = np.concatenate([parent.tokens, np.asarray(more.ids, dtype=np.int32)], dtype=np.int32)
-        return Place(request.scheme, before, parent, tuple(more.ids), context)
+        return TurnPosition(request.scheme, before, parent, tuple(more.ids), context)
 
-    def _message(self, reading: Reading, request: ChatRequest, turn: Turn) -> tuple[Message, bool]:
-        """The turn as the agent is told of it, and whether that is all of it."""
-        parsed = reading.parser.parse(turn.response_ids.tolist())
-        whole = turn.finish_reason is not FinishReason.LENGTH
+    def _message(self, chat_format: ChatFormat, request: ChatRequest, turn: Turn) -> tuple[Message, bool]:
+        """Return the turn as the agent receives it, and whether that contains everything that was sampled."""
+        parsed = chat_format.parser.parse(turn.response_ids.tolist())
+        faithful = turn.finish_reason is not FinishReason.LENGTH
         if request.one_call and len(parsed.calls) > 1:
-            parsed, whole = replace(parsed, calls=parsed.calls[:1]), False
-        message = assistant_message(parsed, turn=len(self.recording.said))
+            parsed, faithful = replace(parsed, calls=parsed.calls[:1]), False
+        message = assistant_message(parsed, turn=len(self.recording.completed))
         for key in ("content", "text"):
-            if key in message and (shown := text_before(message[key], request.wanted.stop)) != message[key]:
-                message[key], whole = shown, False
-        return message, whole
+            if key in message and (shown := text_before(message[key], request.options.stop)) != message[key]:
+                message[key], faithful = shown, False
+        return message, faithful
 
-    async def _turn(self, place: Place, wanted: Wanted, finish: Callable[[Turn, TurnInfo], Body]) -> Body:
-        """Ask for a turn at `place`, in the trajectory's task group; `finish` records it and makes the response."""
+    async def _turn(
+        self, position: TurnPosition, options: TurnOptions, finish: Callable[[Turn, TurnInfo], Body]
+    ) -> Body:
+        """Ask for a turn at `position` in the trajectory's task group; `finish` records it and builds the response."""
         limit = min(
-            self._room.max_model_len - len(place.context), self.recording.room_in_row(place, self._room.response_length)
+            self._budget.max_model_len - len(position.context),
+            self.recording.tokens_left(position, self._budget.response_length),
         )
         if limit < 1:
             self.full = True
-            raise no_room(len(place.context), self._room.max_model_len, self._room.response_length)
-        if wanted.max_tokens is not None:
-            limit = min(limit, wanted.max_tokens)
-        request = TurnRequest(self._asked, place.context, limit, wanted.stop)
+            raise no_room(len(position.context), self._budget.max_model_len, self._budget.response_length)
+        if options.max_tokens is not None:
+            limit = min(limit, options.max_tokens)
+        request = TurnRequest(self._asked, position.context, limit, options.stop)
         self._asked += 1
         made: list[Body] = []
         failed: list[BaseException] = []
@@ -223,7 +360,7 @@ class Session:
                 with scope:
                     started = self._clock()
                     turn = await self._ask_turn(request)
-                    turn = cut_at(turn, wanted.stop, self._text)
+                    turn = cut_at(turn, options.stop, self._text)
                     info = TurnInfo(0, 0, 0, turn.finish_reason, self._clock() - started)
                     made.append(finish(turn, info))
             except Exception as error:
@@ -244,7 +381,7 @@ class Session:
         raise engines_failed() if failed else closed()
 
     def _fail(self, error: AsyncRLError) -> RequestError:
-        """The whole trajectory fails of it."""
+        """Let the whole trajectory fail with `error`."""
 
         async def fail() -> None:
             raise error
@@ -253,18 +390,53 @@ class Session:
             self._group.start_soon(fail)
         return RequestError(error.message, status=500, kind="server_error")
 
-    def _told(self, place: Place) -> Told:
-        number = len(self.recording.said) - 1
-        return Told(f"{self.name}-{number}", self._model, int(self._wall_clock()), len(place.context))
+    def _header(self, position: TurnPosition) -> ResponseHeader:
+        number = len(self.recording.completed) - 1
+        return ResponseHeader(f"{self.name}-{number}", self._model, int(self._wall_clock()), len(position.context))
 
-    def _pieces(self, wanted: Wanted, turn: Turn) -> list[str] | None:
-        return self._book.pieces(turn.response_ids.tolist()) if wanted.log_probs else None
+    def _pieces(self, options: TurnOptions, turn: Turn) -> list[str] | None:
+        return self._cache.pieces(turn.response_ids.tolist()) if options.log_probs else None
 
     def _text(self, ids: Any) -> str:
-        return self._book.text(ids)
+        return self._cache.text(ids)
 
 
-def ended_by_length(recording: Recording) -> bool:
-    """The turn that was complete last was cut short."""
-    turns = recording.turns()
-    return bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
+_KEY = re.compile(r"asyncrl-(\d+)-[A-Za-z0-9_-]{43}")
+REMEMBERED = 10_000
+"""Number of keys of finished trajectories that are remembered, to refuse late requests with the right reason."""
+
+
+def incarnation_of(key: str) -> int | None:
+    """Return the incarnation of the Rollouter that issued the key, or None if it is no trajectory's key."""
+    match = _KEY.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+class AgentGateway:
+    """The sessions of one Rollouter by their keys."""
+
+    def __init__(self, incarnation: int = 1) -> None:
+        self._incarnation = incarnation
+        self._sessions: dict[str, GatewaySession] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()
+
+    def open(self, session: GatewaySession) -> str:
+        """Return a key for the session's requests. All that it reveals is which Rollouter issued it."""
+        key = f"asyncrl-{self._incarnation}-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        return key
+
+    def close(self, key: str) -> None:
+        """Refuse requests with `key` from now on."""
+        self._sessions.pop(key).close()
+        self._over[key] = None
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+
+    async def answer(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """Answer one request; a refusal is an answer too. `path` is the part after `/v1/`."""
+        session = self._sessions.get(key)
+        if session is not None:
+            return await session.answer(path, body)
+        refusal = closed() if key in self._over else unknown_key()
+        return GatewayResponse(refusal.status, refusal.body)

@@ -1,4 +1,4 @@
-"""What the user's program is told of the trajectory that it is to make. Nothing but plain values."""
+"""The task that the user's program gets for one trajectory: plain values only."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Post = Callable[[float | None, Mapping[str, float], bool], None]
+PostReward = Callable[[float | None, Mapping[str, float], bool], None]
 
 
 def _nowhere(reward: float | None, metrics: Mapping[str, float], done: bool) -> None:
-    raise RuntimeError("this AgentTask belongs to no trajectory, so there is nobody to post a reward to")
+    raise RuntimeError("this AgentTask belongs to no trajectory, so a reward cannot be posted")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgentTask:
-    """One trajectory. Its key works until the program has ended."""
+    """One trajectory to produce. Its key works until the program has ended."""
 
     base_url: str
-    """Of the OpenAI API, as clients want it: ends in `/v1`."""
+    """URL of the OpenAI API, ending in `/v1` as clients expect."""
     api_key: str
-    """Of this trajectory alone: whatever is asked with it is recorded and trained on."""
+    """Key of this trajectory alone: every turn requested with it is recorded and trained on."""
     model: str
-    """The name to ask for."""
+    """The model's name at the endpoint."""
     messages: tuple[Mapping[str, Any], ...]
     """The prompt."""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     data_source: str = "default"
     sample_id: str = ""
-    """`sample_0_42`; of validation, the prompt's name there."""
+    """`sample_0_42`; in validation the prompt's name."""
     trajectory: int = 0
-    """Which of the sample's trajectories it is, from 0."""
-    post: Post = _nowhere
+    """The trajectory's number within the sample, from 0."""
+    post: PostReward = _nowhere
 
     def post_reward(
         self, reward: float | None = None, *, metrics: Mapping[str, float] | None = None, done: bool = False
     ) -> None:
-        """What `POST /v1/reward` does, from any thread: the last reward counts, metrics are joined.
+        """Do the same as `POST /v1/reward`, from any thread: the last reward counts, metrics are merged.
 
         Args:
-            reward: What the trajectory is worth; None: leave it as it is.
-            metrics: Further numbers about it.
-            done: The trajectory is over: no more turns.
+            reward: The trajectory's reward; None leaves it unchanged.
+            metrics: Further numbers about the trajectory.
+            done: The trajectory is over and gets no more turns.
 
         Raises:
             ValueError: a number is not finite. RuntimeError: the trajectory is over already.
@@ -50,7 +50,7 @@ class AgentTask:
         self.post(reward, metrics or {}, done)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but `post`, for a program of another process."""
+        """Return everything but `post`, for a program in another process."""
         return {
             "base_url": self.base_url,
             "api_key": self.api_key,

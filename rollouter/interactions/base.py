@@ -1,12 +1,17 @@
-"""Who answers the assistant: `reset ─▶ step ─▶ … ─▶ score ─▶ close`, one object per trajectory."""
+"""The environment interface: `reset ─▶ step ─▶ … ─▶ score ─▶ close`, one object per trajectory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrl.types import SampleId
+import pydantic
+
+from asyncrl.config.import_path import nearest
+from asyncrl.config.sections.base import ConfigSection
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import SampleId
 
 Message = Mapping[str, Any]
 
@@ -26,53 +31,75 @@ class EpisodeContext:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the environment says to a turn."""
+    """An environment's answer to a turn."""
 
     text: str = ""
-    """The next user message; of no use with `done`."""
+    """The next user message; ignored with `done`."""
     done: bool = False
-    """The trajectory ends here."""
+    """End the trajectory."""
     reward: float = 0.0
-    """Of the turn that it answers."""
+    """Reward of the turn that it answers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment:
-    """A simulated user, a game, a task with rules: it answers each turn of the assistant that calls no tool.
+    """A simulated user, a game or a task with rules that answers each turn of the assistant without tool calls.
 
-    One object is made per trajectory, from `InteractionConfig.config` as keyword arguments; `close` is called once,
-    whatever happens. All methods have a deadline, and what blocks in them belongs in a thread. What they raise counts
-    as `InteractionConfig.on_error` says, but for `DataError`, which drops the sample, and `ConfigError`, which stops
-    the run.
+    Each trajectory gets its own object, made from `InteractionConfig.config` as keyword arguments; `close` is called
+    once, whatever happens. All methods have a deadline, and blocking work in them belongs in a thread. Exceptions are
+    handled according to `InteractionConfig.on_error`, except `DataError`, which drops the sample, and `ConfigError`,
+    which stops the run.
     """
 
     @classmethod
     def prepare(cls, *args: Any, **config: Any) -> Mapping[str, Any]:
-        """The keyword arguments of all objects, from `InteractionConfig.config`; called once in a run, at its start.
+        """Return the keyword arguments of all objects, from `InteractionConfig.config`; called once, at the start.
 
-        Override it to check the configuration, or to make what all trajectories share: a client, a data base. What is
-        returned and has an `aclose` method is closed when the run ends. `args` is always empty, as for `reset`.
+        Override it to check the configuration, or to create shared resources such as a client or a database. Returned
+        values with an `aclose` method are closed when the run ends. `args` is always empty, as for `reset`.
 
         Raises:
-            ConfigError: a value that cannot work. The key is put in front of the message.
+            ConfigError: an invalid value. The message gets the key as a prefix.
         """
         return config
 
     async def reset(self, context: EpisodeContext, *args: Any, **kwargs: Any) -> Sequence[Message]:
-        """Begin. Messages returned here are said before the model's first turn, behind the prompt.
+        """Begin, and return messages that follow the prompt, before the model's first turn.
 
-        `kwargs`: the row's `extra_info.interaction_kwargs`, without `name`; name those that you take, and rows with
-        others are refused. `args` is always empty: it lets type checkers accept that.
+        `kwargs` are the row's `extra_info.interaction_kwargs` without `name`. Name the ones you accept, so that rows
+        with others are refused. `args` is always empty: it lets type checkers accept such overrides.
         """
         return ()
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
-        """Answer the assistant's turn. `text`: what it said; `messages`: the conversation, that turn included."""
+        """Answer the assistant's turn `text`; `messages` is the conversation, including that turn."""
         raise NotImplementedError
 
     async def score(self) -> float | None:
-        """What the whole trajectory is worth, when it has ended; None: this environment does not say."""
+        """Return the score of the whole trajectory after its end, or None."""
         return None
 
     async def close(self) -> None:
-        """Give back what it took."""
+        """Free the environment's resources."""
+
+
+S = TypeVar("S", bound=ConfigSection)
+
+
+def parse(kind: type[S], config: Mapping[str, Any]) -> S:
+    """Validate the `config` of a built-in environment.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a value of the wrong type.
+    """
+    if unknown := [name for name in config if name not in kind.model_fields]:
+        names = list(kind.model_fields)
+        raise ConfigError(f"{unknown[0]}: there is no such key, so it would have no effect{nearest(unknown[0], names)}")
+    try:
+        return kind.model_validate(dict(config))
+    except pydantic.ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "missing":
+            raise ConfigError(f"{key}: it is required here and was not given") from error
+        raise ConfigError(f"{key}: {detail['input']!r} cannot be used: {detail['msg']}") from error

@@ -1,4 +1,4 @@
-"""From `rollout.multi_turn.interactions` to environments that can be made, checked before the first trajectory."""
+"""Loads and checks `rollout.multi_turn.interactions` before the first trajectory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import anyio
 
-from asyncrl.config.sections.multi_turn import InteractionConfig
-from asyncrl.failures import ConfigError, DataError, UserCodeError
+from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.sections.rollout import InteractionConfig
+from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.base import Environment, EpisodeContext
-from rollouter.interactions.session import CLOSE_S, Interaction, InteractionSession
-from rollouter.user_code import load_object, nearest
+from rollouter.interactions.session import CLOSE_S, ConfiguredInteraction, InteractionSession
 
 BUILT_IN = {
-    "scripted": "rollouter.interactions.scripted:ScriptedUser",
+    "scripted": "rollouter.interactions.builtin:ScriptedUser",
     "model": "rollouter.interactions.model_user:ModelUser",
-    "retry": "rollouter.interactions.retry:RetryUser",
-    "reasoning_gym": "rollouter.interactions.gym:GymTask",
-    "verifiers": "rollouter.interactions.verifiers_env:VerifiersTask",
+    "retry": "rollouter.interactions.builtin:RetryUser",
+    "reasoning_gym": "rollouter.interactions.builtin:ReasoningGymEnvironment",
+    "verifiers": "rollouter.interactions.verifiers_env:VerifiersEnvironment",
 }
 METHODS = ("reset", "step", "score", "close")
 
 logger = logging.getLogger(__name__)
 
 
-class Interactions:
-    """All interactions of a run. `len` 0: nobody answers the assistant."""
+class InteractionSet:
+    """All interactions of a run; without any, a turn that calls no tool ends its conversation."""
 
-    def __init__(self, interactions: Sequence[Interaction]) -> None:
+    def __init__(self, interactions: Sequence[ConfiguredInteraction]) -> None:
         self._by_name = {interaction.config.name: interaction for interaction in interactions}
 
     def __len__(self) -> int:
@@ -38,19 +38,20 @@ class Interactions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order of the configuration; the first is for rows that choose none."""
+        """The names in the order of the configuration; rows that choose none use the first."""
         return tuple(self._by_name)
 
     def session(self, context: EpisodeContext) -> InteractionSession:
-        """The environment of a trajectory, not made yet, as its row chooses: by
-        `extra_info.interaction_kwargs.name`. None values there are what parquet gives for nothing.
+        """Return the session with the environment that the row chooses by `extra_info.interaction_kwargs.name`.
+
+        None values there are dropped: parquet stores them for missing keys.
 
         Raises:
-            ConfigError: there are no interactions at all.
-            DataError: none of that name, or `interaction_kwargs` that is no mapping.
+            ConfigError: there are no interactions.
+            DataError: none has that name, or `interaction_kwargs` is no mapping.
         """
         if not self._by_name:
-            raise ConfigError("rollout.multi_turn.interactions: there are none, so nobody can answer the assistant")
+            raise ConfigError("rollout.multi_turn.interactions: there are none to answer the assistant")
         given = context.extra_info.get("interaction_kwargs")
         if given is not None and not isinstance(given, Mapping):
             raise DataError(f"extra_info.interaction_kwargs: {given!r} is no mapping")
@@ -62,7 +63,7 @@ class Interactions:
         return InteractionSession(self._by_name[name], context, kwargs)
 
     async def aclose(self) -> None:
-        """Close what the environments share. What fails in it is logged: the run is over."""
+        """Close the resources that environments share. Failures are only logged, because the run has ended."""
         for interaction in self._by_name.values():
             for shared in interaction.arguments.values():
                 if not hasattr(shared, "aclose"):
@@ -78,28 +79,28 @@ class Interactions:
 
 def load_interactions(
     configs: Sequence[InteractionConfig], key: str = "rollout.multi_turn.interactions"
-) -> Interactions:
-    """Find the classes and prepare them. It may block: a class may load a data set here.
+) -> InteractionSet:
+    """Load the classes and prepare them. It may block, for example if a class loads a data set.
 
     Raises:
-        ConfigError: two of one name, no such class, one that is no `Environment`, or a `config` that it does not take.
-        UserCodeError: its module raised when it was imported, or its `prepare` did.
+        ConfigError: a duplicate name, no such class, a class that is no `Environment`, or a wrong `config`.
+        UserCodeError: its module or its `prepare` raised.
     """
-    interactions: list[Interaction] = []
-    first_with: dict[str, str] = {}
+    interactions: list[ConfiguredInteraction] = []
+    keys: dict[str, str] = {}
     for number, config in enumerate(configs):
         here = f"{key}[{number}]"
-        if config.name in first_with:
+        if config.name in keys:
             raise ConfigError(
-                f"{here}.name: {config.name!r} is taken by {first_with[config.name]}, so rows could not choose between "
-                "them; give each a name of its own"
+                f"{here}.name: {config.name!r} is taken by {keys[config.name]}, so rows could not choose between them; "
+                "give each a name of its own"
             )
-        first_with[config.name] = here
+        keys[config.name] = here
         kind = _class(config.class_name, f"{here}.class_name")
         arguments = _prepared(kind, config, here)
         calls = anyio.CapacityLimiter(config.max_concurrency)
-        interactions.append(Interaction(here, config, kind, arguments, calls))
-    return Interactions(interactions)
+        interactions.append(ConfiguredInteraction(here, config, kind, arguments, calls))
+    return InteractionSet(interactions)
 
 
 def _class(name: str, key: str) -> type[Environment]:
@@ -115,10 +116,10 @@ def _class(name: str, key: str) -> type[Environment]:
         function = inspect.unwrap(getattr(kind, method))
         if not inspect.iscoroutinefunction(function):
             raise ConfigError(
-                f"{key}: {kind.__name__}.{method} is not async, so it would hold up all trajectories; write `async def`"
+                f"{key}: {kind.__name__}.{method} is not async, so it would block all trajectories; write `async def`"
             )
     if kind.step is Environment.step:
-        raise ConfigError(f"{key}: {kind.__name__} has no step of its own, so it would answer nobody; write one")
+        raise ConfigError(f"{key}: {kind.__name__} has no step of its own, so it could not answer; write one")
     return kind
 
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import Positive, Seconds, Section
-from asyncrl.failures import ConfigError, DataError
+from asyncrl.config.import_path import nearest
+from asyncrl.config.sections.base import ConfigSection, Positive, Seconds
+from asyncrl.core.failures import ConfigError, DataError
 from rollouter.chat_endpoint import ChatEndpoint
-from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.interactions.settings import parse
-from rollouter.user_code import nearest
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply, parse
+from rollouter.rewards.conversation import text_of
 
 PLACEHOLDERS = ("question", "ground_truth", "instruction", "stop_phrase")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -33,7 +33,7 @@ What the person wants: {question}
 Once it is done, or the assistant is clearly not able to do it, say {stop_phrase} and nothing else."""
 
 
-class ModelUserSettings(Section):
+class ModelUserSettings(ConfigSection):
     base_url: str
     """Of the endpoint; most end in `/v1`."""
     model: str
@@ -41,15 +41,14 @@ class ModelUserSettings(Section):
     api_key_env: str | None = None
     """Environment variable that holds the key; null: none is needed."""
     system_prompt: str = SYSTEM_PROMPT
-    """The part it plays. `{question}` becomes the prompt's last user message, `{ground_truth}` the row's,
+    """The role to play. `{question}` becomes the prompt's last user message, `{ground_truth}` the row's,
     `{instruction}` the row's `interaction_kwargs.instruction` or nothing, `{stop_phrase}` the phrase below."""
     opening: str = "Hello, how can I help you?"
-    """What the assistant seems to have said before the question; empty: nothing. Some chat templates want the first
-    turn to be the other one's."""
+    """A turn of the assistant before the question, or empty. Some chat templates require that the other side begins."""
     stop_phrase: Annotated[str, Field(min_length=1)] = "[[DONE]]"
-    """A message with it ends the trajectory, and is not said."""
+    """A message that contains it ends the trajectory and is not passed on."""
     timeout_s: Seconds = 30.0
-    """Deadline of one request; all tries lie within the interaction's own `timeout_s`."""
+    """Deadline of one request; all attempts lie within the interaction's own `timeout_s`."""
     max_concurrency: Positive = 64
     """Requests at once."""
     max_attempts: Positive = 3
@@ -59,7 +58,7 @@ class ModelUserSettings(Section):
 
 
 class ModelUser(Environment):
-    """Says what the model says. It gives no rewards."""
+    """A user whose messages another model writes. It gives no rewards."""
 
     def __init__(self, settings: ModelUserSettings, endpoint: ChatEndpoint) -> None:
         self._settings = settings
@@ -84,12 +83,12 @@ class ModelUser(Environment):
         return {"settings": settings, "endpoint": endpoint}
 
     async def reset(self, context: EpisodeContext, instruction: str = "") -> Sequence[Message]:
-        """`instruction`: of this row, for the system prompt.
+        """`instruction` is the row's text for the system prompt.
 
         Raises:
-            DataError: the system prompt wants a question or a ground truth that the row does not have.
+            DataError: the system prompt needs a question or a ground truth that the row lacks.
         """
-        questions = [_text(message) for message in context.messages if message.get("role") == "user"]
+        questions = [text_of(message) for message in context.messages if message.get("role") == "user"]
         fillings = {
             "question": questions[-1] if questions else None,
             "ground_truth": None if context.ground_truth is None else str(context.ground_truth),
@@ -103,7 +102,7 @@ class ModelUser(Environment):
                 raise DataError(f"config.system_prompt has {match[0]}, and the row has nothing for it")
             return filling
 
-        # In one pass: a question that has braces itself is left alone.
+        # In one pass, so that braces in a question stay.
         self._part = _PLACEHOLDER.sub(filled, self._settings.system_prompt)
         return ()
 
@@ -121,30 +120,21 @@ class ModelUser(Environment):
 
 
 def swapped(messages: Sequence[Message], *, opening: str) -> list[dict[str, str]]:
-    """The conversation as the user sees it: the assistant's words are `user`, its own are `assistant`.
+    """Return the conversation from the user's side: the assistant's messages are `user`, the user's `assistant`.
 
-    System and tool messages, and tool calls, are not for it to see. Neighbours of one role become one message, for
-    chat templates that want the roles to alternate. The last one is the assistant's, if only `…` for saying nothing.
+    System and tool messages and tool calls are hidden. Adjacent messages of one role are joined, for chat templates
+    that require alternating roles. The last message is the assistant's; `…` stands for an empty one.
     """
     roles = {"user": "assistant", "assistant": "user"}
-    turns = [("user", opening)] + [(roles[str(m["role"])], _text(m)) for m in messages if m.get("role") in roles]
-    seen: list[dict[str, str]] = []
+    turns = [("user", opening)] + [(roles[str(m["role"])], text_of(m)) for m in messages if m.get("role") in roles]
+    visible: list[dict[str, str]] = []
     for role, text in turns:
         if not text:
             continue
-        if seen and seen[-1]["role"] == role:
-            seen[-1]["content"] += f"\n\n{text}"
+        if visible and visible[-1]["role"] == role:
+            visible[-1]["content"] += f"\n\n{text}"
         else:
-            seen.append({"role": role, "content": text})
-    if not seen or seen[-1]["role"] == "assistant":  # the assistant's last turn has no words
-        seen.append({"role": "user", "content": "…"})
-    return seen
-
-
-def _text(message: Message) -> str:
-    """Its words; of images and the like, nothing."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
+            visible.append({"role": role, "content": text})
+    if not visible or visible[-1]["role"] == "assistant":  # the assistant's last turn has no words
+        visible.append({"role": "user", "content": "…"})
+    return visible

@@ -1,4 +1,4 @@
-"""One environment in one trajectory: made, called within its limits, its answers checked, closed whatever happens.
+"""The environment of one trajectory: created, called within its limits, its answers checked, and always closed.
 
 async with ─▶ reset ─▶ step ─▶ … ─▶ score ─▶ close
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,23 +14,24 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
-from asyncrl.config.sections.multi_turn import InteractionConfig
-from asyncrl.failures import AsyncRLError, BugError, ConfigError, DataError
-from rollouter.drops import ToolFailedError
+from asyncrl.config.sections.rollout import InteractionConfig
+from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, DataError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.rewards.functions import finite, shown
 
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""`close` may take so long, or `timeout_s` if that is less: it also runs when everything is to end."""
+"""Deadline of `close`, unless `timeout_s` is less: it also runs while the run is being cancelled."""
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Interaction:
-    """One entry of `rollout.multi_turn.interactions`, ready to make environments."""
+class ConfiguredInteraction:
+    """A checked entry of `rollout.multi_turn.interactions`."""
 
     key: str
     """`rollout.multi_turn.interactions[0]`."""
@@ -39,18 +39,18 @@ class Interaction:
     kind: type[Environment]
     arguments: Mapping[str, Any]
     calls: anyio.CapacityLimiter
-    """Of `reset`, `step` and `score`, over all trajectories."""
+    """Limits calls of `reset`, `step` and `score` over all trajectories."""
 
 
 class InteractionSession:
-    """The environment of one trajectory, for one task. Entering makes it, leaving closes it.
+    """The environment of one trajectory; entering creates it, leaving closes it. Use it from one task.
 
-    A `DataError` or `ConfigError` that it raises is passed on as it is; everything else becomes a `ToolFailedError`
-    with the interaction's `on_error` and the original traceback.
+    Its `DataError` and `ConfigError` keep their class; any other exception becomes a `ToolFailedError` with the
+    interaction's `on_error` and the original traceback.
     """
 
-    def __init__(self, interaction: Interaction, context: EpisodeContext, kwargs: Mapping[str, Any]) -> None:
-        """`kwargs`: of `reset`, from the row."""
+    def __init__(self, interaction: ConfiguredInteraction, context: EpisodeContext, kwargs: Mapping[str, Any]) -> None:
+        """`kwargs` are the row's arguments of `reset`."""
         self._interaction = interaction
         self._context = context
         self._kwargs = kwargs
@@ -61,7 +61,7 @@ class InteractionSession:
         return self._interaction.config.name
 
     async def __aenter__(self) -> Self:
-        """Make the environment.
+        """Create the environment.
 
         Raises:
             ToolFailedError: its `__init__` raised.
@@ -78,7 +78,7 @@ class InteractionSession:
         """Close the environment, under cancellation too.
 
         Raises:
-            ToolFailedError: `close` failed, and nothing had before; else that is logged.
+            ToolFailedError: `close` failed without an earlier failure; otherwise its failure is only logged.
         """
         environment, self._environment = self._environment, None
         if environment is None:
@@ -92,10 +92,10 @@ class InteractionSession:
             logger.warning("%s", failure)
 
     async def reset(self) -> Sequence[Message]:
-        """Begin; what is said behind the prompt, before the model's first turn.
+        """Begin, and return the messages that follow the prompt, before the model's first turn.
 
         Raises:
-            DataError: the row's `interaction_kwargs` have what `reset` does not take.
+            DataError: `reset` does not take the row's `interaction_kwargs`.
             ToolFailedError: it raised, took too long or returned no messages.
         """
         environment = self._entered()
@@ -112,7 +112,7 @@ class InteractionSession:
         return self._messages(result)
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
-        """The answer to a turn of the assistant, which is the last of `messages`; its numbers are finite floats.
+        """Return the answer to the assistant's turn, the last of `messages`; its numbers are finite floats.
 
         Raises:
             ToolFailedError: it raised, took too long or returned no proper `Reply`.
@@ -121,7 +121,7 @@ class InteractionSession:
         return self._reply(await self._call("step", lambda: environment.step(text, messages)))
 
     async def score(self) -> float | None:
-        """What the whole trajectory is worth, a finite number; None: the environment does not say.
+        """Return the finite score of the whole trajectory, or None if the environment gives none.
 
         Raises:
             ToolFailedError: it raised, took too long or returned something else.
@@ -129,7 +129,7 @@ class InteractionSession:
         result = await self._call("score", self._entered().score)
         if result is None:
             return None
-        number = _finite(result)
+        number = finite(result)
         if number is None:
             raise self._failed("score", f"returned {result!r}; expected a finite number or None")
         return number
@@ -140,7 +140,7 @@ class InteractionSession:
         return self._environment
 
     async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        # A deadline starts once there is a place: waiting for one is nobody's fault.
+        # The deadline starts once the limiter lets the call run.
         async with self._interaction.calls:
             return await self._within(self._interaction.config.timeout_s, method, call)
 
@@ -159,8 +159,8 @@ class InteractionSession:
     def _raised(self, method: str, error: Exception) -> AsyncRLError:
         if isinstance(error, DataError | ConfigError):
             return type(error)(f"{self._about(method)}: {error.message}", error.cause)
-        told = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-        wrapped = ToolFailedError.wrap(f"{self._about(method)} raised {told}", error)
+        cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+        wrapped = ToolFailedError.wrap(f"{self._about(method)} raised {cause}", error)
         wrapped.on_error = self._interaction.config.on_error
         return wrapped
 
@@ -174,51 +174,35 @@ class InteractionSession:
         if result is None:  # a reset without a return
             return ()
         if isinstance(result, str | Mapping) or not isinstance(result, Sequence):
-            raise self._failed("reset", f"returned {_shown(result)}; expected a list of messages")
+            raise self._failed("reset", f"returned {shown(result)}; expected a list of messages")
         for message in result:
             if not isinstance(message, Mapping) or message.get("role") not in ROLES:
                 raise self._failed(
                     "reset",
-                    f"returned the message {_shown(message)}; expected a mapping with a role of {sorted(ROLES)}",
+                    f"returned the message {shown(message)}; expected a mapping with a role of {sorted(ROLES)}",
                 )
             content = message.get("content")
             parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
             if not (isinstance(content, str) or parts):
                 raise self._failed(
-                    "reset", f"returned the message {_shown(message)}; its content must be a text or a list of parts"
+                    "reset", f"returned the message {shown(message)}; its content must be a text or a list of parts"
                 )
         return tuple(result)
 
     def _reply(self, result: Any) -> Reply:
         if not isinstance(result, Reply):
-            raise self._failed("step", f"returned {_shown(result)}; expected a rollouter.interactions.Reply")
+            raise self._failed("step", f"returned {shown(result)}; expected a rollouter.interactions.Reply")
         if not isinstance(result.text, str):
-            raise self._failed("step", f"returned the text {_shown(result.text)}; expected a str")
+            raise self._failed("step", f"returned the text {shown(result.text)}; expected a str")
         if not result.done and not result.text:
             raise self._failed("step", "returned neither a text nor done; the conversation could not go on")
-        reward = _finite(result.reward)
+        reward = finite(result.reward)
         if reward is None:
-            raise self._failed("step", f"returned the reward {_shown(result.reward)}; expected a finite number")
+            raise self._failed("step", f"returned the reward {shown(result.reward)}; expected a finite number")
         metrics: dict[str, float] = {}
         for name, value in result.metrics.items():
-            number = _finite(value)
+            number = finite(value)
             if number is None:
-                raise self._failed("step", f"returned the metric {name} = {_shown(value)}; expected a finite number")
+                raise self._failed("step", f"returned the metric {name} = {shown(value)}; expected a finite number")
             metrics[str(name)] = number
         return Reply(result.text, done=bool(result.done), reward=reward, metrics=metrics)
-
-
-def _finite(value: Any) -> float | None:
-    """As float if it is one finite number: Python's, numpy's, or a tensor of one element."""
-    if isinstance(value, str | bytes):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,8 +1,8 @@
-"""An environment of the package `verifiers`: `class_name: verifiers`, for environments that talk in text.
+"""Environments of the package `verifiers`: `class_name: verifiers`, for environments that exchange text.
 
     init_state ─▶ setup_state ─▶ (add_trajectory_step ─▶ is_completed ─▶ env_response) … ─▶ rubric.score_rollout
 
-That is what `MultiTurnEnv.rollout` does around its own model calls. Here the policy speaks instead, token-exactly.
+These are the steps of `MultiTurnEnv.rollout` around its own model calls. Here the policy takes the turns.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from typing import Any
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import Section
-from asyncrl.failures import ConfigError
-from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.interactions.settings import parse
+from asyncrl.config.sections.base import ConfigSection
+from asyncrl.core.failures import ConfigError
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply, parse
 
 SUPPORTED = "0.1.10"
-"""Later ones ask for other versions of what this package needs, and earlier ones have another interface."""
+"""Later versions require other versions of our dependencies; earlier ones have another interface."""
 _INSTALL = f"pip install 'verifiers=={SUPPORTED}'"
 
 
-class VerifiersSettings(Section):
+class VerifiersSettings(ConfigSection):
     env_id: str
-    """As `verifiers.load_environment` takes it: the module of an installed environment."""
+    """The module of an installed environment, for `verifiers.load_environment`."""
     env_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its `load_environment`."""
 
 
-class VerifiersTask(Environment):
-    """One rollout of a `verifiers.MultiTurnEnv`, its rubric's reward as the score and its metrics besides.
+class VerifiersEnvironment(Environment):
+    """One rollout of a `verifiers.MultiTurnEnv`, with its rubric's reward as score, and its metrics.
 
-    The row is one of the environment's own data set (`rows` gives them). What the environment sees of the policy is
-    text: `response` and `tokens` of a trajectory step are None. A rubric that compares the rollouts of a group, and
-    tools of the environment, are not supported.
+    Rows come from the environment's own data set (`rows` yields them). The environment sees only the policy's text:
+    `response` and `tokens` of a trajectory step are None. Rubrics that compare the rollouts of a group, and tools of
+    the environment, are not supported.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -59,7 +58,7 @@ class VerifiersTask(Environment):
             "info": context.extra_info.get("info") or {},
             "example_id": context.extra_info.get("index", 0),
         }
-        # No client: nobody but the policy speaks here.
+        # No client: only the policy takes turns.
         self._state = await self._environment.init_state(given, client=None, model="policy")
         self._state = await self._environment.setup_state(self._state)
         return ()
@@ -67,8 +66,8 @@ class VerifiersTask(Environment):
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
         """
         Raises:
-            ValueError: the environment says what is no text of a user.
-            Exception: an error that it reports of itself.
+            ValueError: the environment answers with anything but a user's text.
+            Exception: an error that it reports in its state.
         """
         state = self._state
         said = {
@@ -92,7 +91,7 @@ class VerifiersTask(Environment):
         return Reply(done=True, metrics=state["metrics"] or {})
 
     async def score(self) -> float | None:
-        """The rubric's reward; None if there was no turn."""
+        """Return the rubric's reward, or None without any turn."""
         if self._score is None and self._state is not None and self._state["trajectory"]:
             await self._complete()
             await self._rate()
@@ -103,7 +102,7 @@ class VerifiersTask(Environment):
             await self._complete()
 
     async def _complete(self) -> None:
-        """The end, by no decision of the environment: its clean-up runs, once."""
+        """End the rollout from outside; the environment's clean-up runs once."""
         if not self._state["is_completed"]:
             if self._state.get("final_env_response") is None:
                 self._state["final_env_response"] = []  # a stop condition of every MultiTurnEnv
@@ -119,7 +118,7 @@ class VerifiersTask(Environment):
 
 
 def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
-    """A `verifiers.MultiTurnEnv` that `VerifiersTask` can drive. It may load a data set.
+    """Load a `verifiers.MultiTurnEnv` for `VerifiersEnvironment`, which may load a data set.
 
     Raises:
         ConfigError: `verifiers` is missing or of another version, it cannot load the environment, or that is of a kind
@@ -147,7 +146,7 @@ def load_environment(env_id: str, env_args: Mapping[str, Any]) -> Any:
 
 
 def rows(env_id: str, env_args: Mapping[str, Any], *, split: str = "train") -> Iterator[dict[str, Any]]:
-    """The environment's own data set as rows for `data.train_files`, one JSON object each. `split`: `train`, `eval`.
+    """Yield the environment's own data set (`split`: `train` or `eval`) as JSON rows for `data.train_files`.
 
     Raises:
         ConfigError: see `load_environment`.
@@ -178,8 +177,8 @@ def _package() -> ModuleType:
 
 @contextmanager
 def _no_signal_handlers() -> Iterator[None]:
-    """Every environment of verifiers takes SIGINT and SIGTERM for itself when it is made. They belong to the run, and
-    beside the main thread taking them raises."""
+    """Keep environments of verifiers from installing handlers for SIGINT and SIGTERM, which belong to the run; outside
+    of the main thread that would also raise."""
     home = importlib.import_module("verifiers.envs.environment")
 
     class Signals:
@@ -197,7 +196,7 @@ def _no_signal_handlers() -> Iterator[None]:
 
 
 def _user_text(answers: Any) -> str:
-    """What an `env_response` says, as one message of the user."""
+    """Return the text of an `env_response` as one message of the user."""
     texts: list[str] = []
     for message in [answers] if isinstance(answers, Mapping) else answers:
         content = message["content"]

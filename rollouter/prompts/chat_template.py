@@ -1,4 +1,4 @@
-"""From chat messages to token ids, once. From here on the system speaks token ids."""
+"""Renders chat messages and tokenizes them, once. All later stages work with token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import ModelConfig
-from asyncrl.failures import ConfigError, DataError
-from asyncrl.types import TokenIds
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.types import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,10 +22,10 @@ Overlong = Literal["filter", "left", "right", "middle", "error"]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with the chat template of the configuration.
+    """Load the model's tokenizer with the configured chat template.
 
     Raises:
-        ConfigError: no tokenizer there, the template file is missing, or there is no template at all.
+        ConfigError: there is no tokenizer, the template file is missing, or there is no template.
     """
     from transformers import AutoTokenizer
 
@@ -57,10 +57,10 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """The text of a conversation; with `add_generation_prompt`, up to where the assistant's turn begins.
+    """Render a conversation; with `add_generation_prompt`, up to where the assistant's turn begins.
 
     Raises:
-        DataError: the chat template refuses the messages; with its own words.
+        DataError: the chat template refuses the messages.
     """
     try:
         text = tokenizer.apply_chat_template(
@@ -85,10 +85,9 @@ def encode(
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     to_ids: Callable[[str], list[int]] | None = None,
 ) -> list[int]:
-    """The token ids of a prompt, up to where the assistant's turn begins.
+    """Return the token ids of a prompt, up to where the assistant's turn begins.
 
-    Args:
-        to_ids: What makes tokens of the text; None: the tokenizer.
+    `to_ids` replaces the tokenizer.
 
     Raises:
         DataError: the chat template refuses the messages.
@@ -104,13 +103,13 @@ def encode(
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokens of what a template wrote: special tokens in it are recognized, and none is added."""
+    """Tokenize rendered text: special tokens in it are recognized, and none are added."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens at which the engine ends a turn: the tokenizer's end of sequence and those of `generation_config.json`."""
+    """Return the tokens at which the engine ends a turn: the tokenizer's and those of `generation_config.json`."""
     from transformers import GenerationConfig
 
     try:
@@ -123,7 +122,7 @@ def end_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tup
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Text of response tokens, special tokens left out."""
+    """Return a function that decodes response tokens without special tokens."""
 
     def decode(ids: TokenIds) -> str:
         text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
@@ -134,10 +133,10 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def fit(ids: list[int], max_tokens: int, overlong: Overlong, where: str) -> list[int] | None:
-    """`ids` in at most `max_tokens`; None: filtered out. `left` cuts on the left and so keeps the end.
+    """Return at most `max_tokens` of `ids`, or None if the prompt is filtered out. `left` cuts the beginning.
 
     Raises:
-        DataError: it is too long and `overlong` is `error`.
+        DataError: the prompt is too long and `overlong` is `error`.
     """
     if len(ids) <= max_tokens:
         return ids

@@ -1,7 +1,7 @@
-"""Rows of the data set, from files or from reasoning-gym, and what one row must look like.
+"""Rows of the data set, from files or from reasoning-gym, and the check of a row.
 
-Files are read through `datasets` and stay memory-mapped in a cache of the run's own; nothing is written next to the
-files, nothing goes to the network. Field names are verl's, so its files load unchanged.
+`datasets` reads the files and keeps them memory-mapped in the run's own cache; nothing is written next to the files,
+and nothing is downloaded. Field names are verl's, so its files load unchanged.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import ReasoningGymConfig
-from asyncrl.failures import ConfigError, DataError, UserCodeError
-from asyncrl.types import Media
-from rollouter.media import extract, has_media
+from asyncrl.config.sections.data import ReasoningGymConfig
+from asyncrl.core.failures import ConfigError, DataError, UserCodeError
+from asyncrl.core.types import Media
+from rollouter.prompts.media import extract, has_media
 
 RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
-"""`seed` kills the CPU engine; the others are what the trajectory format rests on."""
+"""`seed` crashes the CPU engine; the trajectory format depends on the others."""
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Raw rows in a fixed order."""
 
     def __len__(self) -> int: ...
@@ -34,14 +34,14 @@ class Rows(Protocol):
         """Raises `DataError` if the row cannot be read."""
 
     def where(self, index: int) -> str:
-        """Where people find this row: file and row number."""
+        """Return file and row number, for messages."""
 
     def directory(self, index: int) -> Path | None:
-        """What paths in the row are relative to; None: the working directory."""
+        """Return the base of relative paths in the row; None: the working directory."""
 
 
 class PromptRow(NamedTuple):
-    """One row, checked."""
+    """A checked row."""
 
     messages: tuple[Mapping[str, Any], ...]
     data_source: str
@@ -50,12 +50,12 @@ class PromptRow(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = None, seen: bool = False) -> PromptRow:
+def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = None, checked: bool = False) -> PromptRow:
     """Check a raw row. Only `prompt` is required: chat messages, or a string that becomes one user message.
 
     Args:
-        directory: What paths of images and videos are relative to (`rollouter.media`).
-        seen: The row was parsed before: its images need not be decoded once more.
+        directory: The base of relative paths of images and videos (`rollouter.prompts.media`).
+        checked: The row was parsed before, so its images need not be decoded again.
 
     Raises:
         DataError: a field is missing or of the wrong type; names the row and the field.
@@ -68,7 +68,7 @@ def parse_row(row: Mapping[str, Any], where: str, *, directory: Path | None = No
     messages = _messages(row.get("prompt"), where)
     media: tuple[Media, ...] = ()
     if has_media(row, messages):
-        messages, media = extract(row, messages, directory, where, seen=seen)
+        messages, media = extract(row, messages, directory, where, checked=checked)
     return PromptRow(
         messages=messages,
         data_source="default" if source is None else str(source),
@@ -89,7 +89,7 @@ def _messages(prompt: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise DataError(f"{where}: field 'prompt[{position}]' is {_shown(message)}; expected 'role' and 'content'")
-    # Parquet gives every message the columns of all messages; a template must not see those it never had.
+    # Parquet gives every message the columns of all messages; a template must not see absent keys.
     return tuple(
         {key: value for key, value in message.items() if value is not None or key == "content"} for message in prompt
     )
@@ -126,10 +126,10 @@ class FileRows:
     """The rows of Parquet and JSONL files, one file after the other."""
 
     def __init__(self, files: Sequence[str], *, key: str, cache_dir: Path) -> None:
-        """Open the files.
+        """Open the files; `key` is the configuration key that names them.
 
         Raises:
-            ConfigError: a file is missing or of an unknown kind; `key` is the configuration key that names it.
+            ConfigError: a file is missing or of an unknown kind.
             DataError: a file cannot be read.
         """
         self._files = [_open(name, key, cache_dir) for name in files]
@@ -138,7 +138,7 @@ class FileRows:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _locate(self, index: int) -> tuple[_File, int]:
+    def _locate(self, index: int) -> tuple[_DataFile, int]:
         number = bisect_right(self._ends, index)
         return self._files[number], index - (self._ends[number - 1] if number else 0)
 
@@ -154,7 +154,7 @@ class FileRows:
         return self._locate(index)[0].directory
 
 
-class _File:
+class _DataFile:
     """One memory-mapped file."""
 
     def __init__(self, name: str, dataset: Any) -> None:
@@ -173,10 +173,10 @@ class _File:
         return f"{self.name}, row {index + 1}"
 
 
-class _JsonLines(_File):
-    """Each line is parsed when it is asked for: rows keep exactly the keys and types they were written with.
+class _JsonLines(_DataFile):
+    """A JSON-lines file, parsed line by line on access, so that rows keep their own keys and types.
 
-    The JSON reader of `datasets` makes one schema of all rows, which turns the text "007" next to a number into one.
+    The JSON reader of `datasets` derives one schema for all rows and would turn the text "007" into a number.
     """
 
     def __init__(self, name: str, dataset: Any) -> None:
@@ -200,7 +200,7 @@ class _JsonLines(_File):
         return f"{self.name}, line {self._lines[index] + 1}"
 
 
-def _open(name: str, key: str, cache_dir: Path) -> _File:
+def _open(name: str, key: str, cache_dir: Path) -> _DataFile:
     from datasets import Dataset, disable_progress_bars
     from datasets.exceptions import DatasetsError
     from pyarrow import ArrowException
@@ -215,7 +215,7 @@ def _open(name: str, key: str, cache_dir: Path) -> _File:
     suffix = Path(path).suffix.lower()
     try:
         if suffix == ".parquet":
-            return _File(name, Dataset.from_parquet(path, cache_dir=str(cache_dir)))
+            return _DataFile(name, Dataset.from_parquet(path, cache_dir=str(cache_dir)))
         if suffix in (".jsonl", ".ndjson"):
             return _JsonLines(name, Dataset.from_text(path, cache_dir=str(cache_dir), keep_linebreaks=False))
     except (DatasetsError, ArrowException, UnicodeDecodeError) as error:
@@ -227,13 +227,13 @@ def _open(name: str, key: str, cache_dir: Path) -> _File:
 
 
 class GymRows:
-    """Procedural prompts of one reasoning-gym task. A pure function of the task, its arguments and the seed."""
+    """Procedural prompts of one reasoning-gym task; a pure function of the task, its arguments and the seed."""
 
     def __init__(self, config: ReasoningGymConfig, *, split: str, seed: int) -> None:
         """Generate the split's entries.
 
-        reasoning-gym makes entry `i` from `seed + i`, so neighbouring seeds share almost all their entries: the two
-        splits lie 2**31 apart.
+        reasoning-gym derives entry `i` from `seed + i`, so nearby seeds share almost all entries: the two splits are
+        2**31 apart.
 
         Raises:
             ConfigError: no such task, or arguments that it refuses.

@@ -1,6 +1,6 @@
-"""Images and videos of the data set: found in a row, read and checked.
+"""Images and videos of the data set: found in a row, read, checked, and encoded for the model.
 
-    row ─▶ messages with parts {"type": "image" | "video"}, and the bytes of these ─▶ tokens (`rollouter.vision`)
+    row ─▶ messages with parts {"type": "image" | "video"}, and their bytes ─▶ tokens
 
 Accepted are OpenAI's content parts (`image`, `image_url`, `video`, `video_url`), and verl's columns `images` and
 `videos` with `<image>` and `<video>` in the text. Nothing is fetched from the network.
@@ -13,17 +13,30 @@ import binascii
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from asyncrl.failures import DataError
-from asyncrl.media import MAX_MEDIA_BYTES, MAX_PIXELS, digest, frames_of, image_bytes, video_bytes
-from asyncrl.types import Media
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import DataError
+from asyncrl.core.types import Media
+from asyncrl.storage.media import (
+    MAX_MEDIA_BYTES,
+    MAX_PIXELS,
+    digest,
+    frames_of,
+    image_bytes,
+    load_processor,
+    process,
+    takes_videos,
+    video_bytes,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Kind = Literal["image", "video"]
 Message = Mapping[str, Any]
@@ -34,13 +47,13 @@ _PARTS: Mapping[str, tuple[Kind, str]] = {
     "video": ("video", "video"),
     "video_url": ("video", "video_url"),
 }
-"""Types of parts: what it is, and the key that has it."""
+"""Kind and key of the content by type of part."""
 _PLACE = re.compile(r"(<image>|<video>)")
 _NPY = b"\x93NUMPY"
 
 
-class WithMedia(NamedTuple):
-    """Messages whose media are parts that only name them, and the media."""
+class MessagesWithMedia(NamedTuple):
+    """Messages whose parts only name their media, and the media."""
 
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
@@ -48,7 +61,7 @@ class WithMedia(NamedTuple):
 
 
 def has_media(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
-    """Whether there is anything to do for `extract`."""
+    """Return whether the row contains images or videos."""
     columns = any(_is_some(row.get(column)) for column in ("images", "videos"))
     return columns or any(
         isinstance(part, Mapping) and part.get("type") in _PARTS
@@ -59,19 +72,15 @@ def has_media(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
 
 
 def extract(
-    row: Mapping[str, Any], messages: Sequence[Message], directory: Path | None, where: str, *, seen: bool = False
-) -> WithMedia:
-    """Read the media of a row.
-
-    Args:
-        directory: Of the data file; paths are relative to it.
-        seen: They were read before, and need not be decoded to see whether they can be.
+    row: Mapping[str, Any], messages: Sequence[Message], directory: Path | None, where: str, *, checked: bool = False
+) -> MessagesWithMedia:
+    """Read the media of a row. Paths are relative to `directory`; `checked` media are not decoded again.
 
     Raises:
-        DataError: what is there is none, cannot be read, is too large, or lies on the network; or placeholders in the
-            text are not as many as the columns have.
+        DataError: a medium is malformed, unreadable, too large or on the network, or the number of placeholders in
+            the text is not that of the columns.
     """
-    reader = _Reader(directory, seen)
+    reader = _MediaReader(directory, checked)
     columns = {kind: iter(_items(row, f"{kind}s", where)) for kind in ("image", "video")}
     media: list[Media] = []
 
@@ -121,7 +130,7 @@ def extract(
     for kind, rest in columns.items():
         if next(rest, None) is not None:
             raise DataError(f"{where}: the column '{kind}s' has more items than the prompt has <{kind}>")
-    return WithMedia(found, tuple(media))
+    return MessagesWithMedia(found, tuple(media))
 
 
 def _is_some(value: Any) -> bool:
@@ -137,18 +146,18 @@ def _items(row: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
     return list(value)
 
 
-class _Reader:
-    """From what a row has to bytes that pillow reads."""
+class _MediaReader:
+    """Converts the values of a row to bytes that pillow reads."""
 
-    def __init__(self, directory: Path | None, seen: bool) -> None:
+    def __init__(self, directory: Path | None, checked: bool) -> None:
         self._directory = directory
-        self._seen = seen
+        self._checked = checked
 
     def read(self, kind: Kind, value: Any) -> tuple[Media, str]:
-        """The medium, and what people call it: its path as written, or its digest.
+        """Return the medium and its name: its path as written, or its digest.
 
         Raises:
-            ValueError, TypeError, OSError: there is none in it.
+            ValueError, TypeError, OSError: the value contains none.
         """
         if isinstance(value, Mapping):
             value = next((value[key] for key in ("bytes", "url", "path", kind) if value.get(key) is not None), None)
@@ -159,7 +168,7 @@ class _Reader:
         if kind == "video" and data.startswith(_NPY):
             data = _of_frames(data)
         media = Media(kind, data)
-        if not self._seen and len(data) <= MAX_MEDIA_BYTES:
+        if not self._checked and len(data) <= MAX_MEDIA_BYTES:
             frames_of(media)
         return media, name or f"blake2b:{digest(media)}"
 
@@ -189,24 +198,24 @@ def _of_object(kind: Kind, value: Any) -> bytes:
     if kind == "image" and isinstance(value, Image):
         return image_bytes(value)
     if kind == "video" and isinstance(value, np.ndarray) and value.ndim == 4:
-        return video_bytes(_pictures(value))
+        return video_bytes(_images_of(value))
     if kind == "video" and isinstance(value, list | tuple | np.ndarray) and len(value):
-        return video_bytes([_picture(frame) for frame in value])
+        return video_bytes([_frame(frame) for frame in value])
     raise TypeError(f"it is {'missing' if value is None else type(value).__name__}")
 
 
-def _picture(frame: Any) -> Image:
-    """One frame of a list: a picture, bytes of one, or uint8 `[height, width, 3]`."""
+def _frame(frame: Any) -> Image:
+    """Convert one frame of a list: an image, its bytes, or uint8 `[height, width, 3]`."""
     if isinstance(frame, np.ndarray):
-        return _pictures(frame[None])[0]
+        return _images_of(frame[None])[0]
     return frames_of(Media("image", _of_object("image", frame)))[0]
 
 
 def _of_frames(npy: bytes) -> bytes:
-    return video_bytes(_pictures(np.load(io.BytesIO(npy), allow_pickle=False)))
+    return video_bytes(_images_of(np.load(io.BytesIO(npy), allow_pickle=False)))
 
 
-def _pictures(frames: np.ndarray) -> list[Image]:
+def _images_of(frames: np.ndarray) -> list[Image]:
     from PIL import Image
 
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
@@ -214,3 +223,75 @@ def _pictures(frames: np.ndarray) -> list[Image]:
     if frames.size > 3 * MAX_PIXELS:
         raise ValueError(f"it has {frames.size // 3} pixels; {MAX_PIXELS} are allowed")
     return [Image.fromarray(frame) for frame in frames]
+
+
+class VisionEncoder:
+    """Encodes prompts with media for the model. The first row with media loads the processor.
+
+    The processor writes as many placeholders for an image as the model computes features. A model without video
+    support gets the frames of a video as images.
+    """
+
+    def __init__(self, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _processor(self) -> ProcessorMixin | None:
+        processor = load_processor(self._model)
+        if processor is not None:
+            processor.tokenizer = self._tokenizer  # the run's own
+        return processor
+
+    def fitted(self, found: MessagesWithMedia, where: str) -> MessagesWithMedia:
+        """Convert messages and media to what this model takes, videos to frames if necessary.
+
+        Raises:
+            DataError: the model takes text only.
+            ConfigError: its processor cannot be loaded.
+        """
+        processor = self._processor
+        if processor is None:
+            raise DataError(
+                f"{where}: it has images or videos, and the model of model.path={self._model.path} takes text only; "
+                "give a vision-language model, or take the row out"
+            )
+        if takes_videos(processor) or all(one.kind == "image" for one in found.media):
+            return found
+        media = iter(found.media)
+        frames: list[Media] = []
+
+        def parts(content: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+            fitted: list[Mapping[str, Any]] = []
+            for part in content:
+                if part["type"] == "text":
+                    fitted.append(part)
+                    continue
+                one = next(media)
+                images = [one] if one.kind == "image" else _as_images(one)
+                frames.extend(images)
+                fitted += [{"type": "image", "image": part[one.kind]}] * len(images)
+            return fitted
+
+        messages = tuple({**message, "content": parts(message["content"])} for message in found.messages)
+        return MessagesWithMedia(messages, tuple(frames))
+
+    def encode(self, text: str, media: Sequence[Media], where: str) -> list[int]:
+        """Tokenize rendered text with all placeholders.
+
+        Raises:
+            DataError: the template has dropped media, or the processor refuses them.
+        """
+        assert self._processor is not None, "media were fitted"
+        try:
+            ids: list[int] = process(self._processor, [text], [media])["input_ids"][0]
+        except (ValueError, IndexError, StopIteration, TypeError) as error:
+            raise DataError.wrap(
+                f"{where}: the model's processor refuses the prompt with its {len(media)} images or videos: {error}",
+                error,
+            ) from error
+        return ids
+
+
+def _as_images(video: Media) -> list[Media]:
+    return [Media("image", image_bytes(frame)) for frame in frames_of(video)]

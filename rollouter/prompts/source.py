@@ -1,4 +1,4 @@
-"""The prompts of a run: rows, templated and tokenized once, in a seeded order.
+"""The prompts of a run: rows that are rendered and tokenized once, in a seeded order.
 
 The order is a pure function of data, seed and feed index, so the cursor of a run is one integer.
 """
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config.schema import Config, SamplingConfig
-from asyncrl.failures import ConfigError, DataError
-from asyncrl.types import Prompt, SampleId
-from rollouter.dataset import FileRows, GymRows, PromptRow, Rows, parse_row
-from rollouter.media import WithMedia
-from rollouter.sampling import refuse_own_distribution
-from rollouter.template import Overlong, encode, fit
-from rollouter.vision import Vision
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rollout import SamplingConfig
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.types import Prompt, SampleId
+from rollouter.prompts.chat_template import Overlong, encode, fit
+from rollouter.prompts.dataset import FileRows, GymRows, PromptRow, RowSource, parse_row
+from rollouter.prompts.media import MessagesWithMedia, VisionEncoder
+from rollouter.requests import refuse_own_distribution
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CUTTING = ("left", "right", "middle")
-"""Ways with long prompts that take tokens out."""
+"""Values of `data.overlong_prompts` that remove tokens."""
 
 
 class PromptSet:
@@ -39,7 +39,7 @@ class PromptSet:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowSource,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_prompt_length: int,
@@ -48,15 +48,15 @@ class PromptSet:
         train_sampling: SamplingConfig | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-        vision: Vision | None = None,
+        vision: VisionEncoder | None = None,
     ) -> None:
         """Check and tokenize every row.
 
         Args:
-            train_sampling: Of a set that is trained on, how it is sampled.
-            tools: Schemas of what the model may call, for the chat template.
+            train_sampling: How training samples; None for a validation set.
+            tools: Schemas of the tools, for the chat template.
             template_kwargs: `model.chat_template_kwargs`.
-            vision: How the model sees; None: rows with images or videos are refused.
+            vision: Encodes images and videos; without it, rows that contain any are refused.
 
         Raises:
             DataError: a row is malformed, asks for another distribution than `train_sampling`, is too long and
@@ -67,7 +67,7 @@ class PromptSet:
         self._vision = vision
         kept, flat, ends = array("q"), array("i"), array("q", [0])
         self.num_overlong = 0
-        """Rows longer than `max_prompt_length`, whatever was done about them."""
+        """Number of rows longer than `max_prompt_length`, whether filtered or cut."""
         num_rows = len(rows) if max_samples is None else min(max_samples, len(rows))
         for index in range(num_rows):
             where = rows.where(index)
@@ -104,7 +104,7 @@ class PromptSet:
         return len(self._kept)
 
     def __getitem__(self, number: int) -> Prompt:
-        row = self._row(int(self._kept[number]), seen=True)
+        row = self._row(int(self._kept[number]), checked=True)
         return Prompt(
             prompt_ids=self._flat[self._ends[number] : self._ends[number + 1]],
             messages=row.messages,
@@ -114,30 +114,30 @@ class PromptSet:
             media=row.media,
         )
 
-    def _row(self, index: int, *, seen: bool = False) -> PromptRow:
+    def _row(self, index: int, *, checked: bool = False) -> PromptRow:
         where = self._rows.where(index)
-        row = parse_row(self._rows.row(index), where, directory=self._rows.directory(index), seen=seen)
+        row = parse_row(self._rows.row(index), where, directory=self._rows.directory(index), checked=checked)
         if not row.media:
             return row
         if self._vision is None:
-            raise DataError(f"{where}: it has images or videos, and nothing here can see them")
-        messages, media = self._vision.fitted(WithMedia(row.messages, row.media), where)
+            raise DataError(f"{where}: it has images or videos, which are not supported here")
+        messages, media = self._vision.fitted(MessagesWithMedia(row.messages, row.media), where)
         return row._replace(messages=messages, media=media)
 
 
 class ShuffledPrompts:
-    """`PromptSource`: the training set, epoch after epoch, in another seeded order each time."""
+    """A `PromptSource` that repeats the training set, each epoch in another seeded order."""
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
         self._prompts = prompts
-        # A few epochs are in flight at once at most.
+        # At most a few epochs are in flight at once.
         self._order = lru_cache(maxsize=4)(lambda epoch: epoch_order(len(prompts), seed, epoch, shuffle=shuffle))
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def at(self, sample_id: SampleId) -> Prompt:
-        """The prompt of this id.
+        """Return the prompt of this id.
 
         Raises:
             ConfigError: the id was made for a data set of another size.
@@ -152,7 +152,7 @@ class ShuffledPrompts:
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
-    """int64 `[num_prompts]`: which prompt comes at each position of the epoch; a permutation."""
+    """Return the permutation of prompts for one epoch, int64 `[num_prompts]`."""
     if not shuffle:
         return np.arange(num_prompts, dtype=np.int64)
     return np.random.default_rng([seed, epoch]).permutation(num_prompts)
@@ -180,14 +180,14 @@ def load_prompts(
         DataError: a malformed row, or one with sampling of its own.
     """
     data = config.data
-    vision = Vision(config.model, tokenizer)
+    vision = VisionEncoder(config.model, tokenizer)
 
     def load(split: str, max_samples: int | None) -> PromptSet | None:
         key = f"data.{split}_files"
         if gym := data.reasoning_gym:
             if split == "val" and not gym.val_size:
                 return None
-            rows: Rows = GymRows(gym, split=split, seed=config.seed)
+            rows: RowSource = GymRows(gym, split=split, seed=config.seed)
         elif files := data.train_files if split == "train" else data.val_files:
             rows = FileRows(files, key=key, cache_dir=cache_dir)
         else:

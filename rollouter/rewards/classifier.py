@@ -1,6 +1,6 @@
-"""A reward model in this process: a sequence classifier with one label, and what it gives conversations.
+"""A reward model in this process: a sequence classifier with one label that scores conversations.
 
-Torch and transformers only, so that it can be tested, and used, without Ray.
+It needs torch and transformers only, so it can be tested and used without Ray.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import jinja2
 import torch
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import RewardModelConfig
-from asyncrl.failures import ConfigError, DataError
-from rollouter.rewards.conversation import Conversation, text_of
+from asyncrl.config.sections.trainer import RewardModelConfig
+from asyncrl.core.failures import ConfigError, DataError
+from rollouter.rewards.conversation import ScoredConversation, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,34 +25,34 @@ KEY = "reward_model.path"
 FIX = "name a sequence-classification model with one label, saved by save_pretrained"
 
 
-class Encoded(NamedTuple):
-    """A conversation as the model reads it."""
+class EncodedConversation(NamedTuple):
+    """A conversation as input of the model."""
 
     ids: list[int]
     types: list[int]
-    """Which of the two parts of a pair each token is of (`token_type_ids`); all 0 where the tokenizer does not tell."""
+    """The part of a pair that each token belongs to (`token_type_ids`); all 0 if the tokenizer gives none."""
 
 
-class Classifier:
+class RewardClassifier:
     """Scores conversations with one model on one device."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """A model with one label, on the device it runs on, and its own tokenizer."""
+        """Wrap a model with one label, on its device, and its own tokenizer."""
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._pad_id: int | None = model.config.pad_token_id
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
         self.max_tokens: int = min((limit for limit in limits if limit is not None), default=2**31)
-        """Longest conversation."""
+        """The longest conversation that the model takes."""
 
     @classmethod
-    def load(cls, config: RewardModelConfig) -> Classifier:
-        """Read and check the model; on a GPU where there is one, in the dtype it was saved in, on CPU in float32.
+    def load(cls, config: RewardModelConfig) -> RewardClassifier:
+        """Load and check the model: on a GPU, if available, in the dtype of its files, on CPU in float32.
 
         Raises:
-            ConfigError: no path, no model there, no tokenizer, weights that are no safetensors, more than one label, or
-                a head that was never trained. In one line.
+            ConfigError: no path, no model there, no tokenizer, no safetensors, more than one label, or an untrained
+                head; in one line.
         """
         import transformers
 
@@ -87,10 +87,10 @@ class Classifier:
         return cls(model.to(device), tokenizer)
 
     @torch.inference_mode()
-    def score(self, conversations: Sequence[Conversation]) -> list[float | DataError]:
-        """The model's output for each, from one forward pass; an error in place of what cannot be scored."""
+    def score(self, conversations: Sequence[ScoredConversation]) -> list[float | DataError]:
+        """Return the model's output for each from one forward pass, or an error for one that cannot be scored."""
         results: list[float | DataError] = [0.0] * len(conversations)
-        encoded: dict[int, Encoded] = {}
+        encoded: dict[int, EncodedConversation] = {}
         for number, conversation in enumerate(conversations):
             try:
                 encoded[number] = self.encode(conversation)
@@ -102,8 +102,8 @@ class Classifier:
                 results[number] = value if math.isfinite(value) else finite
         return results
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """By the model's own chat template, or without one as the pair of prompt text and response.
+    def encode(self, conversation: ScoredConversation) -> EncodedConversation:
+        """Encode with the model's own chat template, or without one as the pair of prompt text and response.
 
         Raises:
             DataError: the template refuses the messages, or the model has no room for so many tokens.
@@ -127,12 +127,12 @@ class Classifier:
                 f"a conversation of {len(ids)} tokens cannot be scored: the reward model takes 1 to {self.max_tokens}; "
                 "lower data.max_prompt_length or rollout.response_length"
             )
-        return Encoded(ids, types)
+        return EncodedConversation(ids, types)
 
-    def _forward(self, rows: list[Encoded]) -> list[float]:
-        """One padded pass; each row's number is what the row alone would give."""
-        # The head looks at the last token that is not padding, so a model without a padding token gets one that no row
-        # holds: it then looks at the row's last token, as it does for a row alone.
+    def _forward(self, rows: list[EncodedConversation]) -> list[float]:
+        """Run one padded forward pass; each row gets the same number as alone."""
+        # The head reads the last token that is not padding. A model without a padding token gets one that no row
+        # contains, so that the head reads each row's last token, as for a single row.
         used = {token for row in rows for token in row.ids}
         pad = self._pad_id if self._pad_id is not None else next(token for token in range(2**31) if token not in used)
         self._model.config.pad_token_id = pad

@@ -1,38 +1,36 @@
-"""A language model as judge, behind an OpenAI-compatible endpoint: asked about one trajectory, its answer a number."""
+"""A language model behind an OpenAI-compatible endpoint that rates trajectories."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
-import anyio
 from anyio import to_thread
 
-from asyncrl.config.schema import JudgeConfig
-from asyncrl.failures import ConfigError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import Score
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import Prompt
+from asyncrl.config.sections.reward import JudgeConfig
+from asyncrl.core.failures import ConfigError, DataError, InfraError, UserCodeError
+from asyncrl.core.ports import Score
+from asyncrl.core.tasks import gather
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import Prompt
 from rollouter.chat_endpoint import ChatEndpoint
+from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import conversation, question, transcript
-from rollouter.rewards.results import shown
-from rollouter.template import Decode
+from rollouter.rewards.functions import shown
 
 NO_TRUTH = "(not given)"
 ENDING = 100
-"""Characters of an answer that an error repeats, of its end: that is where the number should be."""
+"""How many characters of an answer's end an error quotes: that is where the number should be."""
 _FIELD = re.compile(r"\{(question|response|conversation|ground_truth)\}")
 
 
-class Judge:
-    """`RewardScorer`: ratings from 0 to 1."""
+class JudgeScorer:
+    """A `RewardScorer` whose scores are ratings from 0 to 1."""
 
     whole_group = False
 
     def __init__(self, config: JudgeConfig, decode: Decode) -> None:
-        """Nothing is asked yet.
-
+        """
         Raises:
             ConfigError: see `ChatEndpoint`.
         """
@@ -59,27 +57,19 @@ class Judge:
         await self._endpoint.aclose()
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory.
+        """Return one score per trajectory.
 
         Raises:
-            UserCodeError: the endpoint failed, or gave no answer with a number, as often as `max_attempts` allows.
+            UserCodeError: the endpoint failed or gave no valid rating in `max_attempts` attempts.
             ConfigError: it knows no such model, or refuses the key.
         """
-        ratings = [math.nan] * len(trajectories)
 
-        async def rate(number: int) -> None:
-            text = await to_thread.run_sync(self._asked, prompt, trajectories[number])
-            ratings[number] = await self._rate(text)
+        async def rate(trajectory: Trajectory) -> Score:
+            return Score(await self._rate(await to_thread.run_sync(self._question, prompt, trajectory)))
 
-        try:
-            async with anyio.create_task_group() as group:
-                for number in range(len(trajectories)):
-                    group.start_soon(rate, number)
-        except BaseExceptionGroup as error:
-            raise first_failure(error) from error
-        return [Score(rating) for rating in ratings]
+        return await gather(rate, trajectories)
 
-    def _asked(self, prompt: Prompt, trajectory: Trajectory) -> str:
+    def _question(self, prompt: Prompt, trajectory: Trajectory) -> str:
         response = self._decode(trajectory.turn_ids())
         truth = prompt.ground_truth
         values = {
@@ -88,32 +78,32 @@ class Judge:
             "conversation": transcript(conversation(prompt, trajectory, response)),
             "ground_truth": NO_TRUTH if truth is None else str(truth),
         }
-        # One pass: braces in what was said are nobody's fields.
+        # One pass, so that braces in the conversation are not taken for fields.
         return _FIELD.sub(lambda match: values[match[1]], self._config.template)
 
-    async def _rate(self, asked: str) -> float:
-        told = ""
+    async def _rate(self, question: str) -> float:
+        problem = ""
         for _ in range(self._config.max_attempts):
             try:
-                answer = await self._endpoint.ask([{"role": "user", "content": asked}])
+                answer = await self._endpoint.ask([{"role": "user", "content": question}])
             except DataError as error:
-                told = error.message
+                problem = error.message
                 continue
             except InfraError as error:
                 raise UserCodeError(f"reward.judge: {error.message}") from error
             number = self._number(answer)
             if number is not None:
                 return (number - self._config.min) / (self._config.max - self._config.min)
-            told = f"it answered {shown(answer[-ENDING:])}"
+            problem = f"it answered {shown(answer[-ENDING:])}"
         config = self._config
         raise UserCodeError(
             f"reward.judge: {config.model} gave no rating from {config.min:g} to {config.max:g}, asked "
-            f"{config.max_attempts} times (reward.judge.max_attempts), the last time: {told}. Look at "
+            f"{config.max_attempts} times (reward.judge.max_attempts), the last time: {problem}. Look at "
             "reward.judge.prompt and reward.judge.pattern, or raise max_tokens in reward.judge.params"
         )
 
     def _number(self, answer: str) -> float | None:
-        """The last number in the answer; None: there is none between `min` and `max`."""
+        """Return the last number in the answer, or None if it is missing or not between `min` and `max`."""
         groups = [match[1] for match in self._pattern.finditer(answer)]
         try:
             number = float(groups[-1])

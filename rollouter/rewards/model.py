@@ -1,11 +1,10 @@
-"""The reward model of a run behind Ray Serve: its deployment, and how the Rollouter asks it.
+"""The reward model of a run behind Ray Serve: its deployment, and the Rollouter's client.
 
 The driver binds the deployment without importing torch; only the replicas load it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,39 +12,41 @@ import anyio
 from anyio import to_thread
 from ray import serve
 
-from asyncrl.config.schema import Config, RewardModelConfig
-from asyncrl.failures import BugError, DataError, DeadlineError, InfraError, first_failure
-from rollouter.client import FIRST_BACKOFF_S
-from rollouter.rewards.conversation import Conversation
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.trainer import RewardModelConfig
+from asyncrl.core.failures import BugError, DataError, DeadlineError, InfraError
+from asyncrl.core.tasks import gather
+from rollouter.rewards.conversation import ScoredConversation
+from rollouter.serving.client import FIRST_BACKOFF_S
 from rollouter.serving.handles import answer
 from rollouter.serving.options import REWARD_DEPLOYMENT_NAME, app_name, reward_deployment_options
 
 BATCH_WAIT_S = 0.01
-"""A forward pass waits so long for company: the responses of a group come within a millisecond or two."""
+"""How long a batch waits to fill: the responses of a group arrive within a millisecond or two."""
 
 
 class RewardReplica:
-    """One copy of the reward model."""
+    """A replica of the reward model."""
 
     async def __init__(self, config: RewardModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model.
 
         Raises:
-            ConfigError: see `Classifier.load`.
+            ConfigError: see `RewardClassifier.load`.
         """
-        from rollouter.rewards.classifier import Classifier
+        from rollouter.rewards.classifier import RewardClassifier
 
-        self._classifier = await to_thread.run_sync(Classifier.load, config)
+        self._classifier = await to_thread.run_sync(RewardClassifier.load, config)
         self.score.set_max_batch_size(config.max_batch_size)
 
     @serve.batch(batch_wait_timeout_s=BATCH_WAIT_S)
-    async def score(self, conversations: list[Conversation]) -> list[float | DataError]:
-        """Called with one conversation; Serve gathers the batch. An error is returned, not raised: it is one row's."""
+    async def score(self, conversations: list[ScoredConversation]) -> list[float | DataError]:
+        """Score one conversation per call; Serve gathers the batch. An error is returned, since it concerns one row."""
         return await to_thread.run_sync(self._classifier.score, conversations)
 
 
 def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
-    """The application of the run's reward model."""
+    """Return the Serve application of the run's reward model."""
     deployment = serve.deployment(
         name=REWARD_DEPLOYMENT_NAME,
         **reward_deployment_options(config.reward_model, probe_s=config.timeouts.probe_s, gpus=gpus),
@@ -53,27 +54,27 @@ def build_reward_app(config: Config, *, gpus: bool) -> serve.Application:
     return deployment.bind(config.reward_model)
 
 
-class ServedModel:
-    """Scores responses with the run's deployment (`combination.ModelScorer`), from any process of its Ray cluster."""
+class ServedRewardModel:
+    """A `RewardModelPort` on the run's deployment, usable from any process of its Ray cluster."""
 
     def __init__(
         self, config: Config, *, namespace: str, sleep: Callable[[float], Awaitable[None]] = anyio.sleep
     ) -> None:
-        """`sleep` waits between failed calls: 1 s, 2 s, 4 s, …"""
+        """`sleep` waits between failed calls: 1 s, 2 s, 4 s and so on."""
         self._sleep = sleep
         self._timeout_s = config.reward.timeout_s
         self._start_s = config.timeouts.start_s
         self._waiting: set[anyio.CancelScope] = set()
         self._replaced_by: float | None = None
-        """A replica has died, and another one may be loading until then; None: the last call was answered."""
+        """Until when a replacement of a dead replica may be loading; None: the last call was answered."""
         self._max_attempts = config.rollout.max_attempts
         self._handle = serve.get_deployment_handle(REWARD_DEPLOYMENT_NAME, app_name(namespace, "reward"))
         model = config.reward_model
-        # A batch in work and one that waits, for each replica: a deadline is for the model, not for the queue to it.
+        # Two batches per replica, one running and one waiting, so that the deadline covers no long queue.
         self._calls = anyio.CapacityLimiter(2 * model.num_replicas * model.max_batch_size)
 
-    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
-        """One score per conversation.
+    async def score(self, conversations: Sequence[ScoredConversation]) -> list[float]:
+        """Return one score per conversation.
 
         Raises:
             DataError: a conversation that the model cannot score.
@@ -81,21 +82,14 @@ class ServedModel:
             DeadlineError: it took longer than `reward.timeout_s`, failed tries included. While a replica that died is
                 replaced, up to `timeouts.start_s` longer.
         """
-        scores = [math.nan] * len(conversations)
 
-        async def one(number: int) -> None:
+        async def score(conversation: ScoredConversation) -> float:
             async with self._calls:
-                scores[number] = await self._score(conversations[number])
+                return await self._score(conversation)
 
-        try:
-            async with anyio.create_task_group() as group:
-                for number in range(len(conversations)):
-                    group.start_soon(one, number)
-        except BaseExceptionGroup as error:
-            raise first_failure(error) from error
-        return scores
+        return await gather(score, conversations)
 
-    async def _score(self, conversation: Conversation) -> float:
+    async def _score(self, conversation: ScoredConversation) -> float:
         with anyio.CancelScope() as scope:
             scope.deadline = max(anyio.current_time(), self._replaced_by or 0.0) + self._timeout_s
             self._waiting.add(scope)
@@ -108,7 +102,7 @@ class ServedModel:
             "reward_model.max_batch_size, or raise reward_model.num_replicas"
         )
 
-    async def _try(self, conversation: Conversation) -> float:
+    async def _try(self, conversation: ScoredConversation) -> float:
         for attempt in range(1, self._max_attempts + 1):
             try:
                 score = _number(await self._ask(conversation))
@@ -124,13 +118,13 @@ class ServedModel:
         raise AssertionError("max_attempts is positive")
 
     def _wait_for_another(self) -> None:
-        """A replica has failed: Serve holds the calls back until another one is up, those of before too."""
+        """Extend all deadlines after a replica failed: Serve delays calls until its replacement is up."""
         if self._replaced_by is None:
             self._replaced_by = anyio.current_time() + self._start_s
             for scope in self._waiting:
                 scope.deadline = self._replaced_by + self._timeout_s
 
-    async def _ask(self, conversation: Conversation) -> Any:
+    async def _ask(self, conversation: ScoredConversation) -> Any:
         return await answer(self._handle.score.remote(conversation), "scoring by the reward model")
 
 

@@ -1,4 +1,4 @@
-"""Calling a reward function: off the event loop, within a deadline and a bound on concurrency."""
+"""Scorers: reward functions, tools, users, judge and reward model, combined into one weighted reward."""
 
 from __future__ import annotations
 
@@ -6,52 +6,43 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import anyio
-from anyio import to_process, to_thread
+from anyio import to_thread
 
-from asyncrl.failures import AsyncRLError, UserCodeError, first_failure
-from asyncrl.ports import Score
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import Prompt
-from rollouter.rewards import arguments
-from rollouter.rewards.loading import RewardFunction
-from rollouter.rewards.results import listed, score_of, shown
-from rollouter.template import Decode
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import has_conversations, part_weights
+from asyncrl.core.failures import AsyncRLError, UserCodeError
+from asyncrl.core.ports import RewardScorer, Score
+from asyncrl.core.tasks import gather
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import Prompt
+from rollouter.prompts.chat_template import Decode
+from rollouter.rewards.conversation import ScoredConversation, conversation
+from rollouter.rewards.functions import RewardFunction, batch_arguments, listed, score_of, shown, single_arguments
+from rollouter.rewards.judge import JudgeScorer
 
 
-class Scorer:
-    """`RewardScorer` on one reward function.
+class FunctionScorer:
+    """A `RewardScorer` on one reward function.
 
-    A sync function runs in a worker thread. A thread cannot be killed: one that runs past its deadline fails its sample
-    and is left behind. Async functions run on the event loop and must not block it.
+    A sync function runs in a worker thread. A thread cannot be killed: one that exceeds its deadline fails its sample
+    and is abandoned. Async functions run on the event loop and must not block it.
     """
 
     def __init__(
-        self,
-        function: RewardFunction,
-        decode: Decode,
-        *,
-        timeout_s: float,
-        max_concurrency: int,
-        places: anyio.CapacityLimiter | None = None,
+        self, function: RewardFunction, decode: Decode, *, timeout_s: float, capacity: anyio.CapacityLimiter
     ) -> None:
-        """
-        Args:
-            timeout_s: Deadline of one call, seconds. It starts once the call has its place: waiting is nobody's fault.
-            max_concurrency: Calls at once.
-            places: Shared with other functions, in place of `max_concurrency`.
-        """
+        """`timeout_s` is the deadline of one call, which starts once `capacity` lets the call run."""
         self._function = function
         self._decode = decode
         self._timeout_s = timeout_s
-        self._calls = places or anyio.CapacityLimiter(max_concurrency)
+        self._capacity = capacity
         self._processes: AbstractAsyncContextManager[Any] = (
             anyio.CapacityLimiter(os.cpu_count() or 1) if function.in_process else nullcontext()
         )
-        # `_calls` alone bounds the calls; an abandoned thread must not take a place for good.
+        # `capacity` alone bounds the calls; an abandoned thread must not occupy it for good.
         self._unbounded = anyio.CapacityLimiter(math.inf)
 
     @property
@@ -59,52 +50,29 @@ class Scorer:
         return self._function.whole_group
 
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        function = self._function
         texts = await to_thread.run_sync(
             lambda: [self._decode(trajectory.turn_ids()) for trajectory in trajectories], limiter=self._unbounded
         )
-        if self._function.batch and texts:
-            return await self._score_group(prompt, trajectories, texts)
-        scores: list[Score | None] = [None] * len(texts)
-
-        async def score_one(number: int) -> None:
-            scores[number] = await self._score_one(prompt, trajectories[number], texts[number])
-
-        try:
-            async with anyio.create_task_group() as group:
-                for number in range(len(texts)):
-                    group.start_soon(score_one, number)
-        except BaseExceptionGroup as error:
-            raise first_failure(error) from error
-        return [score for score in scores if score is not None]
-
-    async def _score_group(
-        self, prompt: Prompt, trajectories: Sequence[Trajectory], texts: Sequence[str]
-    ) -> list[Score]:
-        about = self._about(prompt, texts[0])
-        results = await self._call(about, arguments.batch(self._function, prompt, trajectories, texts))
+        if function.batch and texts:
+            about = self._about(prompt, texts[0])
+            results = await self._call(about, batch_arguments(function, prompt, trajectories, texts))
+            results = listed(results, about, length=len(texts))
+        else:
+            results = await gather(
+                lambda item: self._call(self._about(prompt, item[1]), single_arguments(function, prompt, *item)),
+                zip(trajectories, texts, strict=True),
+            )
         return [
             score_of(result, self._about(prompt, text), num_turns=len(trajectory.turns))
-            for result, trajectory, text in zip(
-                listed(results, about, length=len(texts)), trajectories, texts, strict=True
-            )
+            for result, trajectory, text in zip(results, trajectories, texts, strict=True)
         ]
 
-    async def _score_one(self, prompt: Prompt, trajectory: Trajectory, text: str) -> Score:
-        about = self._about(prompt, text)
-        result = await self._call(about, arguments.single(self._function, prompt, trajectory, text))
-        return score_of(result, about, num_turns=len(trajectory.turns))
-
-    async def _call(self, about: str, given: Mapping[str, Any]) -> Any:
-        """One call, its exceptions typed."""
-        call = partial(self._function.call, **given)
-        async with self._processes, self._calls:
+    async def _call(self, about: str, arguments: Mapping[str, Any]) -> Any:
+        async with self._processes, self._capacity:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
-                    if self._function.is_async:
-                        return await call()
-                    if self._function.in_process:
-                        return await to_process.run_sync(call, cancellable=True, limiter=self._unbounded)
-                    return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._unbounded)
+                    return await self._function.invoke(arguments, self._unbounded)
                 except Exception as error:
                     cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
                     raise UserCodeError.wrap(f"{about} raised {cause}", error) from error
@@ -118,3 +86,154 @@ class Scorer:
         index = prompt.extra_info.get("index")
         row = f"{prompt.data_source!r}" if index is None else f"{prompt.data_source!r}, row {index}"
         return f"reward function {self._function.name} on a response to {row} ({shown(text)})"
+
+
+class ToolScorer:
+    """A `RewardScorer` that sums `Trajectory.scores`."""
+
+    whole_group = False
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(sum(_checked(trajectory.scores), 0.0)) for trajectory in trajectories]
+
+
+class TurnRewardScorer:
+    """A `RewardScorer` that returns the rewards of the turns themselves."""
+
+    whole_group = False
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        turns = [{f"turn {n}": turn.reward for n, turn in enumerate(one.turns)} for one in trajectories]
+        return [Score(sum(rewards, 0.0), turn_rewards=rewards) for rewards in map(_checked, turns)]
+
+
+def _checked(given: Mapping[str, float]) -> tuple[float, ...]:
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise UserCodeError(f"the reward from {name} is {value}; tools and environments must give finite numbers")
+    return tuple(float(value) for value in given.values())
+
+
+class RewardModelPort(Protocol):
+    """A reward model."""
+
+    async def score(self, conversations: Sequence[ScoredConversation]) -> list[float]:
+        """Return one finite number per conversation."""
+
+
+class ModelRewardScorer:
+    """A `RewardScorer` on a reward model; raises what the model raises: InfraError, DataError."""
+
+    whole_group = False
+
+    def __init__(self, model: RewardModelPort, decode: Decode) -> None:
+        self._model = model
+        self._decode = decode
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        conversations = await to_thread.run_sync(
+            lambda: [conversation(prompt, one, self._decode(one.turn_ids())) for one in trajectories]
+        )
+        return [Score(value) for value in await self._model.score(conversations)]
+
+
+class WeightedSource(NamedTuple):
+    """One part of a reward."""
+
+    name: str | None
+    """The part's name in `Score.extra`; None: the scorer adds the names of its parts itself."""
+    weight: float
+    scorer: RewardScorer
+
+
+class WeightedScorer:
+    """A `RewardScorer` that sums weighted sources, and their rewards of turns turn by turn. Sources run at once."""
+
+    def __init__(self, sources: Sequence[WeightedSource], *, report_parts: bool) -> None:
+        """With `report_parts`, `Score.extra` contains each source's score before its weight, by the source's name."""
+        self._sources = tuple(sources)
+        self._report_parts = report_parts
+
+    @property
+    def whole_group(self) -> bool:
+        return any(source.scorer.whole_group for source in self._sources)
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return one score per trajectory.
+
+        Raises:
+            UserCodeError: two sources use the same name for an extra; and what the sources raise (UserCodeError from
+                functions, tools and the judge, InfraError or DataError from the model), the first failure alone.
+        """
+        by_source = await gather(lambda source: source.scorer.score(prompt, trajectories), self._sources)
+        return [self._sum([scores[number] for scores in by_source]) for number in range(len(trajectories))]
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        reward = 0.0
+        extra: dict[str, float] = {}
+        turns: list[float] = []
+        for source, score in zip(self._sources, scores, strict=True):
+            reward += source.weight * score.reward
+            _add_extras(extra, score.extra)
+            if self._report_parts and source.name is not None:
+                _add_extras(extra, {source.name: score.reward})
+            if score.turn_rewards:
+                own = [source.weight * value for value in score.turn_rewards]
+                turns = [one + other for one, other in zip(turns, own, strict=True)] if turns else own
+        return Score(reward, extra, tuple(turns) if any(turns) else ())
+
+
+def _add_extras(extra: dict[str, float], more: Mapping[str, float]) -> None:
+    if clash := extra.keys() & more.keys():
+        name = min(clash)
+        raise UserCodeError(
+            f"two numbers of one response are called {name!r}: parts of the reward (reward.functions.name) and what "
+            "functions return beside 'score' need names of their own; rename one"
+        )
+    extra.update(more)
+
+
+def function_scorer(config: Config, functions: Mapping[str, RewardFunction], decode: Decode) -> WeightedScorer:
+    """Return one scorer on all functions of the run, which `load_reward_functions` returns by part name."""
+    weights, reward = part_weights(config), config.reward
+    capacity = anyio.CapacityLimiter(reward.max_concurrency)
+    sources = [
+        WeightedSource(
+            name, weights[name], FunctionScorer(function, decode, timeout_s=reward.timeout_s, capacity=capacity)
+        )
+        for name, function in functions.items()
+    ]
+    return WeightedScorer(sources, report_parts=len(weights) > 1)
+
+
+class CombinedScorer(WeightedScorer):
+    """The `RewardScorer` of a whole run, for training and validation: reward functions and all other sources.
+
+    If a run has more than one source, `Score.extra` contains each part before its weight: `rule`, the names of further
+    functions, `tools`, `turns`, `judge`, `model`. With `reward_model.placement: worker` the Trainer adds the model's
+    part to the rewards it trains on; it is missing here, and so in validation.
+    """
+
+    def __init__(self, functions: RewardScorer, config: Config, decode: Decode, model: RewardModelPort | None) -> None:
+        """`functions` is a `function_scorer`, already weighted; `model` is the served reward model, if there is one.
+
+        Raises:
+            ConfigError: the endpoint of `reward.judge` cannot be used.
+        """
+        weights = part_weights(config)
+        others: dict[str, RewardScorer] = {}
+        if has_conversations(config):
+            others |= {"tools": ToolScorer(), "turns": TurnRewardScorer()}
+        self._judge = JudgeScorer(config.reward.judge, decode) if config.reward.judge.model is not None else None
+        if self._judge is not None:
+            others["judge"] = self._judge
+        if model is not None:
+            others["model"] = ModelRewardScorer(model, decode)
+        sources = [WeightedSource(None, 1.0, functions)]
+        sources += [WeightedSource(name, weights[name], scorer) for name, scorer in others.items()]
+        super().__init__(sources, report_parts=len(weights) > 1)
+
+    async def aclose(self) -> None:
+        """Close the connections to the judge."""
+        if self._judge is not None:
+            await self._judge.aclose()

@@ -1,7 +1,7 @@
-"""What a run has behind Ray Serve: built, started, watched while it starts, stopped.
+"""Builds, starts and stops the Serve applications of a run.
 
-Its engines are one application, and its reward model, where it has one there, another: each has its own state, so that
-what does not start is told apart. Both are named after the run's Ray namespace, since runs may share a cluster.
+The engines are one application and a served reward model is another, so that Serve reports their states separately.
+Both are named after the run's Ray namespace, since runs may share a cluster.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, DeadlineError, InfraError
-from asyncrl.profiling import OFF
+from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
+from asyncrl.profiling import PROFILING_OFF
 from rollouter.rewards.model import build_reward_app
-from rollouter.serving.agents import route_prefix
+from rollouter.serving.http import route_prefix
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
-from rollouter.serving.replica import RolloutReplica
+from rollouter.serving.replica.deployment import RolloutReplica
 
 CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
-"""Begins the last line of the traceback, which is all that Serve tells of a constructor that raised a `ConfigError`."""
+"""Start of the last line of a traceback, by which a `ConfigError` in a replica's constructor is recognized."""
 STATUS_PERIOD_S = 0.2
-"""Serve has no call that waits for a deployment's fate; its own client asks again and again as well."""
+"""Serve has no call that waits for a deployment; its own client polls as well."""
 
 
 def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: bool = False) -> serve.Application:
-    """The application for `config`; needs a connected Ray.
+    """Return the application for `config`; needs a connected Ray.
 
     Args:
-        config: The run.
         namespace: Ray namespace of the weight store.
         http: Add Ray's OpenAI-compatible ingress. Without it, only handles reach the replicas, and the driver need
             not import vLLM.
-        agents: With it, and the way of the run's agents to the Rollouter.
+        agents: Also forward requests of the run's agents to the Rollouter.
 
     Raises:
         ConfigError: the address asks for an API key and there is none.
@@ -52,7 +51,7 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
         from rollouter.serving.http import build_http_app
 
         if not agents:
-            options = replace(options, profiler=OFF)  # there is no Rollouter that their events could go to
+            options = replace(options, profiler=PROFILING_OFF)  # no Rollouter would receive the events
         return build_http_app(
             options,
             _api_key(config),
@@ -67,8 +66,7 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
     """Deploy and wait until every replica is up.
 
     Args:
-        config: The run.
-        namespace: Its Ray namespace.
+        namespace: The run's Ray namespace.
         http: `asyncrl serve`: engines with an HTTP side, and nothing that scores. In a run, `rollout.agent` gives them
             one.
         engines: False: only the reward model.
@@ -93,12 +91,12 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
 
 
 async def stop_app(namespace: str) -> None:
-    """Take down what the run in this namespace has behind Serve, and nothing else: others may use Serve too."""
+    """Delete the applications of the run in this namespace, and no others."""
     await anyio.to_thread.run_sync(delete_app, namespace)
 
 
 def delete_app(namespace: str) -> None:
-    """`stop_app`, blocking. Does nothing if nothing was started."""
+    """Do `stop_app`, blocking. Does nothing if nothing was started."""
     try:
         running = serve.status().applications
     except RayServeException:  # there is no Serve
@@ -109,7 +107,7 @@ def delete_app(namespace: str) -> None:
 
 
 def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
-    # Serve tells about each start at INFO, on a terminal that belongs to the live view.
+    # Serve logs each start at INFO, on a terminal that belongs to the live view.
     logging.getLogger("ray.serve").setLevel(config.logging.level.upper())
     agents = config.rollout.agent.enabled and engines and not http
     if http:
@@ -133,8 +131,8 @@ def _deploy(config: Config, namespace: str, http: bool, engines: bool) -> None:
 
 
 def _port(config: Config) -> int:
-    """For agents, who are told of it: any free one of this machine, if `serve.port` is taken. On a cluster of others
-    Serve's own counts."""
+    """Return a port for agents: any free one of this machine if `serve.port` is taken. On an existing cluster Serve's
+    own port counts."""
     wanted = (config.serve.port, 0) if config.ray.address is None else ()
     for port in wanted:
         family = socket.AF_INET6 if ":" in config.serve.host else socket.AF_INET
@@ -150,10 +148,10 @@ def _gpus() -> bool:
 
 
 async def replicas_up(namespace: str, limit_s: float) -> None:
-    """Wait until Serve has replaced whatever engines ended.
+    """Wait until Serve has replaced the engines that ended.
 
     Raises:
-        InfraError: Serve does not have them any more.
+        InfraError: the application is gone.
         DeadlineError: not within `limit_s`.
     """
     try:
@@ -178,31 +176,31 @@ async def _started(names: Mapping[str, str]) -> None:
             await anyio.sleep(STATUS_PERIOD_S)
 
 
-async def what_serve_says(namespace: str) -> str:
-    """Of the engines of the run in this namespace, where it has something to say: why one does not start.
+async def serve_messages(namespace: str) -> str:
+    """Return Serve's messages about the run's engines, for example why one does not start; empty: there are none.
 
     Raises:
-        InfraError: Serve does not have them any more.
+        InfraError: the application is gone.
     """
-    return _said(await _status(app_name(namespace)))
+    return _messages(await _status(app_name(namespace)))
 
 
-def _said(app: ApplicationStatusOverview) -> str:
+def _messages(app: ApplicationStatusOverview) -> str:
     return "\n".join(one.message for one in app.deployments.values() if one.message) or app.message
 
 
 def _start_error(what: str, app: ApplicationStatusOverview) -> ConfigError | InfraError:
-    cause = _said(app)
+    cause = _messages(app)
     last = cause.strip().splitlines()[-1] if cause.strip() else app.status.value
-    _, marker, told = last.partition(CONFIG_ERROR)
-    return ConfigError(told) if marker else InfraError(f"{what} did not start: {last}", cause)
+    _, marker, message = last.partition(CONFIG_ERROR)
+    return ConfigError(message) if marker else InfraError(f"{what} did not start: {last}", cause)
 
 
 async def _status(name: str) -> ApplicationStatusOverview:
-    """What Serve says of an application; a deadline does not wait for an answer.
+    """Return Serve's status of an application; a deadline does not wait for an answer.
 
     Raises:
-        InfraError: Serve does not have it, or not any more.
+        InfraError: Serve has no such application.
     """
     applications = (await anyio.to_thread.run_sync(serve.status, abandon_on_cancel=True)).applications
     if name not in applications:
@@ -215,7 +213,7 @@ async def _status(name: str) -> ApplicationStatusOverview:
 
 
 def _api_key(config: Config) -> str | None:
-    """The key that HTTP clients must send.
+    """Return the key that HTTP clients must send.
 
     Raises:
         ConfigError: the variable is empty, or there is none and the address is not loopback.

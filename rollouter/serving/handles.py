@@ -1,8 +1,9 @@
-"""What comes back over a Serve handle, with errors of ours."""
+"""Answers over a Serve handle, with errors of ours."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -10,7 +11,7 @@ import anyio
 import ray
 from ray.serve.exceptions import RayServeException
 
-from asyncrl.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
 
 _DEAD = (
     ray.exceptions.RayActorError,
@@ -20,20 +21,20 @@ _DEAD = (
 )
 
 
-def typed(error: BaseException, what: str, *, taken: bool = True) -> AsyncRLError:
-    """The error of ours that a replica raised, or one about the replica itself.
+def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLError:
+    """Return the error of ours that a replica raised, or one about the replica itself.
 
     Args:
         error: What the handle raised.
-        what: What was asked.
-        taken: The replica had begun with it, so that this may be what ended it.
+        what: Names the call in errors.
+        accepted: The replica had begun with the call, which may have ended it.
     """
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AsyncRLError):
         return error.cause
     if isinstance(error, AsyncRLError):
         return error
     if isinstance(error, _DEAD):
-        kind = EngineCrashError if taken else InfraError
+        kind = EngineCrashError if accepted else InfraError
         return kind.wrap(f"{what}: the replica's process is gone", error)
     if isinstance(error, ray.exceptions.RayError | RayServeException):
         return InfraError.wrap(f"{what}: the replica failed", error)
@@ -41,7 +42,7 @@ def typed(error: BaseException, what: str, *, taken: bool = True) -> AsyncRLErro
 
 
 async def answer(response: Any, what: str) -> Any:
-    """Wait for a handle's response; whoever is cancelled meanwhile cancels the call too. `what` says what was asked.
+    """Wait for a handle's response; cancelling the wait cancels the call too. `what` names the call in errors.
 
     Raises:
         AsyncRLError: see `typed`.
@@ -58,22 +59,22 @@ async def answer(response: Any, what: str) -> Any:
 
 
 async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGenerator[Any, None]:
-    """What a streaming call yields, as it comes. Whoever stops reading before the end (`aclose`) cancels the call.
+    """Yield the items of a streaming call. Closing the iterator before the end cancels the call.
 
-    The first item says that the replica has begun: if it dies before, it was not this call that ended it.
+    The first item says that the replica has begun: if it dies earlier, this call is not the cause.
 
     Args:
         response: Of a handle with `stream=True`.
-        what: What was asked.
-        limit_s: For the whole call, what the reader does between two items included.
-        key: Where the limit comes from.
+        what: Names the call in errors.
+        limit_s: For the whole call, the reader's work between two items included.
+        key: The configuration key of the limit.
 
     Raises:
-        DeadlineError: past the limit; what came until then has been yielded.
+        DeadlineError: past the limit; earlier items have been yielded.
         AsyncRLError: see `typed`.
     """
     until = anyio.current_time() + limit_s
-    ended = taken = False
+    ended = accepted = False
     try:
         while True:
             try:
@@ -90,8 +91,8 @@ async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGene
                 raise
             except Exception as error:
                 ended = True
-                raise typed(error, what, taken=taken) from error
-            taken = True
+                raise typed(error, what, accepted=accepted) from error
+            accepted = True
             yield item
     finally:
         if not ended:
@@ -99,6 +100,21 @@ async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGene
 
 
 def _cancelled_elsewhere() -> bool:
-    """A call that its replica has cancelled, at its own end, looks like the cancellation of whoever waits for it."""
+    """Whether the replica cancelled the call, at its own end, which looks like a cancellation of the waiting task."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
+
+
+def own_log(descriptor: int = 2) -> str:
+    """Return the file behind standard error, or else the directory of Ray's log files.
+
+    Ray gives each of its worker processes two files, `.out` and `.err`, which the processes that it starts share.
+    """
+    try:
+        file = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no Linux
+        file = ""
+    name, suffix = os.path.splitext(file)
+    if not os.path.isfile(file):
+        return "the directory logs/ of the Ray session"
+    return f"{name}.out and {suffix}" if suffix == ".err" else file

@@ -1,34 +1,160 @@
-"""The HTTP side of `asyncrl serve`, and of a launch with agents of the user's: who is let in, and where requests go.
+"""The HTTP side of `asyncrl serve`, and of a launch with agents of the user's.
 
-    trajectory's key ──▶ the Rollouter that gave it (`rollouter.gateway`)    recorded
-    everybody else ───▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
+    trajectory's key ──▶ the Rollouter that issued it (`rollouter.gateway`), through Ray: recorded
+    other requests ────▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
 
 `ray.serve.llm` imports vLLM when it is imported (7 s on CPU, and its messages on the terminal). The driver binds this
-without it; only the processes that Serve starts pay.
+module without it; only the processes that Serve starts import it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import anyio
+import ray
+from anyio import to_thread
 from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from asyncrl.failures import AsyncRLError, InfraError
+from asyncrl.core.failures import InfraError
 from rollouter.agent.parsing import NO_TOOLS, check_format
-from rollouter.gateway.asgi import TrajectoryKeys
-from rollouter.serving.agents import RolloutCalls
-from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, deployment_options
-from rollouter.serving.replica import RolloutReplica
+from rollouter.gateway.http import TrajectoryKeyMiddleware
+from rollouter.gateway.protocol import GatewayResponse, engines_failed, unknown_key
+from rollouter.gateway.session import incarnation_of
+from rollouter.serving.options import DEPLOYMENT_NAME, ServingOptions, app_name, deployment_options
+from rollouter.serving.replica.deployment import RolloutReplica
+
+MAX_AGENT_REQUESTS = 9_000
+"""Agents' requests that the Rollouter has at once; fewer than its actor takes (`rollouter.actor`), or calls of the
+driver would wait behind them."""
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-class RequireKey:
+def rollouter_name(incarnation: int) -> str:
+    """Return the actor's name in the run's Ray namespace."""
+    return f"rollouter-{incarnation}"
+
+
+def route_prefix(namespace: str) -> str:
+    """Return where the run's OpenAI API is mounted: runs that share a cluster share its port."""
+    return f"/{app_name(namespace, 'agents')}"
+
+
+def endpoint_url(namespace: str) -> str:
+    """Return the base URL of the run's OpenAI API, for agents on the node of Serve's proxy or, if the proxy listens on
+    every interface, on any node. Blocking.
+
+    Raises:
+        InfraError: Serve has no HTTP side.
+    """
+    options = _get_global_client().http_config
+    if options.host is None or options.location == ProxyLocation.Disabled:
+        raise InfraError(
+            "Ray Serve was started on this cluster without an HTTP side, by somebody else, so no agent can reach this "
+            "run (rollout.agent). Shut Serve down there, or take a cluster of the run's own: ray.address=null"
+        )
+    host = options.host
+    if host in _ANYWHERE:
+        host = _proxy_address() or _ANYWHERE[host]
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{options.port}{route_prefix(namespace)}/v1"
+
+
+def _proxy_address() -> str:
+    """Return the address of a node with a proxy; empty: Serve knows none."""
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return next((nodes[node] for node in serve.status().proxies if node in nodes), "")
+
+
+class RolloutCalls:
+    """Forwards agents' requests through Ray to the Rollouter that issued their key.
+
+    A Rollouter that replaces another has its own name and keys, so nothing has to be updated here.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._actors: dict[int, Any] = {}
+        self._limit: anyio.Semaphore | None = None
+        """Created in the replica: it belongs to an event loop, and this object is pickled."""
+
+    async def __call__(self, key: str, path: str, body: Mapping[str, Any]) -> GatewayResponse:
+        """
+        Raises:
+            RequestError: that Rollouter is gone.
+        """
+        incarnation = incarnation_of(key)
+        assert incarnation is not None  # else it is no trajectory's key
+        if self._limit is None:
+            self._limit = anyio.Semaphore(MAX_AGENT_REQUESTS)
+        async with self._limit:
+            actor = await self._actor(incarnation)
+            answer = actor.answer.remote(key, path, body)
+            try:
+                response: GatewayResponse = await answer
+            except asyncio.CancelledError:
+                ray.cancel(answer)  # the engine must not go on for a client that has gone
+                raise
+            except ray.exceptions.RayActorError as error:
+                self._actors.pop(incarnation, None)
+                raise unknown_key() from error
+            except ray.exceptions.RayError as error:
+                raise engines_failed() from error
+        return response
+
+    async def _actor(self, incarnation: int) -> Any:
+        if incarnation not in self._actors:
+            name = rollouter_name(incarnation)
+            try:
+                self._actors[incarnation] = await to_thread.run_sync(ray.get_actor, name, self._namespace)
+            except ValueError as error:
+                raise unknown_key() from error
+        return self._actors[incarnation]
+
+
+def openai_app(options: ServingOptions, replicas: Any) -> ASGIApp:
+    """Return the OpenAI API over the run's replicas: Ray's ingress for LLMs.
+
+    It is not Ray's development ingress, which would put pause, sleep and weight updates on HTTP. It sends no CORS
+    headers, so that a web page in the user's browser cannot reach a server on loopback.
+
+    Args:
+        replicas: A handle to the deployment of `OpenAIReplica`.
+    """
+    from fastapi import FastAPI
+    from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
+    from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress
+    from ray.llm._internal.serve.core.ingress.middleware import (
+        SetRequestIdMiddleware,
+        add_exception_handling_middleware,
+    )
+    from ray.serve.llm import LLMConfig
+
+    llm_config = LLMConfig(**options.llm_config)
+    model = llm_config.model_id
+    ingress = OpenAiIngress(
+        llm_deployments={model: replicas}, model_cards={model: to_model_metadata(model, llm_config)}
+    )
+    app = FastAPI(title="asyncrl")
+    for name, endpoint in DEFAULT_ENDPOINTS.items():
+        endpoint(app)(getattr(ingress, name))
+    # Middleware runs from the last added to the first.
+    add_exception_handling_middleware(app)
+    app.add_middleware(SetRequestIdMiddleware)
+    return app
+
+
+class ApiKeyMiddleware:
     """ASGI middleware: every request must carry `Authorization: Bearer KEY`."""
 
     def __init__(self, app: ASGIApp, *, key: str) -> None:
@@ -46,7 +172,7 @@ class RequireKey:
 
 
 class OpenAIReplica(RolloutReplica):
-    """A replica whose engine has vLLM's OpenAI front end. What Ray's ingress calls is `LLMServer`'s."""
+    """A replica whose engine has vLLM's OpenAI front end; Ray's ingress calls the methods of `LLMServer`."""
 
     async def __init__(self, options: ServingOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start the engine.
@@ -54,20 +180,7 @@ class OpenAIReplica(RolloutReplica):
         Raises:
             InfraError: it does not start; the engine's own error is the cause.
         """
-        try:
-            from ray.serve.llm import LLMConfig
-
-            from rollouter.serving.engine import OpenAIEngine
-            from rollouter.serving.server import RolloutServer
-
-            self._server = RolloutServer.__new__(RolloutServer)
-            made = self._server.__init__(LLMConfig(**options.llm_config), options=options, engine_cls=OpenAIEngine)  # type: ignore[misc]
-            await made  # Serve awaits asynchronous constructors; plain Python does not
-        except AsyncRLError:
-            raise
-        except Exception as error:  # noqa: BLE001  of any library, and typed here before it leaves the process
-            model = options.llm_config["model_loading_config"]["model_source"]
-            raise InfraError.wrap(f"the engine for {model} did not start", error) from None
+        await self._start(options, openai=True)
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         return await self._server.chat(request, raw_request_info)
@@ -88,7 +201,7 @@ class OpenAIReplica(RolloutReplica):
         return await self._server.detokenize(request, raw_request_info)
 
 
-class Front:
+class HttpFrontEnd:
     """The HTTP side itself; Serve starts one."""
 
     def __init__(
@@ -101,24 +214,22 @@ class Front:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve, once, in the process that serves it."""
-        from rollouter.serving.openai_app import openai_app
-
-        app: ASGIApp = openai_app(self._options, self._replicas)
+        app = openai_app(self._options, self._replicas)
         if self._api_key is not None:
-            app = RequireKey(app, key=self._api_key)
-        return TrajectoryKeys(app, call=RolloutCalls(self._options.namespace)) if self._trajectories else app
+            app = ApiKeyMiddleware(app, key=self._api_key)
+        return TrajectoryKeyMiddleware(app, call=RolloutCalls(self._options.namespace)) if self._trajectories else app
 
 
 def build_http_app(
     options: ServingOptions, api_key: str | None, *, call_format: str, trajectories: bool = False
 ) -> serve.Application:
-    """Replicas behind the OpenAI API.
+    """Return replicas behind the OpenAI API.
 
     Args:
-        options: Of the replicas.
-        api_key: None: open to whoever reaches the address.
+        options: The replicas' options.
+        api_key: None: every client that reaches the address may use the API.
         call_format: The name of vLLM's tool parser.
-        trajectories: Requests with a trajectory's key are the Rollouter's.
+        trajectories: Forward requests with a trajectory's key to the Rollouter.
 
     Raises:
         ConfigError: there is no such parser.
@@ -130,4 +241,4 @@ def build_http_app(
     options = replace(options, llm_config={**options.llm_config, "engine_kwargs": kwargs})
     deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(OpenAIReplica)
     front = serve.deployment(name="openai", max_ongoing_requests=1_000_000, ray_actor_options={"num_cpus": 0})
-    return front(serve.ingress()(Front)).bind(deployment.bind(options), options, api_key, trajectories)
+    return front(serve.ingress()(HttpFrontEnd)).bind(deployment.bind(options), options, api_key, trajectories)

@@ -1,4 +1,4 @@
-"""From the config to what Ray and vLLM are told. Pure: the driver builds this without importing either."""
+"""Options of Ray and vLLM for a configuration. Pure: the driver builds them without importing either."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import Config, RewardModelConfig
-from asyncrl.profiling import OFF, Setup
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.trainer import RewardModelConfig
+from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 
 DEPLOYMENT_NAME = "rollout"
 REWARD_DEPLOYMENT_NAME = "reward-model"
-WORKER_EXTENSION = "rollouter.serving.worker.WeightLoader"
+WORKER_EXTENSION = "rollouter.serving.replica.worker.WeightLoader"
 ROUTER = "rollouter.serving.routing.SessionRouter"
 
 
 UNANSWERED_CHECKS = 3
 """Serve replaces a replica that leaves so many health checks in a row unanswered (its own constant)."""
 PATIENCE = 1.5
-"""A replica may be silent for so many times `probe_s`. When a stream of answers ends, Ray holds up the replica's event
-loop until whoever asked has acknowledged all of them (`WaitAllObjectsReported`), so one that is stopped silences every
-replica that answers it. It is found and ended after `probe_s`; the replicas are well, and have to outlast it."""
+"""A replica may be silent for so many times `probe_s`. When a stream of answers ends, Ray blocks the replica's event
+loop until the caller has acknowledged all of them (`WaitAllObjectsReported`), so a stopped caller silences every
+replica that answers it. It is found and ended after `probe_s`; the healthy replicas have to outlast it."""
 _REPLICAS = {
     # Replicas queue by themselves: the Rollouter bounds how much it sends.
     "max_ongoing_requests": 1_000_000,
-    # Of the first start. Once a replica has run, Serve goes on for ever to start what takes its place.
+    # Of the first start. Once a replica has run, Serve tries for ever to replace it.
     "max_constructor_retry_count": 1,
     "health_check_period_s": 1.0,
     "graceful_shutdown_wait_loop_s": 0.1,
@@ -34,7 +35,7 @@ _REPLICAS = {
 
 
 def app_name(namespace: str, part: str = "rollout") -> str:
-    """Serve's name for an application of the run in this Ray namespace: runs that share a cluster don't share it."""
+    """Return Serve's name for an application of the run in this Ray namespace."""
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', namespace)}-{part}"
 
 
@@ -55,15 +56,15 @@ class ServingOptions:
     apply_s: float
     probe_s: float
     engine_s: float
-    profiler: Setup = OFF
-    """What the replicas record; their events come with their answers."""
+    profiler: ProfilerSettings = PROFILING_OFF
+    """What the replicas record; the events come with their answers."""
 
 
 def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
-    """What to deploy for `config`.
+    """Return the deployment for `config`.
 
     Args:
-        config: The run; its rules see to it that `rollout.engine_kwargs` sets nothing that another key owns.
+        config: Its checks forbid `rollout.engine_kwargs` that another key owns.
         namespace: Ray namespace of its weight store.
         gpus: Whether the cluster has GPUs to run engines on.
     """
@@ -88,12 +89,12 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         apply_s=config.timeouts.apply_s,
         probe_s=config.timeouts.probe_s,
         engine_s=config.timeouts.engine_s,
-        profiler=Setup.of(config.profiler, None),
+        profiler=ProfilerSettings.of(config.profiler, None),
     )
 
 
 def deployment_options(options: ServingOptions) -> dict[str, Any]:
-    """How Serve runs the replicas."""
+    """Return Serve's options of the replicas."""
     return {
         **_replicas(options.probe_s),
         "num_replicas": options.num_replicas,
@@ -105,7 +106,7 @@ def deployment_options(options: ServingOptions) -> dict[str, Any]:
 
 
 def reward_deployment_options(model: RewardModelConfig, *, probe_s: float, gpus: bool) -> dict[str, Any]:
-    """How Serve runs the replicas of the reward model: one GPU each, if the cluster has any."""
+    """Return Serve's options of the reward model's replicas: one GPU each, if the cluster has any."""
     return {
         **_replicas(probe_s),
         "num_replicas": model.num_replicas,

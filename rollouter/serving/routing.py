@@ -1,4 +1,4 @@
-"""Serve's router for rollouts: a session stays on its replica, and a new one goes where less is to be done.
+"""Serve's router for rollouts: a session stays on its replica, and a new session goes to the less loaded of two.
 
 Serve's default router has no sessions, and answers requests in an order of its own, so that one may be given the
 replica that was chosen for another. Its consistent-hash router knows no load.
@@ -7,31 +7,65 @@ replica that was chosen for another. Its consistent-hash router knows no load.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from collections.abc import Container
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from rollouter.serving.homes import Homes
+MAX_AFFINITY_KEYS = 100_000
+
+
+def affinity_key(session: str) -> str:
+    """Return the sample of `sample_0_7/3`: its conversations share a prompt, so they share a replica."""
+    return session.partition("/")[0]
+
+
+class ReplicaAffinity:
+    """Remembers the replica of each sample, so that next turns find their KV cache; the sample that was asked for least
+    recently is forgotten first."""
+
+    def __init__(self, max_keys: int = MAX_AFFINITY_KEYS) -> None:
+        self._max_keys = max_keys
+        self._replicas: OrderedDict[str, str] = OrderedDict()
+
+    def find(self, session: str, available: Container[str]) -> str | None:
+        """Return the session's replica if it is available."""
+        key = affinity_key(session)
+        if (replica := self._replicas.get(key)) is None or replica not in available:
+            return None
+        self._replicas.move_to_end(key)
+        return replica
+
+    def assign(self, session: str, replica: str) -> None:
+        """Remember the replica; a session without a name has none."""
+        if not session:
+            return
+        key = affinity_key(session)
+        self._replicas[key] = replica
+        self._replicas.move_to_end(key)
+        while len(self._replicas) > self._max_keys:
+            self._replicas.popitem(last=False)
 
 
 class SessionRouter(RequestRouter):
-    """`handle.options(session_id=…)` names the session."""
+    """Routes by `handle.options(session_id=…)`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._homes = Homes()
+        self._affinity = ReplicaAffinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One replica, or two of which Serve takes the one with the shorter queue."""
+        """Return one replica, or two of which Serve takes the one with the shorter queue."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is not None and (session := pending_request.metadata.session_id):
-            home = self._homes.find(session, replicas)
-            if home is not None:
-                return [[replicas[home]]]
+            replica = self._affinity.find(session, replicas)
+            if replica is not None:
+                return [[replicas[replica]]]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Serve tells where a request went."""
-        self._homes.settle(pending_request.metadata.session_id, replica_id.unique_id)
+        """Called by Serve."""
+        self._affinity.assign(pending_request.metadata.session_id, replica_id.unique_id)

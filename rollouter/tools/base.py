@@ -1,4 +1,4 @@
-"""What a tool is: `create ─▶ execute ─▶ … ─▶ calc_reward ─▶ release`, once per trajectory that calls it."""
+"""The tool interface: `create ─▶ execute ─▶ … ─▶ calc_reward ─▶ release`, once per trajectory that calls a tool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from asyncrl.types import SampleId
+from asyncrl.core.types import SampleId
 
 State = TypeVar("State")
 
@@ -16,9 +16,9 @@ class ToolContext:
     """The trajectory that calls a tool."""
 
     sample_id: SampleId | str
-    """Of training; validation's is the name of its prompt."""
+    """The sample's id; in validation the name of its prompt."""
     trajectory: int
-    """Among those of the sample, from 0."""
+    """The trajectory's number within the sample, from 0."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """The prompt."""
     data_source: str = "default"
@@ -28,67 +28,67 @@ class ToolContext:
 
 @dataclass(frozen=True, slots=True)
 class ToolResponse:
-    """What a call gives. A plain string stands for one with nothing but a text."""
+    """The result of a call. A plain string stands for a response with only a text."""
 
     text: str
-    """For the model."""
+    """The answer that the model reads."""
     reward: float = 0.0
-    """Of the turn that made the call."""
+    """Reward of the turn that made the call."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     done: bool = False
-    """The trajectory ends with this call; nobody answers it."""
+    """End the trajectory with this call; the model gets no answer."""
 
 
 class ToolError(Exception):
-    """Raise it in `execute` to tell the model what it did wrong; no failure of the tool, and never the run's end. The
+    """Raise it in `execute` to explain a mistake to the model. It is no failure of the tool and never ends the run; the
     call counts as `refused`."""
 
 
 class BadArgumentsError(ToolError):
-    """The arguments fit the schema and are wrong all the same; the call counts as `bad_arguments`."""
+    """The arguments fit the schema but are still wrong; the call counts as `bad_arguments`."""
 
 
 class BaseTool(Generic[State]):
-    """One tool of a run. Its object is shared by all trajectories; what belongs to one of them is its state.
+    """One tool of a run. All trajectories share the object; `create` makes a state for each of them.
 
-    Every method may be `async`, or not: then it runs in a worker thread. All have the deadlines of `ToolConfig`, but
-    for `release`, which has 10 s. The first call that a trajectory makes is preceded by `create`, whose failure is the
-    call's, and which the next call then tries again; for every state that it made, `release` is called once, whatever
-    happens. Calls of one turn run at once, on one state. A thread cannot be killed: where a deadline or a cancellation
-    leaves one at work, `release` waits for it, up to 10 s. A `calc_reward` that raises fails the sample, as `on_error`
-    says; with `message`, as `reward.on_error`.
-    `kwargs` are the row's `extra_info.tools_kwargs.<name>.{create,execute,calc_reward,release}_kwargs`.
+    Methods may be `async`; others run in a worker thread. All have the deadline of `ToolConfig`, except `release`,
+    which has 10 s. `create` runs before a trajectory's first call; if it fails, that call fails, and the next call
+    tries again. `release` is called once for every state, whatever happens. Calls of one turn run at once, on one
+    state. A thread cannot be killed: if one still runs after a deadline or cancellation, `release` waits up to 10 s
+    for it. A `calc_reward` that raises fails the sample according to `on_error`; with `message`, according to
+    `reward.on_error`. `kwargs` are the row's
+    `extra_info.tools_kwargs.<name>.{create,execute,calc_reward,release}_kwargs`.
     """
 
     name: ClassVar[str] = ""
-    """What the model calls it; empty: the name in the schema."""
+    """The tool's name for the model; empty: the name in the schema."""
     schema: ClassVar[Mapping[str, Any]] = {}
-    """OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """An OpenAI schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     def function_schema(self) -> Mapping[str, Any]:
-        """What the model is shown; here `schema` under `name`. Other tools make it of their configuration."""
+        """Return the schema that the model sees: `schema` under `name`, unless a tool derives it from its settings."""
         function = self.schema.get("function", {})
         return {**self.schema, "function": {**function, "name": self.name or function.get("name", "")}}
 
     def create(self, context: ToolContext, **kwargs: Any) -> State | Awaitable[State]:
-        """The state of one trajectory. A tool without state need not have this method."""
+        """Return the state of one trajectory. A tool without state need not override it."""
         return cast("State", None)
 
     def execute(
         self, state: State, arguments: Mapping[str, Any], **kwargs: Any
     ) -> ToolResponse | str | Awaitable[ToolResponse | str]:
-        """One call. `arguments` have been checked against the schema.
+        """Execute one call. `arguments` have been checked against the schema.
 
         Raises:
-            ToolError: the model is told.
-            Exception: as `on_error` says.
+            ToolError: a message for the model.
+            Exception: any failure; it is handled according to `on_error`.
         """
         raise NotImplementedError
 
     def calc_reward(self, state: State, **kwargs: Any) -> float | Awaitable[float]:
-        """What the whole trajectory earned with this tool; asked once, when it has ended. It is `scores[name]`."""
+        """Return the trajectory's reward from this tool, `scores[name]`; called once, at the end."""
         return 0.0
 
     def release(self, state: State, **kwargs: Any) -> Awaitable[None] | None:
-        """Give back what `create` took."""
+        """Free the resources of `create`."""
         return None

@@ -1,4 +1,4 @@
-"""A calculator: sums in Python's notation, exact where they are of integers."""
+"""A calculator tool: arithmetic in Python's notation, exact for integers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from rollouter.tools.base import BaseTool, ToolError
 
 LONGEST = 200
-"""Letters of an expression."""
+"""Maximum length of an expression, in characters."""
 MAX_BITS = 1024
-"""Of an integer on the way; it bounds the work, and what the model has to read: about 300 digits."""
+"""Maximum size of integers, intermediate ones too (about 300 digits); it bounds the work and the answer."""
 _SIGNS = re.compile(r"[\s0-9.eE+\-*/%()]*")
 
 
@@ -22,7 +22,7 @@ class Calculator(BaseTool[None]):
     """`{"expression": "3 * (4 + 5)"}` gives `27`."""
 
     def __init__(self, name: str = "calculator", argument: str = "expression") -> None:
-        """Other names than these are for models to which each token is dear."""
+        """Shorter names save tokens in small models."""
         self._name = name
         self._argument = argument
 
@@ -46,10 +46,10 @@ class Calculator(BaseTool[None]):
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression`: an integer in full, another number with up to 12 significant digits.
+    """Return the value of `expression`: an integer in full, another number with up to 12 significant digits.
 
     Raises:
-        ToolError: it has none, or one that is too large.
+        ToolError: it has no value, or one that is too large.
     """
     if len(expression) > LONGEST:
         raise ToolError(f"the expression is longer than {LONGEST} characters")
@@ -65,7 +65,7 @@ def calculate(expression: str) -> str:
         raise ToolError("not an arithmetic expression") from None
     if isinstance(value, int):
         return str(value)
-    return f"{value + 0.0:.12g}"  # 0.0 makes of -0.0 a plain zero
+    return f"{value + 0.0:.12g}"  # adding 0.0 turns -0.0 into 0.0
 
 
 def _value(node: ast.expr) -> int | float:

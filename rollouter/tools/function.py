@@ -1,4 +1,4 @@
-"""Typed functions as tools: the schema is made of type hints and docstring.
+"""Typed functions as tools: type hints and docstring become the schema.
 
 @function_tool
 def forecast(city: str, days: int = 1) -> str:
@@ -26,7 +26,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticSerializationError, to_json
 
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolResponse
 
 _SECTION = re.compile(
@@ -37,36 +37,33 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(\([^)]*\))?\s*:\s*(.*)")
 
 
 class FunctionTool(BaseTool[ToolContext]):
-    """A plain function as a tool, in a worker thread. It can be called like the function that it is made of.
+    """A sync function as a tool, run in a worker thread. It can still be called like the function.
 
-    A parameter annotated `ToolContext` is given the trajectory that calls, and is not in the schema. Arguments come as
-    the types that are hinted at. A result that is neither text nor `ToolResponse` is told as JSON.
+    A parameter annotated `ToolContext` gets the calling trajectory and is not in the schema. Arguments are converted
+    to the annotated types. A result that is neither text nor `ToolResponse` becomes JSON.
     """
 
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, description: str | None = None
     ) -> None:
-        """
-        Args:
-            name: What the model calls it; by default as the function is called.
-            description: What the model is told of it; by default what the docstring says ahead of its sections.
+        """Derive the schema; by default the name is the function's, the description its docstring before any section.
 
         Raises:
-            ConfigError: it cannot be told to a model: a parameter without a type hint, say, or no description.
+            ConfigError: no schema can be derived, because of a parameter without a type hint or a missing docstring.
         """
         functools.update_wrapper(self, function)
         self.function = function
         self._name = str(name or getattr(function, "__name__", type(function).__name__))
-        told, self._about = _docstring(function)
-        self._description = told if description is None else description
+        summary, self._about = _docstring(function)
+        self._description = summary if description is None else description
         if not self._description:
             raise ConfigError(
                 f"tool function {self._name}: it has no docstring, so a model would not know what it is for; write one"
             )
         self._names: dict[str, str] = {}
-        """Parameters by field of the model: pydantic has names of its own that a parameter must not shadow."""
+        """Parameters by field of the model: a field must not have a name that pydantic uses itself."""
         self._context = ""
-        """The parameter for the context; empty: there is none."""
+        """The parameter for the context; empty without one."""
         self._model = self._arguments_model()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,13 +80,13 @@ class FunctionTool(BaseTool[ToolContext]):
         return context
 
     def execute(self, state: ToolContext, arguments: Mapping[str, Any]) -> Any:  # type: ignore[override]
-        return _told(self.function(**self._bound(state, arguments)))
+        return _as_response(self.function(**self._bound(state, arguments)))
 
     def _bound(self, context: ToolContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of the function.
+        """Return the function's keyword arguments.
 
         Raises:
-            BadArgumentsError: they cannot be made of what the model wrote.
+            BadArgumentsError: the model's arguments cannot be converted.
         """
         try:
             validated = self._model.model_validate(dict(arguments))
@@ -97,7 +94,7 @@ class FunctionTool(BaseTool[ToolContext]):
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             raise BadArgumentsError(f"{place}: {first['msg']}" if place else first["msg"]) from None
-        # What was left out keeps the function's own default.
+        # Omitted arguments keep the function's own default.
         bound = {
             parameter: getattr(validated, field)
             for field, parameter in self._names.items()
@@ -139,8 +136,8 @@ class FunctionTool(BaseTool[ToolContext]):
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(
-                    f"tool function {self._name}: a model gives arguments by name, so `{parameter}` cannot be told to "
-                    "it; use parameters with names"
+                    f"tool function {self._name}: a model passes arguments by name, so `{parameter}` cannot be used; "
+                    "use parameters with names"
                 )
             if parameter.name not in hints:
                 raise ConfigError(
@@ -151,19 +148,18 @@ class FunctionTool(BaseTool[ToolContext]):
 
 
 class AsyncFunctionTool(FunctionTool):
-    """An async function as a tool, on the event loop."""
+    """An async function as a tool, run on the event loop."""
 
     async def execute(self, state: ToolContext, arguments: Mapping[str, Any]) -> Any:  # type: ignore[override]
-        return _told(await self.function(**self._bound(state, arguments)))
+        return _as_response(await self.function(**self._bound(state, arguments)))
 
 
 def as_tool(function: Callable[..., Any], *, name: str | None = None, description: str | None = None) -> FunctionTool:
-    """`function`, sync or async, as a tool; one that is a tool already is itself. Raises as `FunctionTool`."""
+    """Return a sync or async function as a tool; a `FunctionTool` is returned unchanged. Raises as `FunctionTool`."""
     if isinstance(function, FunctionTool):
         return function
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    made = AsyncFunctionTool if is_async else FunctionTool
-    return made(function, name=name, description=description)
+    return (AsyncFunctionTool if is_async else FunctionTool)(function, name=name, description=description)
 
 
 @overload
@@ -179,7 +175,7 @@ def function_tool(
 def function_tool(
     function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a typed function with a docstring, bare or with its name and description for the model.
+    """Turn a typed function with a docstring into a tool; usable with or without arguments.
 
     Raises:
         ConfigError: as `FunctionTool`.
@@ -190,7 +186,7 @@ def function_tool(
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Without titles, which say a name once more, and silent on defaults that JSON has not."""
+    """Generates schemas without redundant titles, and ignores defaults that JSON cannot represent."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  pydantic's own attribute
 
@@ -204,17 +200,17 @@ def _is_context(hint: Any) -> bool:
     return hint is ToolContext
 
 
-def _told(result: Any) -> Any:
+def _as_response(result: Any) -> Any:
     if isinstance(result, str | ToolResponse):
         return result
     try:
         return to_json(result, inf_nan_mode="constants").decode()
     except PydanticSerializationError:
-        return result  # refused by name where results are checked
+        return result  # the check of results refuses it with a better message
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What is said ahead of the sections, and of each parameter, in Google's style."""
+    """Return the text before the sections, and the description of each parameter, of a Google-style docstring."""
     text = inspect.getdoc(function) if inspect.isroutine(function) else None
     lines = (text or "").splitlines()
     sections = [n for n, line in enumerate(lines) if _SECTION.fullmatch(line)]
@@ -227,7 +223,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _entries(lines: list[str]) -> dict[str, str]:
-    """`name: text` or `name (type): text`, with what is indented further below it."""
+    """Parse entries `name: text` or `name (type): text` with indented continuation lines."""
     entries: dict[str, str] = {}
     indent, current = None, ""
     for line in lines:

@@ -1,4 +1,4 @@
-"""A tool by which the model checks its answer to a problem with a number as its solution (GSM8K)."""
+"""A tool with which the model checks its answer to a problem whose solution is a number (GSM8K)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.core.failures import ConfigError, UserCodeError
 from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
 
-# A minus between two numbers is no sign: the last number of `7-3` is 3.
+# A minus between two numbers is not a sign: the last number of `7-3` is 3.
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 @dataclass(slots=True)
 class Gsm8kState:
-    """Of one trajectory."""
-
     ground_truth: Decimal
     reward: float = 0.0
-    """Of the best answer so far."""
+    """Reward of the best answer so far."""
 
 
 class Gsm8kTool(BaseTool[Gsm8kState]):
-    """Tells whether an answer is right, as `calc_gsm8k_reward` of verl does: `Current parsed answer='72' reward=1.0`.
+    """Answers whether a number is right, like verl's `calc_gsm8k_reward`: `Current parsed answer='72' reward=1.0`.
 
-    `calc_reward` is 1 if any answer was right, else 0. The turn of an answer that is no better than those before it
-    gets `penalty`. The ground truth is `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth` of the row, or else
-    its `reward_model.ground_truth`.
+    `calc_reward` is 1 if any answer was right, else 0. A turn whose answer is no better than earlier ones gets
+    `penalty`. The ground truth is `tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth` of the row, or else its
+    `reward_model.ground_truth`.
     """
 
     name: ClassVar[str] = "calc_gsm8k_reward"
@@ -59,9 +57,10 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
         self._penalty = penalty
 
     async def create(self, context: ToolContext, ground_truth: Any = None, **kwargs: Any) -> Gsm8kState:
-        """
+        """Read the ground truth.
+
         Raises:
-            UserCodeError: the row has no ground truth, or it is no number.
+            UserCodeError: the row has none, or it is not a number.
         """
         given = context.ground_truth if ground_truth is None else ground_truth
         if given is None:
@@ -86,9 +85,9 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
 
 
 def parse_answer(text: str) -> Decimal | None:
-    """The number that `text` ends up with: the last one behind the last `####`, or of all of it; None without any.
+    """Return the last number behind the last `####`, or of the whole text, or None.
 
-    `$`, commas between digits, units and full stops do not count: `#### $1,234.00.` is 1234.
+    `$`, commas between digits, units and full stops are ignored: `#### $1,234.00.` is 1234.
     """
     numbers = _NUMBER.findall(text.rpartition("####")[2].replace("$", "").replace("\u2212", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,18 +1,112 @@
-"""The configured tools: imported, made, and their schemas checked."""
+"""Loads the configured tools, and checks schemas and the arguments that models write."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.schema import McpServerConfig, ToolConfig
-from asyncrl.failures import AsyncRLError, ConfigError, UserCodeError
+import jsonschema  # type: ignore[import-untyped]
+from jsonschema.exceptions import SchemaError, best_match  # type: ignore[import-untyped]
+from referencing import Registry
+
+from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
+from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from rollouter.tools.base import BaseTool
 from rollouter.tools.function import FunctionTool, as_tool
-from rollouter.tools.schemas import FunctionSchema
-from rollouter.user_code import load_object, nearest
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names of functions that OpenAI's API accepts."""
+LONGEST = 200
+"""Maximum length of quotations in messages to the model, in characters."""
+
+
+class BadJsonError(ValueError):
+    """The model's arguments are not a JSON object; the message says why."""
+
+
+class FunctionSchema:
+    """The schema of a tool as the model sees it; checks arguments.
+
+    Raises:
+        ValueError: it is not an OpenAI function schema; the message begins with the wrong key.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self.schema: Mapping[str, Any] = _checked(schema)
+        """Plain JSON values, `parameters` included."""
+        function = self.schema["function"]
+        self.name: str = function["name"]
+        # An empty registry makes references to other documents an error instead of a download.
+        self._validator = jsonschema.Draft202012Validator(function["parameters"], registry=Registry())
+
+    def problem(self, arguments: Mapping[str, Any]) -> str:
+        """Describe for the model what is wrong with `arguments`; empty if they fit."""
+        error = best_match(self._validator.iter_errors(arguments))
+        if error is None:
+            return ""
+        place = ".".join(str(part) for part in error.absolute_path)
+        return shorten(f"{place}: {error.message}" if place else error.message)
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parse the arguments that the model wrote; an empty text means no arguments.
+
+    Raises:
+        BadJsonError: they are not a JSON object.
+    """
+    try:
+        parsed = json.loads(text or "{}", parse_constant=_refuse)
+    except RecursionError:
+        raise BadJsonError("they are nested too deeply") from None
+    except ValueError as error:
+        raise BadJsonError(str(error)) from None
+    if not isinstance(parsed, dict):
+        raise BadJsonError(f"they are {shorten(json.dumps(parsed))}; write an object with the arguments by name")
+    return parsed
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        schema = json.loads(json.dumps(given, allow_nan=False, default=_mapping))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"it is not made of JSON values: {error}") from None
+    function = schema.get("function")
+    if schema.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError('it is no function schema; write {"type": "function", "function": {"name": ...}}')
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"function.name: {name!r} is no name of a function; use 1 to 64 letters, digits, _ and -")
+    if not isinstance(function.setdefault("description", ""), str):
+        raise ValueError(f"function.description: {function['description']!r} is no text")
+    parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        place = ".".join(["function.parameters", *(str(part) for part in error.absolute_path)])
+        raise ValueError(f"{place}: no JSON schema: {shorten(error.message)}") from None
+    if not isinstance(parameters, dict) or parameters.setdefault("type", "object") != "object":
+        raise ValueError('function.parameters: arguments have names, so it must be {"type": "object", ...}')
+    return {"type": "function", "function": function}
+
+
+def _mapping(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{value!r} is none")
+
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "rollouter.tools.calculator:Calculator",
@@ -20,18 +114,18 @@ BUILT_IN: Mapping[str, str] = {
     "search": "rollouter.tools.search:SearchTool",
     "gsm8k": "rollouter.tools.gsm8k:Gsm8kTool",
 }
-"""What `class_name` may say for short."""
+"""Short names for `class_name`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTool:
-    """One tool, ready to be called."""
+    """A configured tool."""
 
     tool: BaseTool[Any]
     schema: FunctionSchema
     config: ToolConfig
     key: str
-    """Where it is configured, for errors."""
+    """Its place in the configuration, for errors."""
 
     @property
     def name(self) -> str:
@@ -39,8 +133,8 @@ class LoadedTool:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedServer:
-    """A server of tools; which ones, it tells once it runs."""
+class LoadedMcpServer:
+    """A configured server, whose tools are known once it runs."""
 
     mcp: McpServerConfig
     config: ToolConfig
@@ -49,16 +143,14 @@ class LoadedServer:
 
 def load_tools(
     configs: Sequence[ToolConfig], key: str = "rollout.multi_turn.tools"
-) -> tuple[LoadedTool | LoadedServer, ...]:
-    """Import and make what is configured, in order. Blocks: user modules are imported, and classes made.
+) -> tuple[LoadedTool | LoadedMcpServer, ...]:
+    """Import and construct the configured tools, in order. Blocks.
 
     Raises:
-        ConfigError: an entry is none, or two tools have one name; names the key.
+        ConfigError: an entry is invalid, or two tools have the same name; names the key.
         UserCodeError: a module or a class of the user raised.
     """
-    loaded: list[LoadedTool | LoadedServer] = []
-    for number, config in enumerate(configs):
-        loaded.append(_load(config, f"{key}.{number}"))
+    loaded = [_load(config, f"{key}.{number}") for number, config in enumerate(configs)]
     check_names([one for one in loaded if isinstance(one, LoadedTool)])
     return tuple(loaded)
 
@@ -66,16 +158,16 @@ def load_tools(
 def check_names(tools: Sequence[LoadedTool]) -> None:
     """
     Raises:
-        ConfigError: two tools have one name.
+        ConfigError: two tools have the same name.
     """
-    seen: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for one in tools:
-        if one.name in seen:
+        if one.name in keys:
             raise ConfigError(
-                f"{one.key}: its tool is called {one.name!r}, as is that of {seen[one.name]}, so a call of it would be "
-                "for either; give one of them another name in tool_schema"
+                f"{one.key}: its tool is called {one.name!r}, like that of {keys[one.name]}, so a call could mean "
+                "either; give one of them another name in tool_schema"
             )
-        seen[one.name] = one.key
+        keys[one.name] = one.key
 
 
 def function_schema(schema: Mapping[str, Any], key: str) -> FunctionSchema:
@@ -89,35 +181,35 @@ def function_schema(schema: Mapping[str, Any], key: str) -> FunctionSchema:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _load(config: ToolConfig, key: str) -> LoadedTool | LoadedServer:
+def _load(config: ToolConfig, key: str) -> LoadedTool | LoadedMcpServer:
     given = [name for name in ("class_name", "function", "mcp") if getattr(config, name) is not None]
     if len(given) != 1:
-        told = " and ".join(given) or "none of them"
-        raise ConfigError(f"{key}: a tool is one of class_name, function and mcp, and {told} is set; set exactly one")
+        found = " and ".join(given) or "none of them"
+        raise ConfigError(f"{key}: a tool is one of class_name, function and mcp, and {found} is set; set exactly one")
     if config.class_name is None and config.config:
-        raise ConfigError(f"{key}.config: only a class is made of it, and {given[0]} is set; leave it out")
+        raise ConfigError(f"{key}.config: only a class takes it, and {given[0]} is set; leave it out")
     if config.mcp is not None:
         return _server(config, config.mcp, key)
     if config.function is not None:
         tool = _function(config.function, f"{key}.function")
     else:
-        tool = _made(str(config.class_name), config.config, key)
+        tool = _instance(str(config.class_name), config.config, key)
     if config.tool_schema is not None:
         return LoadedTool(tool, function_schema(config.tool_schema, f"{key}.tool_schema"), config, key)
     return LoadedTool(tool, function_schema(tool.function_schema(), f"{key}: the schema of its tool"), config, key)
 
 
-def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedServer:
+def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedMcpServer:
     if config.tool_schema is not None:
-        raise ConfigError(f"{key}.tool_schema: a server tells the schemas of its tools itself; leave it out")
+        raise ConfigError(f"{key}.tool_schema: a server defines the schemas of its tools itself; leave it out")
     if bool(mcp.command) == (mcp.url is not None):
-        told = "both are set" if mcp.command else "neither is set"
-        raise ConfigError(f"{key}.mcp: a server is a command or a url, and {told}; set exactly one")
+        found = "both are set" if mcp.command else "neither is set"
+        raise ConfigError(f"{key}.mcp: a server is a command or a url, and {found}; set exactly one")
     if mcp.env and not mcp.command:
-        raise ConfigError(f"{key}.mcp.env: a server at a url has the environment that it has; leave it out")
-    import rollouter.tools.mcp  # noqa: F401  it takes a second, which no event loop has to spare; few runs need it
+        raise ConfigError(f"{key}.mcp.env: it has no effect on a server at a url; leave it out")
+    import rollouter.tools.mcp  # noqa: F401  importing it takes a second, so do it here, before the event loop runs
 
-    return LoadedServer(mcp, config, key)
+    return LoadedMcpServer(mcp, config, key)
 
 
 def _function(reference: str, key: str) -> BaseTool[Any]:
@@ -132,7 +224,7 @@ def _function(reference: str, key: str) -> BaseTool[Any]:
         raise ConfigError(f"{key}: {error.message}", error.cause) from error
 
 
-def _made(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any]:
+def _instance(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any]:
     reference = BUILT_IN.get(name, name)
     if ":" not in reference:
         module, dot, class_name = reference.rpartition(".")
@@ -156,10 +248,10 @@ def _made(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any]:
         hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
         raise ConfigError(f"{key}.config: {name} cannot be made of it: {error}{hint}") from error
     try:
-        made = found(**arguments)
+        tool = found(**arguments)
     except AsyncRLError:
         raise
     except Exception as error:
         raise UserCodeError.wrap(f"{key}: making {name} failed: {type(error).__name__}: {error}", error) from error
-    assert isinstance(made, BaseTool)
-    return made
+    assert isinstance(tool, BaseTool)
+    return tool

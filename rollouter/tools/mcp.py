@@ -1,11 +1,11 @@
-"""Servers of the Model Context Protocol as tools: one session per server and run, held by a task of its own.
+"""Servers of the Model Context Protocol as tools: one connection per server and run, in a task of its own.
 
-    attempt ─▶ enter the client ─▶ list its tools ─▶ calls, from any task ─▶ lost, or closed ─▶ leave the client
+    connect ─▶ enter the client ─▶ list its tools ─▶ calls, from any task ─▶ lost, or closed ─▶ leave the client
        ▲                                                        │
-       └────────────── a call that finds it lost asks for another one
+       └────────────── a call that finds it lost requests another connection
 
-The client's cancel scopes must be left in the task that entered them, so that task does nothing else. A server that
-has died is started, or connected to, once more by the next call; calls that were lost with it share that attempt.
+The client's cancel scopes must be left in the task that entered them, so that task does nothing else. The next call
+restarts or reconnects a server that has died; calls that were lost with it share that connection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
+import sys
+import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TextIO
 
@@ -25,144 +29,182 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextContent, TextResourceContents
 from mcp_types import Tool as ServedTool
 
-from asyncrl.config.schema import McpServerConfig
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError, first_failure
+from asyncrl.config.import_path import nearest
+from asyncrl.config.sections.rollout import McpServerConfig
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError, first_failure
 from rollouter.tools.base import BaseTool, ToolError
-from rollouter.tools.last_words import LastWords
-from rollouter.user_code import nearest
+
+MAX_LINES = 20
+MAX_LINE_CHARS = 500
+END_S = 1.0
+"""How long to wait for the last lines of a process that has ended."""
+
+
+class StderrTail:
+    """Forwards a process's standard error to ours, and keeps its last lines for error messages.
+
+    A thread reads the pipe until both the process and `close` have closed it.
+    """
+
+    def __init__(self) -> None:
+        read, write = os.pipe()
+        self.file: TextIO = os.fdopen(write, "w")
+        """The process's standard error."""
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._thread = threading.Thread(target=self._read, args=(read,), daemon=True, name="stderr-tail")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close our copy of `file`, once the process has its own."""
+        self.file.close()
+
+    def read(self) -> str:
+        """Return the last lines. Blocks for at most `END_S` if the process has not ended."""
+        self._thread.join(END_S)
+        return "\n".join(self._lines)
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line.rstrip()[:MAX_LINE_CHARS])
+                if sys.__stderr__ is not None:
+                    sys.__stderr__.write(line)
+
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Until a server that is told to end is left alone. A process is killed well before."""
+"""Deadline for leaving the client of a server that is closed. The client kills a process well before."""
 MAX_PAGES = 100
-"""Of a server's list of tools."""
+"""Maximum number of pages of a server's list of tools."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
-class Offered(NamedTuple):
-    """A tool of a server."""
+class OfferedTool(NamedTuple):
+    """A tool that a server offers."""
 
     name: str
-    """As the model has it; the server may use letters that a function's name has not."""
+    """The tool's name for the model; the server's own may contain characters that function names cannot."""
     schema: Mapping[str, Any]
     tool: BaseTool[None]
 
 
 class McpServer:
-    """One server of the configuration. `run` holds its session; everything else may be called from any task."""
+    """A configured server. `run` keeps the connection; all other methods may be called from any task."""
 
     def __init__(self, config: McpServerConfig, key: str) -> None:
-        """`key`: where it is configured, for errors."""
+        """`key` is the server's place in the configuration, for errors."""
         self._config = config
         self._key = key
-        self._attempt = _Attempt()
-        self._wanted = anyio.Event()
+        self._connection = _Connection()
+        self._reconnect = anyio.Event()
         self._closing = False
-        self._over = anyio.CancelScope()
+        self._scope = anyio.CancelScope()
 
     async def run(self) -> None:
-        """Hold a session, and another one when somebody asks for it, until `close`."""
-        with self._over:
+        """Keep a connection, and open another one when a call requests it, until `close`."""
+        with self._scope:
             while not self._closing:
-                attempt = self._attempt
-                await self._hold(attempt)
-                attempt.settle(_Lost("the session has ended"))
+                connection = self._connection
+                await self._keep(connection)
+                connection.settle(_ConnectionLost("the session has ended"))
                 if not self._closing:
-                    await self._wanted.wait()
-                    self._wanted = anyio.Event()
+                    await self._reconnect.wait()
+                    self._reconnect = anyio.Event()
 
     def close(self) -> None:
         """Let `run` end, and the server with it."""
         self._closing = True
-        self._over.deadline = anyio.current_time() + CLOSE_S
-        self._attempt.left.set()
-        self._wanted.set()
+        self._scope.deadline = anyio.current_time() + CLOSE_S
+        self._connection.leave.set()
+        self._reconnect.set()
 
-    async def offered(self) -> list[Offered]:
-        """The tools that it offers, once it has told.
+    async def offered(self) -> list[OfferedTool]:
+        """Return the server's tools, once it has listed them.
 
         Raises:
-            ConfigError: it cannot be started, or has none of the tools that are named.
-            InfraError: it ended, or did not tell in `start_s`.
+            ConfigError: it cannot be started, or lacks a configured tool.
+            InfraError: it ended, or did not list its tools within `start_s`.
         """
-        await self._attempt.settled.wait()
-        if isinstance(self._attempt.error, AsyncRLError):
-            raise self._attempt.error
-        if (error := self._attempt.error) is not None:
-            raise InfraError(f"{self._key}: {self} failed: {error or type(error).__name__}{self._attempt.words}")
-        served = {tool.name: tool for tool in self._attempt.tools}
+        connection = self._connection
+        await connection.settled.wait()
+        if isinstance(connection.error, AsyncRLError):
+            raise connection.error
+        if (error := connection.error) is not None:
+            raise InfraError(f"{self._key}: {self} failed: {error or type(error).__name__}{connection.stderr}")
+        served = {tool.name: tool for tool in connection.tools}
         for name in self._config.tools:
             if name not in served:
                 raise ConfigError(f"{self._key}.tools: {self} has no tool {name!r}{nearest(name, list(served))}")
         return [self._offer(served[name]) for name in self._config.tools or served]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the server's tool answers.
+        """Call the server's tool and return the text of its answer.
 
         Raises:
-            ToolError: the server says that the call was wrong.
-            Exception: it is gone, and another attempt did not help; or it does not answer as the protocol has it.
+            ToolError: the server reports an error.
+            Exception: the connection is lost and cannot be restored, or the answer violates the protocol.
         """
-        attempt = self._attempt
+        connection = self._connection
         try:
-            return _text(await attempt.call(name, arguments))
-        except _Lost:
-            return _text(await (await self._another(attempt)).call(name, arguments))
+            return _text(await connection.call(name, arguments))
+        except _ConnectionLost:
+            return _text(await (await self._reconnected(connection)).call(name, arguments))
 
     def __str__(self) -> str:
         return f"the server at {self._config.url}" if self._config.url else f"server `{' '.join(self._config.command)}`"
 
-    def _offer(self, served: ServedTool) -> Offered:
+    def _offer(self, served: ServedTool) -> OfferedTool:
         name = _NOT_IN_NAMES.sub("_", served.name)[:64]
         function = {"name": name, "description": served.description or "", "parameters": served.input_schema}
-        return Offered(name, {"type": "function", "function": function}, McpTool(self, served.name))
+        return OfferedTool(name, {"type": "function", "function": function}, McpTool(self, served.name))
 
-    async def _another(self, lost: _Attempt) -> _Attempt:
-        """The attempt after `lost`, begun by whoever asks first."""
+    async def _reconnected(self, lost: _Connection) -> _Connection:
+        """Return the connection after `lost`, which the first caller requests."""
         if self._closing:
-            raise _Lost(f"{self} is closed")
-        if self._attempt is lost:
+            raise _ConnectionLost(f"{self} is closed")
+        if self._connection is lost:
             logger.warning("%s: %s is gone; it is started or connected to once more", self._key, self)
-            self._attempt = _Attempt()
-            lost.left.set()
-            self._wanted.set()
-        attempt = self._attempt
-        await attempt.settled.wait()
-        if attempt.error is not None:
-            raise _Lost(f"{self} is gone, and could not be reached again: {attempt.error}") from attempt.error
-        return attempt
+            self._connection = _Connection()
+            lost.leave.set()
+            self._reconnect.set()
+        connection = self._connection
+        await connection.settled.wait()
+        if connection.error is not None:
+            message = f"{self} is gone, and could not be reached again: {connection.error}"
+            raise _ConnectionLost(message) from connection.error
+        return connection
 
-    async def _hold(self, attempt: _Attempt) -> None:
-        """Enter the client, and leave it when the attempt is left. What goes wrong before is the attempt's error."""
+    async def _keep(self, connection: _Connection) -> None:
+        """Enter the client, and leave it on `connection.leave`. An earlier failure becomes the connection's error."""
         config = self._config
-        # The deadline is lifted once the server has told, not left: the client's own scopes are inside this one.
-        words = LastWords()
+        # The scope stays open after the start, without a deadline: the client's own scopes are inside it.
+        tail = StderrTail()
         with anyio.CancelScope(deadline=anyio.current_time() + config.start_s) as scope:
             try:
-                async with self._client(words.file) as client:
-                    words.close()
+                async with self._client(tail.file) as client:
+                    tail.close()
                     tools = await _all_tools(client)
                     scope.deadline = math.inf
-                    attempt.settle(client=client, tools=tools)
-                    await attempt.left.wait()
-            except Exception as failures:  # noqa: BLE001  whatever a transport raises ends this attempt, and nothing else
+                    connection.settle(client=client, tools=tools)
+                    await connection.leave.wait()
+            except Exception as failures:  # noqa: BLE001  an exception of a transport ends only this connection
                 error = first_failure(failures)
-                if attempt.settled.is_set():
+                if connection.settled.is_set():
                     logger.warning("%s: leaving %s failed: %s", self._key, self, error)
                 elif isinstance(error, OSError) and config.command:
-                    attempt.settle(
+                    connection.settle(
                         ConfigError(f"{self._key}.command: {config.command[0]!r} cannot be started: {error.strerror}")
                     )
                 else:
-                    attempt.words = await _ending(words)
-                    attempt.settle(error)
+                    connection.stderr = await _stderr_note(tail)
+                    connection.settle(error)
             finally:
-                words.close()
+                tail.close()
         if scope.cancelled_caught:
-            told = await _ending(words) if not attempt.settled.is_set() else ""
-            attempt.settle(
-                InfraError(f"{self._key}: {self} has not told of its tools within start_s = {config.start_s:g} s{told}")
+            note = await _stderr_note(tail) if not connection.settled.is_set() else ""
+            connection.settle(
+                InfraError(f"{self._key}: {self} did not list its tools within start_s = {config.start_s:g} s{note}")
             )
 
     def _client(self, errors: TextIO) -> Client:
@@ -173,18 +215,18 @@ class McpServer:
         return Client(stdio_client(parameters, errlog=errors), cache=None)
 
 
-async def _ending(words: LastWords) -> str:
-    """The end of a message about a server, with what it said last."""
-    words.close()
-    told = await to_thread.run_sync(words.told)
-    return f"; the last that it said:\n{told}" if told else ""
+async def _stderr_note(tail: StderrTail) -> str:
+    """Return the end of an error message, with the last lines of the server's standard error."""
+    tail.close()
+    lines = await to_thread.run_sync(tail.read)
+    return f"; its standard error ends with:\n{lines}" if lines else ""
 
 
 class McpTool(BaseTool[None]):
     """One tool of a server."""
 
     def __init__(self, server: McpServer, name: str) -> None:
-        """`name`: the server's."""
+        """`name` is the tool's name at the server."""
         self._server = server
         self._name = name
 
@@ -192,44 +234,44 @@ class McpTool(BaseTool[None]):
         return await self._server.call(self._name, arguments)
 
 
-class _Lost(Exception):
-    """The session has ended, or never was."""
+class _ConnectionLost(Exception):
+    """The connection has ended, or was never established."""
 
 
-class _Attempt:
-    """One session, from the wish for it to its end."""
+class _Connection:
+    """One connection to a server, from the request for it to its end."""
 
     def __init__(self) -> None:
         self.settled = anyio.Event()
-        """It has told of its tools, or failed."""
-        self.left = anyio.Event()
-        """Nobody wants it any more."""
-        self.error: Exception | BaseException | None = None
-        self.words = ""
-        """What a server that failed said last."""
+        """Set when the server has listed its tools, or failed."""
+        self.leave = anyio.Event()
+        """Set when the connection is no longer needed."""
+        self.error: BaseException | None = None
+        self.stderr = ""
+        """The end of the error message of a server that failed."""
         self.tools: list[ServedTool] = []
         self._client: Client | None = None
 
     def settle(
         self, error: BaseException | None = None, *, client: Client | None = None, tools: list[ServedTool] | None = None
     ) -> None:
-        """Say how it went; what is said later counts for nothing."""
+        """Store the result of connecting; later results are ignored."""
         if not self.settled.is_set():
             self.error, self._client, self.tools = error, client, tools or []
             self.settled.set()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
         await self.settled.wait()
-        if self._client is None or self.left.is_set():
-            raise _Lost(str(self.error or "the session has ended"))
+        if self._client is None or self.leave.is_set():
+            raise _ConnectionLost(str(self.error or "the session has ended"))
         try:
             return await self._client.call_tool(name, dict(arguments))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                raise _Lost(str(error)) from error
+                raise _ConnectionLost(str(error)) from error
             raise
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, ConnectionError) as error:
-            raise _Lost(f"{type(error).__name__}: {error}") from error
+            raise _ConnectionLost(f"{type(error).__name__}: {error}") from error
 
 
 async def _all_tools(client: Client) -> list[ServedTool]:
@@ -244,10 +286,10 @@ async def _all_tools(client: Client) -> list[ServedTool]:
 
 
 def _text(result: CallToolResult) -> str:
-    """The texts of a result, one below the other; what is none is named.
+    """Return the texts of a result, one per line; other content is only named.
 
     Raises:
-        ToolError: it is an error, with that text.
+        ToolError: the result is an error.
     """
     parts: list[str] = []
     for content in result.content:

@@ -1,4 +1,4 @@
-"""A tool that runs Python code of the model, confined (`rollouter.tools.sandbox`)."""
+"""A tool that runs the model's Python code in a sandbox (`rollouter.tools.sandbox.pool`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any, ClassVar, Literal
 
 import anyio
 
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
-from rollouter.tools.confined_process import ConfinedProcess, Limits, Outcome
-from rollouter.tools.sandbox import Sandbox
+from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox, ConfinedProcess
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +23,17 @@ _KEY = "rollout.multi_turn.tools (PythonTool).config"
 
 @dataclass(slots=True)
 class PythonState:
-    """Of one trajectory."""
-
     process: ConfinedProcess | None = None
-    """Kept between the calls of a session."""
-    turn: anyio.Lock = field(default_factory=anyio.Lock)
-    """Calls of one session run one after the other: they share variables."""
+    """The process of a session, which lives on between calls."""
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    """Calls of a session run one after the other: they share variables."""
 
 
 class PythonTool(BaseTool[PythonState]):
-    """Runs code as a notebook does: what it prints, and the value of its last expression.
+    """Runs code like a notebook: the answer is its output and the value of its last expression.
 
-    An exception, too much time or too much memory are outcomes, told to the model as text; they are no failures of the
-    tool. The deadline of a call, `timeout_s` of the tool's configuration, should be above `wall_s`.
+    Exceptions and exceeded limits are answers too, not failures of the tool. The deadline of a call, `timeout_s` of
+    the tool's configuration, should be above `wall_s`.
     """
 
     name: ClassVar[str] = "python"
@@ -66,26 +63,26 @@ class PythonTool(BaseTool[PythonState]):
         read_paths: Sequence[str] = (),
         **limits: Any,
     ) -> None:
-        """Check what can be walled in here. Blocks for some 0.1 s.
+        """Check which walls this machine supports. Blocks for about 0.1 s.
 
         Args:
-            session: One process per trajectory, whose variables survive between calls, in place of one per call. There
-                the code can raise its own limit of processor time; that of wall time holds.
-            network: `allowed` lets the code use it.
-            files: `shared` lets the code read and write what the user of the run may, where it cannot be prevented.
-            packages: The packages installed beside this one may be imported, not only the standard library.
+            session: Use one process per trajectory, whose variables survive between calls, instead of one per call.
+                Code can then raise its own limit of processor time; that of wall time holds.
+            network: `allowed` lets the code use the network.
+            files: `shared` lets the code read and write the files of the run's user, if that cannot be prevented.
+            packages: Let the code import the installed packages, not only the standard library.
             read_paths: Files and directories that the code may read.
-            limits: Fields of `Limits`.
+            limits: Fields of `CodeLimits`.
 
         Raises:
-            ConfigError: a wall cannot be built on this machine, or a value makes no sense.
+            ConfigError: a wall cannot be built on this machine, or a value is invalid.
         """
         for key, value, known in (("network", network, ("denied", "allowed")), ("files", files, ("private", "shared"))):
             if value not in known:
                 raise ConfigError(f"{_KEY}.{key} = {value!r}; expected {' or '.join(known)}")
         self._session = session
         try:
-            self._sandbox = Sandbox(
+            self._sandbox = CodeSandbox(
                 _limits(limits),
                 network=network == "allowed",
                 shared_files=files == "shared",
@@ -95,8 +92,8 @@ class PythonTool(BaseTool[PythonState]):
             )
         except ConfigError as error:
             raise ConfigError(f"{_KEY}: {error.message}", error.cause) from error
-        stands = ", ".join(f"{wall} by {' and '.join(how)}" for wall, how in self._sandbox.walls.stands.items() if how)
-        log.info("code of the model is confined: %s", stands)
+        walls = ", ".join(f"{wall} by {' and '.join(how)}" for wall, how in self._sandbox.walls.stands.items() if how)
+        log.info("code of the model is confined: %s", walls)
 
     def create(self, context: ToolContext, **kwargs: Any) -> PythonState:
         return PythonState()
@@ -115,10 +112,10 @@ class PythonTool(BaseTool[PythonState]):
             finally:
                 await process.close()
             return self._response(outcome)
-        async with state.turn:
+        async with state.lock:
             return self._response(await self._run_in_session(state, code))
 
-    async def _run_in_session(self, state: PythonState, code: str) -> Outcome:
+    async def _run_in_session(self, state: PythonState, code: str) -> CodeOutcome:
         if state.process is None:
             state.process = await self._sandbox.start()
         process = state.process
@@ -127,7 +124,7 @@ class PythonTool(BaseTool[PythonState]):
             outcome = await process.run(code)
             finished = process.alive
         finally:
-            if not finished:  # cancelled, or over: the next call gets a new one
+            if not finished:  # cancelled or ended: the next call gets a new process
                 state.process = None
                 await process.close()
         return outcome
@@ -137,7 +134,7 @@ class PythonTool(BaseTool[PythonState]):
             await state.process.close()
             state.process = None
 
-    def _response(self, outcome: Outcome) -> ToolResponse:
+    def _response(self, outcome: CodeOutcome) -> ToolResponse:
         note = self._note(outcome)
         text = outcome.output.rstrip("\n")
         text = f"{text}\n{note}".lstrip("\n") if note else text or "(no output)"
@@ -149,18 +146,18 @@ class PythonTool(BaseTool[PythonState]):
             },
         )
 
-    def _note(self, outcome: Outcome) -> str:
-        """How the code was ended, in plain words; empty if it came to its own end."""
+    def _note(self, outcome: CodeOutcome) -> str:
+        """Explain how the code was stopped; empty if it ran to its end."""
         limits = self._sandbox.limits
         if outcome.ending in ("ok", "error"):
             return ""
-        told = {
+        note = {
             "timeout": f"Stopped: the code took longer than {limits.wall_s:g} s.",
             "cpu": f"Stopped: the code used more than {limits.cpu_s} s of processor time.",
             "output": f"Stopped: the code wrote more than {limits.output_bytes} bytes of output.",
             "died": f"The process of the code ended {_exit(outcome.exit_code)}.",
         }[outcome.ending]
-        return f"{told} The variables of earlier calls are gone." if self._session else told
+        return f"{note} The variables of earlier calls are gone." if self._session else note
 
 
 def _exit(code: int | None) -> str:
@@ -172,8 +169,8 @@ def _exit(code: int | None) -> str:
         return f"by signal {-code}"
 
 
-def _limits(values: Mapping[str, Any]) -> Limits:
-    known = [item.name for item in fields(Limits)]
+def _limits(values: Mapping[str, Any]) -> CodeLimits:
+    known = [item.name for item in fields(CodeLimits)]
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(
@@ -182,6 +179,6 @@ def _limits(values: Mapping[str, Any]) -> Limits:
             hint = f"did you mean {near[0]!r}?" if near else f"its limits are {', '.join(known)}"
             raise ConfigError(f"{_KEY}.{name}: the tool has no such setting; {hint}")
     try:
-        return Limits(**values)
+        return CodeLimits(**values)
     except ValueError as error:
         raise ConfigError(f"{_KEY}: {error}") from error

@@ -1,4 +1,4 @@
-"""A search tool over a local file of documents: BM25, in memory."""
+"""A search tool over a local file of documents, with BM25 in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.assets import resolve
-from asyncrl.failures import ConfigError, DataError
+from asyncrl.core.failures import ConfigError, DataError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolResponse
 
 log = logging.getLogger(__name__)
@@ -27,25 +27,25 @@ _CHUNK_TEXTS = 2048
 _BATCH_ROWS = 1024
 
 
-class Document(NamedTuple):
+class SearchDocument(NamedTuple):
     id: str
     title: str
     text: str
 
 
-class Hit(NamedTuple):
+class SearchHit(NamedTuple):
     number: int
-    """Of the text, from 0."""
+    """The text's number, from 0."""
     score: float
 
 
 def words(text: str) -> list[str]:
-    """Lower-case runs of letters, digits and underscores."""
+    """Return the lower-case runs of letters, digits and underscores."""
     return _WORD.findall(text.lower())
 
 
 class Bm25Index:
-    """Which texts have which words, and what each is worth there: all that BM25 needs, worked out beforehand.
+    """An index of texts with precomputed BM25 weights. It reads the texts as a stream, so they need not fit in memory.
 
     A text's score is the sum over the query's words of `idf · f (k1 + 1) / (f + k1 (1 - b + b · l / mean l))`, with `f`
     occurrences in a text of `l` words, and `idf = ln(1 + (N - n + ½) / (n + ½))` for a word in `n` of `N` texts. It is
@@ -63,7 +63,7 @@ class Bm25Index:
         self._idf = np.log1p((self.num_texts - in_texts + 0.5) / (in_texts + 0.5))
         order = np.argsort(terms, kind="stable")
         self._starts: NDArray[np.int64] = np.concatenate([[0], np.cumsum(in_texts)])
-        """Where the postings of each word begin, in the two arrays below."""
+        """Offsets of each word's postings in the two arrays below."""
         self._owners: NDArray[np.int32] = owners[order]
         frequency = counts[order].astype(np.float64)
         norm = 1 - b + b * lengths / max(float(lengths.mean()) if len(lengths) else 0.0, 1.0)
@@ -71,12 +71,12 @@ class Bm25Index:
         self._gains: NDArray[np.float32] = gain.astype(np.float32)
 
     def idf(self, word: str) -> float:
-        """0 if no text has it."""
+        """Return the word's inverse document frequency, 0 if no text contains it."""
         number = self._numbers.get(word)
         return 0.0 if number is None else float(self._idf[number])
 
-    def search(self, query: Sequence[str], top_k: int) -> list[Hit]:
-        """The best texts with at least one of the words, best first; among equals, the first in order."""
+    def search(self, query: Sequence[str], top_k: int) -> list[SearchHit]:
+        """Return the best texts with at least one of the words, best first, equal ones in their order."""
         scores = np.zeros(self.num_texts, dtype=np.float32)
         for word in query:
             if (number := self._numbers.get(word)) is not None:
@@ -86,17 +86,17 @@ class Bm25Index:
         top_k = min(top_k, found)
         if not top_k:
             return []
-        # All that are as good as the last one, so that their order decides which of them stay.
+        # Include all texts that equal the last one, so that their order decides between them.
         worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
         best = np.flatnonzero(scores >= worst)
         best = best[np.argsort(-scores[best], kind="stable")][:top_k]
-        return [Hit(int(number), float(scores[number])) for number in best]
+        return [SearchHit(int(number), float(scores[number])) for number in best]
 
 
 def _count(
     texts: Iterable[str], number_of: Callable[[str], int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Each pair of a word and a text that has it: word, text, occurrences; and the length of each text, in words."""
+    """Return word, text and occurrences of each pair of a word and a text, and the length of each text in words."""
     parts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
     lengths: list[int] = []
     remaining = iter(texts)
@@ -114,11 +114,11 @@ def _count(
 
 
 class SearchTool(BaseTool[None]):
-    """Finds documents of a JSONL or Parquet file with `text` and, if you like, `id` and `title`.
+    """Searches documents of a JSONL or Parquet file with `text` and optionally `id` and `title`.
 
-    The index is built when the tool is made: 100,000 documents of 100 words take 6 s of one core, and
-    230 MB for 50 MB of text; a query over them takes 1 ms. Words are compared as written, in lower case: nothing is
-    stemmed, and a language that does not put spaces between words needs a tool of its own.
+    The constructor builds the index: 100,000 documents of 100 words (50 MB) take 6 s of one core and 230 MB; a query
+    takes 1 ms. Words are compared in lower case and not stemmed; languages without spaces between words need another
+    tool.
     """
 
     name: ClassVar[str] = "search"
@@ -151,15 +151,15 @@ class SearchTool(BaseTool[None]):
         """Read the documents and build the index. Blocks.
 
         Args:
-            path: Of a .jsonl or .parquet file.
-            top_k: Documents that are shown if the model does not say how many.
-            max_top_k: More are not shown.
-            snippet_words: Length of the passage shown of each.
-            k1: Saturation of repeated words; 0: only whether a word is there counts.
-            b: How much long documents are held back, from 0 to 1.
+            path: A .jsonl or .parquet file.
+            top_k: Number of documents shown by default.
+            max_top_k: Largest number that the model can request.
+            snippet_words: Length of the passage shown of each document.
+            k1: Saturation of repeated words; with 0 only presence counts.
+            b: Penalty of long documents, from 0 to 1.
 
         Raises:
-            ConfigError: there is no such file, or a value makes no sense.
+            ConfigError: there is no such file, or a value is invalid.
             DataError: a row is no document; names the file and the row.
         """
         for key, value in (("top_k", top_k), ("max_top_k", max_top_k), ("snippet_words", snippet_words)):
@@ -190,15 +190,15 @@ class SearchTool(BaseTool[None]):
         text = "\n\n".join(shown) or "No document has any of these words."
         return ToolResponse(text, metrics={"hits": float(len(hits))})
 
-    def _shown(self, rank: int, document: Document, query: Sequence[str]) -> str:
+    def _shown(self, rank: int, document: SearchDocument, query: Sequence[str]) -> str:
         weights = {word: self._index.idf(word) for word in query}
         return f"{rank}. {document.title or document.id}\n{snippet(document.text, weights, self._snippet_words)}"
 
 
 def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
-    """The passage of at most `max_words` words whose different words of `weights` weigh most; the first of equals.
+    """Return the passage of at most `max_words` words with the heaviest distinct words, the first of equals.
 
-    Half of what is left of it goes before the first of these words.
+    The matching words are centred in it.
     """
     found = list(_WORD.finditer(text))
     if not found:
@@ -223,11 +223,11 @@ def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def read_documents(path: str) -> Iterator[Document]:
-    """The rows of a JSONL or Parquet file, one after the other.
+def read_documents(path: str) -> Iterator[SearchDocument]:
+    """Yield the documents of a JSONL or Parquet file.
 
     Raises:
-        ConfigError: there is no such file, or it is of another kind.
+        ConfigError: there is no such file, or it has another suffix.
         DataError: a row is no document; names the file and the row.
     """
     try:
@@ -270,7 +270,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
         raise DataError.wrap(f"{file}: cannot be read as Parquet: {error}", error) from error
 
 
-def _document(row: Any, number: int, where: str) -> Document:
+def _document(row: Any, number: int, where: str) -> SearchDocument:
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: {str(row)[:80]!r} is not an object")
     text, title = row.get("text"), row.get("title")
@@ -279,4 +279,4 @@ def _document(row: Any, number: int, where: str) -> Document:
     if title is not None and not isinstance(title, str):
         raise DataError(f"{where}: field 'title' is {repr(title)[:80]}; expected a string")
     given = row.get("id")
-    return Document(str(number) if given is None else str(given), title or "", text)
+    return SearchDocument(str(number) if given is None else str(given), title or "", text)

@@ -1,57 +1,72 @@
-"""The calls that one trajectory makes to its tools.
+"""The tools of one run, and the calls that each trajectory makes to them.
 
-    arguments ─▶ JSON? a tool? do they fit? ─▶ a record? ─▶ the tool (`rollouter.tools.used`) ─▶ outcome
-                           │ no                    └───────────────────────────────────────────▶ outcome
+    arguments ─▶ JSON? known tool? schema? ─▶ a record? ─▶ the tool (`rollouter.tools.execution`) ─▶ outcome
+                           │ no                    └───────────────────────────────────────────────▶ outcome
                            └─▶ a message to the model
 
-A call that a record answers runs nothing of its tool. If a later one has no record, the tool first makes up for the
-calls that it has missed, so that its state is what it would have been.
+A call that a record answers does not run the tool. If a later call has no record, the tool first repeats the calls
+that records have answered, so that its state is the same as without records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
-from asyncrl.failures import BugError, DataError, UserCodeError
+from asyncrl.config.import_path import nearest
+from asyncrl.core.failures import BugError, DataError, UserCodeError
+from asyncrl.core.trajectory import ToolCall
+from asyncrl.core.types import SampleId
 from asyncrl.profiling import profile
-from asyncrl.trajectory import ToolCall
-from asyncrl.types import SampleId
 from rollouter.tools.base import ToolContext
-from rollouter.tools.calling import Caller
-from rollouter.tools.schemas import BadJsonError, parse_arguments, shorten
-from rollouter.tools.used import Ready, Tally, UsedTool
-from rollouter.user_code import nearest
+from rollouter.tools.execution import CallLimiter, CallStatistics, MethodCaller, TrajectoryTool
+from rollouter.tools.loading import (
+    BadJsonError,
+    LoadedMcpServer,
+    LoadedTool,
+    check_names,
+    function_schema,
+    parse_arguments,
+    shorten,
+)
 from skip import SkipManager
 from skip.stages import ToolOutcome
 
 CALC_REWARD = "calc_reward"
-"""Stands for the arguments in the record of that call, which is of turn -1; a model's are JSON, and never this."""
+"""Takes the place of the arguments in the record of `calc_reward`, whose turn is -1; it is no JSON."""
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
-class Called(NamedTuple):
-    """One call, as it is kept."""
+class ToolCallResult(NamedTuple):
+    """A completed call."""
 
     call: ToolCall
     done: bool
-    """The trajectory ends with it."""
+    """The call ends the trajectory."""
 
 
 class ToolSession:
-    """The calls of one trajectory; on leaving it, all that its tools have made is released."""
+    """The calls of one trajectory; leaving it releases the states of its tools."""
 
-    def __init__(self, caller: Caller, tally: Tally, ready: Mapping[str, Ready], context: ToolContext) -> None:
+    def __init__(
+        self,
+        caller: MethodCaller,
+        statistics: CallStatistics,
+        ready: Mapping[str, tuple[LoadedTool, CallLimiter]],
+        context: ToolContext,
+    ) -> None:
         self._caller = caller
-        self._tally = tally
+        self._statistics = statistics
         self._ready = ready
         self._context = context
         self._kwargs = {name: _rows_kwargs(context, name) for name in ready}
-        self._used: dict[str, UsedTool] = {}
+        self._used: dict[str, TrajectoryTool] = {}
         self._calls: list[tuple[str, int, str]] = []
-        """Tool, turn and arguments of each call that got as far as the tool, or its record."""
+        """Tool, turn and arguments of each call that reached the tool or its record."""
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -60,44 +75,39 @@ class ToolSession:
     async def __aexit__(self, *error: object) -> None:
         await self.release()
 
-    async def call(self, name: str, arguments: str, *, turn: int) -> Called:
-        """Make one call of turn `turn`; calls of one turn may be made at once.
-
-        Args:
-            arguments: JSON, as the model wrote it.
+    async def call(self, name: str, arguments: str, *, turn: int) -> ToolCallResult:
+        """Make one call of turn `turn`; calls of one turn may run at once. `arguments` is the model's own JSON text.
 
         Raises:
             ToolFailedError: the tool raised or took too long, and `on_error` is `drop` or `stop`.
-            UserCodeError: what the tool gave is no result.
+            UserCodeError: the tool's result has the wrong type.
         """
         if self._closed:
             raise BugError(f"{self._context.sample_id}: {name} is called after its trajectory has ended")
         refusal = self._refusal(name, arguments)
         outcome = refusal or await self._outcome(name, arguments, turn)
         if refusal is not None or outcome.replayed:
-            _note_unmade(name, outcome)
-        return Called(self._kept(name, arguments, outcome), outcome.done)
+            _note_not_executed(name, outcome)
+        return ToolCallResult(self._recorded_call(name, arguments, outcome), outcome.done)
 
     def malformed(self, text: str) -> ToolCall:
-        """A call that could not be read from what the model wrote."""
-        told = f"Error: this is no tool call: {shorten(text)}"
-        outcome = ToolOutcome(told, status="bad_json")
-        _note_unmade("", outcome)
-        return self._kept("", text, outcome)
+        """Return the call that stands for text which could not be parsed as one."""
+        outcome = ToolOutcome(f"Error: this is no tool call: {shorten(text)}", status="bad_json")
+        _note_not_executed("", outcome)
+        return self._recorded_call("", text, outcome)
 
     def refused(self, name: str, arguments: str, limit: int) -> ToolCall:
-        """A call that is not made, for there are more than `limit` in its turn."""
-        told = f"Error: this call was not made: at most {limit} are made in one turn"
-        outcome = ToolOutcome(told, status="too_many")
-        _note_unmade(name, outcome)
-        return self._kept(name, arguments, outcome)
+        """Return a call that is not executed because its turn has more than `limit` calls."""
+        text = f"Error: this call was not made: at most {limit} are made in one turn"
+        outcome = ToolOutcome(text, status="too_many")
+        _note_not_executed(name, outcome)
+        return self._recorded_call(name, arguments, outcome)
 
     async def scores(self) -> Mapping[str, float]:
-        """What the trajectory earned with each tool that it used, by name (`calc_reward`). One whose state could not be
-        made has none.
+        """Return the `calc_reward` of each tool that the trajectory has used, unless its state could not be created.
 
         Raises:
-            ToolFailedError, UserCodeError: it raised, took too long, or is no finite number.
+            ToolFailedError, UserCodeError: it raised, took too long, or is not a finite number.
         """
         scores: dict[str, float] = {}
         for name, used in self._used.items():
@@ -110,7 +120,7 @@ class ToolSession:
         return scores
 
     async def release(self) -> None:
-        """Release every state that was made, once; each tool has `RELEASE_S`, and what it raises is only logged."""
+        """Release every state once; each tool has `RELEASE_S`, and its exceptions are only logged."""
         self._closed = True
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
@@ -120,17 +130,16 @@ class ToolSession:
     # ------------------------------------------------------------------------------------------------ one call
 
     def _refusal(self, name: str, arguments: str) -> ToolOutcome | None:
-        """What the model did wrong; None: nothing, and the tool can be called."""
-        ready = self._ready.get(name)
-        if ready is None:
-            told = f"Error: there is no tool {shorten(name)!r}{nearest(name, list(self._ready))}"
-            return ToolOutcome(told, status="unknown_tool")
+        """Return the outcome of an invalid call, or None if the tool can be called."""
+        if name not in self._ready:
+            text = f"Error: there is no tool {shorten(name)!r}{nearest(name, list(self._ready))}"
+            return ToolOutcome(text, status="unknown_tool")
         try:
             parsed = parse_arguments(arguments)
         except BadJsonError as error:
             return ToolOutcome(f"Error: the arguments of {name} are no JSON object: {error}", status="bad_json")
         try:
-            problem = ready.loaded.schema.problem(parsed)
+            problem = self._ready[name][0].schema.problem(parsed)
         except Exception as error:
             raise UserCodeError.wrap(f"the schema of tool {name} cannot be used: {error}", error) from error
         if problem:
@@ -139,20 +148,21 @@ class ToolSession:
 
     async def _outcome(self, name: str, arguments: str, turn: int) -> ToolOutcome:
         if name not in self._used:
-            kwargs = self._kwargs[name]
-            self._used[name] = UsedTool(self._ready[name], self._context, kwargs, self._caller, self._tally)
+            self._used[name] = TrajectoryTool(
+                *self._ready[name], self._context, self._kwargs[name], self._caller, self._statistics
+            )
         self._calls.append((name, turn, arguments))
         outcome = await self._recorded(name, arguments, turn)
         if outcome.replayed:
-            self._used[name].missed(arguments)
+            self._used[name].note_replayed(arguments)
         return outcome
 
     async def _recorded(self, name: str, arguments: str, turn: int) -> ToolOutcome:
-        """One call to the tool, or the record of it; validation has none."""
+        """Call the tool, or return the record of the call; validation has no records."""
         context = self._context
         if not isinstance(context.sample_id, SampleId):
             return await self._run(name, arguments)
-        # Calls of one turn are made at once, in no order.
+        # Calls of one turn run at once, in no order.
         before = sorted([when, what] for tool, when, what in self._calls if tool == name and (turn < 0 or when < turn))
         row = [context.messages, context.data_source, context.ground_truth, context.extra_info]
         background = {"before": before, "prompt": row}
@@ -174,9 +184,9 @@ class ToolSession:
         used = self._used[name]
         return await (used.score() if arguments == CALC_REWARD else used.call(arguments))
 
-    def _kept(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
-        self._tally.add(outcome.status, outcome.duration_s)
-        # A lone surrogate, which JSON can write and no tokenizer reads, would end the trajectory.
+    def _recorded_call(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
+        self._statistics.add(outcome.status, outcome.duration_s)
+        # A lone surrogate is valid JSON, but no tokenizer accepts it.
         text = outcome.text.encode(errors="replace").decode()
         return ToolCall(
             name=name,
@@ -190,16 +200,16 @@ class ToolSession:
         )
 
 
-def _note_unmade(name: str, outcome: ToolOutcome) -> None:
-    """The event of a call that did not get as far as a tool."""
+def _note_not_executed(name: str, outcome: ToolOutcome) -> None:
+    """Emit the event of a call that was not executed."""
     profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)
 
 
 def _rows_kwargs(context: ToolContext, name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The row's keyword arguments for the methods of a tool. A parquet file has None wherever another row has a value.
+    """Return the row's keyword arguments by method of a tool. Parquet stores None where only other rows have a value.
 
     Raises:
-        DataError: they are none.
+        DataError: they are malformed.
     """
     key = "extra_info.tools_kwargs"
     of_row = _mapping(context.extra_info.get("tools_kwargs"), key)
@@ -207,7 +217,7 @@ def _rows_kwargs(context: ToolContext, name: str) -> Mapping[str, Mapping[str, A
     known = {f"{method}_kwargs": method for method in _METHODS}
     for one in of_tool:
         if one not in known:
-            raise DataError(f"{key}.{name}: there is nothing that takes {one!r}{nearest(one, list(known))}")
+            raise DataError(f"{key}.{name}: no method takes {one!r}{nearest(one, list(known))}")
     return {method: _mapping(of_tool.get(one), f"{key}.{name}.{one}") for one, method in known.items()}
 
 
@@ -217,3 +227,93 @@ def _mapping(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{key} = {shorten(repr(value))}: it has arguments by name; write a mapping")
     return {str(name): item for name, item in value.items() if item is not None}
+
+
+class Toolbox:
+    """The tools of one run. It must be entered while its sessions are; its tool servers run as long.
+
+    Each entry of the configuration has its own limits on calls; the tools of a server share them.
+    """
+
+    def __init__(self, tools: Sequence[LoadedTool | LoadedMcpServer]) -> None:
+        self._configured = tuple(tools)
+        self._ready: dict[str, tuple[LoadedTool, CallLimiter]] = {}
+        self._stack = AsyncExitStack()
+        self._caller: MethodCaller | None = None
+        self._statistics = CallStatistics()
+        if not any(isinstance(one, LoadedMcpServer) for one in tools):
+            self._make_ready([one for one in tools if isinstance(one, LoadedTool)])
+
+    async def __aenter__(self) -> Self:
+        """
+        Raises:
+            ConfigError, InfraError: a server cannot be reached, or lacks a configured tool.
+        """
+        try:
+            group = await self._stack.enter_async_context(anyio.create_task_group())
+            self._caller = MethodCaller(group)
+            self._stack.callback(self._caller.close)
+            self._make_ready(await self._all_tools(group))
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        # Without the error: it propagates unchanged, instead of inside an exception group of this task group.
+        await self._stack.__aexit__(None, None, None)
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The function schemas in the order of the configuration; those of servers are known once it is entered."""
+        if self._configured and not self._ready:
+            raise BugError("the tools of a server are not known before the toolbox is entered")
+        return tuple(loaded.schema.schema for loaded, _ in self._ready.values())
+
+    def session(self, context: ToolContext) -> ToolSession:
+        """Return the session for the calls of one trajectory.
+
+        Raises:
+            DataError: the row's `tools_kwargs` are no keyword arguments.
+        """
+        if self._caller is None:
+            raise BugError("a toolbox must be entered before its tools are called")
+        return ToolSession(self._caller, self._statistics, self._ready, context)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the number of `calls` so far, and of each `CallStatus`."""
+        return dict(self._statistics.counts)
+
+    @property
+    def tool_s(self) -> float:
+        """Seconds that calls have spent in tools, so far."""
+        return self._statistics.tool_s
+
+    async def _all_tools(self, group: TaskGroup) -> list[LoadedTool]:
+        """Start all servers at once, and return the tools with those of servers in the place of their server."""
+        servers: dict[str, Any] = {}
+        for one in self._configured:
+            if isinstance(one, LoadedMcpServer):
+                from rollouter.tools.mcp import McpServer  # see `loading`
+
+                servers[one.key] = server = McpServer(one.mcp, f"{one.key}.mcp")
+                group.start_soon(server.run)
+                self._stack.callback(server.close)
+        tools: list[LoadedTool] = []
+        for one in self._configured:
+            if isinstance(one, LoadedTool):
+                tools.append(one)
+                continue
+            for offered in await servers[one.key].offered():
+                schema = function_schema(offered.schema, f"{one.key}: tool {offered.name!r} of {servers[one.key]}")
+                tools.append(LoadedTool(offered.tool, schema, one.config, one.key))
+        return tools
+
+    def _make_ready(self, tools: Sequence[LoadedTool]) -> None:
+        check_names(tools)
+        limiters: dict[str, CallLimiter] = {}
+        for one in tools:
+            limits = one.config
+            if one.key not in limiters:
+                limiters[one.key] = CallLimiter(max_concurrency=limits.max_concurrency, max_per_s=limits.max_per_s)
+            self._ready[one.name] = (one, limiters[one.key])

@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError, InfraError
-from asyncrl.ports import GenerateRequest
-from asyncrl.types import FinishReason, SampleId, Turn
+from asyncrl.core.failures import DataError, InfraError
+from asyncrl.core.ports import GenerateRequest
+from asyncrl.core.types import FinishReason, SampleId
 from benchmarks.agents import __main__ as benchmark
 from benchmarks.agents import conversations
-from benchmarks.agents.conversations import MODEL, N, SlowTool, Sums, conversing
+from benchmarks.agents.conversations import MODEL, N, SlowTool, SumPrompts, conversation_settings
 from benchmarks.agents.cost import measure_cost
-from benchmarks.agents.fleets import SHORTEST, BarrierFleet, DrawnFleet, Lengths
+from benchmarks.agents.fleets import SHORTEST, BarrierFleet, DrawnFleet, TurnLengths
 from benchmarks.agents.lag import TICK_S, lateness, measure_lag, percentiles_ms
 from benchmarks.agents.over_sampling import WAYS, measure_over_sampling
-from benchmarks.agents.rollouts import Work, take
+from benchmarks.agents.rollouts import RolloutWork, take
 from benchmarks.agents.tools import IN_FLIGHT, measure_tools
 from rollouter.agent.parsing import NO_TOOLS
 from rollouter.tools.base import ToolContext
-from tests.fakes.engine import FakeFleet
+from tests.fakes.engine import FakeFleet, finished_turns
 
-LENGTHS = Lengths(median=20, sigma=0.6, longest=100, prompt_sigma=0.6)
+LENGTHS = TurnLengths(median=20, sigma=0.6, longest=100, prompt_sigma=0.6)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def request(name: str, max_tokens: int = 1000) -> GenerateRequest:
 # ------------------------------------------------------------------------------------------------ fleets
 
 
-def test_lengths_are_the_seeds_and_have_a_tail_that_is_cut() -> None:
-    lengths = Lengths(median=20, sigma=1.0, longest=100)
+def test_lengths_depend_on_the_seed_and_have_a_truncated_tail() -> None:
+    lengths = TurnLengths(median=20, sigma=1.0, longest=100)
     drawn = [lengths.of(f"sample_0_1/{k}", seed=0) for k in range(2000)]
     assert drawn == [lengths.of(f"sample_0_1/{k}", seed=0) for k in range(2000)]
     assert drawn != [lengths.of(f"sample_0_1/{k}", seed=1) for k in range(2000)]
@@ -61,36 +61,31 @@ def test_lengths_are_the_seeds_and_have_a_tail_that_is_cut() -> None:
     assert np.mean(drawn) > 1.2 * np.median(drawn)
 
 
-def test_responses_to_one_prompt_are_alike() -> None:
-    lengths = Lengths(median=50, sigma=0.0, longest=1000, prompt_sigma=1.0)
+def test_responses_to_one_prompt_have_similar_lengths() -> None:
+    lengths = TurnLengths(median=50, sigma=0.0, longest=1000, prompt_sigma=1.0)
     groups = [{lengths.of(f"sample_0_{index}/{k}", seed=0) for k in range(8)} for index in range(1, 20)]
     assert all(len(group) == 1 for group in groups)
     assert len(set.union(*groups)) > 10
 
 
 async def test_turns_have_the_length_that_is_drawn_and_end_by_themselves() -> None:
-    drawn, told = DrawnFleet(fleet(), LENGTHS, seed=3), list[tuple[int, Turn]]()
-
-    async def on_turn(number: int, turn: Turn) -> None:
-        told.append((number, turn))
-
+    drawn = DrawnFleet(fleet(), LENGTHS, seed=3)
     names = [f"sample_0_1/{k}" for k in range(3)]
-    turns = await drawn.generate([request(name) for name in names], session="s", on_turn=on_turn)
+    turns = await finished_turns(drawn.generate([request(name) for name in names], session="s"))
     assert [len(turn.response_ids) for turn in turns] == [LENGTHS.of(name, 3) for name in names]
-    assert {turn.finish_reason for turn in [*turns, *(turn for _, turn in told)]} == {FinishReason.STOP}
-    assert [number for number, _ in told] == [0, 1, 2]
-    (short,) = await drawn.generate([request(names[0], max_tokens=2)], session="s")
+    assert {turn.finish_reason for turn in turns} == {FinishReason.STOP}
+    (short,) = await finished_turns(drawn.generate([request(names[0], max_tokens=2)], session="s"))
     assert len(short.response_ids) == 2
 
 
-async def test_nobody_passes_a_barrier_before_all_are_there() -> None:
+async def test_a_barrier_opens_when_all_have_arrived() -> None:
     engines = fleet()
     barrier = BarrierFleet(engines, 3)
     passed: list[str] = []
 
     async def ask(name: str, length: int) -> None:
         for number in range(2):
-            (turn,) = await barrier.generate([request(f"{name}.{number}", length)], session=name)
+            (turn,) = await finished_turns(barrier.generate([request(f"{name}.{number}", length)], session=name))
             assert len(turn.response_ids) == length
             passed.append(name)
 
@@ -112,7 +107,7 @@ async def test_a_batch_that_fails_fails_for_all() -> None:
 
     async def ask(name: str) -> None:
         with pytest.raises(InfraError) as caught:
-            await barrier.generate([request(name)], session=name)
+            await finished_turns(barrier.generate([request(name)], session=name))
         errors.append(caught.value.message)
 
     with anyio.fail_after(10):
@@ -125,7 +120,7 @@ async def test_a_batch_that_fails_fails_for_all() -> None:
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
-def make_work(engines: FakeFleet, **rollout: Any) -> Work:
+def make_work(engines: FakeFleet, **rollout: Any) -> RolloutWork:
     config = Config.model_validate(
         {
             "model": {"path": MODEL},
@@ -134,10 +129,10 @@ def make_work(engines: FakeFleet, **rollout: Any) -> Work:
             "async_training": {"staleness_threshold": 0.0},
         }
     )
-    return Work(config, Sums(config), DrawnFleet(engines, LENGTHS, seed=0))
+    return RolloutWork(config, SumPrompts(config), DrawnFleet(engines, LENGTHS, seed=0))
 
 
-async def test_versions_are_taken_one_after_the_other() -> None:
+async def test_versions_are_consumed_in_order() -> None:
     engines = fleet()
     outcome = await take(make_work(engines), 2)
     assert len(outcome.samples) == 6 and outcome.trajectories == 12
@@ -146,14 +141,14 @@ async def test_versions_are_taken_one_after_the_other() -> None:
     assert {str(sample.sample_id) for sample in outcome.samples[:3]} == {f"sample_0_{k}" for k in (1, 2, 3)}
 
 
-async def test_what_is_dropped_spoils_the_measurement() -> None:
+async def test_a_dropped_sample_invalidates_the_measurement() -> None:
     engines = fleet()
     engines.fail("sample_0_2", DataError("unreadable"))
     with pytest.raises(SystemExit, match=r"samples were dropped.*failed"):
         await take(make_work(engines), 1)
 
 
-async def test_a_tool_takes_its_time_give_or_take() -> None:
+async def test_a_tool_takes_about_its_configured_time() -> None:
     tool = SlowTool(0.5, jitter=0.2)
     states = [await tool.create(ToolContext(SampleId(0, 1), number)) for number in (1, 1, 2)]
     one, again, other = ([tool.seconds(state) for _ in range(50)] for state in states)
@@ -165,7 +160,7 @@ async def test_a_tool_takes_its_time_give_or_take() -> None:
 
 
 @pytest.mark.usefixtures("no_vllm")
-async def test_the_barrier_is_one_call_a_turn_and_streaming_one_for_each() -> None:
+async def test_the_barrier_makes_one_call_per_turn_and_streaming_one_per_conversation() -> None:
     engines = fleet()
     barrier, streaming = await measure_tools(engines, 1, latency_s=0.01, batches=2, lengths=LENGTHS)
     warm_up = IN_FLIGHT * conversations.TURNS
@@ -179,18 +174,18 @@ async def test_the_barrier_is_one_call_a_turn_and_streaming_one_for_each() -> No
 @pytest.mark.usefixtures("no_vllm")
 async def test_conversations_that_end_early_are_not_compared() -> None:
     with pytest.raises(SystemExit, match=r"conversations of .* turns"):
-        await measure_tools(fleet(), 1, latency_s=0.0, batches=1, lengths=Lengths(500, 0.0, 500))
+        await measure_tools(fleet(), 1, latency_s=0.0, batches=1, lengths=TurnLengths(500, 0.0, 500))
 
 
 @pytest.mark.usefixtures("no_vllm")
-async def test_lag_beside_every_kind_of_tool() -> None:
+async def test_event_loop_lag_is_measured_beside_every_kind_of_tool() -> None:
     rows = await measure_lag(fleet(pace=lambda _: anyio.sleep(0.02)), 1, load_s=0.3, warm_up_s=0.05)
     assert [row["beside"] for row in rows] == ["nothing", "async tools", "tools in threads"]
     assert rows[0]["turns/s"] == 0 and all(row["turns/s"] > 0 for row in rows[1:])
     assert all(0 <= row["p50 ms"] <= row["p99 ms"] <= row["max ms"] for row in rows)
 
 
-async def test_all_that_came_due_in_a_halt_is_late() -> None:
+async def test_every_timer_due_during_a_halt_counts_as_late() -> None:
     async def halt() -> None:
         await anyio.sleep(0.05)
         time.sleep(0.1)  # noqa: ASYNC251  the halt
@@ -203,7 +198,7 @@ async def test_all_that_came_due_in_a_halt_is_late() -> None:
     assert percentiles_ms([0.001] * 99 + [0.101])["max ms"] == pytest.approx(101)
 
 
-async def test_over_sampling_throws_tokens_away_and_takes_as_many_samples() -> None:
+async def test_over_sampling_discards_tokens_and_takes_as_many_samples() -> None:
     engines = fleet(chunk_tokens=10, pace=lambda _: anyio.sleep(0.005))
 
     async def generated() -> int:
@@ -252,7 +247,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_json_alone_is_all_that_is_printed(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_stdout_is_printed_alone(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--only", "lag,tools", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert asked == [(("lag", "tools"), 3, 0.0)]
@@ -287,6 +282,6 @@ def test_bad_options_are_refused(options: list[str], told: str, capsys: pytest.C
     assert told in capsys.readouterr().err
 
 
-def test_the_tools_configuration_is_one_that_loads() -> None:
-    config = Config.model_validate({"model": {"path": MODEL}, "rollout": conversing(latency_s=0.5)})
+def test_the_tool_configuration_loads() -> None:
+    config = Config.model_validate({"model": {"path": MODEL}, "rollout": conversation_settings(latency_s=0.5)})
     assert config.rollout.n == N and config.rollout.multi_turn.max_assistant_turns == conversations.TURNS

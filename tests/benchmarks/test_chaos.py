@@ -16,15 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.failures import EngineCrashError, InfraError
-from asyncrl.ports import Books, Edition, GenerateRequest, ReplicaReport
-from asyncrl.run_state import ProcessInfo, Restart, RunState
-from asyncrl.types import SampleId, SampleMeta, Span, Turn
+from asyncrl.core.failures import EngineCrashError, InfraError
+from asyncrl.core.ports import (
+    Accepted,
+    GenerateRequest,
+    GenerationEvent,
+    ReplicaReport,
+    SampleCounts,
+    TurnFinished,
+    Unplaced,
+    WeightsVersion,
+)
+from asyncrl.core.types import SampleId, SampleMeta, Span, Turn
+from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos import disk, faults, task
 from benchmarks.chaos.accounts import Accounts, BrokenCall, Fate, TurnDone, surviving, violations
 from benchmarks.chaos.faults import KINDS, Kind, Strike
-from benchmarks.chaos.watch import Watch, broken_calls, read_broken_calls
-from rollouter.serving.pieces import Piece, Taken
+from benchmarks.chaos.watch import CallWatch, broken_calls, read_broken_calls
+from rollouter.serving.client import Delta, ReplicaStream
+from tests.fakes.engine import finished_turns
 from tests.fakes.samples import make_turn
 
 # ------------------------------------------------------------------------------------------------ accounts
@@ -54,11 +64,11 @@ def good() -> Accounts:
     """Four samples: 1 to 3 trained, after 2 and 3 were trained in vain once; 4 dropped."""
     return Accounts(
         fates=[*(Fate(sample_id, "trained") for sample_id in ids(1, 2, 3)), Fate(SampleId(0, 4), "dropped", "failed")],
-        books=Books(fed=4, trained=3, dropped={"failed": 1, "stale": 0}),
+        counts=SampleCounts(fed=4, trained=3, dropped={"failed": 1, "stale": 0}),
         trained=[step(1, 1), step(2, 2, 3), back_to(1, 1), step(2, 3, 2, lineage=1)],
         turns=[turn(index, place) for index in (1, 2, 3) for place in range(2)],
         metas={sample_id: meta(sample_id) for sample_id in ids(1, 2, 3)},
-        rewinds=[Edition(1, 1)],
+        rewinds=[WeightsVersion(1, 1)],
         broken_calls=[BrokenCall("sample_0_1/0", (7, 8), (7, 8), (7, 8, 9)), BrokenCall("sample_0_4/0", (7, 8))],
         max_staleness=2,
     )
@@ -68,15 +78,15 @@ def test_a_run_that_kept_its_promises_breaks_none() -> None:
     assert violations(good()) == []
 
 
-def test_only_a_run_that_was_stopped_may_have_ids_that_wait_to_be_fed_again() -> None:
+def test_only_a_stopped_run_may_have_outstanding_samples() -> None:
     fates = [*good().fates, Fate(SampleId(0, 5), "outstanding")]
     assert violations(replace(good(), fates=fates, completed=False)) == []
     assert [found.promise for found in violations(replace(good(), fates=fates))] == ["nothing lost"]
-    fed = replace(good(), fates=fates, completed=False, books=Books(fed=5, trained=4, dropped={"failed": 1}))
-    assert "books balance" in {found.promise for found in violations(fed)}
+    fed = replace(good(), fates=fates, completed=False, counts=SampleCounts(fed=5, trained=4, dropped={"failed": 1}))
+    assert "sample counts are consistent" in {found.promise for found in violations(fed)}
 
 
-def test_what_was_rewound_is_in_no_model() -> None:
+def test_rewound_steps_are_not_in_the_surviving_model() -> None:
     lines = [step(1, 1), step(2, 2), step(3, 3), back_to(2, 1), step(3, 4, lineage=1), back_to(0, 2)]
     assert surviving(lines[:3]) == ids(1, 2, 3)
     assert surviving(lines[:4]) == ids(1, 2)
@@ -94,9 +104,13 @@ def test_what_was_rewound_is_in_no_model() -> None:
         ({"fates": [*good().fates, Fate(SampleId(0, 4), "trained")]}, "each sample once", "feed index 4"),
         ({"fates": [*good().fates[:3], Fate(SampleId(0, 4), "leased")]}, "nothing lost", "sample_0_4 (leased)"),
         ({"fates": [*good().fates[:3], Fate(SampleId(0, 4), "dropped")]}, "dropped with a reason", "sample_0_4"),
-        ({"books": Books(fed=5, trained=3, dropped={"failed": 1})}, "books balance", "fed 5"),
-        ({"books": Books(fed=4, trained=2, dropped={"failed": 2})}, "books balance", "2 trained in the books, 3"),
-        ({"books": Books(fed=4, trained=3, dropped={"stale": 1})}, "books balance", "by reason"),
+        ({"counts": SampleCounts(fed=5, trained=3, dropped={"failed": 1})}, "sample counts are consistent", "fed 5"),
+        (
+            {"counts": SampleCounts(fed=4, trained=2, dropped={"failed": 2})},
+            "sample counts are consistent",
+            "2 trained in the sample counts, 3",
+        ),
+        ({"counts": SampleCounts(fed=4, trained=3, dropped={"stale": 1})}, "sample counts are consistent", "by reason"),
         ({"turns": [*good().turns, turn(2, 1)]}, "turns once", "sample_0_2/1"),
         (
             {"metas": {SampleId(0, 1): meta(SampleId(0, 1), 1, 2)}},
@@ -147,40 +161,54 @@ def noted() -> tuple[Callable[[Any], None], list[Any]]:
     return lines.append, lines
 
 
-async def call(*told: Taken | Piece, error: Exception | None = None) -> AsyncGenerator[Taken | Sequence[Piece], None]:
+async def call(*told: Accepted | Delta, error: Exception | None = None) -> ReplicaStream:
     for one in told:
-        yield one if isinstance(one, Taken) else [one]
+        yield one if isinstance(one, Accepted) else [one]
     if error is not None:
         raise error
 
 
-async def test_what_was_told_before_an_engine_died_is_held_against_what_it_came_to() -> None:
+async def finish(watch: CallWatch, turns: Mapping[str, Turn]) -> None:
+    async def events() -> AsyncGenerator[GenerationEvent, None]:
+        for number, turn in enumerate(turns.values()):
+            yield TurnFinished(number, turn)
+
+    await finished_turns(watch.generating(events(), [request(name) for name in turns]))
+
+
+async def test_tokens_reported_before_a_crash_are_compared_with_the_final_turn() -> None:
     put, lines = noted()
-    watch = Watch(put)
+    watch = CallWatch(put)
     names = [request("a/0-1"), request("a/1-1")]
-    died = call(Piece(0, make_turn(3, 2), False), Piece(0, make_turn(5, 1), False), error=EngineCrashError("it died"))
+    died = call(Delta(0, make_turn(3, 2), False), Delta(0, make_turn(5, 1), False), error=EngineCrashError("it died"))
     with pytest.raises(EngineCrashError):
         async for _ in watch.calling(died, names):
             pass
     async for _ in watch.calling(call(), [request("a/0-2", make_turn(3, 3)), request("a/1-2")]):
         pass
-    watch.ended([request("a/0"), request("a/1")], [make_turn(3, 4), make_turn(8, 1)])
-    watch.ended([request("b/0")], [make_turn(3, 4)])
+    await finish(watch, {"a/0": make_turn(3, 4), "a/1": make_turn(8, 1)})
+    await finish(watch, {"b/0": make_turn(3, 4)})
     first, second = broken_calls(lines)
     assert first._replace(at=0.0) == BrokenCall("a/0", (3, 4, 5), (3, 4, 5), (3, 4, 5, 6))
     assert second._replace(at=0.0) == BrokenCall("a/1", (), (), (8,))
     assert violations(replace(good(), broken_calls=[first, second])) == []
 
 
-async def test_a_call_that_was_given_up_owes_nothing(tmp_path: Path) -> None:
+async def test_an_abandoned_call_owes_no_tokens(tmp_path: Path) -> None:
     put, lines = noted()
-    watch = Watch(put)
+    watch = CallWatch(put)
     for _ in range(2):  # fed again, its payload lost: under the same name
         with pytest.raises(InfraError):
-            died = call(Taken("replica-0"), Piece(0, make_turn(3, 2), False), error=InfraError("gone"))
+            died = call(Accepted("replica-0"), Delta(0, make_turn(3, 2), False), error=InfraError("gone"))
             async for _ in watch.calling(died, [request("a/0-1")]):
                 pass
-        watch.given_up([request("a/0")])
+
+        async def events() -> AsyncGenerator[GenerationEvent, None]:
+            yield Unplaced()
+
+        given_up = watch.generating(events(), [request("a/0")])
+        await anext(given_up)
+        await given_up.aclose()
     torn = "".join(json.dumps(line) + "\n" for line in lines) + '{"request": "a/0", "tur'
     (tmp_path / "1.jsonl").write_text(torn)
     assert [one._replace(at=0.0) for one in read_broken_calls(tmp_path)] == [BrokenCall("a/0", (3, 4))] * 2
@@ -217,7 +245,7 @@ def running(at: float, **changes: Any) -> RunState:
         mode="fully_async",
         processes=processes,
         replicas=(replica("a", 6, 7, at=at),),
-        published=Edition(0, 1),
+        published=WeightsVersion(0, 1),
     )
     return replace(state, **changes)
 
@@ -234,7 +262,7 @@ def struck(name: str, *parts: str) -> Strike:
     return Strike(1, kind(name), 10.5, pids=pids, parts=names, before=before)
 
 
-def test_every_kind_comes_once_before_any_comes_again_and_a_seed_decides_the_order() -> None:
+def test_every_fault_kind_comes_once_before_any_repeats_in_an_order_set_by_the_seed() -> None:
     def drawn(seed: int) -> list[str]:
         draws = faults.deck(KINDS, random.Random(seed))
         return [next(draws).name for _ in range(sum(kind.weight for kind in KINDS))]
@@ -245,7 +273,7 @@ def test_every_kind_comes_once_before_any_comes_again_and_a_seed_decides_the_ord
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_faults_of_actors_and_engines_are_in_the_majority() -> None:
+def test_most_faults_hit_actors_and_engines() -> None:
     drawn = list(islice(faults.deck(KINDS, random.Random(3)), 100))
     counts = Counter(kind.target for kind in drawn)
     assert sum(counts[target] for target in faults.ACTORS | faults.ENGINES) >= 75
@@ -266,20 +294,20 @@ def test_a_hundred_faults_fit_into_a_planned_round() -> None:
     assert now < limit_s
 
 
-def test_a_round_behind_its_plan_makes_the_least_pauses() -> None:
+def test_a_late_round_makes_the_shortest_pauses() -> None:
     gap = partial(faults.gap_s, random.Random(0), (1.0, 12.0), limit_s=100.0)
     assert gap(dealt=4, wanted=10, elapsed_s=60.0) == 1.0
     assert gap(dealt=7, wanted=10, elapsed_s=60.0) > 1.0
     assert gap(dealt=0, wanted=None, elapsed_s=60.0) > 1.0
 
 
-def test_kinds_are_chosen_by_part_by_name_and_by_what_there_is() -> None:
+def test_fault_kinds_are_selected_by_part_name_and_availability() -> None:
     chosen = faults.kinds(["queue", "engine stop", "node"], without={"node"})
     assert [kind.name for kind in chosen] == ["engine stop", "queue kill", "queue stop"]
     assert [kind.name for kind in faults.kinds(["engine stop idle"])] == ["engine stop idle"]
 
 
-def test_an_engine_is_idle_once_its_replica_has_said_so() -> None:
+def test_an_engine_is_idle_once_its_replica_reports_no_requests() -> None:
     (engine,) = [process for process in running(1.0).processes if process.part == "engine"]
     dry, other = replica("a", 6, 7, at=20.0), replica("b", 66, 77, at=20.0)
     busy = replace(dry, in_flight=1)
@@ -288,7 +316,7 @@ def test_an_engine_is_idle_once_its_replica_has_said_so() -> None:
     assert faults.is_idle(engine, running(21.0, replicas=(dry,)), since=10.0)
 
 
-def test_what_is_replaced_together_counts_together() -> None:
+def test_parts_that_are_replaced_together_count_as_one() -> None:
     state = running(1.0)
     by_part = {process.part: process for process in state.processes}
 
@@ -301,7 +329,7 @@ def test_what_is_replaced_together_counts_together() -> None:
     assert [process.name for process in faults.victims(state.processes, "node", "node-1")] == ["replica a", "engine a"]
 
 
-def test_an_actor_is_over_it_once_another_process_is_at_work() -> None:
+def test_an_actor_has_recovered_once_its_successor_works() -> None:
     strike = struck("trainer kill", "trainer", "rank")
     begun = Restart("trainer", 2, 11.0, "killed")
     assert faults.recovered_at(strike, running(10.2)) is None, "told before the strike"
@@ -313,14 +341,14 @@ def test_an_actor_is_over_it_once_another_process_is_at_work() -> None:
     assert faults.recovered_at(strike, running(15.0, processes=new, restarts=(ended,))) == 14.0
 
 
-def test_the_queue_is_over_it_once_it_answers_as_another_process() -> None:
+def test_the_queue_has_recovered_once_its_successor_answers() -> None:
     strike = struck("queue kill", "queue")
     new = moved(running(0.0), queue=22)
-    assert faults.recovered_at(strike, running(12.0, processes=new, unheard_s={"queue": 1.0})) is None
+    assert faults.recovered_at(strike, running(12.0, processes=new, silent_s={"queue": 1.0})) is None
     assert faults.recovered_at(strike, running(12.5, processes=new)) == 12.5
 
 
-def test_an_engine_is_over_it_once_as_many_replicas_serve_as_are_wanted() -> None:
+def test_an_engine_has_recovered_once_enough_replicas_serve() -> None:
     strike = struck("engine kill", "replica", "engine")
     assert faults.recovered_at(strike, running(12.0)) is None, "its last report is of the old engine"
     coming = replica("b", 66, 77, at=20.0, phase="starting")
@@ -330,24 +358,24 @@ def test_an_engine_is_over_it_once_as_many_replicas_serve_as_are_wanted() -> Non
     assert faults.recovered_at(strike, running(30.5, replicas=(up,), num_replicas=2)) is None
 
 
-def test_a_driver_that_was_stopped_is_over_it_once_it_knows_how_all_stands() -> None:
+def test_a_stopped_driver_has_recovered_once_it_knows_every_part() -> None:
     strike = struck("driver stop", "driver")
     stale = (replica("a", 6, 7, at=10.2),)
     assert faults.driver_back_at(strike, running(10.2)) is None, "told before it went on"
     assert faults.driver_back_at(strike, running(12.0, replicas=stale)) is None
-    assert faults.driver_back_at(strike, running(12.0, unheard_s={"queue": 9.0})) is None
+    assert faults.driver_back_at(strike, running(12.0, silent_s={"queue": 9.0})) is None
     assert faults.driver_back_at(strike, running(12.0, restarting={"trainer": 11.0})) is None
     assert faults.driver_back_at(strike, running(12.0)) == 12.0
 
 
-def test_what_has_been_replaced_meanwhile_is_told_and_what_was_before_is_not() -> None:
+def test_only_replacements_since_the_fault_are_reported() -> None:
     earlier, later = Restart("queue", 2, 1.0, "killed"), Restart("trainer", 2, 11.0, "it did not answer")
     before = running(10.0, restarts=(earlier,))
     assert faults.replaced(before, running(12.0, restarts=(replace(earlier, recovered_at=10.5),))) == []
     assert faults.replaced(before, running(12.0, restarts=(earlier, later))) == ["trainer: it did not answer"]
 
 
-def test_a_replica_that_has_gone_is_not_at_work() -> None:
+def test_a_silent_replica_is_not_a_working_part() -> None:
     gone = replica("a", 6, 7, at=1.0)
     assert {process.part for process in faults.at_work(running(2.0, replicas=(gone,)))} == {
         "queue", "rollouter", "trainer", "rank", "replica", "engine",
@@ -371,7 +399,7 @@ def journal(run_dir: Path, num_rows: int) -> sqlite3.Connection:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_torn_log_costs_nothing_that_was_committed(tmp_path: Path, seed: int) -> None:
+def test_a_torn_log_loses_no_committed_row(tmp_path: Path, seed: int) -> None:
     (tmp_path / "alive").mkdir()
     connection = journal(tmp_path / "alive", 20)
     run_dir = tmp_path / "dead"
@@ -386,7 +414,7 @@ def test_a_torn_log_costs_nothing_that_was_committed(tmp_path: Path, seed: int) 
     assert rows == list(range(20))
 
 
-def test_a_payload_is_damaged_and_nothing_is_where_there_is_none(tmp_path: Path) -> None:
+def test_payloads_are_damaged_where_there_are_any(tmp_path: Path) -> None:
     for damage in (disk.flip_payload, disk.tear_journal):
         with pytest.raises(disk.NothingThereError):
             damage(tmp_path, random.Random(0))
@@ -398,7 +426,7 @@ def test_a_payload_is_damaged_and_nothing_is_where_there_is_none(tmp_path: Path)
         assert path.read_bytes() != bytes(1000)
 
 
-def test_the_reward_function_goes_wrong_as_long_as_it_is_told_to(tmp_path: Path) -> None:
+def test_the_reward_function_fails_on_demand(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     task.write_reward(path)
     space: dict[str, Any] = {"__file__": str(path), "__name__": "reward"}

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.run_state import ProcessInfo, Restart, RunState
+from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunState
 from benchmarks.chaos.dealer import Dealer, NotDealtError
 from benchmarks.chaos.faults import KINDS, Kind, Strike
-from benchmarks.chaos.launches import Launch, lives
-from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.launches import ChaosLaunch, lives
+from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 from benchmarks.chaos.subject import Subject
 
 PROBE_S = 0.2
@@ -31,16 +31,16 @@ PARTS = ("driver", "queue", "rollouter", "trainer")
 class Standing(Subject):
     """A run that is at work, and stays so."""
 
-    def __init__(self, path: Path, outcome: Outcome, processes: dict[str, subprocess.Popen[bytes]]) -> None:
-        super().__init__(Options(0, 60.0, None, None, path), outcome, lambda line: None)
+    def __init__(self, path: Path, outcome: ChaosOutcome, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        super().__init__(ChaosOptions(0, 60.0, None, None, path), outcome, lambda line: None)
         self.outcome = outcome
         self._processes = processes
-        self._standing = Launch(processes["driver"], path / "launch.txt")
+        self._standing = ChaosLaunch(processes["driver"], path / "launch.txt")
         self.was_stopped: set[str] = set()
         """Parts that were seen to be."""
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> ChaosLaunch:
         return self._standing
 
     def state(self) -> RunState:
@@ -73,13 +73,13 @@ def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 @pytest.fixture
 def subject(tmp_path: Path, processes: dict[str, subprocess.Popen[bytes]]) -> Standing:
-    standing = Standing(tmp_path, Outcome(), processes)
+    standing = Standing(tmp_path, ChaosOutcome(), processes)
     standing.run_dir.mkdir(parents=True)
     return standing
 
 
 def dealer(subject: Standing) -> Dealer:
-    options = Options(0, 60.0, None, None, subject.run_dir, settings={"timeouts.probe_s": str(PROBE_S)})
+    options = ChaosOptions(0, 60.0, None, None, subject.run_dir, settings={"timeouts.probe_s": str(PROBE_S)})
     return Dealer(subject, options, random.Random(0), None)
 
 
@@ -92,7 +92,7 @@ def kind(name: str) -> Kind:
 
 
 @pytest.mark.parametrize("name", ["journal tear", "payload flip"])
-def test_where_there_is_nothing_to_damage_nothing_is_dealt_and_the_launch_goes_on(
+def test_a_fault_without_a_target_is_skipped(
     subject: Standing, processes: dict[str, subprocess.Popen[bytes]], name: str
 ) -> None:
     with pytest.raises(NotDealtError, match=r"no log|no payload files"):
@@ -104,7 +104,7 @@ def test_where_there_is_nothing_to_damage_nothing_is_dealt_and_the_launch_goes_o
         time.sleep(0.01)
 
 
-def test_who_writes_the_journal_ends_with_the_launch_when_it_is_torn(
+def test_the_journal_writer_is_killed_before_its_journal_is_torn(
     subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     connection = sqlite3.connect(subject.run_dir / "journal.db", isolation_level=None)
@@ -117,7 +117,7 @@ def test_who_writes_the_journal_ends_with_the_launch_when_it_is_torn(
     assert lives(processes["trainer"].pid), "the launch's end is its end, not the fault"
 
 
-def test_where_a_writer_has_gone_nobody_stays_stopped(
+def test_no_process_stays_stopped_when_the_journal_writer_has_gone(
     subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     processes["rollouter"].kill()
@@ -147,14 +147,14 @@ def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float
     return by.over(strike, replace(settled, **changes))
 
 
-def test_a_driver_that_was_stopped_has_to_leave_everything_as_it_is(subject: Standing) -> None:
+def test_a_stopped_driver_must_replace_nothing(subject: Standing) -> None:
     by, strike, settled = stopped(subject)
     assert by.over(strike, replace(settled, step=0)) is None, "nothing has moved since"
     assert over(by, strike, settled) == strike.at + PROBE_S / 2, "then it was back"
     assert strike.lived and subject.outcome.violations == []
 
 
-def test_what_is_replaced_for_a_driver_that_was_stopped_is_a_broken_promise(subject: Standing) -> None:
+def test_a_replacement_after_a_stopped_driver_is_a_broken_promise(subject: Standing) -> None:
     by, strike, settled = stopped(subject)
     restart = Restart("trainer", 2, strike.at, "it did not answer", strike.at)
     assert over(by, strike, settled, restarts=(restart,)) is not None
@@ -163,7 +163,7 @@ def test_what_is_replaced_for_a_driver_that_was_stopped_is_a_broken_promise(subj
     assert "trainer: it did not answer" in found.told
 
 
-def test_what_is_killed_for_a_driver_that_was_stopped_is_found_even_if_nobody_tells_of_it(
+def test_an_unreported_kill_after_a_stopped_driver_is_found(
     subject: Standing, processes: dict[str, subprocess.Popen[bytes]]
 ) -> None:
     by, strike, settled = stopped(subject)

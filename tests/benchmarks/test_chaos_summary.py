@@ -14,7 +14,7 @@ from benchmarks.chaos import __main__ as program
 from benchmarks.chaos import summary
 from benchmarks.chaos.accounts import BrokenCall, Violation
 from benchmarks.chaos.faults import KINDS, Kind, Strike
-from benchmarks.chaos.outcome import Options, Outcome
+from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
 
 
 def kind(name: str) -> Kind:
@@ -36,7 +36,7 @@ def round_of_five() -> list[Strike]:
     ]
 
 
-def test_what_was_not_recovered_from_is_beside_the_medians() -> None:
+def test_faults_without_recovery_are_listed_beside_the_medians() -> None:
     groups = summary.by_group(round_of_five())
     assert groups["actors"] == {"dealt": 3, "not_recovered": 1, "median_s": 5.0, "max_s": 9.0}
     assert groups["engines"]["not_recovered"] == 0 and groups["rewards"]["median_s"] is None
@@ -47,7 +47,7 @@ def test_what_was_not_recovered_from_is_beside_the_medians() -> None:
     ]  # fmt: skip
 
 
-def test_every_fault_is_told_with_what_it_cost() -> None:
+def test_every_fault_is_listed_with_its_cost() -> None:
     calls = [
         BrokenCall("a/0", (7, 8), (7, 8), (7, 8, 9), at=401.0),
         BrokenCall("b/0", (7,), None, None, at=402.0),
@@ -63,8 +63,8 @@ def test_every_fault_is_told_with_what_it_cost() -> None:
 
 def told(strikes: list[Strike], path: Path, **asked: Any) -> dict[str, Any]:
     """What the JSON of a round says of which this was asked."""
-    options = Options(1, 1800.0, asked.pop("num_faults", None), None, path, aim=asked.pop("aim", False))
-    kept = summary.tell(Outcome(strikes=strikes, **asked), options, path / "told.json")
+    options = ChaosOptions(1, 1800.0, asked.pop("num_faults", None), None, path, aim=asked.pop("aim", False))
+    kept = summary.report_outcome(ChaosOutcome(strikes=strikes, **asked), options, path / "told.json")
     found: dict[str, Any] = json.loads((path / "told.json").read_text())
     assert kept == (found["verdict"] == "kept") == (not found["failed"])
     return found
@@ -75,13 +75,13 @@ def test_every_kind_is_in_a_group() -> None:
     assert [kind.name for kind in KINDS if summary.group_of(kind) == "drivers"] == ["driver stop"]
 
 
-def test_a_round_is_kept_in_which_all_that_was_asked_for_was_dealt(tmp_path: Path) -> None:
+def test_a_round_passes_when_every_requested_fault_was_injected(tmp_path: Path) -> None:
     for num_faults in (None, 5):
         found = told(round_of_five(), tmp_path, num_faults=num_faults)
         assert found["verdict"] == "kept" and len(found["each"]) == 5
 
 
-def test_a_broken_promise_comes_before_all_else(tmp_path: Path) -> None:
+def test_a_broken_promise_outranks_every_other_verdict(tmp_path: Path) -> None:
     found = told(round_of_five(), tmp_path, num_faults=6, violations=[Violation("trained once", "sample_0_2")])
     assert found["verdict"] == "broken" and found["violations"] == found["failed"][:1] == ["trained once: sample_0_2"]
     assert len(found["failed"]) == 2
@@ -121,7 +121,7 @@ def test_a_median_is_judged_from_five_faults_on(tmp_path: Path) -> None:
     assert "cannot be judged" in told(slow[:4], tmp_path, aim=True)["failed"][0]
 
 
-def test_what_was_never_got_over_is_slower_than_any_aim() -> None:
+def test_a_fault_without_recovery_misses_every_aim() -> None:
     strikes = [dealt(number, "queue kill", 1.0 if number < 3 else None) for number in range(1, 6)]
     assert summary.aim_met(strikes)["actors"] is False
 
@@ -129,16 +129,14 @@ def test_what_was_never_got_over_is_slower_than_any_aim() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"), [([], 0), (["--faults", "5"], 0), (["--faults", "6"], 1), (["--aim"], 1)]
 )
-def test_the_exit_code_says_whether_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
-) -> None:
+def test_the_exit_code_reports_the_verdict(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int) -> None:
     class Dealt:
         def __init__(self, *_: Any) -> None: ...
 
-        def run(self) -> Outcome:
-            return Outcome(strikes=round_of_five())
+        def run(self) -> ChaosOutcome:
+            return ChaosOutcome(strikes=round_of_five())
 
-    monkeypatch.setattr(program, "Harness", Dealt)
+    monkeypatch.setattr(program, "ChaosHarness", Dealt)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["chaos", *arguments])
     assert program.main() == code

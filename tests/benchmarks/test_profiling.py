@@ -11,7 +11,7 @@ from benchmarks.profiling import __main__ as benchmark
 from benchmarks.profiling import spans
 
 
-def test_spans_of_each_level_are_recorded_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_recorded_by_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "BURST", 300)
     rows = {row["level"]: row for row in spans.measure_spans(tmp_path, 2)}
     assert list(rows) == ["off", "summary", "full"]

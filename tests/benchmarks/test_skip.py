@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.ports import GenerateRequest
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from asyncrl.core.ports import GenerateRequest, GenerationEvent, TurnFinished
+from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from benchmarks.skip import __main__ as benchmark
-from benchmarks.skip.replay import LONG_TOKENS, Case, Stage, replay_case, same
-from benchmarks.skip.samples import Size, array_bytes, make_generated, recording
+from benchmarks.skip.replay import LONG_TOKENS, EngineStage, ReplayCase, replay_case, same
+from benchmarks.skip.samples import SampleSize, array_bytes, make_generated, recording
 from skip import SkipManager
-from skip.generation import Asked, from_content, to_content
+from skip.generation import SampleRequest, from_content, to_content
 
-TINY = (Size("short", n=2, tokens=(1, 4), records=4, loop_s=0.05), Size("long", 2, (50, 50), records=3, loop_s=0.05))
+TINY = (
+    SampleSize("short", n=2, tokens=(1, 4), records=4, loop_s=0.05),
+    SampleSize("long", 2, (50, 50), records=3, loop_s=0.05),
+)
 AT_ZERO = {("nothing", "records/s"), ("nothing", "p99 added ms")}
 """By definition; what recording adds may come out below zero in so short a time."""
 
@@ -29,7 +32,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not isinstance(value, str)}
 
 
-def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_result_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(benchmark, "SIZES", TINY)
     monkeypatch.setattr(benchmark, "FILE_ROUNDS", 1)
     monkeypatch.setattr(benchmark, "CALLS", 10)
@@ -65,8 +68,11 @@ def test_every_figure_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 class Fleet:
     """Answers at once, with one token more for each further response, and `max_tokens` at most."""
 
-    async def generate(self, requests: Sequence[GenerateRequest], **_: Any) -> list[Turn]:
-        return [make_turn(number + 1, request) for number, request in enumerate(requests)]
+    async def generate(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        for number, request in enumerate(requests):
+            yield TurnFinished(number, make_turn(number + 1, request))
 
 
 def make_turn(length: int, request: GenerateRequest) -> Turn:
@@ -74,18 +80,18 @@ def make_turn(length: int, request: GenerateRequest) -> Turn:
     return Turn(ids, -ids.astype(np.float32), (Span(0, 0),), FinishReason.STOP)
 
 
-def make_case(directory: Path) -> Case:
-    def asked(index: int) -> Asked:
+def make_case(directory: Path) -> ReplayCase:
+    def asked(index: int) -> SampleRequest:
         prompt = Prompt(np.array([index], dtype=np.int32))
-        return Asked(SampleId(0, index), prompt, {"max_tokens": LONG_TOKENS}, 2)
+        return SampleRequest(SampleId(0, index), prompt, {"max_tokens": LONG_TOKENS}, 2)
 
-    return Case("tiny", recording(directory), asked, 2, generated=3, copies=1, passes=2, rounds=2)
+    return ReplayCase("tiny", recording(directory), asked, 2, generated=3, copies=1, passes=2, rounds=2)
 
 
-async def test_what_is_replayed_was_generated_in_the_same_round(tmp_path: Path) -> None:
+async def test_replayed_samples_were_generated_in_the_same_round(tmp_path: Path) -> None:
     case, fleet = make_case(tmp_path), Fleet()
     with SkipManager.session(case.config):
-        rows = await replay_case(case, Stage(fleet))  # type: ignore[arg-type]  # it has what is asked of it
+        rows = await replay_case(case, EngineStage(fleet))  # type: ignore[arg-type]  # it has what is asked of it
         assert SkipManager.status()["async_rollout"] == {"recorded": 6, "replayed": 12}
     assert [(row["from"], row["samples"], row["n"], row["tokens"]) for row in rows] == [
         ("engines", 6, 2, 1.5),
@@ -94,21 +100,23 @@ async def test_what_is_replayed_was_generated_in_the_same_round(tmp_path: Path) 
     assert all(value > 0 for row in rows for value in figures(row).values())
 
 
-async def test_what_takes_too_long_is_generated_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_generation_is_measured_on_shorter_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make_case(tmp_path)._replace(generated=1, copies=3, lengths=(1, 2))
     for limit_s, tokens in ((60.0, 1.5), (0.0, 1.0)):
         monkeypatch.setattr("benchmarks.skip.replay.LIMIT_S", limit_s)
         with SkipManager.session(recording(tmp_path / str(tokens))):
-            engines, records = await replay_case(case, Stage(Fleet()))  # type: ignore[arg-type]
+            engines, records = await replay_case(case, EngineStage(Fleet()))  # type: ignore[arg-type]
         assert (engines["tokens"], records["tokens"]) == (tokens, LONG_TOKENS)
         assert (engines["samples"], records["samples"]) == (2, 12)
 
 
-async def test_what_is_generated_again_is_no_replay(tmp_path: Path) -> None:
+async def test_generating_again_is_not_counted_as_replay(tmp_path: Path) -> None:
     case = make_case(tmp_path)
     with SkipManager.session(case.config), pytest.raises(SystemExit, match="generated again"):
         SkipManager.reset()
-        await replay_case(case, Stage(Fleet()))  # type: ignore[arg-type]
+        await replay_case(case, EngineStage(Fleet()))  # type: ignore[arg-type]
 
 
 def test_the_samples_differ_and_come_back() -> None:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.schema import AlgorithmConfig, OptimConfig
-from benchmarks.models import Shape, make_llama
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.trainer import OptimConfig
+from benchmarks.models import TransformerShape, make_llama
 from benchmarks.plain_trainer import SIGMAS, PlainTrainer, Workload, make_rows
 from benchmarks.trainer import _row
-from benchmarks.updates import WAYS, Case, Measured, _Runner, update_flops
+from benchmarks.updates import WAYS, UpdateCase, UpdateTimes, _Runner, update_flops
 
-SHAPE = Shape(hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24, vocab_size=40, max_positions=256)
+SHAPE = TransformerShape(
+    hidden_size=16, layers=2, heads=2, kv_heads=1, intermediate_size=24, vocab_size=40, max_positions=256
+)
 WORKLOAD = Workload(rows=8, prompt_tokens=4, mean_tokens=12, longest_tokens=60, micro_batch_tokens=100)
 
 
@@ -26,9 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("lengths", SIGMAS)
-def test_every_way_makes_the_same_update(model: Path, lengths: str) -> None:
+def test_every_variant_makes_the_same_update(model: Path, lengths: str) -> None:
     rows = make_rows(WORKLOAD.lengths(SIGMAS[lengths]), WORKLOAD.prompt_tokens, SHAPE.vocab_size)
-    runner = _Runner(0, Case("tiny", "cpu", 1, lengths, WORKLOAD, rounds=1), model, rows)
+    runner = _Runner(0, UpdateCase("tiny", "cpu", 1, lengths, WORKLOAD, rounds=1), model, rows)
     ways = {name: runner._build(name) for name in WAYS}
     # The second loss is of weights that the first update made.
     losses = {name: [way.update(), way.update()] for name, way in ways.items()}
@@ -37,8 +40,8 @@ def test_every_way_makes_the_same_update(model: Path, lengths: str) -> None:
     assert losses["plain"][0] != losses["plain"][1]
 
 
-def test_a_way_that_does_other_work_is_not_measured(model: Path) -> None:
-    runner = _Runner(0, Case("tiny", "cpu", 1, "equal", WORKLOAD, rounds=1), model, [])
+def test_a_variant_with_other_work_is_not_measured(model: Path) -> None:
+    runner = _Runner(0, UpdateCase("tiny", "cpu", 1, "equal", WORKLOAD, rounds=1), model, [])
     runner._compare({"plain": 0.5, "padded": 0.5, "packed": math.nan})  # nan: nothing to compare on this rank
     with pytest.raises(SystemExit, match="different work"):
         runner._compare({"plain": 0.5, "padded": 0.5, "packed": 0.6})
@@ -70,7 +73,7 @@ def test_the_plain_loop_takes_the_step_of_a_float64_reference(model: Path) -> No
         torch.testing.assert_close(got.detach().double(), wanted.detach(), atol=2e-4, rtol=0, msg=name)
 
 
-def test_mixes_have_the_same_mean_and_another_tail() -> None:
+def test_length_mixes_share_a_mean_and_differ_in_their_tail() -> None:
     workload = Workload(rows=400, prompt_tokens=4, mean_tokens=100, longest_tokens=100_000, micro_batch_tokens=100)
     equal, tailed = (np.array(workload.lengths(sigma)) for sigma in (0.0, 0.9))
     assert set(equal) == {100}
@@ -88,8 +91,8 @@ def test_operations_of_an_update(model: Path) -> None:
 
 
 def test_a_row_of_the_table() -> None:
-    case = Case("1.5B", "cuda", 1, "equal", WORKLOAD, rounds=3)
-    measured = Measured(
+    case = UpdateCase("1.5B", "cuda", 1, "equal", WORKLOAD, rounds=3)
+    measured = UpdateTimes(
         tokens=1000,
         flops=2e12,
         times_s={"plain": [2.0, 9.0, 1.0], "padded": [1.0, 1.0, 5.0], "packed": [0.5, 0.1, 4.0]},

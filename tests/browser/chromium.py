@@ -1,4 +1,4 @@
-"""The machine's own Chromium, headless, for pages that the project makes. Import `chromium` into a test module:
+"""The machine's own Chromium, headless, for tests of pages. Import `chromium` into a test module:
 
     from tests.browser.chromium import Tab, chromium  # noqa: F401
 
@@ -6,8 +6,8 @@
         with Tab.opened(chromium, (tmp_path / "report.html").as_uri()) as tab:
             ...
 
-Without a browser such tests are skipped; with CI=true in the environment they fail, so that nobody goes without them
-unknowingly.
+Without a browser such tests are skipped; with CI=true in the environment they fail, so that CI cannot skip them
+unnoticed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ARGUMENTS = (
 )
 LAPTOP = {"width": 1366, "height": 768}
 """Pixels of a small laptop's screen."""
-PATIENCE_MS = 20_000
-"""For what a page has to do by itself; a machine under load is slow."""
-GONE_S = 10.0
-"""For the browser's processes to end by themselves."""
+TIMEOUT_MS = 20_000
+"""Timeout of a page's own actions; a machine under load is slow."""
+EXIT_TIMEOUT_S = 10.0
+"""Grace period for the browser's processes to end."""
 _OWN = ("data", "blob", "about")
 
 
@@ -48,24 +48,24 @@ def chromium() -> Iterator[Browser]:
     """One browser for a module."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        told = f"there is no browser on this machine (none of {', '.join(NAMES)} is on PATH)"
+        reason = f"there is no browser on this machine (none of {', '.join(NAMES)} is on PATH)"
         if os.environ.get("CI") == "true":
-            pytest.fail(f"{told}, and CI=true: pages have to be tested there")
-        pytest.skip(told)
+            pytest.fail(f"{reason}, and CI=true: pages have to be tested there")
+        pytest.skip(reason)
     with browsing(path) as browser:
         yield browser
 
 
 @contextmanager
 def browsing(path: str) -> Iterator[Browser]:
-    """A browser, whose processes are gone afterwards, and so are those of Playwright."""
+    """Start a browser; its processes and those of Playwright have ended afterwards."""
     me = psutil.Process()
     others = set(me.children(recursive=True))
     started: set[psutil.Process] = set()
 
-    def look() -> None:
-        # Playwright's driver with all below it, and where orphans are adopted the browser's crash handlers. A test may
-        # have started something of its own.
+    def record_children() -> None:
+        # Playwright's driver with its children and, where orphans are adopted, the browser's crash handlers; the test
+        # may have started other processes.
         for child in me.children():
             if child not in others and _is_ours(child):
                 with suppress(psutil.NoSuchProcess):
@@ -74,17 +74,17 @@ def browsing(path: str) -> Iterator[Browser]:
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
-            look()
+            record_children()
             yield browser
-            look()
+            record_children()
             browser.close()
     finally:
-        look()
-        _, left = psutil.wait_procs(started, timeout=GONE_S)
-        for process in left:
+        record_children()
+        _, remaining = psutil.wait_procs(started, timeout=EXIT_TIMEOUT_S)
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=GONE_S)
+        psutil.wait_procs(remaining, timeout=EXIT_TIMEOUT_S)
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -96,24 +96,24 @@ def _is_ours(process: psutil.Process) -> bool:
 
 @dataclass
 class Tab:
-    """A page, and what it complained of and asked for."""
+    """A page with its errors and requests."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
-    """Errors and warnings on its console, and exceptions that nobody caught."""
+    """Errors and warnings on its console, and uncaught exceptions."""
     requests: list[str] = field(default_factory=list)
     """Addresses, in order."""
 
     @classmethod
     @contextmanager
     def opened(cls, browser: Browser, url: str) -> Iterator[Self]:
-        """Nothing but `url`'s own origin (of a file: that file) is let through."""
+        """Open a page; requests to other origins than its own (for a file: other files) are blocked."""
         context = browser.new_context(viewport=LAPTOP)  # type: ignore[arg-type]
         tab = cls(context.new_page())
-        tab.page.set_default_timeout(PATIENCE_MS)
-        context.route(lambda asked: not _is_own(asked, url), lambda route: route.abort())
-        tab.page.on("request", tab._requested)
-        tab.page.on("console", tab._said)
+        tab.page.set_default_timeout(TIMEOUT_MS)
+        context.route(lambda requested: not _is_own(requested, url), lambda route: route.abort())
+        tab.page.on("request", tab._record_request)
+        tab.page.on("console", tab._record_message)
         tab.page.on("pageerror", lambda error: tab.errors.append(str(error)))
         tab.page.goto(url)
         try:
@@ -122,23 +122,23 @@ class Tab:
             context.close()
 
     def external(self, url: str) -> list[str]:
-        """What it asked of anything but `url`'s own origin."""
-        return [asked for asked in self.requests if not _is_own(asked, url)]
+        """Return requests to other origins than that of `url`."""
+        return [requested for requested in self.requests if not _is_own(requested, url)]
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
 
-    def _requested(self, request: Request) -> None:
+    def _record_request(self, request: Request) -> None:
         self.requests.append(request.url)
 
-    def _said(self, message: ConsoleMessage) -> None:
+    def _record_message(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.errors.append(f"{message.type}: {message.text}")
 
 
-def _is_own(asked: str, url: str) -> bool:
-    mine, theirs = urlsplit(url), urlsplit(asked)
+def _is_own(requested: str, url: str) -> bool:
+    mine, theirs = urlsplit(url), urlsplit(requested)
     if theirs.scheme in _OWN:
         return True
     if mine.scheme == "file":

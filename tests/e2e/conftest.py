@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.types import Turn
-from benchmarks.models import Shape, make_llama
+from asyncrl.core.types import Turn
+from benchmarks.models import TransformerShape, make_llama
 
 NAMESPACE = "e2e-serving"
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
 
 
-TINY = Shape(
+TINY = TransformerShape(
     hidden_size=64,
     layers=2,
     heads=2,
@@ -32,7 +32,7 @@ TINY = Shape(
 
 
 @dataclass
-class Engine:
+class EngineProcess:
     """A started application and everything a test needs to change and check what it serves."""
 
     config: Config
@@ -63,7 +63,7 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """One engine for a module: Ray holds one cluster per process, and other modules bring their own."""
     import ray
     import torch
@@ -92,7 +92,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     try:
         store = start_store(NAMESPACE)
         anyio.run(partial(start_app, config, namespace=NAMESPACE))
-        yield Engine(config, store, LlamaForCausalLM.from_pretrained(path))
+        yield EngineProcess(config, store, LlamaForCausalLM.from_pretrained(path))
         anyio.run(stop_app, NAMESPACE)
     finally:
         ray.shutdown()

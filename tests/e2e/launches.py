@@ -21,7 +21,7 @@ MARK = "ASYNCRL_TEST_RUN"
 
 
 @dataclass
-class Launch:
+class LaunchedRun:
     """A running or finished launch."""
 
     process: subprocess.Popen[str]
@@ -96,7 +96,7 @@ class Launch:
         return found
 
 
-def trained_once(run: Launch) -> bool:
+def trained_once(run: LaunchedRun) -> bool:
     """Whether the Trainer's own record, which is not the queue's, says that the model has seen every trained sample in
     exactly one step."""
     surviving: dict[str, int] = {}
@@ -111,7 +111,7 @@ def trained_once(run: Launch) -> bool:
 
 
 def balanced(samples: dict[str, Any]) -> bool:
-    """Whether every sample that was fed is somewhere in the books."""
+    """Whether every sample that was fed is somewhere in the sample counts."""
     live = samples["running"] + samples["ready"] + samples["leased"]
     return samples["fed"] == live + samples["trained"] + sum(samples["dropped"].values())
 
@@ -122,7 +122,7 @@ def start(
     mode: str = "fully_async",
     recipe: str = "quickstart",
     run_dir: Path | None = None,
-) -> Launch:
+) -> LaunchedRun:
     """Start `asyncrl launch` on a shipped recipe with `overrides`; files go below `where`."""
     mark = f"{where.name}-{time.monotonic_ns()}"
     run_dir = run_dir or where / "run"
@@ -137,11 +137,11 @@ def start(
             env={**os.environ, MARK: mark},
             text=True,
         )
-    return Launch(process, run_dir, output_file, mark)
+    return LaunchedRun(process, run_dir, output_file, mark)
 
 
-def interrupted_in_order(run: Launch) -> dict[str, Any]:
-    """Ctrl-C after the first step: it ends in order, with one checkpoint and exact books. Its summary."""
+def interrupted_in_order(run: LaunchedRun) -> dict[str, Any]:
+    """Ctrl-C after the first step: it ends in order, with one checkpoint and exact counts. Its summary."""
     run.wait_for("step 1/")
     run.interrupt()
     assert run.wait(20.0) == 130, run.output()
@@ -152,12 +152,12 @@ def interrupted_in_order(run: Launch) -> dict[str, Any]:
     (checkpoint,) = (run.run_dir / "checkpoints").iterdir()
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["progress"]["step"] == summary["step"] >= 1
-    assert manifest["queue"]["books"]["trained"] == summary["samples"]["trained"]
+    assert manifest["queue"]["counts"]["trained"] == summary["samples"]["trained"]
     assert run.survivors() == []
     return summary
 
 
-def completed_in_order(run: Launch, total: int) -> dict[str, Any]:
+def completed_in_order(run: LaunchedRun, total: int) -> dict[str, Any]:
     """A resumed run has completed: nothing was fed or trained twice. Its summary."""
     assert run.wait() == 0, run.output()
     summary = run.summary()

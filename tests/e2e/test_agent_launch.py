@@ -38,8 +38,8 @@ def client() -> Iterator[openai.OpenAI]:
     import ray
 
     from asyncrl.weights.object_store import start_store
-    from rollouter.serving.agents import endpoint_url
     from rollouter.serving.app import start_app, stop_app
+    from rollouter.serving.http import endpoint_url
 
     config = Config.model_validate(
         {
@@ -67,7 +67,7 @@ def client() -> Iterator[openai.OpenAI]:
         ray.shutdown()
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_endpoint_lists_its_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["calculator"]
 
 
@@ -84,7 +84,7 @@ def test_chat_completions_and_streams(client: openai.OpenAI) -> None:
     assert chat.choices[0].message.content and text.choices[0].text
 
 
-def test_the_models_calls_are_read_as_tool_calls(client: openai.OpenAI) -> None:
+def test_tool_calls_of_the_model_are_parsed(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "946*89="}]
     for _ in range(40):
         choice = client.chat.completions.create(model="calculator", messages=messages, tools=TOOLS).choices[0]
@@ -96,7 +96,7 @@ def test_the_models_calls_are_read_as_tool_calls(client: openai.OpenAI) -> None:
     raise AssertionError("it calls its tool three times out of ten")
 
 
-def test_other_keys_are_refused(client: openai.OpenAI) -> None:
+def test_unknown_api_keys_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError, match="wrong API key"):
         client.with_options(api_key="sk-1").models.list()
     stranger = client.with_options(api_key=f"asyncrl-7-{'x' * 43}")
@@ -107,7 +107,7 @@ def test_other_keys_are_refused(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("example", ["openai_agent", "subprocess_agent"])
-def test_an_agent_of_ones_own_is_trained(tmp_path: Path, example: str) -> None:
+def test_a_user_written_agent_is_trained(tmp_path: Path, example: str) -> None:
     agent = EXAMPLES / example / "agent.py"
     own = f"rollout.agent.program={agent}:solve"
     if example == "subprocess_agent":
@@ -127,7 +127,7 @@ def test_an_agent_of_ones_own_is_trained(tmp_path: Path, example: str) -> None:
     assert run.survivors() == []
 
 
-def test_agents_go_on_when_the_rollouter_is_replaced(tmp_path: Path) -> None:
+def test_agents_continue_after_the_rollouter_is_replaced(tmp_path: Path) -> None:
     agent = EXAMPLES / "openai_agent" / "agent.py"
     run = start(
         tmp_path, f"rollout.agent.program={agent}:solve", "trainer.total_training_steps=8", "data.val_files=[]",

@@ -16,12 +16,12 @@ import pytest
 
 from asyncrl.assets import resolve
 from asyncrl.profiling.files import event_files
-from tests.e2e.launches import Launch, balanced, start
+from tests.e2e.launches import LaunchedRun, balanced, start
 
 SHORT = ("data.max_val_samples=16", "logging.console=plain", "rollout.multi_turn.tokenization_sanity_check_mode=strict")
 
 
-def finished(run: Launch, *, timeout_s: float = 240.0) -> dict[str, Any]:
+def finished(run: LaunchedRun, *, timeout_s: float = 240.0) -> dict[str, Any]:
     assert run.wait(timeout_s) == 0, run.output()
     summary = run.summary()
     assert summary["status"] == "completed" and summary["error"] is None
@@ -42,10 +42,10 @@ def tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.timeout(300)
-def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp_path: Path) -> None:
+def test_conversations_are_trained_with_exact_tokens_and_survive_a_killed_rollouter(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from rollouter.agent.chat import Chat
+    from rollouter.agent.chat import ChatTokenizer
 
     dump = tmp_path / "dump"
     run = start(
@@ -61,7 +61,7 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
     trajectories = dumped(dump)
     assert {one["sample_id"] for one in trajectories} >= {f"sample_0_{index}" for index in range(1, 97)}
     tokenizer = AutoTokenizer.from_pretrained(resolve("asyncrl://calculator"))
-    chat = Chat(tokenizer)
+    chat = ChatTokenizer(tokenizer)
     called = 0
     for one in trajectories:
         if one["finish_reason"] == "length":
@@ -98,7 +98,7 @@ def test_a_conversation_is_trained_as_it_was_held_and_survives_its_rollouter(tmp
     check_report(run)
 
 
-def check_events(run: Launch) -> None:
+def check_events(run: LaunchedRun) -> None:
     """Who recorded what, and that it fits together, in a run whose Rollouter was killed."""
     files = {path: path.read_text().splitlines() for path in event_files(run.run_dir)}
     parts = {path.stem.split("-")[0] for path in files}
@@ -123,7 +123,7 @@ def check_events(run: Launch) -> None:
     assert {trajectory for _, trajectory, _ in called} == set(range(8)) and {turn for *_, turn in called} <= {0, 1, 2}
 
 
-def check_report(run: Launch) -> None:
+def check_report(run: LaunchedRun) -> None:
     """What people are shown of it."""
     command = [sys.executable, "-m", "asyncrl"]
     subprocess.run([*command, "report", str(run.run_dir)], check=True, timeout=120, stdout=subprocess.DEVNULL)

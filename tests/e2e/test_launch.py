@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, Launch, balanced, completed_in_order, interrupted_in_order, start, trained_once
+from tests.e2e.launches import (
+    SHORT,
+    LaunchedRun,
+    balanced,
+    completed_in_order,
+    interrupted_in_order,
+    start,
+    trained_once,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -40,8 +48,8 @@ def test_a_raising_reward_function_fails_the_run_with_its_traceback(tmp_path: Pa
     assert run.survivors() == []
 
 
-def check_recovered(run: Launch, *parts: str) -> None:
-    """It completed, the books are right, and exactly these parts were restarted."""
+def check_recovered(run: LaunchedRun, *parts: str) -> None:
+    """It completed, the sample counts are right, and exactly these parts were restarted."""
     summary = run.summary()
     assert summary["status"] == "completed", run.output()
     assert balanced(summary["samples"])
@@ -52,7 +60,7 @@ def check_recovered(run: Launch, *parts: str) -> None:
 
 
 @pytest.mark.slow
-def test_rollouter_trainer_and_queue_may_die_and_the_run_completes(tmp_path: Path) -> None:
+def test_a_run_completes_although_rollouter_trainer_and_queue_are_killed(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=20", "trainer.save_freq=3")
     run.wait_for("step 4/")
     for part in ("rollouter", "trainer", "queue"):
@@ -66,7 +74,7 @@ def test_rollouter_trainer_and_queue_may_die_and_the_run_completes(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=500")
     run.wait_for("step 1/")
     run.interrupt()
@@ -79,7 +87,7 @@ def test_two_ctrl_c_stop_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", ["starting Ray", "starting engines"])
-def test_ctrl_c_while_starting(tmp_path: Path, said: str) -> None:
+def test_ctrl_c_during_the_start_leaves_nothing_behind(tmp_path: Path, said: str) -> None:
     run = start(tmp_path, *SHORT)
     run.wait_for(said)
     run.interrupt()
@@ -100,7 +108,7 @@ def test_an_engine_that_cannot_start_fails_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_fails_the_run_and_is_told_in_its_summary(tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_run_and_is_named_in_its_summary(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
@@ -137,7 +145,7 @@ def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sync_is_the_same_run_with_a_barrier(tmp_path: Path) -> None:
+def test_launch_sync_trains_with_a_barrier(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, mode="sync")
     assert run.wait() == 0, run.output()
     summary = run.summary()
@@ -148,7 +156,7 @@ def test_sync_is_the_same_run_with_a_barrier(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mode_a", "mode_b", "mode_c", "mode_d"])
-def test_every_mode_runs_and_keeps_its_staleness(tmp_path: Path, mode: str) -> None:
+def test_every_mode_keeps_its_staleness_bound(tmp_path: Path, mode: str) -> None:
     run = start(tmp_path, *SHORT, f"async_training={mode}", "trainer.total_training_steps=8")
     assert run.wait() == 0, run.output()
     summary = run.summary()
@@ -161,7 +169,7 @@ def test_every_mode_runs_and_keeps_its_staleness(tmp_path: Path, mode: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("save_freq", [3, -1])
-def test_a_killed_driver_is_gone_on_with(tmp_path: Path, save_freq: int) -> None:
+def test_a_run_resumes_after_its_driver_is_killed(tmp_path: Path, save_freq: int) -> None:
     keys = (*SHORT, "trainer.total_training_steps=30", f"trainer.save_freq={save_freq}")
     first = start(tmp_path, *keys)
     first.wait_for("step 8/")
@@ -176,7 +184,7 @@ def test_a_killed_driver_is_gone_on_with(tmp_path: Path, save_freq: int) -> None
 
 
 @pytest.mark.slow
-def test_a_rank_may_die(tmp_path: Path) -> None:
+def test_a_run_completes_although_a_rank_is_killed(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=20", "trainer.save_freq=4", recipe="fsdp2_two_ranks")
     run.wait_for("step 6/")
     run.kill("rank")
@@ -186,7 +194,7 @@ def test_a_rank_may_die(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_hangs_is_replaced(tmp_path: Path) -> None:
+def test_hung_parts_are_replaced(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=40", "trainer.save_freq=3", "timeouts.probe_s=20")
     run.wait_for("step 4/")
     parts = ("queue", "store", "rollouter", "trainer")
@@ -199,7 +207,7 @@ def test_what_hangs_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rollouter", "trainer"])
-def test_ctrl_c_during_a_restart(tmp_path: Path, part: str) -> None:
+def test_ctrl_c_during_a_restart_stops_the_run(tmp_path: Path, part: str) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=500", "trainer.save_freq=4")
     run.wait_for("step 8/")
     run.kill(part)
@@ -213,7 +221,7 @@ def test_ctrl_c_during_a_restart(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_dies_again_and_again_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+def test_a_part_that_keeps_dying_fails_the_run_with_the_cause(tmp_path: Path) -> None:
     run = start(tmp_path, *SHORT, "trainer.total_training_steps=500", "recovery.max_restarts=1")
     run.wait_for("step 4/")
     run.kill("rollouter")

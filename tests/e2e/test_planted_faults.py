@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.launches import Launch, start
+from tests.e2e.launches import LaunchedRun, start
 
 STEPS = 8
 QUIET = (
@@ -27,7 +27,7 @@ QUIET = (
 """Nothing beside the training: neither validation nor checkpoints."""
 
 
-def worst(run: Launch) -> dict[str, Any]:
+def worst(run: LaunchedRun) -> dict[str, Any]:
     """What the report of a completed run says first."""
     assert run.wait() == 0, run.output()
     command = [sys.executable, "-m", "asyncrl", "report", str(run.run_dir), "--json"]
@@ -61,7 +61,7 @@ def slowed(pid: int, *, stopped_s: float = 0.15, running_s: float = 0.05) -> Ite
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_slowed_replica(tmp_path: Path) -> None:
+def test_the_report_finds_a_slow_replica(tmp_path: Path) -> None:
     run = start(tmp_path, *QUIET, "rollout.num_replicas=2")
     run.wait_for(f"step 1/{STEPS}")
     slow = run.state()["replicas"][0]
@@ -73,7 +73,7 @@ def test_a_slowed_replica(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_tool_that_hangs(tmp_path: Path) -> None:
+def test_the_report_finds_a_tool_that_hangs(tmp_path: Path) -> None:
     tools = tmp_path / "tools.py"
     tools.write_text(
         "import itertools\n"
@@ -95,7 +95,7 @@ def test_a_tool_that_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_one_slow_call_of_the_reward(tmp_path: Path) -> None:
+def test_the_report_finds_one_slow_reward_call(tmp_path: Path) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import itertools, time\n"
@@ -113,7 +113,7 @@ def test_one_slow_call_of_the_reward(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_reward_that_is_always_slow(tmp_path: Path) -> None:
+def test_the_report_finds_a_slow_reward_function(tmp_path: Path) -> None:
     """Every response is scored for as long: generation and training of a step are a fraction of that."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launches import SHORT, Launch, balanced, start
+from tests.e2e.launches import SHORT, LaunchedRun, balanced, start
 
 BATCH = 16
 """Samples of a step of the quickstart."""
 
 
-def finished(run: Launch, *, timeout_s: float = 240.0) -> None:
+def finished(run: LaunchedRun, *, timeout_s: float = 240.0) -> None:
     assert run.wait(timeout_s) == 0, run.output()
     assert run.summary()["status"] == "completed"
     assert run.summary()["error"] is None
@@ -22,7 +22,7 @@ def finished(run: Launch, *, timeout_s: float = 240.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(520)
-def test_two_ranks_train_policy_and_critic_and_one_rank_goes_on_with_both(tmp_path: Path) -> None:
+def test_two_ranks_train_policy_and_critic_and_one_rank_resumes_both(tmp_path: Path) -> None:
     options = (*SHORT, "critic.warmup_steps=1", "trainer.optim.warmup_steps=0", "trainer.strategy=fsdp2")
     first = start(tmp_path, *options, "trainer.num_workers=2", recipe="ppo_critic")
     finished(first)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import InfraError
+from asyncrl.core.failures import InfraError
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 NAMESPACE = "e2e-start"
@@ -26,7 +26,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
-async def test_a_missing_model_is_named(tmp_path: Path) -> None:
+async def test_a_missing_model_is_reported_by_name(tmp_path: Path) -> None:
     from rollouter.serving.app import start_app, stop_app
 
     path = tmp_path / "nothing-here"

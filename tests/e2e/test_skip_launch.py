@@ -13,14 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.blobs import decode
-from asyncrl.payloads import PackedBlob
-from asyncrl.segments import read_segment
-from asyncrl.types import Provenance, Sample
-from skip.catalog import find
+from asyncrl.core.types import Provenance, Sample
+from asyncrl.storage.array_bytes import decode
+from asyncrl.storage.sample_bytes import PackedBlob
+from asyncrl.storage.segments import read_segment
+from skip.store import find
 from tests.e2e.launches import (
     MARK,
-    Launch,
+    LaunchedRun,
     balanced,
     completed_in_order,
     interrupted_in_order,
@@ -41,7 +41,7 @@ def launch(
     role: str = "async_rollout",
     mode: str = "fully_async",
     run_dir: Path | None = None,
-) -> Launch:
+) -> LaunchedRun:
     where.mkdir(exist_ok=True)
     settings = {"enable": "true", "steps": "all", "dump_dir": dump_dir}
     return start(
@@ -57,7 +57,7 @@ def launch(
     )
 
 
-def trained_on(run: Launch) -> dict[str, Sample]:
+def trained_on(run: LaunchedRun) -> dict[str, Sample]:
     """Every sample that the run had in its hands, by id."""
     blobs = [PackedBlob(decode(read_segment(path))) for path in sorted((run.run_dir / "samples").iterdir())]
     samples = [blob.unpack(position) for blob in blobs for position in range(len(blob))]
@@ -74,7 +74,7 @@ def assert_identical(one: dict[str, Sample], other: dict[str, Sample]) -> None:
             assert (mine.spans, mine.reward) == (yours.spans, yours.reward)
 
 
-def names_of_engines(run: Launch) -> Iterator[str]:
+def names_of_engines(run: LaunchedRun) -> Iterator[str]:
     """Processes of vLLM that belong to the launch, as long as it runs."""
     for process in psutil.process_iter():
         try:
@@ -87,7 +87,7 @@ def names_of_engines(run: Launch) -> Iterator[str]:
             continue
 
 
-def diff(one: Launch, other: Launch) -> tuple[int, dict[str, Any]]:
+def diff(one: LaunchedRun, other: LaunchedRun) -> tuple[int, dict[str, Any]]:
     """`asyncrl skip diff`."""
     command = [sys.executable, "-m", "asyncrl", "skip", "diff", "--json", str(one.run_dir), str(other.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -101,13 +101,13 @@ def dump_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, dump_dir: Path) -> Launch:
+def recorded(tmp_path_factory: pytest.TempPathFactory, dump_dir: Path) -> LaunchedRun:
     run = launch(tmp_path_factory.mktemp("recorded"), dump_dir, "data.max_val_samples=16")
     assert run.wait() == 0, run.output()
     return run
 
 
-def test_a_recorded_run_completes(recorded: Launch, dump_dir: Path) -> None:
+def test_a_recorded_run_completes(recorded: LaunchedRun, dump_dir: Path) -> None:
     summary = recorded.summary()
     assert (summary["status"], summary["step"], summary["version"]) == ("completed", STEPS, STEPS)
     assert summary["error"] is None
@@ -120,10 +120,10 @@ def test_a_recorded_run_completes(recorded: Launch, dump_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_in_order_with_a_checkpoint_that_a_resumed_run_completes(
-    recorded: Launch, dump_dir: Path, tmp_path: Path
+def test_ctrl_c_writes_a_checkpoint_that_a_resumed_run_completes(
+    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
 ) -> None:
-    keys = ("skip.async_rollout.action=repeat", "skip.async_rollout.serve_when_covered=false", "data.val_files=[]")
+    keys = ("skip.async_rollout.action=repeat", "skip.async_rollout.engines=auto", "data.val_files=[]")
     keys = (*keys, "trainer.save_last=true")
     run = launch(tmp_path, dump_dir, *keys, "trainer.total_training_steps=500")
     total = interrupted_in_order(run)["step"] + 3
@@ -131,12 +131,10 @@ def test_ctrl_c_stops_in_order_with_a_checkpoint_that_a_resumed_run_completes(
     completed_in_order(launch(tmp_path, dump_dir, *keys, *more, run_dir=run.run_dir), total)
 
 
-def test_a_recorded_run_is_replayed_to_the_last_bit_without_an_engine(
-    recorded: Launch, dump_dir: Path, tmp_path: Path
+def test_a_recorded_run_is_replayed_bit_for_bit_without_engines(
+    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
 ) -> None:
-    replayed = launch(
-        tmp_path / "replayed", dump_dir, "skip.async_rollout.serve_when_covered=false", "data.val_files=[]"
-    )
+    replayed = launch(tmp_path / "replayed", dump_dir, "skip.async_rollout.engines=auto", "data.val_files=[]")
     replayed.wait_for(f"no engines: all {16 * STEPS} samples are recorded")
     replayed.wait_for("step 10/")
     assert list(names_of_engines(replayed)) == []
@@ -156,7 +154,7 @@ def test_a_recorded_run_is_replayed_to_the_last_bit_without_an_engine(
 
 
 @pytest.mark.slow
-def test_another_learning_rate_on_the_same_samples_differs_where_it_begins_to_matter(tmp_path: Path) -> None:
+def test_skip_diff_finds_the_step_at_which_another_learning_rate_matters(tmp_path: Path) -> None:
     dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=4", "data.val_files=[]")
     runs = []
     for name, more in (("one", ()), ("other", ("trainer.optim.lr=1e-6",))):
@@ -182,15 +180,15 @@ def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_record_that_has_gone_brings_the_engines_back(tmp_path: Path) -> None:
+def test_a_missing_record_starts_the_engines(tmp_path: Path) -> None:
     dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=2", "data.val_files=[]")
     recorded = launch(tmp_path / "recorded", dump_dir, *short)
     assert recorded.wait() == 0, recorded.output()
     (lost,) = [one for one in find(dump_dir) if one.entry.step == 7]
     (lost.path / "tensors.safetensors").unlink()
-    again = launch(tmp_path / "again", dump_dir, *short, "skip.async_rollout.serve_when_covered=false")
+    again = launch(tmp_path / "again", dump_dir, *short, "skip.async_rollout.engines=auto")
     assert again.wait() == 0, again.output()
-    assert "engines are started all the same: sample_0_7 has no record that can be used" in again.output()
+    assert "engines are started: sample_0_7 has no record that can be used" in again.output()
     assert (again.summary()["samples"]["replayed"], again.summary()["samples"]["trained"]) == (31, 32)
     assert lost.read().step == 7
 
@@ -203,7 +201,7 @@ def test_reference_log_probs_and_rewards_are_replayed_too(tmp_path: Path) -> Non
         more += [f"skip.{role}.enable=true", f"skip.{role}.steps=all", f"skip.{role}.dump_dir={dump_dir}"]
     recorded = launch(tmp_path / "recorded", dump_dir, *more)
     assert recorded.wait() == 0, recorded.output()
-    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.serve_when_covered=false")
+    replayed = launch(tmp_path / "replayed", dump_dir, *more, "skip.async_rollout.engines=auto")
     assert replayed.wait() == 0, replayed.output()
     assert diff(recorded, replayed) == (0, {"steps": 4, "difference": None})
     last = replayed.steps()[-1]
@@ -213,7 +211,7 @@ def test_reference_log_probs_and_rewards_are_replayed_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_few_records_train_for_long_without_engines_and_every_part_may_die(tmp_path: Path) -> None:
+def test_repeated_records_train_long_without_engines_while_parts_are_killed(tmp_path: Path) -> None:
     dump_dir = tmp_path / "dump"
     recorded = launch(tmp_path / "recorded", dump_dir, "trainer.total_training_steps=1", "data.val_files=[]")
     assert recorded.wait() == 0, recorded.output()
@@ -221,7 +219,7 @@ def test_a_few_records_train_for_long_without_engines_and_every_part_may_die(tmp
         tmp_path / "repeated",
         dump_dir,
         "skip.async_rollout.action=repeat",
-        "skip.async_rollout.serve_when_covered=false",
+        "skip.async_rollout.engines=auto",
         "data.val_files=[]",
         "trainer.total_training_steps=150",
         "trainer.save_freq=5",
@@ -242,12 +240,14 @@ def test_a_few_records_train_for_long_without_engines_and_every_part_may_die(tmp
 
 
 @pytest.mark.slow
-def test_a_reward_model_is_served_where_no_engine_is(recorded: Launch, dump_dir: Path, tmp_path: Path) -> None:
+def test_a_reward_model_is_served_in_a_run_without_engines(
+    recorded: LaunchedRun, dump_dir: Path, tmp_path: Path
+) -> None:
     """Other rewards for the same responses: what `iterate` is for."""
     run = launch(
         tmp_path,
         dump_dir,
-        "skip.async_rollout.serve_when_covered=false",
+        "skip.async_rollout.engines=auto",
         "data.val_files=[]",
         "trainer.total_training_steps=2",
         "reward_model.placement=serve",

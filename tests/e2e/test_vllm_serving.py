@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,25 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.failures import BugError, DataError, EngineCrashError
-from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaReport
-from asyncrl.profiling import Setup, profile
+from asyncrl.core.failures import BugError, DataError, EngineCrashError
+from asyncrl.core.ports import (
+    Accepted,
+    ApplyReport,
+    EngineCrashed,
+    GenerateRequest,
+    GenerationEvent,
+    Publication,
+    ReplicaReport,
+    TurnFinished,
+    WeightsVersion,
+)
+from asyncrl.core.types import FinishReason, Span, Turn, join_turns, versions_per_token
+from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.files import event_files
-from asyncrl.types import FinishReason, Span, Turn, join_turns, versions_per_token
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher
-from rollouter.serving.pieces import Taken, Told
-from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, Engine
+from rollouter.serving.client import EventBatch
+from tests.e2e.conftest import MAX_MODEL_LEN, NAMESPACE, EngineProcess
+from tests.fakes.engine import finished_turns
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -37,7 +47,7 @@ def requests(count: int, max_tokens: int, **sampling: Any) -> list[GenerateReque
     return [GenerateRequest(f"r{index}", PROMPT, params) for index in range(count)]
 
 
-def fleet_of(engine: Engine, *, partial: bool = True, mode: str = "keep", clear_kv: bool = False) -> Any:
+def fleet_of(engine: EngineProcess, *, partial: bool = True, mode: str = "keep", clear_kv: bool = False) -> Any:
     from rollouter.serving.fleet import ServeFleet
 
     changes = {
@@ -49,27 +59,29 @@ def fleet_of(engine: Engine, *, partial: bool = True, mode: str = "keep", clear_
     return ServeFleet(engine.config.model_copy(update=changes), namespace=NAMESPACE)
 
 
-async def publish(engine: Engine, scale: float = 0.02) -> Publication:
+async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
     engine.version += 1
     publisher = ObjectStorePublisher(engine.store, call_s=30, lineage=engine.lineage)
     return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
 
 
-async def until_generating(engine: Engine, placed: anyio.Event) -> None:
+async def until_generating(engine: EngineProcess, placed: anyio.Event) -> None:
     """Requests that a replica has are under way and far from done: each has made about as many tokens as one that the
     engine got behind them and has completed."""
     await placed.wait()
     (request,) = requests(1, 20)
-    await fleet_of(engine).generate([replace(request, request_id="behind")], session="behind")
+    await finished_turns(fleet_of(engine).generate([replace(request, request_id="behind")], session="behind"))
 
 
-async def apply_in_flight(engine: Engine, fleet: Any, count: int) -> tuple[list[Turn], ApplyReport, np.ndarray]:
+async def apply_in_flight(engine: EngineProcess, fleet: Any, count: int) -> tuple[list[Turn], ApplyReport, np.ndarray]:
     """Publish and apply while `count` requests run; also log-probs of their tokens under the old weights."""
     turns: list[Turn] = []
     placed = anyio.Event()
 
     async def generate() -> None:
-        turns.extend(await fleet.generate(requests(count, LONG), session="s", on_place=lambda replica: placed.set()))
+        turns.extend(
+            await finished_turns(fleet.generate(requests(count, LONG), session="s"), lambda event: placed.set())
+        )
 
     old = replace(engine, model=copy.deepcopy(engine.model))
     async with anyio.create_task_group() as group:
@@ -80,29 +92,31 @@ async def apply_in_flight(engine: Engine, fleet: Any, count: int) -> tuple[list[
     return turns, report, np.stack([old.log_probs(PROMPT, turn) for turn in turns])
 
 
-def assert_agrees(engine: Engine, turn: Turn) -> None:
+def assert_agrees(engine: EngineProcess, turn: Turn) -> None:
     np.testing.assert_allclose(turn.rollout_log_probs, engine.log_probs(PROMPT, turn), atol=1e-3)
 
 
-async def test_tokens_log_probs_and_end_of_sequence(engine: Engine) -> None:
+async def test_a_turn_has_exact_tokens_log_probs_and_end_of_sequence(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
-    turns = await fleet.generate(requests(4, 40), session="s")
+    turns = await finished_turns(fleet.generate(requests(4, 40), session="s"))
     for turn in turns:
         assert len(turn.response_ids) == 40
         assert turn.finish_reason is FinishReason.LENGTH
         assert turn.spans == (Span(0, engine.version),)
         assert_agrees(engine, turn)
-    (stopped,) = await fleet.generate(requests(1, 300, ignore_eos=False, logit_bias={2: 100.0}), session="s")
+    (stopped,) = await finished_turns(
+        fleet.generate(requests(1, 300, ignore_eos=False, logit_bias={2: 100.0}), session="s")
+    )
     assert stopped.response_ids.tolist() == [2]
     assert stopped.finish_reason is FinishReason.STOP
 
 
-async def test_a_replica_tells_how_loaded_and_how_well_it_is(engine: Engine) -> None:
+async def test_a_replica_reports_its_load_and_health(engine: EngineProcess) -> None:
     fleet, placed = fleet_of(engine), anyio.Event()
 
     async def keep_busy() -> None:
         while True:
-            await fleet.generate(requests(4, LONG), session="s", on_place=lambda replica: placed.set())
+            await finished_turns(fleet.generate(requests(4, LONG), session="s"), lambda event: placed.set())
 
     async with anyio.create_task_group() as group:
         group.start_soon(keep_busy)
@@ -121,13 +135,13 @@ async def test_a_replica_tells_how_loaded_and_how_well_it_is(engine: Engine) -> 
     assert told.load.waiting == 0
 
 
-async def test_stop_strings(engine: Engine) -> None:
-    (turn,) = await fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s")
+async def test_generation_ends_at_a_stop_string(engine: EngineProcess) -> None:
+    (turn,) = await finished_turns(fleet_of(engine).generate(requests(1, 300, stop=["!"]), session="s"))
     assert turn.finish_reason is FinishReason.STOP
     assert turn.response_ids[-1] == 4  # "!" is the first character after the special tokens
 
 
-async def test_keep_carries_requests_across_the_swap(engine: Engine) -> None:
+async def test_kept_requests_continue_under_the_new_weights(engine: EngineProcess) -> None:
     fleet = fleet_of(engine, clear_kv=True)
     turns, report, old = await apply_in_flight(engine, fleet, 4)
     assert (report.version, report.in_flight, report.verified) == (engine.version, 4, True)
@@ -148,17 +162,17 @@ async def test_keep_carries_requests_across_the_swap(engine: Engine) -> None:
     assert told.load is not None and told.load.preemptions == 0, "to compute the cache anew is no want of room"
 
 
-async def test_requests_say_where_their_time_went(engine: Engine, tmp_path: Path) -> None:
+async def test_each_request_records_the_duration_of_its_phases(engine: EngineProcess, tmp_path: Path) -> None:
     """Told by the replica along with its answers, and written by the Rollouter."""
-    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
-    profile.at(step=5, version=engine.version)
+    profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
+    profile.set_position(step=5, version=engine.version)
     fleet = fleet_of(engine)
     named = [replace(request, request_id=f"sample_0_7/{k}.2") for k, request in enumerate(requests(3, LONG))]
     turns: list[Turn] = []
     placed = anyio.Event()
 
     async def generate() -> None:
-        turns.extend(await fleet.generate(named, session="s", on_place=lambda replica: placed.set()))
+        turns.extend(await finished_turns(fleet.generate(named, session="s"), lambda event: placed.set()))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
@@ -168,11 +182,11 @@ async def test_requests_say_where_their_time_went(engine: Engine, tmp_path: Path
     async with anyio.create_task_group() as group:  # cut by its caller: it is told of with the next answer
         placed = anyio.Event()
         cut_off = replace(named[0], request_id="sample_0_8/0")
-        group.start_soon(partial(fleet.generate, [cut_off], session="s", on_place=lambda replica: placed.set()))
+        group.start_soon(finished_turns, fleet.generate([cut_off], session="s"), lambda event: placed.set())
         await until_generating(engine, placed)
         group.cancel_scope.cancel()
     (short,) = requests(1, 5)
-    await fleet.generate([replace(short, request_id="sample_0_9/0")], session="s")
+    await finished_turns(fleet.generate([replace(short, request_id="sample_0_9/0")], session="s"))
     profile.flush()
     lines = (tmp_path / "events" / "step_000005" / f"replica-{report.replica}.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
@@ -207,16 +221,16 @@ def assert_adds_up(one: dict[str, Any]) -> None:
     )
 
 
-async def test_keep_with_its_cache_leaves_no_old_prefix_to_new_requests(engine: Engine) -> None:
+async def test_new_requests_never_reuse_prefix_blocks_of_an_older_version(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
     turns, _, _ = await apply_in_flight(engine, fleet, 4)
     assert all([span.version for span in turn.spans] == [engine.version - 1, engine.version] for turn in turns)
-    for turn in await fleet.generate(requests(2, 40), session="s"):
+    for turn in await finished_turns(fleet.generate(requests(2, 40), session="s")):
         assert turn.spans == (Span(0, engine.version),)
         assert_agrees(engine, turn)
 
 
-async def test_abort_resumes_with_the_tokens_and_the_budget(engine: Engine) -> None:
+async def test_aborted_requests_resume_with_their_tokens_and_budget(engine: EngineProcess) -> None:
     fleet = fleet_of(engine, mode="abort")
     turns, _, old = await apply_in_flight(engine, fleet, 4)
     for turn, under_old in zip(turns, old, strict=True):
@@ -229,9 +243,9 @@ async def test_abort_resumes_with_the_tokens_and_the_budget(engine: Engine) -> N
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-async def test_a_pause_tells_of_requests_that_it_holds(engine: Engine, tmp_path: Path, mode: str) -> None:
+async def test_a_pause_reports_the_requests_in_flight(engine: EngineProcess, tmp_path: Path, mode: str) -> None:
     """Those modes leave none; the report says how many there were when it was asked for."""
-    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
+    profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
     fleet = fleet_of(engine, partial=mode == "abort", mode="abort")
     _, report, _ = await apply_in_flight(engine, fleet, 4)
     assert report.in_flight == 4
@@ -241,18 +255,18 @@ async def test_a_pause_tells_of_requests_that_it_holds(engine: Engine, tmp_path:
     assert [one["in_flight"] for one in pauses] == [0]
 
 
-async def test_wait_drains_first(engine: Engine) -> None:
+async def test_wait_mode_drains_requests_before_the_pause(engine: EngineProcess) -> None:
     fleet = fleet_of(engine, partial=False)
     turns, report, old = await apply_in_flight(engine, fleet, 4)
     assert report.pause_s < 1
     for turn, under_old in zip(turns, old, strict=True):
         assert turn.spans == (Span(0, engine.version - 1),)
         np.testing.assert_allclose(turn.rollout_log_probs, under_old, atol=1e-3)
-    (after,) = await fleet.generate(requests(1, 40), session="s")
+    (after,) = await finished_turns(fleet.generate(requests(1, 40), session="s"))
     assert_agrees(engine, after)
 
 
-async def test_applying_again_changes_nothing(engine: Engine) -> None:
+async def test_applying_the_same_version_twice_changes_nothing(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
     publication = await publish(engine)
     await fleet.apply(publication)
@@ -262,40 +276,40 @@ async def test_applying_again_changes_nothing(engine: Engine) -> None:
     assert latest == publication
 
 
-async def test_refused_requests_are_data_errors(engine: Engine) -> None:
+async def test_refused_requests_are_data_errors(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
     overlong = GenerateRequest("long", np.full(MAX_MODEL_LEN, 5, dtype=np.int32), {"max_tokens": 8})
     with pytest.raises(DataError, match="leave no room"):
-        await fleet.generate([overlong], session="s")
+        await finished_turns(fleet.generate([overlong], session="s"))
     with pytest.raises(DataError, match="sampling parameters"):
-        await fleet.generate(requests(1, 8, temprature=1.0), session="s")
+        await finished_turns(fleet.generate(requests(1, 8, temprature=1.0), session="s"))
     with pytest.raises(DataError, match="seed"):
-        await fleet.generate(requests(1, 8, seed=7), session="s")
-    (fine,) = await fleet.generate(requests(1, 8), session="s")
+        await finished_turns(fleet.generate(requests(1, 8, seed=7), session="s"))
+    (fine,) = await finished_turns(fleet.generate(requests(1, 8), session="s"))
     assert len(fine.response_ids) == 8
 
 
 @pytest.mark.slow
-async def test_a_corrupt_publication_is_found_and_the_replica_replaced(engine: Engine) -> None:
+async def test_verification_detects_a_corrupt_version_and_the_replica_is_replaced(engine: EngineProcess) -> None:
     """Costs a restart of the engine, which then serves what the store has before it takes a request."""
     fleet = fleet_of(engine)
     publication = await publish(engine)
     lying = replace(publication, checksums=publication.checksums | {"layers.1": 7})
     with pytest.raises(BugError, match=r"checksums differ in layers\.1"):
         await fleet.apply(lying)
-    (turn,) = await fleet.generate(requests(1, 20), session="s")
+    (turn,) = await finished_turns(fleet.generate(requests(1, 20), session="s"))
     assert turn.spans == (Span(0, engine.version),)
     assert_agrees(engine, turn)
 
 
-async def test_training_that_goes_back_takes_the_replicas_with_it(engine: Engine) -> None:
+async def test_replicas_follow_training_back_to_a_checkpoint(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
     for _ in range(2):
         await fleet.apply(await publish(engine))
     engine.lineage, engine.version = engine.lineage + 1, engine.version - 2
     (report,) = await fleet.apply(await publish(engine))
-    assert (report.edition, report.verified) == (Edition(engine.lineage, engine.version), True)
-    (turn,) = await fleet.generate(requests(1, 40), session="s")
+    assert (report.weights_version, report.verified) == (WeightsVersion(engine.lineage, engine.version), True)
+    (turn,) = await finished_turns(fleet.generate(requests(1, 40), session="s"))
     assert turn.spans == (Span(0, engine.version),)
     assert_agrees(engine, turn)
 
@@ -308,29 +322,33 @@ class Calls:
         self.crashes: list[EngineCrashError] = []
         self.at_crash: list[Turn | None] = []
         self.completed: list[int] = []
+        self.placed = anyio.Event()
         self._call = fleet._call
         fleet._call = self.call
 
     async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
         numbers = [int(request.request_id[1:].partition("-")[0]) for request in batch]
         async for news in self._call(batch, session=session):
-            for piece in () if isinstance(news, Taken | Told) else news:
+            for piece in () if isinstance(news, Accepted | EventBatch) else news:
                 self.told[numbers[piece.number]] = join_turns(self.told[numbers[piece.number]], piece.turn)
             yield news
 
-    async def on_crash(self, error: EngineCrashError) -> None:
-        self.crashes.append(error)
-        self.at_crash = list(self.told)
+    def observe(self, event: GenerationEvent) -> None:
+        match event:
+            case Accepted():
+                self.placed.set()
+            case EngineCrashed(error):
+                self.crashes.append(error)
+                self.at_crash = list(self.told)
+            case TurnFinished(number):
+                self.completed.append(number)
 
-    async def on_turn(self, number: int, turn: Turn) -> None:
-        self.completed.append(number)
 
-
-async def replicas(engine: Engine) -> tuple[ReplicaReport, ...]:
+async def replicas(engine: EngineProcess) -> tuple[ReplicaReport, ...]:
     return (await engine.store.status.remote()).replicas
 
 
-class Trainer:
+class WeightsTrainer:
     """Stands for the Trainer: what it has published dies with it."""
 
     def __init__(self, store: Any, lineage: int) -> None:
@@ -340,28 +358,27 @@ class Trainer:
         return await self._publisher.publish(version, version, tensors, validate=False)
 
 
-async def test_a_dead_engine_gives_its_tokens_to_the_next_which_waits_for_weights_that_it_can_fetch(
-    engine: Engine,
+async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for_fetchable_weights(
+    engine: EngineProcess,
 ) -> None:
     """The engine core is killed, and so is the process that has published what is served."""
     import ray
 
-    trainer: Any = ray.remote(Trainer).options(num_cpus=0).remote(engine.store, engine.lineage + 1)
+    trainer: Any = ray.remote(WeightsTrainer).options(num_cpus=0).remote(engine.store, engine.lineage + 1)
     fleet = fleet_of(engine)
     before = engine.version + 3
     (report,) = await fleet.apply(await trainer.publish.remote(before, engine.perturb()))
-    assert report.edition == Edition(engine.lineage + 1, before)
-    calls, placed = Calls(fleet, 4), anyio.Event()
+    assert report.weights_version == WeightsVersion(engine.lineage + 1, before)
+    calls = Calls(fleet, 4)
     turns: list[Turn] = []
 
     async def generate() -> None:
-        options = {"on_turn": calls.on_turn, "on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
-        turns.extend(await fleet.generate(requests(4, LONG), session="s", **options))
+        turns.extend(await finished_turns(fleet.generate(requests(4, LONG), session="s"), calls.observe))
 
     old = copy.deepcopy(engine)
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        await until_generating(engine, placed)
+        await until_generating(engine, calls.placed)
         replica = (await replicas(engine))[-1]
         assert replica.phase == "serving"
         ray.kill(trainer)
@@ -387,18 +404,17 @@ async def test_a_dead_engine_gives_its_tokens_to_the_next_which_waits_for_weight
 
 
 @pytest.mark.slow
-async def test_an_engine_that_hangs_is_replaced(engine: Engine) -> None:
+async def test_an_engine_that_hangs_is_replaced(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
-    calls, placed = Calls(fleet, 2), anyio.Event()
+    calls = Calls(fleet, 2)
     turns: list[Turn] = []
 
     async def generate() -> None:
-        options = {"on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
-        turns.extend(await fleet.generate(requests(2, LONG), session="s", **options))
+        turns.extend(await finished_turns(fleet.generate(requests(2, LONG), session="s"), calls.observe))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        await until_generating(engine, placed)
+        await until_generating(engine, calls.placed)
         replica = (await replicas(engine))[-1]
         os.kill(replica.engine_pids[0], signal.SIGSTOP)
     (crash,) = calls.crashes
@@ -414,10 +430,10 @@ async def test_an_engine_that_hangs_is_replaced(engine: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("applying", [False, True])
-async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: Engine, applying: bool) -> None:
+async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: EngineProcess, applying: bool) -> None:
     """Nothing is asked of it in the one case, a version in the other."""
     fleet = fleet_of(engine)
-    await fleet.generate(requests(1, 8), session="s")
+    await finished_turns(fleet.generate(requests(1, 8), session="s"))
     replica = (await replicas(engine))[-1]
     os.kill(replica.engine_pids[0], signal.SIGSTOP)
     with anyio.fail_after(200):
@@ -430,24 +446,23 @@ async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: Engine,
     assert "its engine did not answer for 30 s (timeouts.engine_s)" in told
     with pytest.raises(ProcessLookupError):
         os.kill(replica.engine_pids[0], 0)
-    (turn,) = await fleet.generate(requests(1, 20), session="s")
+    (turn,) = await finished_turns(fleet.generate(requests(1, 20), session="s"))
     assert turn.spans == (Span(0, engine.version),)
     assert_agrees(engine, turn)
 
 
 @pytest.mark.slow
-async def test_a_replica_that_hangs_is_replaced_and_applying_goes_on(engine: Engine) -> None:
+async def test_a_hung_replica_is_replaced_and_the_version_is_applied(engine: EngineProcess) -> None:
     fleet = fleet_of(engine)
-    calls, placed = Calls(fleet, 2), anyio.Event()
+    calls = Calls(fleet, 2)
     turns: list[Turn] = []
 
     async def generate() -> None:
-        options = {"on_place": lambda replica: placed.set(), "on_crash": calls.on_crash}
-        turns.extend(await fleet.generate(requests(2, LONG), session="s", **options))
+        turns.extend(await finished_turns(fleet.generate(requests(2, LONG), session="s"), calls.observe))
 
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
-        await until_generating(engine, placed)
+        await until_generating(engine, calls.placed)
         replica = (await replicas(engine))[-1]
         os.kill(replica.pid, signal.SIGSTOP)
         with anyio.fail_after(120):

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from trainer.engine.base import EngineSpec
-from trainer.worker import TrainingWorker
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from trainer.engines.base import EngineSpec
+from trainer.workers.worker import TrainingWorker
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_loop" / "train.py"
 STEPS, PAIRS, LR, BETA = 3, 8, 2e-4, 0.1

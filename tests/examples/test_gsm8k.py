@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli.main import main
-from asyncrl.config.schema import ToolConfig
-from asyncrl.types import SampleId
-from rollouter.dataset import FileRows, parse_row
+from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core.types import SampleId
+from rollouter.prompts.dataset import FileRows, parse_row
 from rollouter.tools import ToolContext
-from rollouter.tools.box import ToolBox
 from rollouter.tools.loading import load_tools
+from rollouter.tools.toolbox import Toolbox
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SAMPLE = EXAMPLE / "sample.jsonl"
@@ -82,10 +82,10 @@ async def test_the_run_and_the_tool_take_what_is_written(tmp_path: Path) -> None
     assert [truths[number] for number in range(12)] == expected
     assert {row.extra_info["split"] for row in parsed} == {"train", "val"}
     assert all(row.extra_info["interaction_kwargs"] == {"name": "retry"} for row in parsed)
-    async with ToolBox(load_tools([ToolConfig(class_name="gsm8k")])) as box:
+    async with Toolbox(load_tools([ToolConfig(class_name="gsm8k")])) as toolbox:
         for number, row in enumerate(parsed):
             context = ToolContext(SampleId(0, number + 1), 0, extra_info=row.extra_info)
-            async with box.session(context) as session:
+            async with toolbox.session(context) as session:
                 answer = json.dumps({"answer": row.extra_info["answer"]})
                 called = await session.call("calc_gsm8k_reward", answer, turn=0)
                 assert called.call.result.endswith("reward=1.0")

@@ -1,20 +1,27 @@
-"""The quickstart's configuration with keys changed, and what the checks say of it."""
+"""The quickstart's configuration with changed keys, and its problems."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
-from asyncrl.config import checks
 from asyncrl.config.compose import load_config
-from asyncrl.config.problems import Problem
+from asyncrl.config.environment import check_environment
+from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.rules import check_rules
 from asyncrl.config.schema import Config
 
 
-def changed(changes: Mapping[str, Any]) -> Config:
-    """With dotted keys changed, typed but not checked."""
-    tree = load_config().model_dump(mode="json")
+@cache
+def _quickstart() -> str:
+    return load_config().model_dump_json()
+
+
+def config_with(changes: Mapping[str, Any]) -> Config:
+    """Return the quickstart's configuration with dotted keys changed; only its types are checked."""
+    tree = json.loads(_quickstart())
     for key, value in changes.items():
         *sections, name = key.split(".")
         node = tree
@@ -24,10 +31,16 @@ def changed(changes: Mapping[str, Any]) -> Config:
     return Config.model_validate_json(json.dumps(tree))
 
 
-def looked(changes: Mapping[str, Any], *, serve_only: bool = False) -> list[Problem]:
-    return checks.problems(changed(changes), serve_only=serve_only)
+def rule_problems(changes: Mapping[str, Any], prefix: str = "") -> list[ConfigProblem]:
+    """Return the problems that rules between keys report for keys with a prefix."""
+    return [one for one in check_rules(config_with(changes), set(changes)) if one.key.startswith(prefix)]
 
 
-def only(found: list[Problem]) -> Problem:
-    (problem,) = found
+def machine_problems(changes: Mapping[str, Any], *, serve_only: bool = False) -> list[ConfigProblem]:
+    """Return the problems that checks of this machine report."""
+    return check_environment(config_with(changes), serve_only=serve_only)
+
+
+def single(problems: Iterable[ConfigProblem]) -> ConfigProblem:
+    (problem,) = problems
     return problem

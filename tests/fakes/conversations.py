@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
-from asyncrl.types import FinishReason, Prompt, Span, TokenIds, Turn
+from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, TokenIds, Turn
 
 QUESTION: Mapping[str, Any] = {"role": "user", "content": "17+5?"}
 CALL: Mapping[str, Any] = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.ports import Score
-from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
-from asyncrl.types import FinishReason, Prompt, Replay, Row, Sample, SampleId, Span, TokenIds, Turn
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
+from asyncrl.core.types import FinishReason, Prompt, Replay, Row, Sample, SampleId, Span, TokenIds, Turn
 
 PROMPT = "user: 6*7? "
 

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import anyio
 import numpy as np
 
-from asyncrl.failures import EngineCrashError
-from asyncrl.ports import (
+from asyncrl.core.failures import EngineCrashError
+from asyncrl.core.ports import (
+    Accepted,
     ApplyReport,
-    Edition,
+    EngineCrashed,
     GenerateRequest,
-    OnCrash,
-    OnCut,
-    OnPlace,
-    OnTurn,
+    GenerationEvent,
     Publication,
+    TurnFinished,
+    TurnProgress,
     WeightFeed,
+    WeightsVersion,
 )
-from asyncrl.types import FinishReason, Span, Turn, join_turns
+from asyncrl.core.types import FinishReason, Span, Turn, join_turns
 
 Answer = Callable[[GenerateRequest], Sequence[int]]
 
@@ -36,21 +38,19 @@ def echo(request: GenerateRequest) -> Sequence[int]:
 
 
 @dataclass
-class Call:
+class EngineCall:
     """One `generate` call in flight."""
 
     session: str
     requests: Sequence[GenerateRequest]
     turns: list[Turn | None]
     """What each request has so far; its end is in the finish reason."""
-    on_place: OnPlace | None = None
     replica: str = ""
     """Empty while it is on none: after a crash, or when none is up."""
     version: int = 0
     """What that replica served when it took the call."""
     go: anyio.Event = field(default_factory=anyio.Event)
     attempt: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    telling: bool = False
     crash: EngineCrashError | None = None
 
     @property
@@ -89,7 +89,7 @@ class FakeFleet:
             feed: A crashed replica comes back with the newest version there; without, with what it served.
         """
         self.hold = hold
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, EngineCall] = {}
         """In flight now, by session."""
         self.sessions: list[str] = []
         """Every session ever asked for, in order."""
@@ -101,13 +101,13 @@ class FakeFleet:
         self.max_in_flight = 0
         self.generated_tokens = 0
         self.apply_error: Exception | None = None
-        self.stuck_at: Edition | None = None
-        """Replicas stay at this edition and say so."""
+        self.stuck_at: WeightsVersion | None = None
+        """Replicas stay at this weights version and say so."""
         self.replaced: dict[str, int] = {}
         """Sessions whose replica was replaced, and the version that the new one has started with."""
         self.apply_gate: anyio.Event | None = None
         """Set one to hold the next apply until the test sets the event."""
-        self.editions = {f"replica-{number}": Edition(0, 0) for number in range(num_replicas)}
+        self.weights_versions = {f"replica-{number}": WeightsVersion(0, 0) for number in range(num_replicas)}
         """What each replica serves."""
         self._answer = answer
         self._pace = pace
@@ -124,41 +124,32 @@ class FakeFleet:
     # -------------------------------------------------------------------------------------------- the port
 
     async def generate(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        session: str,
-        on_turn: OnTurn | None = None,
-        on_place: OnPlace | None = None,
-        on_crash: OnCrash | None = None,
-        on_cut: OnCut | None = None,
-    ) -> list[Turn]:
-        call = Call(session, requests, [request.so_far for request in requests], on_place)
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        call = EngineCall(session, requests, [request.so_far for request in requests])
         self.calls[session] = call
         self.sessions.append(session)
         self.requests.extend(requests)
         self.max_in_flight = max(self.max_in_flight, len(self.calls))
         try:
-            await self._place(call)
-            await self._notify()
+            yield await self._place(call)
             while call.pending:
-                with anyio.CancelScope() as call.attempt:
-                    if call.crash is None:
-                        await self._serve(call, on_turn)
-                if (error := call.crash) is None:
-                    continue
-                call.crash = None
-                if call.pending:
-                    if on_crash is not None:
-                        await on_crash(error)
-                    await self._place(call)
-                    await self._notify()
-            return [turn for turn in call.turns if turn is not None]
-        except anyio.get_cancelled_exc_class():
+                sampled: list[int] = []
+                if call.crash is None:
+                    with anyio.CancelScope() as call.attempt:
+                        sampled = await self._sample_all(call)
+                for index in sampled:
+                    # A crash does not take back what is complete.
+                    turn = call.turns[index]
+                    assert turn is not None
+                    yield TurnFinished(index, turn) if complete(turn) else TurnProgress(index, turn)
+                if (error := call.crash) is not None:
+                    call.crash = None
+                    if call.pending:
+                        yield EngineCrashed(error)
+                        yield await self._place(call)
+        except (GeneratorExit, anyio.get_cancelled_exc_class()):
             self.cancelled.append(session)
-            for index, turn in enumerate(call.turns):
-                if on_cut is not None and turn is not None and len(turn.response_ids) and not complete(turn):
-                    on_cut(index, turn)
             raise
         finally:
             del self.calls[session]
@@ -169,15 +160,15 @@ class FakeFleet:
         if self.apply_error is not None:
             raise self.apply_error
         reports = []
-        for name in self.editions:
+        for name in self.weights_versions:
             await self._come_up(name)
             load_s = 0.0
             if self.stuck_at is not None:
-                self.editions[name] = self.stuck_at
-            elif self.editions[name] < publication.edition:
-                self.editions[name] = publication.edition
+                self.weights_versions[name] = self.stuck_at
+            elif self.weights_versions[name] < publication.weights_version:
+                self.weights_versions[name] = publication.weights_version
                 load_s = 0.01
-            lineage, version = self.editions[name]
+            lineage, version = self.weights_versions[name]
             in_flight = sum(call.replica == name for call in self.calls.values())
             reports.append(ApplyReport(name, version, 0.0, load_s, load_s, in_flight, verified=True, lineage=lineage))
         self.applied.append(self.version)
@@ -189,11 +180,14 @@ class FakeFleet:
     @property
     def version(self) -> int:
         """What every replica serves, or the oldest of them."""
-        return min(self.editions.values()).version
+        return min(self.weights_versions.values()).version
 
     @version.setter
     def version(self, version: int) -> None:
-        self.editions = {name: Edition(edition.lineage, version) for name, edition in self.editions.items()}
+        self.weights_versions = {
+            name: WeightsVersion(weights_version.lineage, version)
+            for name, weights_version in self.weights_versions.items()
+        }
 
     def release(self, *sessions: str) -> None:
         """Let these calls answer; none named: all that are in flight."""
@@ -220,8 +214,7 @@ class FakeFleet:
             call = self.calls[session]
             call.replica, call.crash = "", EngineCrashError(f"{replica}: {message}")
             call.crash.replica = process
-            if not call.telling:
-                call.attempt.cancel()
+            call.attempt.cancel()
         return struck
 
     async def until(self, condition: Callable[[FakeFleet], bool]) -> None:
@@ -240,19 +233,19 @@ class FakeFleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _place(self, call: Call) -> None:
+    async def _place(self, call: EngineCall) -> Accepted:
         """Wait for a replica that is up, and take the one with the fewest calls."""
-        await self._sleep_until(lambda: min(self._down_s(name) for name in self.editions))
-        up = [name for name in self.editions if self._down_s(name) <= 0]
+        await self._sleep_until(lambda: min(self._down_s(name) for name in self.weights_versions))
+        up = [name for name in self.weights_versions if self._down_s(name) <= 0]
         load = dict.fromkeys(up, 0)
         for other in self.calls.values():
             if other.replica in load:
                 load[other.replica] += 1
         name = min(up, key=lambda name: load[name])
         await self._come_up(name)
-        call.replica, call.version = name, self.editions[name].version
-        if call.on_place is not None:
-            call.on_place(self._process(name))
+        call.replica, call.version = name, self.weights_versions[name].version
+        await self._notify()
+        return Accepted(self._process(name))
 
     def _process(self, replica: str) -> str:
         """Who is replaced comes back under a name that nobody had."""
@@ -272,48 +265,35 @@ class FakeFleet:
             return
         newest = await self._feed.latest()
         if newest is not None:
-            self.editions[name] = max(self.editions[name], newest.edition)
+            self.weights_versions[name] = max(self.weights_versions[name], newest.weights_version)
 
-    async def _serve(self, call: Call, on_turn: OnTurn | None) -> None:
-        """Until each of its requests is complete, or its replica crashes."""
-        while pending := call.pending:
-            if self.hold:
-                await call.go.wait()
-            elif self._pace is not None:
-                await self._pace(call.session)
-            elif self._chunk_tokens is not None:
-                await anyio.lowlevel.checkpoint()
-            if call.crash is not None:
-                return  # it was awake already when the crash came
-            if errors := self._errors.get(call.session):
-                raise errors.pop(0)
-            if self._poison is not None and any(self._poison(call.requests[index]) for index in pending):
-                self.crash(call.replica)
-                return
-            for index in pending:
-                self._sample(call, index)
-            for index in pending:
-                if on_turn is not None and complete(turn := call.turns[index]):
-                    assert turn is not None
-                    await self._tell(call, on_turn, index, turn)
-            if call.crash is not None:
-                return
+    async def _sample_all(self, call: EngineCall) -> list[int]:
+        """Sample the next tokens of every request; returns the requests that have new ones."""
+        if self.hold:
+            await call.go.wait()
+        elif self._pace is not None:
+            await self._pace(call.session)
+        elif self._chunk_tokens is not None:
+            await anyio.lowlevel.checkpoint()
+        if call.crash is not None:
+            return []  # the call was awake already when its replica crashed
+        if errors := self._errors.get(call.session):
+            raise errors.pop(0)
+        pending = call.pending
+        if self._poison is not None and any(self._poison(call.requests[index]) for index in pending):
+            self.crash(call.replica)
+            return []
+        for index in pending:
+            self._sample(call, index)
+        return pending
 
-    async def _tell(self, call: Call, on_turn: OnTurn, index: int, turn: Turn) -> None:
-        """A crash does not take back what is complete."""
-        call.telling = True
-        try:
-            await on_turn(index, turn)
-        finally:
-            call.telling = False
-
-    def _sample(self, call: Call, index: int) -> None:
+    def _sample(self, call: EngineCall, index: int) -> None:
         request, head = call.requests[index], call.turns[index]
         num_head = 0 if head is None else len(head.response_ids)
         answer = self._answer(request)
         ids = np.asarray(answer[num_head:][: self._chunk_tokens], dtype=np.int32)
         self.generated_tokens += len(ids)
-        serves = self.replaced.get(call.session, self.editions[call.replica].version)
+        serves = self.replaced.get(call.session, self.weights_versions[call.replica].version)
         began_at = self.replaced.get(call.session, call.version)
         spans = [Span(0, began_at if self._chunk_tokens is None else serves)] if len(ids) else []
         if self._chunk_tokens is None and len(ids) > 1 and serves != began_at:
@@ -323,3 +303,19 @@ class FakeFleet:
             finish = FinishReason.LENGTH if len(answer) >= request.sampling["max_tokens"] else FinishReason.STOP
         tail = Turn(ids, np.full(len(ids), -0.5, dtype=np.float32), tuple(spans), finish)
         call.turns[index] = join_turns(head, tail)
+
+
+async def finished_turns(
+    events: AsyncGenerator[GenerationEvent, None], observe: Callable[[GenerationEvent], None] | None = None
+) -> list[Turn]:
+    """The finished turns of one call, in the order of its requests. Without `observe` a crash raises."""
+    turns: dict[int, Turn] = {}
+    async with aclosing(events):
+        async for event in events:
+            if observe is not None:
+                observe(event)
+            elif isinstance(event, EngineCrashed):
+                raise event.error
+            if isinstance(event, TurnFinished):
+                turns[event.number] = event.turn
+    return [turns[number] for number in sorted(turns)]

@@ -1,16 +1,16 @@
-"""Environments of a user's own, as configurations name them: `tests.rollouter.interactions.environments:Own`."""
+"""Environments of a user's own, as configurations name them: `tests.fakes.environments:Own`."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.config.sections.multi_turn import InteractionConfig
-from asyncrl.failures import ConfigError
+from asyncrl.config.sections.rollout import InteractionConfig
+from asyncrl.core.failures import ConfigError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.interactions.loading import Interactions, load_interactions
+from rollouter.interactions.loading import InteractionSet, load_interactions
 
-HERE = "tests.rollouter.interactions.environments"
+HERE = "tests.fakes.environments"
 
 
 async def _reply() -> Any:
@@ -67,7 +67,7 @@ class Silent(Environment):
     pass
 
 
-class Blocking(Environment):
+class BlockingEnvironment(Environment):
     def step(self, text: str, messages: Sequence[Message]) -> Reply:  # type: ignore[override]
         return Reply("hm")
 
@@ -111,7 +111,7 @@ def interaction(class_name: str = "Own", **fields: Any) -> InteractionConfig:
     return InteractionConfig(class_name=reference, **fields)
 
 
-def load(*configs: InteractionConfig) -> Interactions:
+def load(*configs: InteractionConfig) -> InteractionSet:
     return load_interactions(configs)
 
 

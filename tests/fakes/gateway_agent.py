@@ -12,15 +12,15 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from asyncrl.config.schema import Config
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
-from rollouter.agent.asking import TurnRequest
-from rollouter.gateway.asgi import TrajectoryKeys
-from rollouter.gateway.chats import ChatBook
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
+from rollouter.agent.conversation import TurnRequest
 from rollouter.gateway.external import ExternalAgent
-from rollouter.gateway.program import FunctionProgram, Program
+from rollouter.gateway.http import TrajectoryKeyMiddleware
+from rollouter.gateway.program import AgentProgram, FunctionProgram
+from rollouter.gateway.session import ChatCache
 from rollouter.gateway.task import AgentTask
-from rollouter.template import load_tokenizer
+from rollouter.prompts.chat_template import load_tokenizer
 
 MODEL = "tiny"
 TOOLS = [
@@ -36,7 +36,7 @@ FIRST = SampleId(0, 1)
 Line = str | BaseException | Callable[[TurnRequest], Awaitable[str]]
 
 
-class Rig:
+class GatewayRig:
     """The policy says its lines in the order in which it is asked; `…` at the end of one means cut by length."""
 
     def __init__(self, *lines: Line, template: str | None = None, **agent: Any) -> None:
@@ -59,7 +59,7 @@ class Rig:
         self.tokenizer = load_tokenizer(self.config.model)
         if template is not None:
             self.tokenizer.chat_template = template
-        self.book = ChatBook(
+        self.cache = ChatCache(
             self.tokenizer,
             format=self.config.rollout.multi_turn.format,
             template_kwargs={},
@@ -81,7 +81,7 @@ class Rig:
         async def call(key: str, path: str, body: Any) -> Any:
             return await self.agent.gateway.answer(key, path, body)
 
-        return TrajectoryKeys(PlainTextResponse("not recorded"), call=call)
+        return TrajectoryKeyMiddleware(PlainTextResponse("not recorded"), call=call)
 
     def http(self, task: AgentTask | None = None) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {task.api_key}"} if task is not None else {}
@@ -119,7 +119,7 @@ class Rig:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(np.array(ids, dtype=np.int32), messages, ground_truth="12")
 
-    def made(self, program: Callable[[AgentTask], Any] | Program) -> ExternalAgent:
+    def made(self, program: Callable[[AgentTask], Any] | AgentProgram) -> ExternalAgent:
         if callable(program):
             function = program
 
@@ -128,11 +128,11 @@ class Rig:
                 return await function(task)
 
             program = FunctionProgram("test", run, 4)
-        self.agent = ExternalAgent(self.config, program, self.book, model=MODEL)
+        self.agent = ExternalAgent(self.config, program, self.cache, model=MODEL)
         self.agent.serve_at("http://run/prefix/v1", incarnation=3)
         return self.agent
 
     async def converse(
-        self, program: Callable[[AgentTask], Any] | Program, *, sample_id: SampleId | str = FIRST
+        self, program: Callable[[AgentTask], Any] | AgentProgram, *, sample_id: SampleId | str = FIRST
     ) -> Trajectory:
         return await self.made(program).converse(sample_id, 0, self.prompt(), self.ask)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from trainer.engine.base import LossParts, Tokens, TokenScores
+from trainer.engines.base import LossParts, Tokens, TokenScores
 
 
 class Likelihood:
@@ -46,7 +46,7 @@ class GoesWrong(Likelihood):
 
 
 class TakesTime(Likelihood):
-    """Keeps the interpreter busy for so many seconds in each micro-batch."""
+    """Keeps the interpreter busy for `seconds` in each micro-batch."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

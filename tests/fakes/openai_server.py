@@ -13,7 +13,7 @@ import anyio
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """Status and body of one response; a body that is text is sent as it is."""
 
     body: Mapping[str, Any] | str
@@ -30,18 +30,20 @@ class HangUp:
     """The connection is closed in place of a response."""
 
 
-Script = Answer | Hang | HangUp
+Script = ServerAnswer | Hang | HangUp
 Handler = Callable[[Mapping[str, Any]], Script]
 
 
-def said(content: str | None, *, finish_reason: str = "stop", refusal: str | None = None) -> Answer:
+def said(content: str | None, *, finish_reason: str = "stop", refusal: str | None = None) -> ServerAnswer:
     message = {"role": "assistant", "content": content, "refusal": refusal}
     choice = {"index": 0, "message": message, "finish_reason": finish_reason}
-    return Answer({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
+    return ServerAnswer({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
 
 
-def failed(status: int, message: str = "no", **headers: str) -> Answer:
-    return Answer({"error": {"message": message}}, status, {name.replace("_", "-"): v for name, v in headers.items()})
+def failed(status: int, message: str = "no", **headers: str) -> ServerAnswer:
+    return ServerAnswer(
+        {"error": {"message": message}}, status, {name.replace("_", "-"): v for name, v in headers.items()}
+    )
 
 
 class OpenAIServer:
@@ -74,7 +76,7 @@ class OpenAIServer:
             if isinstance(answer, Hang):
                 self.hanging.set()
                 await reader.read()
-            elif isinstance(answer, Answer):
+            elif isinstance(answer, ServerAnswer):
                 writer.write(_response(answer))
                 await writer.drain()
         finally:
@@ -82,7 +84,7 @@ class OpenAIServer:
             writer.close()
 
 
-def _response(answer: Answer) -> bytes:
+def _response(answer: ServerAnswer) -> bytes:
     text = answer.body if isinstance(answer.body, str) else json.dumps(answer.body)
     lines = [
         f"HTTP/1.1 {answer.status} X",

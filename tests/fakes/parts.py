@@ -11,10 +11,10 @@ from typing import Any
 import anyio
 import numpy as np
 
-from asyncrl.ports import Edition, Publication, Score
-from asyncrl.records import RunRecord
-from asyncrl.trajectory import TokenRow, Trajectory
-from asyncrl.types import Prompt, Sample, SampleId, Turn
+from asyncrl.core.ports import Publication, Score, WeightsVersion
+from asyncrl.core.records import RunRecord
+from asyncrl.core.trajectory import TokenRow, Trajectory
+from asyncrl.core.types import Prompt, Sample, SampleId, Turn
 
 
 class MemoryPayloads:
@@ -52,7 +52,7 @@ class MemoryTurns:
 
 
 class FakeFeed:
-    """`WeightFeed` whose publications the test makes. Like the store, it keeps the newest edition only."""
+    """`WeightFeed` whose publications the test makes. Like the store, it keeps the newest weights version only."""
 
     def __init__(self) -> None:
         self._latest: Publication | None = None
@@ -65,7 +65,7 @@ class FakeFeed:
             version, step, 0, {}, validate=validate, published_at_s=published_at_s, lineage=lineage
         )
         async with self._changed:
-            if self._latest is None or publication.edition >= self._latest.edition:
+            if self._latest is None or publication.weights_version >= self._latest.weights_version:
                 self._latest = publication
             self._changed.notify_all()
         return publication
@@ -77,10 +77,10 @@ class FakeFeed:
     async def latest(self) -> Publication | None:
         return self._latest
 
-    async def wait_newer(self, edition: Edition, *, timeout_s: float) -> Publication | None:
+    async def wait_newer(self, weights_version: WeightsVersion, *, timeout_s: float) -> Publication | None:
         with anyio.move_on_after(timeout_s):
             async with self._changed:
-                while self._latest is None or self._latest.edition <= edition:
+                while self._latest is None or self._latest.weights_version <= weights_version:
                     await self._changed.wait()
                 return self._latest
         return None

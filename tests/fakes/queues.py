@@ -1,32 +1,69 @@
-"""Queues that are rebuilt from what happened to them, and journals that are let go of."""
+"""Queues that are rebuilt from their operations, called by parts of a run, and journals that are closed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from asyncrl.history import TransitionLog
-from asyncrl.journal import Journal
-from asyncrl.recovery import QueueState
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.transitions import Transition
+from asyncrl.core.types import SampleId
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.operation_rows import trained_since
+from asyncrl.queue.operations import Operation, QueueLog, QueueOptions, apply
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueCaller, SampleQueue
+from asyncrl.queue.state import QueueState
 
 
-def replay(state: QueueState, transitions: Iterable[Transition]) -> QueueState:
-    """The state after them; it is changed in place, and returned. Raises `BugError` if one is illegal there."""
-    for transition in transitions:
-        state.apply(transition)
+class MemoryLog:
+    """A `QueueLog` that keeps the values."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    @property
+    def durable(self) -> int:
+        return len(self.operations)
+
+    def append(self, operation: Operation) -> int:
+        self.operations.append(operation)
+        return len(self.operations)
+
+    def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
+        pass
+
+    async def flushed(self, seq: int) -> None:
+        pass
+
+    async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
+        return trained_since(step, self.operations)
+
+
+class CalledBy(SampleQueue):
+    """The queue as one part of the run calls it."""
+
+    def __init__(self, queue: LocalSampleQueue, part: str, incarnation: int = 1, *, retried: bool = False) -> None:
+        self._queue = queue
+        self._caller = QueueCaller(part, incarnation, retried)
+
+    async def call(self, operation: Operation, *, timeout_s: float | None = None) -> Any:
+        return await self._queue.call(operation, timeout_s=timeout_s, caller=self._caller)
+
+
+def replay(state: QueueState, operations: Iterable[Operation]) -> QueueState:
+    """Apply the operations to the state, in place. Raises `BugError` if one is illegal there."""
+    for operation in operations:
+        apply(operation, state)
     return state
 
 
-def rebuilt(options: QueueOptions, transitions: Iterable[Transition], journal: TransitionLog) -> LocalSampleQueue:
-    """The queue that made these transitions, in another process."""
+def rebuilt(options: QueueOptions, operations: Iterable[Operation], journal: QueueLog) -> LocalSampleQueue:
+    """The queue that recorded these operations, in another process."""
     begin = QueueState.begin(options.prompts_per_epoch, keeps_payloads=True, total_samples=options.pacing.total_samples)
-    return LocalSampleQueue(options, journal=journal, state=replay(begin, transitions))
+    return LocalSampleQueue(options, journal=journal, state=replay(begin, operations))
 
 
 async def end(journal: Journal) -> None:
-    """What the end of its process does, once what is pending is written."""
+    """Write what is pending, and close the journal as the end of its process does."""
     try:
         await journal.flushed(journal._seq)
     finally:

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from asyncrl.ports import Books, Edition, PartName, QueueStatus, ReplicaPhase, ReplicaReport
-from asyncrl.run_state import Phase, ProcessInfo, Restart, RunState
-from asyncrl.waits import Wait
+from asyncrl.core.ports import PartName, QueueStatus, ReplicaPhase, ReplicaReport, SampleCounts, WeightsVersion
+from asyncrl.core.waits import Wait
+from asyncrl.observe.status.run_status import ProcessInfo, Restart, RunPhase, RunState
 
 NOW = 1_000_000.0
 
@@ -33,9 +33,9 @@ def report(name: str = "0", phase: ReplicaPhase = "serving", **given: Any) -> Re
 
 def queue_status(**given: Any) -> QueueStatus:
     """One lease is 32 samples; 11 versions are trained, and the gate is closed."""
-    books = Books(fed=416, running=0, ready=30, leased=0, trained=384, dropped={"stale": 2})
+    counts = SampleCounts(fed=416, running=0, ready=30, leased=0, trained=384, dropped={"stale": 2})
     values: dict[str, Any] = {
-        "books": books,
+        "counts": counts,
         "version": 11,
         "ended": False,
         "waiting": {},
@@ -59,9 +59,9 @@ def running(**given: Any) -> RunState:
         "samples_per_lease": 32,
         "step": 12,
         "version": 11,
-        "published": Edition(0, 11),
+        "published": WeightsVersion(0, 11),
         "queue": queue_status(),
-        "books": queue_status().books,
+        "counts": queue_status().counts,
         "replicas": (report("0"), report("1")),
         "num_replicas": 2,
         "waits": {"trainer": (Wait("samples", 1, 93.5),), "rollouter": ()},
@@ -95,10 +95,10 @@ EDGES = [
 _small = st.integers(0, 40)
 _times = st.floats(NOW - 1e4, NOW + 100)
 _waits = st.builds(Wait, st.sampled_from(EDGES), _small, st.floats(0, 1e4), st.booleans())
-_books = st.builds(
-    Books, _small, _small, _small, _small, _small, st.dictionaries(st.sampled_from(["stale", "failed"]), _small)
+_counts = st.builds(
+    SampleCounts, _small, _small, _small, _small, _small, st.dictionaries(st.sampled_from(["stale", "failed"]), _small)
 )
-_editions = st.builds(Edition, _small, _small)
+_editions = st.builds(WeightsVersion, _small, _small)
 _parts = st.sampled_from(get_args(PartName))
 _reports = st.builds(
     report,
@@ -109,11 +109,11 @@ _reports = st.builds(
     lineage=st.integers(0, 1),
     version=_small,
     in_flight=_small,
-    told=st.text(max_size=5),
+    error=st.text(max_size=5),
 )
 _queues = st.builds(
     queue_status,
-    books=_books,
+    counts=_counts,
     version=_small,
     ended=st.booleans(),
     lineage=st.integers(0, 1),
@@ -125,7 +125,7 @@ states = st.builds(
     written_at=_times,
     started_at=_times,
     pid=_small,
-    phase=st.sampled_from(get_args(Phase)),
+    phase=st.sampled_from(get_args(RunPhase)),
     experiment=st.just("x"),
     mode=st.just("sync"),
     host=st.sampled_from(["", "here"]),
@@ -136,7 +136,7 @@ states = st.builds(
     version=_small,
     lineage=st.integers(0, 2),
     published=st.none() | _editions,
-    books=_books,
+    counts=_counts,
     staleness=st.dictionaries(st.integers(0, 4), _small, max_size=3),
     generated_tokens=_small,
     generated_per_s=st.none() | st.floats(0, 1e4),
@@ -145,7 +145,7 @@ states = st.builds(
     replicas=st.lists(_reports, max_size=3).map(tuple),
     num_replicas=st.integers(0, 3),
     waits=st.dictionaries(st.sampled_from(["trainer", "rollouter"]), st.lists(_waits, max_size=4).map(tuple)),
-    unheard_s=st.dictionaries(st.sampled_from(["queue", "store", "rollouter", "trainer"]), st.floats(0, 100)),
+    silent_s=st.dictionaries(st.sampled_from(["queue", "store", "rollouter", "trainer"]), st.floats(0, 100)),
     restarting=st.dictionaries(_parts, _times, max_size=2),
     restarts=st.lists(
         st.builds(Restart, _parts, st.integers(2, 4), _times, st.text(max_size=5), st.none() | _times), max_size=3

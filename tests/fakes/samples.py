@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.types import FinishReason, Media, Replay, Row, Sample, SampleId, Span, Turn
+from asyncrl.core.types import FinishReason, Media, Replay, Row, Sample, SampleId, Span, Turn
 
 ARRAYS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs")
 

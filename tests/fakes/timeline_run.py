@@ -1,4 +1,4 @@
-"""The directory of a run that never was: events as its parts would have recorded them, seeded, and a state."""
+"""A synthetic run directory for the timeline, with seeded events of all parts and a state; and views of it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from asyncrl.profiling.files import DIRECTORY, EventFiles, Line
-from asyncrl.run_state import Phase, RunState
-from asyncrl.telemetry.state_file import StateFile
+from asyncrl.observe.status.run_status import RunPhase, RunState, StateFile
+from asyncrl.observe.timeline.server import Timeline, TimelineStatus
+from asyncrl.observe.timeline.view import Window
+from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
 
 START = 1_780_000_000.0
-"""Unix seconds at which it begins."""
+"""Unix seconds at which the run begins."""
 
 
 @dataclass
 class FakeRun:
-    """Events are made step by step, `step_s` each, and end with `trained`."""
+    """Generates events step by step, each `step_s` long and ending with `trained`."""
 
     path: Path
     replicas: int = 2
@@ -34,19 +35,19 @@ class FakeRun:
     step_s: float = 6.0
     level: str = "full"
     seed: int = 0
-    lines: list[Line] = field(default_factory=list)
-    """Not written yet."""
+    lines: list[EventLine] = field(default_factory=list)
+    """Events to write with `flush`."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._files = EventFiles(self.path / DIRECTORY)
+        self._files = EventFiles(self.path / EVENTS_DIRECTORY)
         self._fed = 0
         self.path.mkdir(parents=True, exist_ok=True)
         config = {"profiler": {"level": self.level}, "rollout": {"dump_dir": None}}
         (self.path / "config.yaml").write_text(yaml.safe_dump(config))
 
-    def state(self, phase: Phase = "completed", step: int = 1) -> None:
-        """A running one is this process."""
+    def state(self, phase: RunPhase = "completed", step: int = 1) -> None:
+        """Write the state file; a running run is this process."""
         state = RunState(
             written_at=time.time(), started_at=START, pid=os.getpid(), phase=phase, experiment="fake",
             mode="fully_async", host=socket.gethostname(), total_steps=8, step=step, version=step,
@@ -54,7 +55,7 @@ class FakeRun:
         StateFile(self.path / "state.json").write_now(state)
 
     def write(self, steps: int, first: int = 1, at: float = 0.0) -> float:
-        """Steps from `first` on, beginning `at` seconds after the start; returns when they are over."""
+        """Write steps from `first` on, `at` seconds after the start; returns when they end."""
         for step in range(first, first + steps):
             self.step(step, at)
             at += self.step_s
@@ -67,8 +68,8 @@ class FakeRun:
         self.lines.clear()
 
     def add(self, part: str, event: str, at: float, duration: float = 0.0, /, **fields: Any) -> None:
-        told = {"timestamp": round(START + at, 6), "event": event, "duration_s": round(duration, 6), **fields}
-        self.lines.append(Line(part, told))
+        event_fields = {"timestamp": round(START + at, 6), "event": event, "duration_s": round(duration, 6), **fields}
+        self.lines.append(EventLine(part, event_fields))
 
     def step(self, step: int, at: float) -> None:
         length, version = self.step_s, step - 1
@@ -83,12 +84,12 @@ class FakeRun:
         self._train(step, at, length)
 
     def _sync(self, replica: str, step: int, version: int, pause: tuple[float, float]) -> None:
-        told = {"step": step, "version": version, "replica": replica}
+        common = {"step": step, "version": version, "replica": replica}
         part = f"replica-{replica}"
-        self.add(part, "sync.fetch", pause[0] - 0.4, 0.35, **told)
-        self.add(part, "sync.drain", pause[0] - 0.03, 0.03, **told)
-        self.add(part, "sync.load", pause[0] + pause[1] * 0.2, pause[1] * 0.6, **told)
-        self.add(part, "sync.pause", *pause, **told)
+        self.add(part, "sync.fetch", pause[0] - 0.4, 0.35, **common)
+        self.add(part, "sync.drain", pause[0] - 0.03, 0.03, **common)
+        self.add(part, "sync.load", pause[0] + pause[1] * 0.2, pause[1] * 0.6, **common)
+        self.add(part, "sync.pause", *pause, **common)
 
     def _sample(
         self, sample: str, step: int, version: int, at: float, length: float, pause: tuple[float, float]
@@ -114,28 +115,28 @@ class FakeRun:
                     begun += tool
                     self.add("rollouter", "user.step", begun, tool / 3, interaction="critic", **ids)
                     begun += tool / 3
-            told = {**of, "trajectory": number, "turns": self.turns, "finish_reason": "stop"}
-            self.add("rollouter", "trajectory", at + 0.01 * number, begun - at, **told)
+            common = {**of, "trajectory": number, "turns": self.turns, "finish_reason": "stop"}
+            self.add("rollouter", "trajectory", at + 0.01 * number, begun - at, **common)
             self.add("rollouter", "reward.score", begun, 0.1, **of, trajectory=number, trajectories=1)
         self.add("rollouter", "sample.generate", at, length, **of, trajectories=self.trajectories)
         self.add("rollouter", "sample.ready", at + length + 0.1, **of, reward=0.5)
 
     def _train(self, step: int, at: float, length: float) -> None:
-        told = {"step": step, "version": step - 1}
+        common = {"step": step, "version": step - 1}
         parts = [("trainer.wait_samples", 0.3), ("trainer.experience", 0.2), ("trainer.update", 0.35)]
         begun = at
         for event, share in parts:
-            self.add("trainer", event, begun, share * length, **told)
+            self.add("trainer", event, begun, share * length, **common)
             if event != "trainer.wait_samples":
                 for rank in range(2):
-                    rank_told = {**told, "role": "actor", "rank": rank, "method": event.split(".")[1]}
-                    self.add(f"rank-actor-{rank}", "rank.call", begun + 0.01, share * length - 0.05, **rank_told)
+                    rank_fields = {**common, "role": "actor", "rank": rank, "method": event.split(".")[1]}
+                    self.add(f"rank-actor-{rank}", "rank.call", begun + 0.01, share * length - 0.05, **rank_fields)
             begun += share * length
         self.add("trainer", "trainer.publish", begun, 0.1 * length, step=step, version=step)
-        self.add("trainer", "step", at, length, **told, samples=self.samples)
+        self.add("trainer", "step", at, length, **common, samples=self.samples)
         first = self._fed - self.samples + 1
         for place in range(self.samples):
-            self.add("trainer", "sample.trained", begun, **told, sample=f"sample_0_{first + place}", staleness=1)
+            self.add("trainer", "sample.trained", begun, **common, sample=f"sample_0_{first + place}", staleness=1)
 
 
 def _phases(begun: float, took: float, pause: tuple[float, float]) -> dict[str, float]:
@@ -145,14 +146,39 @@ def _phases(begun: float, took: float, pause: tuple[float, float]) -> dict[str, 
     return {"gate_s": gate, "queued_s": queued, "prefill_s": prefill, "decode_s": decode, "paused_s": stood}
 
 
-def many(path: Path, events: int) -> Iterator[int]:
-    """A run of about that many events."""
-    run = FakeRun(path, replicas=8, samples=64, trajectories=8, turns=3, level="full")
-    at, step, written = 0.0, 1, 0
-    while written < events:
-        run.step(step, at)
-        written += len(run.lines)
-        run.flush()
-        at += run.step_s
-        step += 1
-        yield written
+DONE = TimelineStatus("completed", live=False, started_at=START)
+EVERYTHING = Window(-1e6, 1e6, 10**12)
+"""Has so many pixels that no bars are merged."""
+
+
+def read(run: FakeRun) -> Timeline:
+    timeline = Timeline(run.path)
+    timeline.read()
+    return timeline
+
+
+def shown(timeline: Timeline, window: Window = EVERYTHING) -> dict[str, Any]:
+    return timeline.view(DONE, window)
+
+
+class FileAccess:
+    """Replaces `Path.open` and `os.scandir`: records accesses, and raises `error` for the Trainer's files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: list[str] = []
+        self.directories: list[str] = []
+        self.error: Exception | None = None
+        self._open, self._scandir = Path.open, os.scandir
+        monkeypatch.setattr(Path, "open", lambda *given, **more: self._opened(*given, **more))
+        monkeypatch.setattr(os, "scandir", self._scanned)
+
+    def _opened(self, path: Path, *given: Any, **more: Any) -> Any:
+        if path.suffix == ".jsonl" and given[0] == "rb":
+            self.files.append(f"{path.parent.name}/{path.name}")
+            if self.error is not None and path.name == "trainer.jsonl":
+                raise self.error
+        return self._open(path, *given, **more)
+
+    def _scanned(self, path: Path) -> Any:
+        self.directories.append(path.name)
+        return self._scandir(path)

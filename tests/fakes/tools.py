@@ -7,11 +7,10 @@ from typing import Any
 
 import anyio
 
-from asyncrl.config.schema import ToolConfig
+from asyncrl.config.sections.rollout import ToolConfig
 from rollouter.tools.base import BaseTool, ToolContext
-from rollouter.tools.box import ToolBox
-from rollouter.tools.loading import LoadedTool
-from rollouter.tools.schemas import FunctionSchema
+from rollouter.tools.loading import FunctionSchema, LoadedTool
+from rollouter.tools.toolbox import Toolbox
 
 QUERY = {
     "type": "object",
@@ -25,7 +24,7 @@ def schema_of(name: str, parameters: Mapping[str, Any] = QUERY) -> dict[str, Any
     return {"type": "function", "function": function}
 
 
-class Remembering(BaseTool[list[str]]):
+class RememberingTool(BaseTool[list[str]]):
     """Its state is what it was asked; `log` has what was done with it, over all trajectories.
 
     `act` makes the answer of the query, and may raise or wait; each `gates` entry holds that method up until it is set.
@@ -65,11 +64,11 @@ class Remembering(BaseTool[list[str]]):
             await self._gates[method].wait()
 
 
-def boxed(*tools: BaseTool[Any], key: str = "tools.0", **limits: Any) -> ToolBox:
-    """A box of tools that are called `search`, `search_1`, …; each has these limits."""
+def toolbox_of(*tools: BaseTool[Any], key: str = "tools.0", **limits: Any) -> Toolbox:
+    """A toolbox of tools that are called `search`, `search_1`, …; each has these limits."""
     loaded = []
     for number, tool in enumerate(tools):
         name = f"search_{number}" if number else "search"
         config = ToolConfig(class_name="of:ATest", **limits)
         loaded.append(LoadedTool(tool, FunctionSchema(schema_of(name)), config, f"{key}{number}"))
-    return ToolBox(loaded)
+    return Toolbox(loaded)

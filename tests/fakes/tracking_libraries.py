@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.observe.metrics.sinks import RemoteSink, TrackedRun, open_tracker
+from asyncrl.storage.run_dir import RunDir
+
 
 class FakeWandb(ModuleType):
     """`reachable=False`: its server does not answer."""
@@ -126,3 +130,15 @@ def offline(patch: pytest.MonkeyPatch, home: str) -> None:
     for name in ("WANDB_SILENT", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_CONFIGURE_LOGGING"):
         patch.setenv(name, "true")
     patch.setenv("NETRC", f"{home}/netrc")
+
+
+def write_twice(library: str, run_dir: RunDir) -> None:
+    """Two processes of a run write one and two rows."""
+    for resumed, numbers in ((False, (1,)), (True, (2, 3))):
+        run = TrackedRun("sums", "small", run_dir.path.name, run_dir.path, {"lr": {"now": 0.1}}, resumed)
+        sink = RemoteSink(library, open_tracker(library, run))
+        for number in numbers:
+            metrics = {"reward/mean": number / 4, "queue/dropped": 1.0, "queue/dropped/stale": 1.0}
+            sink.write(MetricsRow("step", number, number, 1.0, 1000.0, metrics))
+        sink.end(ok=True)
+        sink.join(60)

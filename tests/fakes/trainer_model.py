@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from asyncrl.config.schema import Config
+from trainer.engines.base import ModelType
 
 VOCAB = 24
 SHAPE = {
@@ -43,6 +52,18 @@ def write_model(directory: Path, *, seed: int = 0, hidden: int = 16, tied: bool 
     LlamaForCausalLM(settings).save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"model": "a tokenizer"}))
     return directory
+
+
+def random_model(config: PreTrainedConfig, model_type: ModelType) -> PreTrainedModel:
+    """A model with random weights and sdpa attention; a head for values or rewards has one output."""
+    torch.manual_seed(0)
+    config = type(config)(**{**config.to_dict(), "num_labels": 1, "classifier_dropout": 0.0})
+    model_class: Any = {
+        "language_model": AutoModelForCausalLM,
+        "value_model": AutoModelForTokenClassification,
+        "reward_model": AutoModelForSequenceClassification,
+    }[model_type]
+    return model_class.from_config(config, attn_implementation="sdpa")
 
 
 def make_config(model: Path, **sections: Any) -> Config:

@@ -10,22 +10,23 @@ from typing import Any
 import anyio.lowlevel
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from asyncrl.manifest import Progress
-from asyncrl.ports import Publication, QueueSnapshot
-from asyncrl.records import Metrics, StepRecord
-from asyncrl.sample_queue import LocalSampleQueue
-from asyncrl.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
-from trainer.engine.base import Loss
+from asyncrl.core.failures import BugError
+from asyncrl.core.ports import Publication, QueueSnapshot
+from asyncrl.core.records import Metrics, StepRecord
+from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample_meta
+from asyncrl.queue.sample_queue import LocalSampleQueue
+from asyncrl.storage.checkpoint_manifest import Progress
+from trainer.batches import TrainSample
 from trainer.experience import Experience
-from trainer.roles import Published
-from trainer.rows import TrainSample
-from trainer.tensors import to_batch
+from trainer.workers.tensors import to_batch
+from trainer.workers.worker import Published, RoleGroup
 
 
-class FakeGroup:
-    """`RoleGroup` whose weights are the number of steps. `on_step` runs in each step, before it counts."""
+class FakeGroup(RoleGroup):
+    """A `RoleGroup` whose weights are the number of steps. `on_step` runs in each step, before it counts."""
 
     def __init__(
         self,
@@ -43,7 +44,13 @@ class FakeGroup:
         self.scores: Callable[[TensorDict], TensorDict] = lambda batch: TensorDict({}, batch_size=batch.batch_size)
         self.asked: list[tuple[str, bool]] = []
 
-    async def set_loss_fn(self, loss: Loss) -> None:
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(method)
+
+    async def republish(self) -> None:
+        raise NotImplementedError
+
+    async def wait_for_files(self) -> None:
         raise NotImplementedError
 
     async def plan(self, total_steps: int) -> None:
@@ -64,36 +71,12 @@ class FakeGroup:
         self.asked.append(("infer", adapters))
         return self.scores(batch)
 
-    async def forward_backward(self, batch: TensorDict) -> Metrics:
-        raise NotImplementedError
-
-    async def optim_step(self) -> Metrics:
-        raise NotImplementedError
-
-    async def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        raise NotImplementedError
-
-    async def reset(self) -> None:
-        raise NotImplementedError
-
     async def publish(self, version: int, step: int, *, validate: bool) -> Published:
         self.published.append((version, step, len(self.steps), validate))
         outcome = self.on_publish(version)
         if outcome is not None:
             await outcome
         return Published(Publication(version, step, 0, {}, validate=validate), 0.25, 0.5)
-
-    async def republish(self) -> None:
-        raise NotImplementedError
-
-    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
-        raise NotImplementedError
-
-    async def finish_checkpoint(self) -> None:
-        raise NotImplementedError
-
-    async def load_checkpoint(self, directory: Path) -> None:
-        raise NotImplementedError
 
     async def step(self) -> int:
         return len(self.steps)
@@ -140,16 +123,34 @@ class FakeCheckpoints:
 
 
 class MemoryRecord:
-    """`loop.TrainedRecord` that keeps `(step, version, feed indices)`."""
+    """`loop.TrainedStepsFile` that keeps `(step, version, feed indices)`."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, list[int]]] = []
 
-    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+    async def append(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
         self.steps.append((step, version, [sample_id.index for sample_id in sample_ids]))
 
 
-class Records(list[StepRecord]):
+class CopyingPublisher:
+    """Keeps copies of what is published."""
+
+    def __init__(self) -> None:
+        self.published: dict[int, dict[str, NDArray[Any]]] = {}
+        self.offers: list[int] = []
+
+    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
+        if version in self.published:
+            raise BugError("twice")
+        self.published[version] = {name: array.copy() for name, array in tensors.items()}
+        self.offers.append(version)
+        return Publication(version, step, 0, {}, validate=validate)
+
+    async def republish(self) -> None:
+        self.offers += self.offers[-1:]
+
+
+class TrainerRecords(list[StepRecord]):
     """`RecordSink` that keeps the records."""
 
     async def put(self, record: Any) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from asyncrl.manifest import Progress
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.waits import WaitBoard
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import Sample, SampleId
+from asyncrl.core.waits import WaitBoard
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fakes.parts import ManualClock, MemoryPayloads
-from tests.fakes.trainer_parts import FakeCheckpoints, FakeExperience, FakeGroup, MemoryRecord, Records
-from trainer.intake import Intake
-from trainer.loop import TrainLoop
-from trainer.loop_settings import LoopSettings
-from trainer.rows import RowRules
+from tests.fakes.trainer_parts import (
+    FakeCheckpoints,
+    FakeExperience,
+    FakeGroup,
+    MemoryRecord,
+    TrainerRecords,
+    feed,
+    make_sample,
+)
+from trainer.batches import BatchSource, RowRules
+from trainer.loop import LoopSettings, TrainLoop
 
 SETTINGS = LoopSettings(
     total_steps=4,
@@ -39,7 +47,7 @@ SETTINGS = LoopSettings(
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 
 
-class Rig:
+class TrainerRig:
     """A loop over a real queue. By default pacing lets every sample of a test be fed before a version is applied."""
 
     def __init__(
@@ -55,7 +63,7 @@ class Rig:
         total_samples: int | None = None,
         **changes: Any,
     ) -> None:
-        """`validated_step`: None: what the loop goes on from was validated."""
+        """`validated_step`: by default the step of `progress`."""
         self.settings = replace(SETTINGS, **changes)
         trained, step = (progress.trained_samples, progress.step) if progress else (0, 0)
         passes_left = math.ceil((self.settings.total_steps - step) / self.settings.ppo_epochs)
@@ -70,7 +78,7 @@ class Rig:
         self.payloads = MemoryPayloads()
         self.clock = ManualClock()
         waits = WaitBoard(self.clock)
-        intake = Intake(
+        batch_source = BatchSource(
             self.queue,
             self.payloads,
             rules,
@@ -83,23 +91,33 @@ class Rig:
         self.loop = TrainLoop(
             self.settings,
             queue=self.queue,
-            intake=intake,
+            batch_source=batch_source,
             actor=self.actor,
             critic=self.critic,
             experience=self.experience,
             checkpoints=self.checkpoints,
-            trained=self.trained,
+            trained_steps=self.trained,
             progress=progress,
             validated_step=step if validated_step is None else validated_step,
             waits=waits,
             clock=self.clock,
         )
-        self.records = Records()
+        self.records = TrainerRecords()
 
-    async def run(self) -> Records:
+    async def run(self, num_samples: int = 0, make: Callable[[SampleId], Sample] = make_sample) -> TrainerRecords:
+        """Run the loop to its end, after feeding `num_samples` samples."""
+        await feed(self.queue, num_samples, make)
         with anyio.fail_after(10):
             await self.loop.run(self.records)
         return self.records
 
-    async def books(self) -> Books:
-        return (await self.queue.status()).books
+    async def run_while_feeding(
+        self, num_samples: int, make: Callable[[SampleId], Sample] = make_sample
+    ) -> TrainerRecords:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.run)
+            await feed(self.queue, num_samples, make)
+        return self.records
+
+    async def counts(self) -> SampleCounts:
+        return (await self.queue.status()).counts

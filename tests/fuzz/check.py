@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl.lives import Lives
-from asyncrl.recovery import QueueState
-from asyncrl.types import DropReason
+from asyncrl.core.types import DropReason
+from asyncrl.queue.journal_reader import SampleHistories
+from asyncrl.queue.state import QueueState
 from benchmarks.chaos.accounts import Accounts, Fate, surviving, violations
-from benchmarks.chaos.records import told_by
+from benchmarks.chaos.records import journal_facts
 from benchmarks.chaos.watch import broken_calls
-from tests.fuzz.world import World
+from tests.fuzz.world import FuzzWorld
 
 
-def check(world: World) -> None:
+def check(world: FuzzWorld) -> None:
     """Raises AssertionError for the first promise that was broken."""
     setup, files = world.setup, world.files
-    transitions = files.journal.transitions()
-    lives = Lives(QueueState.begin(setup.num_prompts, keeps_payloads=True))
+    operations = files.journal.operations()
+    histories = SampleHistories(QueueState.begin(setup.num_prompts, keeps_payloads=True))
     state = QueueState.begin(setup.num_prompts, keeps_payloads=True)
-    told = told_by(transitions)
+    told = journal_facts(operations)
     drift = setup.config.async_training
     over_sampled = setup.config.rollout.over_sample.samples > 0
-    for transition in transitions:
-        lives.see(0.0, transition)
-        state.apply(transition)
+    for operation in operations:
+        histories.add(0.0, operation)
+        operation.apply(state)
     accounts = Accounts(
-        fates=[Fate(record.sample_id, record.state, record.reason) for record in lives.records()],
-        books=state.ledger.books(),
+        fates=[Fate(record.sample_id, record.state, record.reason) for record in histories.records()],
+        counts=state.counts(),
         trained=files.trained,
         turns=files.turns.log,
         metas=told.metas,
@@ -49,7 +49,7 @@ def check(world: World) -> None:
     assert world.completed_step == steps, f"the run ended at step {world.completed_step} of {steps}"
 
 
-def _check_model(world: World) -> None:
+def _check_model(world: FuzzWorld) -> None:
     """The weights of the newest checkpoint hold exactly what the record says of the steps up to it."""
     if not (checkpoints := world.files.checkpoints):
         return
@@ -63,18 +63,18 @@ def _check_model(world: World) -> None:
     assert not over, f"trained more than {epochs} times in the surviving model: {over}"
 
 
-def _check_validations(world: World) -> None:
+def _check_validations(world: FuzzWorld) -> None:
     """What the run comes to is validated, and no weights twice."""
     counts = Counter((record.lineage, record.version) for record in world.validations)
     # The driver may die between a record's arrival and its being written down.
-    again = [edition for edition, count in counts.items() if count > 1]
+    again = [weights_version for weights_version, count in counts.items() if count > 1]
     assert not again or world.launches > 1, f"(lineage, version) {again} was validated more than once"
     if world.setup.config.has_validation and world.launches == 1:
         last = max((record.step for record in world.validations), default=0)
         assert last == world.completed_step, f"the last validation is of step {last} of {world.completed_step}"
 
 
-def _check_poison(world: World, accounts: Accounts) -> None:
+def _check_poison(world: FuzzWorld, accounts: Accounts) -> None:
     """Who crashes every engine is convicted, and nobody else is where nothing else goes wrong."""
     setup = world.setup
     # Conversations of one sample are suspects by themselves.
@@ -90,7 +90,7 @@ def _check_poison(world: World, accounts: Accounts) -> None:
         assert not innocent, f"dropped as failed, and nothing was wrong with it: {innocent}"
 
 
-def _check_staleness(world: World) -> None:
+def _check_staleness(world: FuzzWorld) -> None:
     drift = world.setup.config.async_training
     first = [age for lineage, age in world.staleness if lineage == 0]
     if drift.max_staleness is not None:

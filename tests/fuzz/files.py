@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asyncrl.manifest import Progress
-from asyncrl.payloads import FileRef
-from asyncrl.ports import QueueSnapshot
-from asyncrl.records import ValidationRecord
-from asyncrl.recovery import QueueState
-from asyncrl.types import Sample, SampleId, Turn
+from asyncrl.core.ports import QueueSnapshot
+from asyncrl.core.records import ValidationRecord
+from asyncrl.core.types import Sample, SampleId, Turn
+from asyncrl.queue.state import QueueState
+from asyncrl.storage.checkpoint_manifest import Progress
+from asyncrl.storage.sample_bytes import FileRef
 from benchmarks.chaos.accounts import TurnDone
 from tests.fakes.parts import MemoryTurns
 from tests.fuzz.journal import Disk
-from tests.fuzz.setup import Setup
+from tests.fuzz.setup import FuzzSetup
 
 
 class Checkpoint(NamedTuple):
@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
 class Files:
     """Everything on disk, and what is counted over the whole run."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: FuzzSetup) -> None:
         self.journal = Disk(setup.num_prompts)
         self.checkpoints: dict[int, Checkpoint] = {}
         self.payloads: dict[str, Sample] = {}
@@ -72,8 +72,8 @@ class MemoryFiles:
         return [self._files.payloads.get(file) for file in asked]
 
 
-class Record:
-    """`loop.TrainedRecord` in memory."""
+class MemoryTrainedSteps:
+    """`loop.TrainedStepsFile` in memory."""
 
     def __init__(self, files: Files, lineage: int) -> None:
         self._files = files
@@ -82,6 +82,6 @@ class Record:
     async def rewound(self, step: int) -> None:
         self._files.trained.append({"lineage": self._lineage, "rewound_to_step": step})
 
-    async def put(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
+    async def append(self, step: int, version: int, sample_ids: Sequence[SampleId]) -> None:
         line = {"lineage": self._lineage, "step": step, "version": version, "samples": list(map(str, sample_ids))}
         self._files.trained.append(line)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,16 +22,25 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
-from asyncrl.ports import ApplyReport, Edition, GenerateRequest, Publication, ReplicaPhase, ReplicaReport
-from asyncrl.types import FinishReason, Span, Turn
+from asyncrl.core.failures import AsyncRLError, DeadlineError, EngineCrashError, InfraError
+from asyncrl.core.ports import (
+    Accepted,
+    ApplyReport,
+    GenerateRequest,
+    GenerationEvent,
+    Publication,
+    ReplicaPhase,
+    ReplicaReport,
+    WeightsVersion,
+)
+from asyncrl.core.types import FinishReason, Span, Turn
 from asyncrl.weights import object_store
 from asyncrl.weights.object_store import ObjectStoreFeed
-from benchmarks.chaos.watch import Call, Watch
+from benchmarks.chaos.watch import CallWatch
 from rollouter.serving import fleet as serving
-from rollouter.serving.pieces import Piece, Taken
+from rollouter.serving.client import Delta, ReplicaStream
 from tests.fuzz.remote import ActorHost, Gate
-from tests.fuzz.world import World
+from tests.fuzz.world import FuzzWorld
 
 REPORT_S = 1.0
 SERVE_S = 20.0
@@ -63,18 +72,16 @@ class FuzzFleet(serving.ServeFleet):
         super().__init__(config, namespace=engines.namespace)
         self._engines = engines
         self._feed = feed
-        self._watch = Watch(lines.append)
+        self._watch = CallWatch(lines.append)
 
-    async def generate(self, requests: Sequence[GenerateRequest], **options: Any) -> list[Turn]:
-        try:
-            turns = await super().generate(requests, **options)
-        except BaseException:
-            self._watch.given_up(requests)
-            raise
-        self._watch.ended(requests, turns)
-        return turns
+    async def generate(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        async with aclosing(self._watch.generating(super().generate(requests, session=session), requests)) as events:
+            async for event in events:
+                yield event
 
-    def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> Call:
+    def _call(self, requests: Sequence[GenerateRequest], *, session: str) -> ReplicaStream:
         return self._watch.calling(self._engines.call(requests, session), requests)
 
     async def _everywhere(self, method: str, *args: Any, limit_s: float) -> list[Any]:
@@ -84,10 +91,10 @@ class FuzzFleet(serving.ServeFleet):
 
     async def _newest(self, publication: Publication) -> Publication:
         newest = await self._feed.latest()
-        return newest if newest is not None and newest.edition > publication.edition else publication
+        return newest if newest is not None and newest.weights_version > publication.weights_version else publication
 
 
-class Replica:
+class FuzzReplica:
     """One engine with its replica, from its start to its end."""
 
     def __init__(self, name: str, gate: Gate) -> None:
@@ -96,7 +103,7 @@ class Replica:
         """Its messages to the store come in order."""
         self.phase: ReplicaPhase = "starting"
         self.phase_since = anyio.current_time()
-        self.edition = Edition(0, 0)
+        self.weights_version = WeightsVersion(0, 0)
         self.calls: list[OpenCall] = []
         self.scope = anyio.CancelScope()
         self.hung = self.ended = False
@@ -115,7 +122,7 @@ class Replica:
             raise InfraError(f"{self.name} ended")
 
     def report(self, num: int) -> ReplicaReport:
-        lineage, version = self.edition
+        lineage, version = self.weights_version
         now = anyio.current_time()
         return ReplicaReport(
             self.name, "", num, (), self.phase, self.phase_since, lineage, version, len(self.calls),
@@ -142,11 +149,11 @@ class OpenCall:
 class Engines:
     """All replicas of one launch, and Serve, which keeps their number."""
 
-    def __init__(self, world: World, config: Config, store: ActorHost, namespace: str) -> None:
+    def __init__(self, world: FuzzWorld, config: Config, store: ActorHost, namespace: str) -> None:
         self.namespace = namespace
-        self.replicas: list[Replica] = []
+        self.replicas: list[FuzzReplica] = []
         self.fail_next_apply = False
-        self.owners: dict[Edition, Gate] = {}
+        self.owners: dict[WeightsVersion, Gate] = {}
         """Whose process holds the weights that were published."""
         self._world = world
         self._config = config
@@ -163,7 +170,7 @@ class Engines:
         for _ in range(self._world.setup.num_replicas):
             group.start_soon(self._keep_one)
 
-    def crash(self, replica: Replica, told: str = "the engine died") -> None:
+    def crash(self, replica: FuzzReplica, told: str = "the engine died") -> None:
         """It dies with what it computes."""
         if replica.ended:
             return
@@ -178,7 +185,7 @@ class Engines:
         replica.scope.cancel()
         self._tell()
 
-    def hang(self, replica: Replica) -> None:
+    def hang(self, replica: FuzzReplica) -> None:
         """It does nothing any more, and says nothing. Serve finds out, if slowly."""
         replica.hung = True
         asyncio.get_running_loop().call_later(SERVE_S, self.crash, replica, "Serve has ended it")
@@ -187,14 +194,14 @@ class Engines:
         while len(self.up()) < self._world.setup.num_replicas:
             await self._changed.wait()
 
-    def up(self) -> list[Replica]:
+    def up(self) -> list[FuzzReplica]:
         return [replica for replica in self.replicas if replica.phase != "starting" and not replica.ended]
 
     # ------------------------------------------------------------------------------------------------ a replica's life
 
     async def _keep_one(self) -> None:
         while True:
-            replica = Replica(f"replica-{next(self._names)}", Gate())
+            replica = FuzzReplica(f"replica-{next(self._names)}", Gate())
             self.replicas.append(replica)
             with replica.scope:
                 try:
@@ -204,14 +211,14 @@ class Engines:
             self.replicas.remove(replica)
             await anyio.sleep(self._restart_s)
 
-    async def _live(self, replica: Replica) -> None:
+    async def _live(self, replica: FuzzReplica) -> None:
         store = self._store.handle(replica.gate)
         await replica.sleep(0.01)
         newest = await object_store._ask(lambda _: store.start_with.remote(60.0, None), 100.0, "what to start with")
         await replica.sleep(self._world.some(0.05))
         if newest is not None:
             self._fetch(replica, newest)
-            replica.edition = newest.edition
+            replica.weights_version = newest.weights_version
         self._phase(replica, "serving")
         number = int(replica.name.partition("-")[2])
         while True:
@@ -219,7 +226,7 @@ class Engines:
                 await object_store._ask(lambda _: store.report.remote(replica.report(number)), 5.0, "reporting")
             await replica.sleep(REPORT_S)
 
-    def _phase(self, replica: Replica, phase: ReplicaPhase) -> None:
+    def _phase(self, replica: FuzzReplica, phase: ReplicaPhase) -> None:
         replica.phase, replica.phase_since = phase, anyio.current_time()
         self._tell()
 
@@ -234,13 +241,13 @@ class Engines:
         replica.calls.append(call)
         try:
             await anyio.lowlevel.checkpoint()
-            yield Taken(replica.name)
+            yield Accepted(replica.name)
             pending = list(range(len(requests)))
             made = [0 if request.so_far is None else len(request.so_far.response_ids) for request in requests]
             while pending:
                 await self._pace(session, replica, call)
                 if call.aborted:
-                    yield [Piece(number, _turn([], replica, FinishReason.ABORTED), True) for number in pending]
+                    yield [Delta(number, _turn([], replica, FinishReason.ABORTED), True) for number in pending]
                     return
                 if poisonous := [number for number in pending if self._world.is_poison(requests[number])]:
                     self._world.poisoned(requests[poisonous[0]])
@@ -253,12 +260,12 @@ class Engines:
             replica.calls.remove(call)
             self._tell()
 
-    async def _choose(self) -> Replica:
+    async def _choose(self) -> FuzzReplica:
         while not (free := [replica for replica in self.up() if replica.phase in ("serving", "fetching")]):
             await self._changed.wait()
         return min(free, key=lambda replica: len(replica.calls))
 
-    async def _pace(self, session: str, replica: Replica, call: OpenCall) -> None:
+    async def _pace(self, session: str, replica: FuzzReplica, call: OpenCall) -> None:
         """Until the next tokens, the end of the call, or that of the replica."""
         if not session.startswith("val") and self._world.rng.random() < self._world.setup.stragglers:
             self._world.say(f"{session} does not end")
@@ -270,7 +277,7 @@ class Engines:
         if replica.hung:
             await call.sleep(None)
 
-    def _piece(self, replica: Replica, number: int, request: GenerateRequest, made: list[int]) -> Piece:
+    def _piece(self, replica: FuzzReplica, number: int, request: GenerateRequest, made: list[int]) -> Delta:
         name = request.request_id.rpartition("-")[0]
         drawn = self._lengths.setdefault(name, self._world.rng.randint(1, self._config.rollout.response_length))
         length = min(drawn, request.sampling["max_tokens"])
@@ -280,7 +287,7 @@ class Engines:
         done = made[number] >= length
         stop = FinishReason.LENGTH if length >= request.sampling["max_tokens"] else FinishReason.STOP
         ids = list(itertools.islice(self._tokens, size))
-        return Piece(number, _turn(ids, replica, stop if done else FinishReason.ABORTED), done)
+        return Delta(number, _turn(ids, replica, stop if done else FinishReason.ABORTED), done)
 
     # ------------------------------------------------------------------------------------------------ versions
 
@@ -288,7 +295,7 @@ class Engines:
         """As Serve's broadcast: of every replica that is up."""
         outcomes: list[Any] = []
 
-        async def ask(replica: Replica) -> None:
+        async def ask(replica: FuzzReplica) -> None:
             try:
                 outcomes.append(await self._apply(replica, publication, mode))
             except InfraError as error:
@@ -302,34 +309,34 @@ class Engines:
             return [DeadlineError(f"not every replica answered within {limit_s:g} s")]
         return outcomes or [DeadlineError("there is no replica at the moment")]
 
-    async def _apply(self, replica: Replica, publication: Publication, mode: str) -> ApplyReport:
+    async def _apply(self, replica: FuzzReplica, publication: Publication, mode: str) -> ApplyReport:
         await replica.sleep(self._world.some(0.03))
         load_s = 0.0
-        if replica.edition < publication.edition:
+        if replica.weights_version < publication.weights_version:
             self._phase(replica, "fetching")
             try:
                 await replica.sleep(self._world.some(0.03))
                 if self.fail_next_apply:
                     self.fail_next_apply = False
-                    raise InfraError(f"{replica.name} could not fetch {publication.edition}")
+                    raise InfraError(f"{replica.name} could not fetch {publication.weights_version}")
                 self._fetch(replica, publication)
                 self._phase(replica, "pausing")
                 await self._pause(replica, mode)
                 self._phase(replica, "loading")
                 load_s = self._world.some(0.03)
                 await replica.sleep(load_s)
-                replica.edition = max(replica.edition, publication.edition)
+                replica.weights_version = max(replica.weights_version, publication.weights_version)
             finally:
                 replica.paused = False
                 self._phase(replica, "serving")
-        lineage, version = replica.edition
+        lineage, version = replica.weights_version
         return ApplyReport(replica.name, version, 0.0, load_s, load_s, len(replica.calls), True, lineage=lineage)
 
-    def _fetch(self, replica: Replica, publication: Publication) -> None:
-        if self.owners[publication.edition].dead:
-            raise InfraError(f"{replica.name} could not fetch {publication.edition}: its owner is dead")
+    def _fetch(self, replica: FuzzReplica, publication: Publication) -> None:
+        if self.owners[publication.weights_version].dead:
+            raise InfraError(f"{replica.name} could not fetch {publication.weights_version}: its owner is dead")
 
-    async def _pause(self, replica: Replica, mode: str) -> None:
+    async def _pause(self, replica: FuzzReplica, mode: str) -> None:
         if mode == "abort":
             for call in replica.calls:
                 call.aborted = True
@@ -340,6 +347,6 @@ class Engines:
         await replica.sleep(0.001)
 
 
-def _turn(ids: list[int], replica: Replica, finish: FinishReason) -> Turn:
-    spans = (Span(0, replica.edition.version),) if ids else ()
+def _turn(ids: list[int], replica: FuzzReplica, finish: FinishReason) -> Turn:
+    spans = (Span(0, replica.weights_version.version),) if ids else ()
     return Turn(np.array(ids, dtype=np.int32), np.full(len(ids), -0.5, dtype=np.float32), spans, finish)

@@ -9,36 +9,36 @@ from typing import Any
 
 import anyio
 
-from asyncrl.failures import InfraError
-from asyncrl.history import trained_since
-from asyncrl.transitions import Reading, Row, Transition, from_row, to_row
-from asyncrl.types import SampleId
+from asyncrl.core.failures import InfraError
+from asyncrl.core.types import SampleId
+from asyncrl.queue.operation_rows import JournalRow, from_row, to_row, trained_since
+from asyncrl.queue.operations import Operation
 
 
 class Disk:
     """What outlives every process."""
 
     def __init__(self, num_prompts: int) -> None:
-        self.rows: list[Row] = []
-        self._read = Reading(num_prompts)
+        self.rows: list[JournalRow] = []
+        self._num_prompts = num_prompts
 
-    def transitions(self, pending: Sequence[Row] = ()) -> list[Transition]:
-        return [from_row(row, self._read) for row in (*self.rows, *pending)]
+    def operations(self, pending: Sequence[JournalRow] = ()) -> list[Operation]:
+        return [from_row(row, self._num_prompts) for row in (*self.rows, *pending)]
 
 
 class CrashLog:
-    """`history.TransitionLog` of one process of the queue."""
+    """`asyncrl.queue.operations.QueueLog` of one process of the queue."""
 
     def __init__(
-        self, disk: Disk, rng: random.Random, see: Callable[[Transition], None], committed: Callable[[], None]
+        self, disk: Disk, rng: random.Random, see: Callable[[Operation], None], committed: Callable[[], None]
     ) -> None:
-        """`see` is told of every transition as it is made; `committed` is called when some are safe, before anybody who
+        """`see` is told of every operation as it is made; `committed` is called when some are safe, before anybody who
         waits for that knows."""
         self._disk = disk
         self._rng = rng
         self._see = see
         self._on_commit = committed
-        self._pending: list[Row] = []
+        self._pending: list[JournalRow] = []
         self._num_committing = 0
         self._committed = anyio.Event()
         self._dead = False
@@ -47,10 +47,10 @@ class CrashLog:
     def durable(self) -> int:
         return len(self._disk.rows)
 
-    def append(self, transition: Transition) -> int:
+    def append(self, operation: Operation) -> int:
         self._check()
-        self._see(transition)
-        self._pending.append(to_row(transition))
+        self._see(operation)
+        self._pending.append(to_row(operation))
         return self.durable + len(self._pending)
 
     def snapshot_if_due(self, size: int, dump: Callable[[], Mapping[str, Any]]) -> None:
@@ -66,7 +66,7 @@ class CrashLog:
         self._check()
 
     async def trained_since(self, step: int) -> tuple[SampleId, ...] | None:
-        return trained_since(step, self._disk.transitions(self._pending))
+        return trained_since(step, self._disk.operations(self._pending))
 
     def die(self) -> None:
         """The process is killed. A commit that was under way is on disk as a whole, or not at all."""

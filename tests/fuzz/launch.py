@@ -1,8 +1,7 @@
-"""One launch: the driver's part, as `asyncrl.cli.run` plays it."""
+"""One launch: the driver's part, as `asyncrl.driver.run` plays it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +9,20 @@ import anyio
 from anyio.abc import TaskGroup
 from ray.exceptions import ActorUnavailableError
 
-from asyncrl.cli.supervise import Supervisor
 from asyncrl.config.plan import total_samples, validation_due
-from asyncrl.failures import AsyncRLError, DeadlineError, InfraError, first_failure
-from asyncrl.manifest import Progress
-from asyncrl.ports import Edition, QueuedSample, QueueStatus
-from asyncrl.queue_actor import QueueActor, QueueClient
-from asyncrl.records import RunRecord, StepRecord, ValidationRecord
-from asyncrl.recovery import QueueState
-from asyncrl.retry import RestartBudget
-from asyncrl.sample_queue import Caller, QueueOptions
-from asyncrl.staleness import Pacing
+from asyncrl.core.failures import AsyncRLError, DeadlineError, InfraError, first_failure
+from asyncrl.core.ports import WeightsVersion
+from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
+from asyncrl.core.retry import RestartBudget
+from asyncrl.core.staleness import Pacing
+from asyncrl.driver.supervision import Supervisor
+from asyncrl.queue.actor import QueueActor, QueueClient
+from asyncrl.queue.operations import OfferSamples, Operation, QueueOptions, ReadStatus
+from asyncrl.queue.sample_queue import QueueCaller
+from asyncrl.queue.state import QueueState
+from asyncrl.storage.checkpoint_manifest import Progress
 from rollouter.rollouter import RolloutStart
-from tests.fakes.queues import rebuilt
+from tests.fakes.queues import rebuilt, replay
 from tests.fuzz.files import Checkpoint
 from tests.fuzz.fleet import Engines
 from tests.fuzz.journal import CrashLog
@@ -30,15 +30,15 @@ from tests.fuzz.parts import FuzzPart, RolloutPart, TrainPart, prompts
 from tests.fuzz.remote import ActorHost, Gate
 from tests.fuzz.setup import WATCHDOG_S, Fault
 from tests.fuzz.store import FuzzStore
-from tests.fuzz.watch import Watch
-from tests.fuzz.world import World
+from tests.fuzz.watch import DriverWatch
+from tests.fuzz.world import FuzzWorld
 
 MAX_LAUNCHES = 12
 DRIVER_CALL_S = 20.0
 """Longer than it takes to find out that the queue hangs, and to replace it."""
 
 
-async def play(world: World) -> None:
+async def play(world: FuzzWorld) -> None:
     """Launch after launch, until one completes."""
     while world.launches < MAX_LAUNCHES:
         world.launches += 1
@@ -52,7 +52,7 @@ class FuzzQueueActor(QueueActor):
 
     def __init__(self, launch: LaunchOfRun, options: QueueOptions, number: int) -> None:
         """The `number`th process."""
-        self._told = ()
+        self._notices = ()
         self._parked = {}
         self._broken = None
         self._health = None
@@ -61,21 +61,20 @@ class FuzzQueueActor(QueueActor):
         self._files = launch.files
         disk = launch.files.journal
         self._log = CrashLog(disk, launch.rng, launch.world.see, launch.committed)
-        self._ready_queue = rebuilt(options, disk.transitions(), self._log)
-        launch.world.say(f"queue rebuilt: {self._ready_queue.state.ledger.books()}")
+        self._ready_queue = rebuilt(options, disk.operations(), self._log)
+        launch.world.say(f"queue rebuilt: {self._ready_queue.state.counts()}")
 
     def die(self) -> None:
         self._log.die()
 
-    async def status(self, caller: Caller) -> QueueStatus:
-        return replace(await super().status(caller), pid=self._number)
-
-    async def offer_many(self, caller: Caller, samples: Sequence[QueuedSample]) -> list[AsyncRLError | None]:
-        # Of what is finished when the queue has just been closed, the Rollouter thinks that it was taken.
-        ledger = self._ready_queue.state.ledger
-        offered = [sample.meta.sample_id for sample in samples]
-        self._world.let_go.update(sample_id for sample_id in offered if ledger.is_late(sample_id))
-        return await super().offer_many(caller, samples)
+    async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None = None) -> Any:
+        if isinstance(operation, OfferSamples):
+            # Of what is finished when the queue has just been closed, the Rollouter thinks that it was accepted.
+            state = self._ready_queue.state
+            offered = [sample.meta.sample_id for sample in operation.samples]
+            self._world.let_go.update(sample_id for sample_id in offered if state.is_late(sample_id))
+        answer = await super().call(caller, operation, timeout_s)
+        return replace(answer, pid=self._number) if isinstance(operation, ReadStatus) else answer
 
     async def _segments(self) -> list[str]:
         return list(self._files.payloads)
@@ -90,7 +89,7 @@ class FuzzQueueActor(QueueActor):
 
 
 class LaunchOfRun:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FuzzWorld) -> None:
         self.world = world
         self.setup, self.files, self.rng = world.setup, world.files, world.rng
         self.config = self.setup.config
@@ -107,15 +106,15 @@ class LaunchOfRun:
         self.prompts = prompts(world)
         self.rollout, self.train = RolloutPart(self), TrainPart(self)
         self.rollouter, self.trainer = (self._make_supervisor(part, state) for part in (self.rollout, self.train))
-        self.watch = Watch(self)
+        self.watch = DriverWatch(self)
         self.processes: TaskGroup
         self.commits_left = 0
         """Until the queue dies before it can answer; 0: it does not."""
         self.died = self.stopped = False
         self.trainer_ended = False
         self.trainer_moved = anyio.Event()
-        self.validated: Edition | None = None
-        """Newest edition whose validation this launch has recorded."""
+        self.validated: WeightsVersion | None = None
+        """Newest weights_version whose validation this launch has recorded."""
 
     def _make_queue(self) -> ActorHost:
         drift = self.config.async_training
@@ -147,10 +146,7 @@ class LaunchOfRun:
         )
 
     def _rebuilt_state(self) -> QueueState:
-        state = QueueState.begin(self.setup.num_prompts, keeps_payloads=True)
-        for transition in self.files.journal.transitions():
-            state.apply(transition)
-        return state
+        return replay(QueueState.begin(self.setup.num_prompts, keeps_payloads=True), self.files.journal.operations())
 
     def newest_checkpoint(self) -> Checkpoint | None:
         return self.files.checkpoints[max(self.files.checkpoints)] if self.files.checkpoints else None
@@ -273,8 +269,8 @@ class LaunchOfRun:
             self.world.staleness += [(record.lineage, age) for age in record.staleness]
             self.world.completed_step = record.step
         elif isinstance(record, ValidationRecord):
-            edition = Edition(record.lineage, record.version)
-            self.validated = max(edition, self.validated or edition)
+            weights_version = WeightsVersion(record.lineage, record.version)
+            self.validated = max(weights_version, self.validated or weights_version)
             self.files.validations.append(record)
             self.world.validations.append(record)
 

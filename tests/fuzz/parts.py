@@ -1,4 +1,4 @@
-"""Rollouter and Trainer as the Supervisor replaces them: `supervise.Part` around the real ones."""
+"""Rollouter and Trainer as the Supervisor replaces them: `supervision.SupervisedPart` around the real ones."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
-from asyncrl.failures import DeadlineError, UserCodeError
-from asyncrl.ports import PartName
-from asyncrl.queue_actor import QueueClient
-from asyncrl.records import RunRecord
-from asyncrl.types import Prompt
-from asyncrl.waits import Wait, WaitBoard
+from asyncrl.core.failures import DeadlineError, UserCodeError
+from asyncrl.core.ports import PartName
+from asyncrl.core.records import RunRecord
+from asyncrl.core.types import Prompt
+from asyncrl.core.waits import Wait, WaitBoard
+from asyncrl.queue.actor import QueueClient
 from asyncrl.weights.object_store import ObjectStoreFeed
-from rollouter.rollouter import Rollouter, Task
+from rollouter.rollouter import Rollouter, RolloutTask
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
-from tests.fuzz.files import MemoryFiles, Record
+from tests.fuzz.files import MemoryFiles, MemoryTrainedSteps
 from tests.fuzz.fleet import FuzzFleet
 from tests.fuzz.process import Process
 from tests.fuzz.remote import Gated
 from tests.fuzz.setup import PROBE_S, START_S
 from tests.fuzz.store import Publisher
-from tests.fuzz.talk import Talker
-from tests.fuzz.training import Checkpoints, PlainExperience, Ranks
-from tests.fuzz.world import POISON, VALIDATES, World
-from trainer.intake import Intake
-from trainer.loop import TrainLoop
-from trainer.loop_settings import LoopSettings
-from trainer.rows import RowRules
+from tests.fuzz.talk import FuzzConversationAgent
+from tests.fuzz.training import Checkpoints, FuzzRanks, PlainExperience
+from tests.fuzz.world import POISON, VALIDATES, FuzzWorld
+from trainer.batches import BatchSource, RowRules
+from trainer.loop import LoopSettings, TrainLoop
 
 if TYPE_CHECKING:
     from tests.fuzz.launch import LaunchOfRun
@@ -116,9 +114,9 @@ class RolloutPart(FuzzPart):
         setup = world.setup
         agent = None
         if setup.max_turns > 1:
-            agent = Talker(setup.max_turns, launch.config.rollout.response_length, forks=setup.forks)
+            agent = FuzzConversationAgent(setup.max_turns, launch.config.rollout.response_length, forks=setup.forks)
         val_prompts = validation if launch.config.has_validation else None
-        task = Task(launch.prompts, val_prompts, ShakyScorer(world), lambda ids: "", agent)
+        task = RolloutTask(launch.prompts, val_prompts, ShakyScorer(world), lambda ids: "", agent)
         world.watched.append([])
         feed = ObjectStoreFeed(launch.store_host.handle(process.gate), call_s=world.setup.call_s)
         rollouter = Rollouter(
@@ -146,7 +144,7 @@ class TrainPart(FuzzPart):
         super().__init__(launch)
         self.lineage = launch.lineage
         self.anew = not launch.resumes
-        self.ranks: Ranks | None = None
+        self.ranks: FuzzRanks | None = None
         self.loop: TrainLoop | None = None
         self.is_served = anyio.Event()
 
@@ -180,9 +178,9 @@ class TrainPart(FuzzPart):
         newest = launch.newest
         store, owners = launch.store_host.handle(process.gate), launch.engines.owners
         publisher = Publisher(store, process.gate, owners, call_s=world.setup.call_s, lineage=self.lineage)
-        self.ranks = ranks = Ranks(world, publisher, process.gate, newest.model if newest else ())
+        self.ranks = ranks = FuzzRanks(world, publisher, process.gate, newest.model if newest else ())
         progress = replace(launch.progress)
-        record = Record(files, self.lineage)
+        record = MemoryTrainedSteps(files, self.lineage)
         if not self.anew:
             await Gated(record, process.gate, world.pause).rewound(progress.step)
             for step in [step for step in files.checkpoints if step > progress.step]:
@@ -200,7 +198,7 @@ class TrainPart(FuzzPart):
             vocab_size=None,
             rewound=self.lineage > 0,
         )
-        intake = Intake(
+        batch_source = BatchSource(
             queue,
             Gated(MemoryFiles(files, world.pause), process.gate, world.pause),
             rules,
@@ -211,14 +209,14 @@ class TrainPart(FuzzPart):
             clock=anyio.current_time,
         )
         self.loop = loop = TrainLoop(
-            LoopSettings.of(launch.config, total_steps=launch.total_steps, lineage=self.lineage),
+            LoopSettings.from_config(launch.config, total_steps=launch.total_steps, lineage=self.lineage),
             queue=queue,
-            intake=intake,
+            batch_source=batch_source,
             actor=ranks,  # type: ignore[arg-type]
             critic=None,
             experience=PlainExperience(),
             checkpoints=Checkpoints(world, process.gate, ranks, queue.confirm),
-            trained=Gated(record, process.gate, world.pause),
+            trained_steps=Gated(record, process.gate, world.pause),
             progress=progress,
             validated_step=launch.validated_step or 0,
             waits=waits,
@@ -241,7 +239,7 @@ class TrainPart(FuzzPart):
 
 
 class ShakyScorer(FakeScorer):
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FuzzWorld) -> None:
         async def gate(prompt: Prompt) -> None:
             await anyio.sleep(world.some(0.02))
             validates = prompt.prompt_ids[0] == VALIDATES
@@ -251,7 +249,7 @@ class ShakyScorer(FakeScorer):
         super().__init__(gate=gate)
 
 
-def prompts(world: World) -> ListPrompts:
+def prompts(world: FuzzWorld) -> ListPrompts:
     """The data set; a poisonous one among them begins with a token of its own."""
     return ListPrompts(
         [

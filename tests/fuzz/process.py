@@ -8,8 +8,8 @@ from typing import Any
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, InfraError
-from asyncrl.records import RunRecord
+from asyncrl.core.failures import AsyncRLError, InfraError
+from asyncrl.core.records import RunRecord
 from tests.fuzz.remote import Gate
 
 

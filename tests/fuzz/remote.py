@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from inspect import isasyncgenfunction
 from typing import Any
 
 import anyio
 
-from asyncrl.failures import InfraError
+from asyncrl.core.failures import InfraError
 
 
 class Gate:
@@ -86,6 +88,16 @@ class Gated:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._port, name)
 
+        async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            await self._gate.passing()
+            await self._pause()
+            self._gate.check()
+            async with aclosing(method(*args, **kwargs)) as items:
+                async for item in items:
+                    await self._gate.passing()
+                    yield item
+            await self._gate.passing()
+
         async def call(*args: Any, **kwargs: Any) -> Any:
             await self._gate.passing()
             await self._pause()
@@ -94,7 +106,7 @@ class Gated:
             await self._gate.passing()
             return result
 
-        return call
+        return stream if isasyncgenfunction(method) else call
 
 
 class ActorHost:
@@ -257,18 +269,18 @@ class _Handle:
         self._host = host
         self._gate = gate
 
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(self._host, self._gate, name)
+    def __getattr__(self, name: str) -> _RemoteMethod:
+        return _RemoteMethod(self._host, self._gate, name)
 
 
 @dataclass(frozen=True)
-class _Method:
+class _RemoteMethod:
     host: ActorHost
     gate: Gate
     name: str
     retries: bool = False
 
-    def options(self, *, max_task_retries: int) -> _Method:
+    def options(self, *, max_task_retries: int) -> _RemoteMethod:
         return replace(self, retries=max_task_retries != 0)
 
     def remote(self, *args: Any, **kwargs: Any) -> _Ref:

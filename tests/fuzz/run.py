@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tests.fuzz import fleet, launch, loop
 from tests.fuzz.check import check
 from tests.fuzz.setup import draw
-from tests.fuzz.world import World
+from tests.fuzz.world import FuzzWorld
 
 MAX_VIRTUAL_S = 900.0
 
@@ -19,14 +19,14 @@ class FuzzError(AssertionError):
     """A seed whose run broke a promise; the message has how to see it again."""
 
 
-def play(seed: int, trace: Callable[[str], None] | None = None) -> World:
+def play(seed: int, trace: Callable[[str], None] | None = None) -> FuzzWorld:
     """One run, checked.
 
     Raises:
         FuzzError: it failed, or broke a promise.
     """
     setup = draw(seed)
-    world = World(setup, trace)
+    world = FuzzWorld(setup, trace)
 
     async def main() -> None:
         await launch.play(world)

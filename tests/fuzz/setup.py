@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from asyncrl.config.schema import Config, OverSampleConfig
-from tests.fakes.configurations import changed
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rollout import OverSampleConfig
+from tests.fakes.configurations import config_with
 
 FaultKind = Literal[
     "engine", "rollouter", "trainer", "queue", "answer", "store", "hang engine", "hang rollouter", "hang trainer",
@@ -40,7 +41,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class FuzzSetup:
     """One run."""
 
     seed: int
@@ -82,7 +83,7 @@ class Setup:
         )
 
 
-def draw(seed: int) -> Setup:
+def draw(seed: int) -> FuzzSetup:
     """The run of this seed."""
     rng = random.Random(seed)
     mode = rng.choice("abcd")
@@ -132,7 +133,7 @@ def draw(seed: int) -> Setup:
         "timeouts": {"call_s": call_s},
         "recovery": {"max_crashes": rng.choice([1, 2]) if poison is not None else 1000},
     }
-    return Setup(
+    return FuzzSetup(
         seed=seed,
         mode=mode,
         config=_with(_base(), changes),
@@ -158,7 +159,7 @@ def draw(seed: int) -> Setup:
 
 @cache
 def _base() -> Config:
-    return changed(
+    return config_with(
         {
             "reward.on_error": "drop",
             "reward.max_errors": 1_000_000,

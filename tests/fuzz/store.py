@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import anyio
 
-from asyncrl.ports import Edition, Publication, StoreStatus
+from asyncrl.core.ports import Publication, StoreStatus, WeightsVersion
 from asyncrl.weights import object_store
 from asyncrl.weights.object_store import ObjectStorePublisher, WeightStoreActor
 from tests.fuzz.remote import Gate
@@ -35,14 +35,16 @@ class FuzzStore(WeightStoreActor):
 class Publisher(ObjectStorePublisher):
     """What it publishes is gone with its process, as Ray's objects are."""
 
-    def __init__(self, store: Any, gate: Gate, owners: dict[Edition, Gate], *, call_s: float, lineage: int) -> None:
+    def __init__(
+        self, store: Any, gate: Gate, owners: dict[WeightsVersion, Gate], *, call_s: float, lineage: int
+    ) -> None:
         super().__init__(store, call_s=call_s, lineage=lineage)
         self._gate = gate
         self._owners = owners
 
     async def publish(self, version: int, step: int, tensors: Mapping[str, Any], *, validate: bool) -> Publication:
         publication = Publication(version, step, 0, {}, validate=validate, lineage=self._lineage)
-        self._owners[publication.edition] = self._gate
+        self._owners[publication.weights_version] = self._gate
         await object_store._ask(
             lambda again: self._store.publish.remote(publication, [], again), self._call_s, f"publishing {version}"
         )

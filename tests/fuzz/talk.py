@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.trajectory import Trajectory, TurnInfo
-from asyncrl.types import FinishReason, Prompt, SampleId
-from rollouter.agent.asking import AskTurn, TurnRequest
-from rollouter.agent.tokens import ConversationTokens
+from asyncrl.core.trajectory import Trajectory, TurnInfo
+from asyncrl.core.types import FinishReason, Prompt, SampleId
+from rollouter.agent.conversation import AskTurn, ConversationTokens, TurnRequest
 
 TOLD = 3
 
 
-class Talker:
-    """`Converser`: up to so many turns, in one row or with a new one each time."""
+class FuzzConversationAgent:
+    """`ConversationAgent`: up to so many turns, in one row or with a new one each time."""
 
     def __init__(self, max_turns: int, max_tokens: int, *, forks: bool) -> None:
         self._max_turns = max_turns
@@ -35,10 +34,10 @@ class Talker:
             if self._forks:
                 tokens.fork([*prompt.prompt_ids, TOLD])
             else:
-                tokens.add_told([TOLD])
+                tokens.add_unsampled([TOLD])
         return Trajectory(tokens.rows(), tuple(turns), turn.finish_reason, ({"role": "assistant", "content": ""},))
 
-    async def __aenter__(self) -> Talker:
+    async def __aenter__(self) -> FuzzConversationAgent:
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -39,7 +39,7 @@ def test_a_seed_decides_the_order() -> None:
     assert all(sorted(one) == sorted(list(range(6)) * 3) for one in orders)
 
 
-def test_time_jumps_and_nobody_waits() -> None:
+def test_virtual_time_jumps_without_waiting() -> None:
     async def main() -> tuple[float, list[str]]:
         woken: list[str] = []
 
@@ -61,7 +61,7 @@ def test_time_jumps_and_nobody_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_deadlines_cut_and_cancellation_reaches_the_one_who_waits(seed: int) -> None:
+def test_deadlines_and_cancellation_reach_the_waiting_task(seed: int) -> None:
     async def main() -> list[str]:
         told: list[str] = []
         event = anyio.Event()
@@ -125,7 +125,7 @@ def test_conditions_semaphores_and_streams_work(seed: int) -> None:
     assert run(main, seed) == 2
 
 
-def test_a_deadlock_is_told_with_what_every_task_waits_on() -> None:
+def test_a_deadlock_names_what_every_task_waits_on() -> None:
     async def wait_for_godot(event: anyio.Event) -> None:
         await event.wait()
 
@@ -140,7 +140,7 @@ def test_a_deadlock_is_told_with_what_every_task_waits_on() -> None:
     assert "test_loop.py" in str(caught.value)
 
 
-def test_a_run_that_polls_for_ever_is_a_livelock() -> None:
+def test_endless_polling_is_a_livelock() -> None:
     async def main() -> None:
         while True:  # noqa: ASYNC110
             await anyio.sleep(1.0)
@@ -149,7 +149,7 @@ def test_a_run_that_polls_for_ever_is_a_livelock() -> None:
         run(main, 0, max_virtual_s=100.0)
 
 
-def test_a_busy_wait_meets_its_deadline_and_without_one_it_is_a_livelock() -> None:
+def test_a_busy_wait_ends_at_its_deadline_or_is_a_livelock() -> None:
     async def main() -> None:
         with anyio.move_on_after(1.0):
             while True:
@@ -165,7 +165,7 @@ def test_a_busy_wait_meets_its_deadline_and_without_one_it_is_a_livelock() -> No
         run(for_ever, 0, max_turns=30_000)
 
 
-def test_threads_are_refused_by_name_or_run_in_place() -> None:
+def test_threads_are_refused_or_run_in_place() -> None:
     def work(number: int) -> int:
         return 2 * number
 
@@ -188,7 +188,7 @@ def test_threads_are_refused_by_name_or_run_in_place() -> None:
     assert anyio.run(with_real_threads) == 4, "and elsewhere threads are what they were"
 
 
-def test_an_error_of_the_main_task_is_what_is_raised() -> None:
+def test_an_error_of_the_main_task_is_raised() -> None:
     async def main() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(anyio.sleep_forever)

@@ -9,20 +9,20 @@ from typing import Any
 import anyio
 import torch
 
-from asyncrl.manifest import Progress
-from asyncrl.ports import QueueSnapshot
-from asyncrl.records import Metrics
-from asyncrl.types import SampleId
+from asyncrl.core.ports import QueueSnapshot
+from asyncrl.core.records import Metrics
+from asyncrl.core.types import SampleId
+from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fuzz.files import Checkpoint
 from tests.fuzz.remote import Gate
 from tests.fuzz.store import Publisher
-from tests.fuzz.world import World
+from tests.fuzz.world import FuzzWorld
+from trainer.batches import TrainSample
 from trainer.experience import Experience
-from trainer.roles import Published
-from trainer.rows import TrainSample
+from trainer.workers.worker import Published
 
 
-class Columns:
+class FakeBatch:
     """What the loop needs of a batch: columns by name, rows by number."""
 
     def __init__(self, columns: dict[str, torch.Tensor]) -> None:
@@ -31,7 +31,7 @@ class Columns:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return self._columns[key]
-        return Columns({name: column[key] for name, column in self._columns.items()})
+        return FakeBatch({name: column[key] for name, column in self._columns.items()})
 
     def __len__(self) -> int:
         return len(self._columns["groups"])
@@ -43,7 +43,7 @@ class PlainExperience:
     async def make(self, samples: Sequence[TrainSample], *, trainer_version: int, kl_coef: float | None) -> Experience:
         numbers = [number for number, sample in enumerate(samples) for _ in sample.rows]
         ids = torch.tensor([list(samples[number].sample_id) for number in numbers])
-        batch = Columns(
+        batch = FakeBatch(
             {
                 "groups": torch.tensor(numbers),
                 "ids": ids,
@@ -54,10 +54,10 @@ class PlainExperience:
         return Experience(batch, {}, kl_coef)
 
 
-class Ranks:
+class FuzzRanks:
     """A role whose weights are the list of what they were trained on."""
 
-    def __init__(self, world: World, publisher: Publisher, gate: Gate, model: tuple[SampleId, ...]) -> None:
+    def __init__(self, world: FuzzWorld, publisher: Publisher, gate: Gate, model: tuple[SampleId, ...]) -> None:
         self.model = list(model)
         self._world = world
         self._publisher = publisher
@@ -83,7 +83,9 @@ class Ranks:
 class Checkpoints:
     """`saves.Checkpoints` in memory: begun is not written."""
 
-    def __init__(self, world: World, gate: Gate, ranks: Ranks, confirm: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(
+        self, world: FuzzWorld, gate: Gate, ranks: FuzzRanks, confirm: Callable[[int], Awaitable[None]]
+    ) -> None:
         self._world = world
         self._gate = gate
         self._ranks = ranks

@@ -1,4 +1,5 @@
-"""What the driver watches, as `asyncrl.cli.watch` and `asyncrl.cli.run` do: queue, store, replicas, and whether
+"""What the driver watches, as `asyncrl.driver.service_watch` and `asyncrl.driver.run` do: queue, store, replicas,
+and whether
 anything moves at all.
 """
 
@@ -11,17 +12,15 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.cli.probes import TICK_S, probe
-from asyncrl.cli.replicas import ReplicaWatch
-from asyncrl.cli.supervise import Supervisor
-from asyncrl.cli.watchdog import Watchdog
-from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.manifest import Progress
-from asyncrl.ports import Books, QueueStatus, StoreStatus
-from asyncrl.queue_actor import QueueClient
-from asyncrl.run_state import RunState
-from asyncrl.waits import Wait
-from asyncrl.weights.replica_reports import on_clock
+from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.ports import QueueStatus, SampleCounts, StoreStatus
+from asyncrl.core.waits import Wait
+from asyncrl.driver.stall_watchdog import Watchdog
+from asyncrl.driver.supervision import TICK_S, ReplicaWatch, Supervisor, probe
+from asyncrl.observe.status.run_status import RunState
+from asyncrl.queue.actor import QueueClient
+from asyncrl.storage.checkpoint_manifest import Progress
+from asyncrl.weights.object_store import on_clock
 from tests.fuzz.parts import FuzzPart
 from tests.fuzz.process import Process
 from tests.fuzz.setup import PROBE_S, START_S, WATCHDOG_S
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class Watch:
+class DriverWatch:
     def __init__(self, launch: LaunchOfRun) -> None:
         self._launch = launch
         self._world = launch.world
@@ -47,7 +46,7 @@ class Watch:
         self._replicas = ReplicaWatch(launch.setup.num_replicas, 2 * PROBE_S, START_S)
 
     def start(self, group: TaskGroup) -> None:
-        for task in (self._probe_queue, self._probe_store, self._keep_store_told, self._watch):
+        for task in (self._probe_queue, self._probe_store, self._keep_store_informed, self._watch):
             group.start_soon(task)
         for supervisor in (self._launch.rollouter, self._launch.trainer):
             group.start_soon(self._probe_part, supervisor)
@@ -74,7 +73,7 @@ class Watch:
         while True:
             await self._awake.wait()
             if self._store is not None:
-                self._look_at_replicas(self._store)
+                self._watch_replicas(self._store)
             self._watchdog.observe(anyio.current_time(), self._state())
             await anyio.sleep(TICK_S)
 
@@ -94,7 +93,7 @@ class Watch:
             lineage=launch.train.lineage,
             published=self._store.newest if self._store is not None else None,
             queue=self._queue,
-            books=self._queue.books if self._queue is not None else Books(),
+            counts=self._queue.counts if self._queue is not None else SampleCounts(),
             replicas=self._store.replicas if self._store is not None else (),
             num_replicas=launch.setup.num_replicas,
             waits={part: waits for part, (_, waits) in self._heard.items()},
@@ -139,9 +138,9 @@ class Watch:
             if asked is part.process and asked is not None and not asked.ended:
                 if not asked.gate.frozen:
                     self._world.broken.append(f"the {part.name} was well, and was killed")
-                supervisor.hung(error)
+                supervisor.replace_unresponsive(error)
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, heard=heard, missed=missed)
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=heard, on_timeout=missed)
 
     async def _probe_queue(self) -> None:
         launch = self._launch
@@ -157,7 +156,7 @@ class Watch:
         async def ask(limit_s: float) -> QueueStatus:
             return await self._asked(QueueClient(handle, limit_s).status, limit_s)
 
-        await probe(ask, PROBE_S, heard=heard, missed=missed)
+        await probe(ask, PROBE_S, on_answer=heard, on_timeout=missed)
 
     async def _probe_store(self) -> None:
         handle = self._launch.store_host.handle(self._launch.gate)
@@ -181,9 +180,9 @@ class Watch:
             if self._store is not None and self._launch.store_host.end_known(self._store.pid, 0.5) is not None:
                 self._world.broken.append("the store was well, and was killed")
 
-        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, heard=heard, missed=missed)
+        await probe(lambda limit_s: self._asked(status, limit_s), PROBE_S, on_answer=heard, on_timeout=missed)
 
-    async def _keep_store_told(self) -> None:
+    async def _keep_store_informed(self) -> None:
         while True:
             await self._store_forgot.wait()
             try:
@@ -192,13 +191,13 @@ class Watch:
                 self._world.say(f"the store could not be told: {error}")
             self._store_forgot = anyio.Event()
 
-    def _look_at_replicas(self, store: StoreStatus) -> None:
+    def _watch_replicas(self, store: StoreStatus) -> None:
         engines = self._launch.engines
-        seen = self._replicas.look(store.replicas, store.at, store_since=self._store_since)
-        for report in seen.hung:
+        changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since)
+        for report in changes.unresponsive:
             for replica in [one for one in engines.replicas if one.name == report.replica]:
                 if not replica.hung and not replica.ended:
                     self._world.broken.append(f"{replica.name} was well, and was ended for not having been heard of")
                 engines.crash(replica, "it hangs")
-        if seen.missing:
-            self._world.broken.append(f"{seen.missing[0].replica} is told to have no successor")
+        if changes.missing:
+            self._world.broken.append(f"{changes.missing[0].replica} is told to have no successor")

@@ -1,8 +1,8 @@
 """One run in one event loop: the real core between fake engines, fake ranks and a disk in memory.
 
-    real   Rollouter (pump, versions, validation, quarantine), ServeFleet and its client, WeightStoreActor and its
-           clients, TrainLoop and Intake, QueueClient, QueueActor over LocalSampleQueue and QueueState, transitions as
-           rows, the Supervisors, probes, Watchdog and ReplicaWatch
+    real   Rollouter (dispatcher, versions, validation, isolation), ServeFleet and its client, WeightStoreActor and its
+           clients, TrainLoop and BatchSource, QueueClient, QueueActor over LocalSampleQueue and QueueState, operations
+           as rows, the Supervisors, probes, Watchdog and ReplicaWatch
     fake   engines and replicas, ranks, checkpoints, payload and turn files, processes and the network between them
 
 `launch` is the driver, `parts` the processes that it replaces, `files` what outlives them all.
@@ -18,12 +18,12 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from asyncrl.ports import GenerateRequest
-from asyncrl.records import ValidationRecord
-from asyncrl.transitions import Transition
-from asyncrl.types import SampleId
+from asyncrl.core.ports import GenerateRequest
+from asyncrl.core.records import ValidationRecord
+from asyncrl.core.types import SampleId
+from asyncrl.queue.operations import Operation
 from tests.fuzz.files import Files
-from tests.fuzz.setup import Setup
+from tests.fuzz.setup import FuzzSetup
 
 POISON = 7
 """The first token of a prompt that crashes engines."""
@@ -31,10 +31,10 @@ VALIDATES = 3
 """That of one of the validation set."""
 
 
-class World:
+class FuzzWorld:
     """The run of one seed, over all its launches."""
 
-    def __init__(self, setup: Setup, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(self, setup: FuzzSetup, trace: Callable[[str], None] | None = None) -> None:
         self.setup = setup
         self.files = Files(setup)
         self.rng = random.Random(setup.seed + 1)
@@ -60,10 +60,10 @@ class World:
         if self.trace is not None:
             self.trace(f"{anyio.current_time():9.4f}  {told}")
 
-    def see(self, transition: Transition) -> None:
+    def see(self, operation: Operation) -> None:
         """Of the queue, as it is made: what a crash forgets is seen once more by `rebuilt`."""
         if self.trace is not None:
-            self.say(str(transition))
+            self.say(str(operation))
 
     async def pause(self) -> None:
         """A message travels."""

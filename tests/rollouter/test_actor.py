@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from asyncrl.config.schema import (
-    Config,
-    DataConfig,
-    RewardConfig,
-    RolloutConfig,
-)
-from asyncrl.failures import BugError, ConfigError, FencedError, InfraError
-from asyncrl.ports import Edition
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import DataConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.rollout import RolloutConfig
+from asyncrl.core.failures import BugError, ConfigError, FencedError, InfraError
+from asyncrl.core.ports import GenerateRequest, GenerationEvent, WeightsVersion
+from asyncrl.core.records import ApplyRecord, RunRecord, ValidationRecord
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import SampleMeta
 from asyncrl.profiling import profile
-from asyncrl.records import ApplyRecord, RunRecord, ValidationRecord
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.types import SampleMeta, Turn
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from rollouter.actor import RolloutActor
-from rollouter.rollouter import Rollouter, RolloutStart, Task, load_task
+from rollouter.rollouter import Rollouter, RolloutStart, RolloutTask, load_task
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, MemoryTurns, make_prompt
 
@@ -38,7 +37,7 @@ class Rig:
         fleet: FakeFleet | None = None,
         *,
         val_before_train: bool = True,
-        validated: Edition | None = None,
+        validated: WeightsVersion | None = None,
         queue: type[LocalSampleQueue] = LocalSampleQueue,
     ) -> None:
         config = Config(
@@ -52,7 +51,7 @@ class Rig:
         self.send, self.records = anyio.create_memory_object_stream[RunRecord](math.inf)
         self.rollouter = Rollouter(
             config,
-            Task(prompts, prompts, FakeScorer(), decode=str),
+            RolloutTask(prompts, prompts, FakeScorer(), decode=str),
             queue=self.queue,
             payloads=MemoryPayloads(),
             turns=MemoryTurns(),
@@ -81,8 +80,8 @@ async def test_a_run_from_first_prompt_to_last_validation() -> None:
     told = [(type(record), record.version) for record in rig.sink.records]
     assert told[0] == (ValidationRecord, 0)
     assert told[-2:] == [(ApplyRecord, 3), (ValidationRecord, 3)]
-    books = (await rig.queue.status()).books
-    assert (books.trained, books.running, books.ready, books.leased) == (12, 0, 0, 0)
+    counts = (await rig.queue.status()).counts
+    assert (counts.trained, counts.running, counts.ready, counts.leased) == (12, 0, 0, 0)
     status = rig.rollouter.status()
     assert status["version"] == 3
     assert status["samples_done"] >= 12
@@ -125,7 +124,7 @@ async def test_a_failure_is_one_typed_error_and_nothing_keeps_running() -> None:
     assert {"sample_0_1", "val_0_0"} <= set(rig.fleet.cancelled)
 
 
-async def test_what_is_untyped_is_a_bug_with_its_traceback() -> None:
+async def test_an_untyped_error_is_a_bug_error_with_its_traceback() -> None:
     rig = Rig()
     rig.fleet.fail("sample_0_1", ZeroDivisionError("oops"))
     with anyio.fail_after(20), pytest.raises(BugError, match="ZeroDivisionError: oops") as caught:
@@ -151,9 +150,12 @@ async def test_stop_ends_the_run_at_once() -> None:
 class RudeFleet(FakeFleet):
     """Its calls fail when they are cancelled."""
 
-    async def generate(self, requests: Any, **options: Any) -> list[Turn]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], *, session: str
+    ) -> AsyncGenerator[GenerationEvent, None]:
         try:
-            return await super().generate(requests, **options)
+            async for event in super().generate(requests, session=session):
+                yield event
         except anyio.get_cancelled_exc_class() as error:
             raise InfraError("the connection was closed") from error
 
@@ -163,7 +165,7 @@ class FencedQueue(LocalSampleQueue):
         raise FencedError("rollouter 1 was replaced by rollouter 2")
 
 
-async def test_an_incarnation_that_was_replaced_ends_with_that_and_nothing_else(
+async def test_a_replaced_incarnation_ends_with_a_fenced_error_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = Rig(RudeFleet(hold=True), queue=FencedQueue)
@@ -181,8 +183,8 @@ async def test_an_incarnation_that_was_replaced_ends_with_that_and_nothing_else(
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-async def test_a_restarted_rollouter_goes_on_at_the_newest_version_and_validates_nothing_twice() -> None:
-    rig = Rig(val_before_train=True, validated=Edition(0, 2))
+async def test_a_restarted_rollouter_starts_at_the_newest_version_and_repeats_no_validation() -> None:
+    rig = Rig(val_before_train=True, validated=WeightsVersion(0, 2))
     rig.fleet.version = 2
     await rig.queue.set_applied_version(2)
     await rig.feed.publish(2, validate=True)
@@ -194,7 +196,7 @@ async def test_a_restarted_rollouter_goes_on_at_the_newest_version_and_validates
     assert [(type(record), record.version) for record in rig.sink.records] == [(ApplyRecord, 3)]
     status = rig.rollouter.status()
     assert (status["version"], status["lineage"]) == (3, 0)
-    assert status["quarantine"]["crashes"] == 0
+    assert status["crash_isolation"]["crashes"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ the shell

@@ -10,14 +10,14 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError
+from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
 from rollouter.chat_endpoint import ChatEndpoint
-from tests.rollouter.interactions.openai_server import (
-    Answer,
+from tests.fakes.openai_server import (
     Hang,
     HangUp,
     OpenAIServer,
     Script,
+    ServerAnswer,
     failed,
     openai_server,
     said,
@@ -47,7 +47,7 @@ async def endpoint(script: Any, **changes: Any) -> AsyncIterator[Setup]:
             await asked.aclose()
 
 
-async def test_it_asks_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_endpoint_returns_the_models_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     params = {"temperature": 0.5, "top_k": 3, "chat_template_kwargs": {"thinking": False}}
     async with endpoint([said("22")], api_key_env="JUDGE_KEY", params=params) as setup:
@@ -65,10 +65,10 @@ async def test_it_asks_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         failed(503),
         failed(408),
         HangUp(),
-        Answer("{not json"),
+        ServerAnswer("{not json"),
     ],
 )
-async def test_what_may_go_well_another_time_is_tried_again(bad: Script) -> None:
+async def test_transient_failures_are_retried(bad: Script) -> None:
     async with endpoint([bad, bad, said("22")]) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.waits == [1.0, 2.0]
@@ -76,13 +76,13 @@ async def test_what_may_go_well_another_time_is_tried_again(bad: Script) -> None
 
 
 @pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("0.25", 1.0), ("1e9", 60.0), ("soon", 1.0), ("nan", 1.0)])
-async def test_the_servers_patience_is_heard(header: str, wait_s: float) -> None:
+async def test_retry_after_is_honoured(header: str, wait_s: float) -> None:
     async with endpoint([failed(429, retry_after=header), said("22")]) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
         assert setup.waits == [wait_s]
 
 
-async def test_the_budget_of_tries_ends() -> None:
+async def test_retries_end_with_the_budget() -> None:
     async with endpoint([failed(500, "out of memory")] * 4, max_attempts=4) as setup:
         with pytest.raises(InfraError, match=r"model 'judge-1' at http.*failed 4 times.*500.*out of memory") as raised:
             await setup.endpoint.ask(QUESTION)
@@ -92,7 +92,7 @@ async def test_the_budget_of_tries_ends() -> None:
         assert setup.waits == [1.0, 2.0, 4.0]
 
 
-async def test_nobody_listens() -> None:
+async def test_a_refused_connection_is_an_infra_error() -> None:
     async with openai_server([]) as server:
         base_url = server.base_url
     asked = ChatEndpoint(base_url, "m", api_key_env=None, timeout_s=10, max_concurrency=1, max_attempts=1)
@@ -113,15 +113,15 @@ async def test_each_try_has_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("status", "fix"), [(401, "check the key"), (403, "check the key"), (404, "the model's name and address")]
 )
-async def test_what_is_wrong_for_every_request_is_the_configurations(status: int, fix: str) -> None:
+async def test_errors_of_every_request_are_config_errors(status: int, fix: str) -> None:
     async with endpoint([failed(status, "unknown")]) as setup:
         with pytest.raises(ConfigError, match=rf"cannot be asked: status {status}.*unknown.*{fix}"):
             await setup.endpoint.ask(QUESTION)
         assert setup.waits == []
 
 
-async def test_an_address_of_something_else() -> None:
-    async with endpoint([Answer("<html>welcome</html>", kind="text/html")]) as setup:
+async def test_a_server_without_chat_completions_is_a_config_error() -> None:
+    async with endpoint([ServerAnswer("<html>welcome</html>", kind="text/html")]) as setup:
         with pytest.raises(ConfigError, match=r"something else than a chat completion.*welcome.*base_urls end in /v1"):
             await setup.endpoint.ask(QUESTION)
 
@@ -135,17 +135,17 @@ async def test_an_address_of_something_else() -> None:
         (said(" \n", finish_reason="length"), "without a text, finish_reason 'length'"),
         (said(None, refusal="I will not"), "refused to answer: I will not"),
         (said("", finish_reason="content_filter"), "refused to answer$"),
-        (Answer({"id": "1", "object": "chat.completion", "choices": []}), "without a choice"),
+        (ServerAnswer({"id": "1", "object": "chat.completion", "choices": []}), "without a choice"),
     ],
 )
-async def test_what_is_wrong_with_one_conversation_is_the_datas(answer: Answer, told: str) -> None:
+async def test_errors_of_one_conversation_are_data_errors(answer: ServerAnswer, told: str) -> None:
     async with endpoint([answer]) as setup:
         with pytest.raises(DataError, match=told):
             await setup.endpoint.ask(QUESTION)
         assert setup.waits == []
 
 
-async def test_so_many_at_once_and_not_while_they_wait() -> None:
+async def test_concurrency_is_limited_to_running_tries() -> None:
     """A question that waits for its next try holds no place."""
     others_are_done = anyio.Event()
     answered = 0
@@ -153,7 +153,7 @@ async def test_so_many_at_once_and_not_while_they_wait() -> None:
     async def sleep(seconds: float) -> None:
         await others_are_done.wait()
 
-    def answer(request: Any) -> Answer:
+    def answer(request: Any) -> ServerAnswer:
         return (
             failed(503) if request["messages"][0]["content"] == "first" and not others_are_done.is_set() else said("22")
         )
@@ -194,14 +194,14 @@ async def test_cancellation_ends_a_request() -> None:
         ({"params": {"temperature": 1.0, "n": 2}}, "params.n: it is set for every request"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_sent(changes: dict[str, Any], told: str) -> None:
+def test_bad_settings_are_refused_before_any_request(changes: dict[str, Any], told: str) -> None:
     settings: dict[str, Any] = {"base_url": "http://localhost:1/v1", "model": "m", "api_key_env": None}
     settings |= {"timeout_s": 1.0, "max_concurrency": 1, **changes}
     with pytest.raises(ConfigError, match=told):
         ChatEndpoint(**settings)
 
 
-def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_api_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "")
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
         ChatEndpoint("http://localhost:1/v1", "m", api_key_env="JUDGE_KEY", timeout_s=1.0, max_concurrency=1)

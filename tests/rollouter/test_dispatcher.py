@@ -1,173 +1,45 @@
-"""The pump: samples in any order, drops and stops, slots, the queue's end, and what it counts."""
+"""The dispatcher: order of samples, drops and stops, slots, the end of the queue, and its counts."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Literal
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import (
-    AlgorithmConfig,
-    Config,
-    OverSampleConfig,
-    RecoveryConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SkipConfig,
-    TimeoutsConfig,
-    TrainerConfig,
-    ValSamplingConfig,
-)
-from asyncrl.failures import BugError, DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import GenerateRequest, Lease, RewardScorer
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.types import FinishReason, Prompt, Sample, Turn
-from asyncrl.waits import WaitBoard
-from rollouter.agent.asking import Converser
-from rollouter.drops import DropRule, OverlongError, TooLongError
-from rollouter.dump import TrajectoryDump
-from rollouter.meters import BusyMeter
-from rollouter.probation import Probation, time_limit
-from rollouter.pump import Pump
-from rollouter.sampling import sampling_params
-from rollouter.stages import Serving, Stages
-from rollouter.surplus import Surplus
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.rollout import SamplingConfig, ValSamplingConfig
+from asyncrl.core.failures import BugError, DataError, InfraError, UserCodeError
+from asyncrl.core.ports import GenerateRequest, GenerationEvent, Score, TurnFinished
+from asyncrl.core.types import FinishReason, Prompt, Sample, Turn
+from rollouter.crash_isolation import time_limit
+from rollouter.drop_policy import DropPolicy, OverlongError, TooLongError
+from rollouter.requests import sampling_params
+from rollouter.slots import BusyMeter
+from tests.fakes.dispatcher import DispatcherRig, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
+from tests.fakes.parts import FakeScorer, ManualClock, MemoryPayloads, make_prompt
 
-NUM_PROMPTS = 100
-
-
-class Rig:
-    """A pump between a real queue and a fake fleet; at most `permits` samples unconsumed, `total` in all."""
-
-    def __init__(
-        self,
-        *,
-        permits: int = 8,
-        total: int = 1000,
-        n: int = 2,
-        max_concurrent_samples: int = 8,
-        fleet: FakeFleet | None = None,
-        scorer: RewardScorer | None = None,
-        prompts: list[Prompt] | None = None,
-        reward: RewardConfig | None = None,
-        algorithm: AlgorithmConfig | None = None,
-        sample_s: float = 60.0,
-        max_crashes: int = 2,
-        turns: MemoryTurns | None = None,
-        skip: SkipConfig | None = None,
-        mode: Literal["fully_async", "sync"] = "fully_async",
-        trainer: TrainerConfig | None = None,
-        over_sample: OverSampleConfig | None = None,
-        agent: Converser | None = None,
-        dump: TrajectoryDump | None = None,
-    ) -> None:
-        self.config = Config(
-            mode=mode,
-            skip=skip or SkipConfig(),
-            trainer=trainer or TrainerConfig(),
-            timeouts=TimeoutsConfig(sample_s=sample_s),
-            recovery=RecoveryConfig(max_crashes=max_crashes),
-            algorithm=algorithm or AlgorithmConfig(),
-            rollout=RolloutConfig(
-                n=n,
-                response_length=16,
-                max_model_len=32,
-                max_concurrent_samples=max_concurrent_samples,
-                over_sample=over_sample or OverSampleConfig(),
-            ),
-            reward=reward or RewardConfig(),
-        )
-        prompts = prompts or [make_prompt(*range(1, 2 + k % 7)) for k in range(NUM_PROMPTS)]
-        self.pacing = Pacing(permits, 0, total, over_sample=self.config.rollout.over_sample.samples)
-        self.queue = LocalSampleQueue(QueueOptions(len(prompts), self.pacing))
-        self.turns = turns or MemoryTurns()
-        self.fleet = fleet or FakeFleet(hold=True)
-        self.clock = ManualClock()
-        self.drops = DropRule(
-            on_error=self.config.reward.on_error,
-            max_errors=self.config.reward.max_errors,
-            num_prompts=len(prompts),
-        )
-        self.waits = WaitBoard(self.clock)
-        self.serving = Serving(0, 0)
-        probation = Probation(max_crashes, waits=self.waits, settle_s=0.01)
-        surplus = Surplus(self.queue, call_s=5.0)
-        self.stages = Stages(
-            self.config,
-            prompts=ListPrompts(prompts),
-            turns=self.turns,
-            fleet=self.fleet,
-            scorer=scorer or FakeScorer(),
-            probation=probation,
-            surplus=surplus,
-            waits=self.waits,
-            serving=lambda: self.serving,
-            agent=agent,
-            dump=dump,
-            clock=self.clock,
-        )
-        self.pump = Pump(
-            self.config,
-            queue=self.queue,
-            payloads=MemoryPayloads(),
-            turns=self.turns,
-            stages=self.stages,
-            drops=self.drops,
-            probation=probation,
-            surplus=surplus,
-            waits=self.waits,
-            clock=self.clock,
-        )
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Rig]:
-        """The pump runs inside; at the end the queue is closed and the pump has to end by itself."""
-        with anyio.fail_after(20):
-            async with anyio.create_task_group() as group:
-                group.start_soon(self.pump.run)
-                yield self
-                await self.queue.close()
-
-    async def lease(self, num_samples: int, *, trainer_version: int = 0) -> Lease:
-        with anyio.fail_after(10):
-            return await self.queue.lease(num_samples, trainer_version=trainer_version, timeout_s=10)
-
-    async def fails(self) -> BaseException:
-        """Run until it fails by itself."""
-        with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
-            await self.pump.run()
-        return first_failure(caught.value)
+# ------------------------------------------------------------------------------------------------ samples
 
 
-def samples(lease: Lease) -> list[Sample]:
-    return [entry.payload for entry in lease.samples]
-
-
-def name(index: int) -> str:
-    return f"sample_{(index - 1) // NUM_PROMPTS}_{index}"
-
-
-# ------------------------------------------------------------------------------------------------ the way of a sample
-
-
-async def test_a_sample_is_prompt_turns_and_scores() -> None:
-    rig = Rig(permits=1, fleet=FakeFleet(), prompts=[make_prompt(5, 6, 7, data_source="math")])
+async def test_a_sample_has_prompt_turns_and_scores() -> None:
+    rig = DispatcherRig(permits=1, fleet=FakeFleet(), prompts=[make_prompt(5, 6, 7, data_source="math")])
     async with rig.running():
         lease = await rig.lease(1)
-    (sample,) = samples(lease)
+    (sample,) = leased_samples(lease)
     assert str(sample.sample_id) == "sample_0_1"
     assert sample.data_source == "math"
     assert len(sample.rows) == 2
+    assert sample.baseline_reward is None, "only ReMax asks for a baseline"
     row = sample.rows[0]
+    assert (row.response_ids.dtype, row.response_mask.dtype) == (np.int32, np.bool_)
+    assert row.rollout_log_probs.dtype == np.float32
     assert row.prompt_ids.tolist() == row.response_ids.tolist() == [5, 6, 7]
     assert row.response_mask.tolist() == [True] * 3
     assert row.reward == 3.0
@@ -177,36 +49,36 @@ async def test_a_sample_is_prompt_turns_and_scores() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_samples_complete_in_the_order_in_which_they_are_generated(seed: int) -> None:
-    rig = Rig(permits=8, n=1)
-    order = [name(index) for index in range(1, 9)]
+async def test_samples_complete_in_the_order_of_generation(seed: int) -> None:
+    rig = DispatcherRig(permits=8, n=1)
+    order = [sample_name(index) for index in range(1, 9)]
     random.Random(seed).shuffle(order)
     async with rig.running():
         await rig.fleet.until_in_flight(*order)
         done = []
         for session in order:
             rig.fleet.release(session)
-            done += samples(await rig.lease(1))
+            done += leased_samples(await rig.lease(1))
     assert [str(sample.sample_id) for sample in done] == order
 
 
-async def test_a_straggler_blocks_nobody() -> None:
-    """With one of two slots taken for good, everything else goes through the other one."""
-    rig = Rig(permits=1000, total=51, n=1, max_concurrent_samples=2)
+async def test_a_straggler_blocks_no_other_sample() -> None:
+    """One of two slots stays taken; all other samples go through the other one."""
+    rig = DispatcherRig(permits=1000, total=51, n=1, max_concurrent_samples=2)
     async with rig.running():
-        await rig.fleet.until_in_flight(name(1), name(2))
+        await rig.fleet.until_in_flight(sample_name(1), sample_name(2))
         rig.fleet.hold = False
-        rig.fleet.release(name(2))
+        rig.fleet.release(sample_name(2))
         lease = await rig.lease(50)
-        assert list(rig.fleet.calls) == [name(1)]
+        assert list(rig.fleet.calls) == [sample_name(1)]
         assert sorted(entry.meta.sample_id.index for entry in lease.samples) == list(range(2, 52))
-        rig.fleet.release(name(1))
+        rig.fleet.release(sample_name(1))
         assert (await rig.lease(1)).samples[0].meta.sample_id.index == 1
     assert rig.fleet.max_in_flight == 2
 
 
 async def test_no_more_samples_in_generation_than_slots() -> None:
-    rig = Rig(
+    rig = DispatcherRig(
         permits=1000, total=200, max_concurrent_samples=5, fleet=FakeFleet(pace=lambda _: anyio.lowlevel.checkpoint())
     )
     async with rig.running():
@@ -216,16 +88,18 @@ async def test_no_more_samples_in_generation_than_slots() -> None:
 
 async def test_slow_scoring_holds_no_slot() -> None:
     gate = anyio.Event()
-    rig = Rig(permits=10, max_concurrent_samples=1, fleet=FakeFleet(), scorer=FakeScorer(gate=lambda _: gate.wait()))
+    rig = DispatcherRig(
+        permits=10, max_concurrent_samples=1, fleet=FakeFleet(), scorer=FakeScorer(gate=lambda _: gate.wait())
+    )
     async with rig.running():
         await rig.fleet.until(lambda fleet: len(fleet.sessions) == 10)
-        assert rig.stages.counts.samples_done == 0
+        assert rig.dispatcher.runner.counts.samples_done == 0
         gate.set()
         assert len((await rig.lease(10)).samples) == 10
 
 
-async def test_admission_waits_for_permits_and_goes_on_with_a_new_version() -> None:
-    rig = Rig(permits=3, fleet=FakeFleet())
+async def test_admission_waits_for_permits_of_the_next_version() -> None:
+    rig = DispatcherRig(permits=3, fleet=FakeFleet())
     async with rig.running():
         lease = await rig.lease(3)
         assert len(rig.fleet.sessions) == 3
@@ -236,7 +110,7 @@ async def test_admission_waits_for_permits_and_goes_on_with_a_new_version() -> N
 
 
 async def test_a_version_that_changes_in_mid_generation_is_in_the_spans() -> None:
-    rig = Rig(permits=1, n=1, prompts=[make_prompt(1, 2, 3, 4)])
+    rig = DispatcherRig(permits=1, n=1, prompts=[make_prompt(1, 2, 3, 4)])
     async with rig.running():
         await rig.fleet.until_in_flight("sample_0_1")
         rig.fleet.version = 3
@@ -245,11 +119,11 @@ async def test_a_version_that_changes_in_mid_generation_is_in_the_spans() -> Non
     assert (meta.oldest_version, meta.newest_version) == (0, 3)
 
 
-async def test_a_sample_may_be_fed_again_before_its_offer_is_answered(
+async def test_a_sample_may_be_requeued_before_its_offer_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The queue has died over its answer, and the payload is found damaged before Ray has asked again."""
-    rig = Rig(permits=1, fleet=FakeFleet())
+    """The queue restarts before it answers, and finds the payload damaged before Ray retries the call."""
+    rig = DispatcherRig(permits=1, fleet=FakeFleet())
     answers, offer, ends = [anyio.Event(), anyio.Event()], rig.queue.offer, anyio.Event()
     left = iter(answers)
 
@@ -261,18 +135,18 @@ async def test_a_sample_may_be_fed_again_before_its_offer_is_answered(
     monkeypatch.setattr(rig.queue, "offer", offer_and_be_late)
     monkeypatch.setattr(rig.turns, "forget", lambda sample_id: done(ends))
     async with rig.running():
-        (found,) = (await rig.lease(1)).samples
+        (leased,) = (await rig.lease(1)).samples
         rig.clock.now_s = 1.0
-        await rig.queue.redo(found.meta.sample_id)
+        await rig.queue.requeue(leased.meta.sample_id)
         (again,) = (await rig.lease(1)).samples
-        assert again.meta.sample_id == found.meta.sample_id
+        assert again.meta.sample_id == leased.meta.sample_id
         answers[0].set()
         await ends.wait()
         await anyio.wait_all_tasks_blocked()
-        assert rig.pump.in_flight == 1
+        assert rig.dispatcher.in_flight == 1
         answers[1].set()
         await anyio.wait_all_tasks_blocked()
-        assert rig.pump.in_flight == 0
+        assert rig.dispatcher.in_flight == 0
 
 
 async def done(event: anyio.Event) -> None:
@@ -282,36 +156,35 @@ async def done(event: anyio.Event) -> None:
 # ------------------------------------------------------------------------------------------------ the queue's end
 
 
-async def test_close_cancels_what_is_in_flight() -> None:
-    rig = Rig(permits=4)
+async def test_close_cancels_samples_in_flight() -> None:
+    rig = DispatcherRig(permits=4)
     async with rig.running():
-        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 5)))
-    assert sorted(rig.fleet.cancelled) == [name(index) for index in range(1, 5)]
-    books = (await rig.queue.status()).books
-    assert (books.fed, books.running, books.dropped["shutdown"]) == (4, 0, 4)
-    assert rig.pump.in_flight == 0
+        await rig.fleet.until_in_flight(*(sample_name(index) for index in range(1, 5)))
+    assert sorted(rig.fleet.cancelled) == [sample_name(index) for index in range(1, 5)]
+    counts = (await rig.queue.status()).counts
+    assert (counts.fed, counts.running, counts.dropped["shutdown"]) == (4, 0, 4)
+    assert rig.dispatcher.in_flight == 0
 
 
 # ------------------------------------------------------------------------------------------------ failures
 
 
 async def test_an_engine_failure_stops_the_run_with_its_cause() -> None:
-    rig = Rig(fleet=FakeFleet())
-    rig.fleet.fail(name(3), InfraError("three tries, all failed", "the engine's traceback"))
-    error = await rig.fails()
-    assert isinstance(error, InfraError)
+    rig = DispatcherRig(fleet=FakeFleet())
+    rig.fleet.fail(sample_name(3), InfraError("three tries, all failed", "the engine's traceback"))
+    error = await rig.fails(InfraError)
     assert error.cause == "the engine's traceback"
 
 
 async def test_unusable_prompts_are_dropped_by_reason_and_refilled(caplog: pytest.LogCaptureFixture) -> None:
     prompts = [make_prompt(1, 2) for _ in range(20)]
     prompts[2] = prompts[4] = make_prompt(*range(32))
-    rig = Rig(permits=6, fleet=FakeFleet(), prompts=prompts)
+    rig = DispatcherRig(permits=6, fleet=FakeFleet(), prompts=prompts)
     rig.fleet.fail("sample_0_6", DataError("the engine refuses top_p=7"))
     async with rig.running():
         lease = await rig.lease(6)
     assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 2, 4, 7, 8, 9]
-    dropped = (await rig.queue.status()).books.dropped
+    dropped = (await rig.queue.status()).counts.dropped
     assert (dropped["overlong"], dropped["failed"]) == (2, 1)
     assert rig.drops.counts == {"prompt over length": 2, "unusable prompt": 1}
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -323,7 +196,7 @@ async def test_an_empty_response_is_never_a_sample() -> None:
     def answer(request: Any) -> list[int]:
         return [] if request.request_id == "sample_0_2/1" else [1]
 
-    rig = Rig(permits=3, fleet=FakeFleet(answer=answer))
+    rig = DispatcherRig(permits=3, fleet=FakeFleet(answer=answer))
     async with rig.running():
         lease = await rig.lease(3)
     assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4]
@@ -331,126 +204,136 @@ async def test_an_empty_response_is_never_a_sample() -> None:
 
 async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
     class Broken(FakeFleet):
-        async def generate(self, requests: Any, **options: Any) -> list[Turn]:
-            turns = await super().generate(requests, **options)
-            return [Turn(turn.response_ids, turn.rollout_log_probs, turn.spans, FinishReason.ABORTED) for turn in turns]
+        async def generate(self, requests: Any, *, session: str) -> AsyncGenerator[GenerationEvent, None]:
+            async for event in super().generate(requests, session=session):
+                if isinstance(event, TurnFinished):
+                    event = TurnFinished(event.number, replace(event.turn, finish_reason=FinishReason.ABORTED))
+                yield event
 
-    error = await Rig(fleet=Broken()).fails()
-    assert isinstance(error, BugError)
+    await DispatcherRig(fleet=Broken()).fails(BugError)
 
 
-async def test_a_data_set_in_which_nothing_gets_through_stops_the_run() -> None:
-    error = await Rig(fleet=FakeFleet(), prompts=[make_prompt(*range(32))] * 3).fails()
-    assert isinstance(error, DataError)
+async def test_a_sample_that_fits_in_no_file_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are shared: if the run continued, other samples would be dropped with it, and every one might be."""
+
+    async def put(self: MemoryPayloads, sample: Sample) -> Any:
+        raise DataError("1 samples do not fit in a file")
+
+    monkeypatch.setattr(MemoryPayloads, "put", put)
+    rig = DispatcherRig(fleet=FakeFleet())
+    assert "do not fit in a file" in (await rig.fails(DataError)).message
+    assert rig.drops.counts == {}
+
+
+async def test_a_score_per_trajectory_is_required() -> None:
+    class Short(FakeScorer):
+        async def score(self, prompt: Prompt, trajectories: Any) -> list[Score]:
+            return (await super().score(prompt, trajectories))[1:]
+
+    await DispatcherRig(fleet=FakeFleet(), scorer=Short()).fails(ValueError)
+
+
+async def test_a_data_set_without_a_usable_prompt_stops_the_run() -> None:
+    error = await DispatcherRig(fleet=FakeFleet(), prompts=[make_prompt(*range(32))] * 3).fails(DataError)
     assert "3 samples in a row were dropped" in error.message
 
 
-def failing_scorer(*bad: int) -> FakeScorer:
-    """Raises for prompts whose first token is one of `bad`."""
+def failing_reward_rig(*bad: int, **options: Any) -> DispatcherRig:
+    """The prompts are 1 to 8, and the reward function raises for those of `bad`."""
 
     def reward(prompt: Prompt, turn: Turn) -> float:
         if prompt.prompt_ids[0] in bad:
             raise UserCodeError(f"reward function judge raised on {prompt.prompt_ids[0]}", "the user's traceback")
         return 1.0
 
-    return FakeScorer(reward)
+    prompts = [make_prompt(k) for k in range(1, 9)]
+    return DispatcherRig(permits=5, fleet=FakeFleet(), scorer=FakeScorer(reward), prompts=prompts, **options)
 
 
-async def test_a_failing_reward_stops_the_run_with_its_traceback() -> None:
-    rig = Rig(fleet=FakeFleet(), scorer=failing_scorer(3), prompts=[make_prompt(k) for k in range(1, 9)])
-    error = await rig.fails()
-    assert isinstance(error, UserCodeError)
-    assert error.message == "sample_0_3: reward function judge raised on 3"
+DROP = RewardConfig(on_error="drop", max_errors=2)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reward", "message"),
+    [
+        ((3,), None, "sample_0_3: reward function judge raised on 3"),
+        ((2, 3, 5), DROP, "more than reward.max_errors = 2"),
+    ],
+)
+async def test_a_failing_reward_stops_the_run_with_its_traceback(
+    bad: tuple[int, ...], reward: RewardConfig | None, message: str
+) -> None:
+    error = await failing_reward_rig(*bad, reward=reward).fails(UserCodeError)
+    assert message in error.message
     assert error.cause == "the user's traceback"
 
 
 async def test_a_failing_reward_drops_within_its_budget() -> None:
-    rig = Rig(
-        permits=5,
-        fleet=FakeFleet(),
-        scorer=failing_scorer(2, 3),
-        prompts=[make_prompt(k) for k in range(1, 9)],
-        reward=RewardConfig(on_error="drop", max_errors=2),
-    )
+    rig = failing_reward_rig(2, 3, reward=DROP)
     async with rig.running():
         lease = await rig.lease(5)
     assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 4, 5, 6, 7]
-    assert (await rig.queue.status()).books.dropped["failed"] == 2
+    assert (await rig.queue.status()).counts.dropped["failed"] == 2
 
 
-async def test_a_failing_reward_stops_beyond_its_budget() -> None:
-    rig = Rig(
-        permits=5,
-        fleet=FakeFleet(),
-        scorer=failing_scorer(2, 3, 5),
-        prompts=[make_prompt(k) for k in range(1, 9)],
-        reward=RewardConfig(on_error="drop", max_errors=2),
-    )
-    error = await rig.fails()
-    assert isinstance(error, UserCodeError)
-    assert "more than reward.max_errors = 2" in error.message
-    assert error.cause == "the user's traceback"
-
-
-def test_drop_rule_counts_a_row_of_drops_from_the_last_success() -> None:
-    rule = DropRule(on_error="stop", max_errors=0, num_prompts=3)
+def test_the_drop_policy_counts_consecutive_drops() -> None:
+    policy = DropPolicy(on_error="stop", max_errors=0, num_prompts=3)
     for _ in range(5):
-        assert rule.failed("a", OverlongError("long")).reason == "overlong"
-        assert rule.failed("b", DataError("odd")).reason == "failed"
-        rule.passed()
-    assert rule.counts == {"prompt over length": 5, "unusable prompt": 5}
+        assert policy.decide("a", OverlongError("long")).reason == "overlong"
+        assert policy.decide("b", DataError("odd")).reason == "failed"
+        policy.note_success()
+    assert policy.counts == {"prompt over length": 5, "unusable prompt": 5}
 
 
 # ------------------------------------------------------------------------------------------------ time limits
 
 
-async def test_a_prompt_that_never_answers_cannot_wedge_a_step_on_policy() -> None:
-    """Mode (a): a version waits for all samples of the last. The straggler is dropped and another takes its place."""
+async def test_a_prompt_that_never_answers_cannot_block_an_on_policy_step() -> None:
+    """Each version waits for all samples of the last one. The straggler is dropped and replaced."""
 
     async def pace(session: str) -> None:
-        if session in (name(2), name(7)):
+        if session in (sample_name(2), sample_name(7)):
             await anyio.sleep_forever()
 
-    rig = Rig(permits=4, total=8, fleet=FakeFleet(pace=pace), sample_s=0.2)
+    rig = DispatcherRig(permits=4, total=8, fleet=FakeFleet(pace=pace), sample_s=0.2)
     async with rig.running():
         for version in (1, 2):
             lease = await rig.lease(4)
             assert len(lease.samples) == 4
             await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
             await rig.queue.set_applied_version(version)
-    books = (await rig.queue.status()).books
-    assert (books.trained, books.dropped["failed"]) == (8, 2)
+    counts = (await rig.queue.status()).counts
+    assert (counts.trained, counts.dropped["failed"]) == (8, 2)
     assert rig.drops.counts == {"took too long": 2}
-    assert {name(2), name(7)} <= set(rig.fleet.cancelled)
+    assert {sample_name(2), sample_name(7)} <= set(rig.fleet.cancelled)
     assert rig.turns.turns == {}
 
 
-async def test_nothing_is_dropped_for_its_time_for_ever() -> None:
+async def test_a_run_whose_samples_all_time_out_stops() -> None:
     async def pace(session: str) -> None:
         await anyio.sleep_forever()
 
-    rig = Rig(fleet=FakeFleet(pace=pace), sample_s=0.02, prompts=[make_prompt(k) for k in range(1, 6)])
-    error = await rig.fails()
-    assert isinstance(error, DataError)
+    rig = DispatcherRig(fleet=FakeFleet(pace=pace), sample_s=0.02, prompts=[make_prompt(k) for k in range(1, 6)])
+    error = await rig.fails(DataError)
     assert "5 samples in a row were dropped" in error.message
     assert "was not generated within timeouts.sample_s = 0.02 s" in error.message
 
 
 async def test_a_backlog_of_rewards_drops_nothing() -> None:
-    """One call at a time, and each takes as long as a sample may: the last one waits eight times that."""
+    """Calls run one at a time and each takes the limit of a sample, so the last one waits eight times that."""
     place = anyio.Semaphore(1)
 
     async def gate(prompt: Prompt) -> None:
         async with place:
             await anyio.sleep(0.03)
 
-    rig = Rig(permits=8, total=8, fleet=FakeFleet(), scorer=FakeScorer(gate=gate), sample_s=0.03)
+    rig = DispatcherRig(permits=8, total=8, fleet=FakeFleet(), scorer=FakeScorer(gate=gate), sample_s=0.03)
     async with rig.running():
         assert len((await rig.lease(8)).samples) == 8
     assert rig.drops.counts == {}
 
 
-async def test_a_pause_is_not_on_a_samples_time() -> None:
+async def test_pauses_do_not_count_against_the_time_limit() -> None:
     with time_limit("a", 0.05) as limit:
         with limit.paused():
             await anyio.sleep(0.1)
@@ -461,16 +344,16 @@ async def test_a_pause_is_not_on_a_samples_time() -> None:
         await anyio.sleep(1)
 
 
-async def test_the_status_names_the_samples_that_are_in_flight_longest() -> None:
-    rig = Rig(permits=6)
+async def test_the_status_names_the_oldest_samples_in_flight() -> None:
+    rig = DispatcherRig(permits=6)
     async with rig.running():
-        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 7)))
+        await rig.fleet.until_in_flight(*(sample_name(index) for index in range(1, 7)))
         rig.clock.now_s = 30.0
-        rig.fleet.release(name(1))
+        rig.fleet.release(sample_name(1))
         await rig.lease(1)
-        status = rig.pump.status()
+        status = rig.dispatcher.status()
         assert status["in_flight"] == 5
-        assert status["oldest_in_flight"] == [(name(index), 30.0) for index in range(2, 7)]
+        assert status["oldest_in_flight"] == [(sample_name(index), 30.0) for index in range(2, 7)]
 
 
 # ------------------------------------------------------------------------------------------------ crashes
@@ -478,7 +361,7 @@ async def test_the_status_names_the_samples_that_are_in_flight_longest() -> None
 
 async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
     gate = anyio.Event()
-    paces = dict.fromkeys((name(index) for index in range(1, 5)), 0)
+    paces = dict.fromkeys((sample_name(index) for index in range(1, 5)), 0)
 
     async def pace(session: str) -> None:
         paces[session] += 1
@@ -486,21 +369,21 @@ async def test_a_crash_of_an_engine_costs_no_sample_and_no_token() -> None:
             await gate.wait()
 
     fleet = FakeFleet(answer=lambda _: [1] * 5, pace=pace, chunk_tokens=1, num_replicas=2)
-    rig = Rig(permits=4, total=4, n=2, fleet=fleet)
+    rig = DispatcherRig(permits=4, total=4, n=2, fleet=fleet)
     async with rig.running():
         await anyio.wait_all_tasks_blocked()
         assert len(fleet.crash("replica-0")) == 2
         fleet.version = 3
         gate.set()
         lease = await rig.lease(4)
-        assert rig.pump.status()["quarantine"]["crashes"] == 1
-    assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 4 * 2 * 5
+        assert rig.dispatcher.status()["crash_isolation"]["crashes"] == 1
+    assert fleet.generated_tokens == rig.dispatcher.runner.counts.generated_tokens == 4 * 2 * 5
     assert {entry.payload.rows[0].spans for entry in lease.samples} == {((0, 0), (2, 3))}
     assert rig.drops.counts == {}
 
 
 @pytest.mark.parametrize(("num_replicas", "slots"), [(1, 8), (2, 8), (3, 16), (1, 1)])
-async def test_poison_is_dropped_with_the_evidence_and_nobody_else(
+async def test_only_the_poison_sample_is_dropped_with_its_evidence(
     num_replicas: int, slots: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet = FakeFleet(
@@ -510,43 +393,43 @@ async def test_poison_is_dropped_with_the_evidence_and_nobody_else(
         pace=lambda _: anyio.sleep(0.001),
     )
     prompts = [make_prompt(k, *[1] * (k % 5)) for k in range(1, 31)]
-    rig = Rig(permits=29, total=29, fleet=fleet, prompts=prompts, max_concurrent_samples=slots)
+    rig = DispatcherRig(permits=29, total=29, fleet=fleet, prompts=prompts, max_concurrent_samples=slots)
     async with rig.running():
         lease = await rig.lease(29)
-        assert rig.pump.status()["quarantine"]["guilty"] == 1
+        assert rig.dispatcher.status()["crash_isolation"]["blamed"] == 1
     assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [*range(1, 4), *range(5, 31)]
-    assert (await rig.queue.status()).books.dropped["failed"] == 1
+    assert (await rig.queue.status()).counts.dropped["failed"] == 1
     assert rig.drops.counts == {"crashed engines": 1}
     assert 2 <= len(fleet.crashes) <= 3
     assert f"{len(fleet.crashes)} engines crashed while they had sample_0_4" in caplog.text
     assert fleet.generated_tokens == sum(2 * (1 + k % 5) for k in range(1, 31) if k != 4)
     crashes = len(fleet.crashes)
-    assert rig.pump.status()["quarantine"] == {
-        "crashes": crashes, "explained": crashes, "guilty": 1, "struck": 0, "waiting": 0, "in_lane": "",
+    assert rig.dispatcher.status()["crash_isolation"] == {
+        "crashes": crashes, "explained": crashes, "blamed": 1, "with_strikes": 0, "waiting": 0, "isolated": "",
     }  # fmt: skip
 
 
-async def test_who_waits_for_the_lane_is_seen_to_and_the_queues_end_ends_that() -> None:
-    rig = Rig(permits=4)
-    names = [name(index) for index in range(1, 5)]
+async def test_waits_for_isolation_are_reported_and_end_with_the_queue() -> None:
+    rig = DispatcherRig(permits=4)
+    names = [sample_name(index) for index in range(1, 5)]
     async with rig.running():
         for _ in range(2):
             await rig.fleet.until_in_flight(*names)
             rig.fleet.crash()
         await rig.fleet.until(lambda fleet: any(call.replica for call in fleet.calls.values()))
         await anyio.wait_all_tasks_blocked()
-        assert rig.pump.status()["quarantine"] == {
-            "crashes": 2, "explained": 0, "guilty": 0, "struck": 4, "waiting": 3, "in_lane": name(1),
+        assert rig.dispatcher.status()["crash_isolation"] == {
+            "crashes": 2, "explained": 0, "blamed": 0, "with_strikes": 4, "waiting": 3, "isolated": sample_name(1),
         }  # fmt: skip
-        assert ("probation", 3) in [(wait.edge, wait.count) for wait in rig.waits.snapshot()]
-    assert rig.pump.status()["quarantine"]["struck"] == 0
+        assert ("isolation", 3) in [(wait.edge, wait.count) for wait in rig.waits.snapshot()]
+    assert rig.dispatcher.status()["crash_isolation"]["with_strikes"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ the turn log
 
 
-async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() -> None:
-    """The first one dies with turn 0 complete and turn 1 under way; ReMax's greedy one is complete too."""
+async def test_a_restarted_rollouter_generates_only_the_missing_turns() -> None:
+    """The first Rollouter dies with turn 0 and the greedy turn complete and turn 1 unfinished."""
 
     def answer(request: GenerateRequest) -> list[int]:
         return [7] * (6 if request.request_id.endswith("/1") else 2)
@@ -559,26 +442,26 @@ async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() 
             await anyio.sleep_forever()
 
     remax = AlgorithmConfig(adv_estimator="remax")
-    dying = Rig(permits=2, n=2, fleet=FakeFleet(answer=answer, pace=pace, chunk_tokens=2), algorithm=remax)
+    dying = DispatcherRig(permits=2, n=2, fleet=FakeFleet(answer=answer, pace=pace, chunk_tokens=2), algorithm=remax)
     async with anyio.create_task_group() as group:
-        group.start_soon(dying.pump.run)
+        group.start_soon(dying.dispatcher.run)
         await anyio.wait_all_tasks_blocked()
-        # Told turn by turn, while the sample is not complete.
-        assert dying.pump.status()["generated_tokens"] == 2 * (2 + 2)
+        # Tokens count turn by turn, before the sample is complete.
+        assert dying.dispatcher.status()["generated_tokens"] == 2 * (2 + 2)
         group.cancel_scope.cancel()
     assert {str(sample_id): sorted(turns) for sample_id, turns in dying.turns.turns.items()} == {
-        name(1): ["0", "baseline"], name(2): ["0", "baseline"],
+        sample_name(1): ["0", "baseline"], sample_name(2): ["0", "baseline"],
     }  # fmt: skip
 
     fleet = FakeFleet(answer=answer)
-    rig = Rig(permits=2, n=2, fleet=fleet, turns=dying.turns, algorithm=remax)
+    rig = DispatcherRig(permits=2, n=2, fleet=fleet, turns=dying.turns, algorithm=remax)
     async with rig.running():
         await rig.queue.set_applied_version(0)
         lease = await rig.lease(2)
     asked = {request.request_id: request.so_far is None for request in fleet.requests}
-    assert asked == {f"{name(k)}/{key}": key == "1" for k in (1, 2) for key in ("0", "1", "baseline")}
-    assert fleet.generated_tokens == rig.stages.counts.generated_tokens == 2 * 6
-    for sample in samples(lease):
+    assert asked == {f"{sample_name(k)}/1": True for k in (1, 2)}
+    assert fleet.generated_tokens == rig.dispatcher.runner.counts.generated_tokens == 2 * 6
+    for sample in leased_samples(lease):
         assert [len(row.response_ids) for row in sample.rows] == [2, 6]
         assert sample.baseline_reward == 2.0
     assert rig.turns.turns == {}
@@ -600,7 +483,7 @@ async def test_a_restarted_rollouter_asks_for_the_turns_that_are_missing_only() 
         ({"temperature": 0.7, "top_k": 5}, 10, {"max_tokens": 16}),
     ],
 )
-def test_a_prompt_says_where_its_responses_end_within_the_configs_bounds(
+def test_a_prompt_may_set_where_its_responses_end_within_the_configuration(
     own: dict[str, Any] | None, length: int, expected: dict[str, Any], training: bool
 ) -> None:
     prompt = make_prompt(*range(length), extra_info={"sampling_params": own} if own else {})
@@ -619,7 +502,7 @@ def test_a_prompt_cannot_change_the_distribution_it_is_trained_under(own: dict[s
     prompt = make_prompt(1, data_source="math", extra_info={"index": 7, "sampling_params": own})
     with pytest.raises(DataError, match=f"'math', row 7: field 'extra_info.sampling_params.{name}' is"):
         sampling_params(SamplingConfig(), prompt, response_length=4, max_model_len=8, training=True)
-    # Validation has its own sampling, which a training row's wish is nothing to.
+    # Validation has its own sampling.
     params = sampling_params(ValSamplingConfig(), prompt, response_length=4, max_model_len=8, training=False)
     assert params == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 4}
 
@@ -645,11 +528,11 @@ def greedy_is_longer(request: GenerateRequest) -> list[int]:
 async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() -> None:
     prompt = make_prompt(5, 6, extra_info={"sampling_params": {"stop": "#", "max_tokens": 9}})
     fleet = FakeFleet(answer=greedy_is_longer)
-    rig = Rig(permits=1, n=3, fleet=fleet, prompts=[prompt], algorithm=AlgorithmConfig(adv_estimator="remax"))
+    rig = DispatcherRig(permits=1, n=3, fleet=fleet, prompts=[prompt], algorithm=AlgorithmConfig(adv_estimator="remax"))
     async with rig.running():
         lease = await rig.lease(1)
-        status = rig.pump.status()
-    (sample,) = samples(lease)
+        status = rig.dispatcher.status()
+    (sample,) = leased_samples(lease)
     assert [row.reward for row in sample.rows] == [2.0] * 3
     assert sample.baseline_reward == 6.0
     assert fleet.sessions == ["sample_0_1"]  # one call: the prompt is prefilled once
@@ -657,18 +540,10 @@ async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() 
     assert fleet.requests[3].sampling == {
         "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": ["#"], "max_tokens": 9,
     }  # fmt: skip
-    # Its tokens were generated, and nobody trains on them.
+    # The tokens of the baseline were generated, and are not trained on.
     assert status["generated_tokens"] == 3 * 2 + 6
     assert lease.samples[0].meta.response_tokens == 3 * 2
     assert lease.samples[0].meta.num_trajectories == 3
-
-
-async def test_without_remax_there_is_no_baseline() -> None:
-    rig = Rig(permits=1, n=3, fleet=FakeFleet())
-    async with rig.running():
-        (sample,) = samples(await rig.lease(1))
-    assert sample.baseline_reward is None
-    assert len(rig.fleet.requests) == 3
 
 
 def test_busy_meter_splits_time() -> None:
@@ -693,8 +568,8 @@ def test_busy_meter_splits_time() -> None:
     assert (meter.inside, meter.busy_s, meter.idle_s) == (0, 9.0, 6.0)
 
 
-async def test_counts() -> None:
-    rig = Rig(permits=2, n=3, prompts=[make_prompt(1, 2), make_prompt(1, 2, 3, 4)])
+async def test_the_status_counts_samples_tokens_and_seconds() -> None:
+    rig = DispatcherRig(permits=2, n=3, prompts=[make_prompt(1, 2), make_prompt(1, 2, 3, 4)])
     async with rig.running():
         await rig.fleet.until_in_flight("sample_0_1", "sample_0_2")
         rig.clock.now_s = 2.0
@@ -705,21 +580,9 @@ async def test_counts() -> None:
         rig.fleet.release("sample_0_2")
         await rig.lease(1)
         rig.clock.now_s = 6.0
-        status = rig.pump.status()
+        status = rig.dispatcher.status()
     assert status["samples_done"] == 2
     assert status["generated_tokens"] == 3 * 2 + 3 * 4
     assert (status["busy_s"], status["idle_s"]) == (5.0, 1.0)
     assert (status["generate_s"], status["max_generate_s"]) == (7.0, 5.0)
     assert (status["in_flight"], status["generating"]) == (0, 0)
-
-
-async def test_arrays_of_a_sample_have_the_documented_types() -> None:
-    rig = Rig(permits=1, fleet=FakeFleet())
-    async with rig.running():
-        row = samples(await rig.lease(1))[0].rows[0]
-    types: dict[str, Callable[[Any], bool]] = {
-        "response_ids": lambda a: a.dtype == np.int32,
-        "response_mask": lambda a: a.dtype == np.bool_,
-        "rollout_log_probs": lambda a: a.dtype == np.float32,
-    }
-    assert all(check(getattr(row, field)) for field, check in types.items())

@@ -1,4 +1,5 @@
-"""The pump with recorded stages: what is replayed asks no engine, says so, and is otherwise a sample like any other."""
+"""The dispatcher with recorded stages: what is replayed asks no engine, says so, and is otherwise a sample like any
+other."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config, SkipConfig, TrainerConfig
-from asyncrl.failures import DataError
-from asyncrl.ports import Edition, Lease
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import DropReason, Prompt, Provenance, Sample, Span, Turn
-from rollouter.probation import Probation
-from rollouter.stages import Serving
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.skip import SkipConfig
+from asyncrl.config.sections.trainer import TrainerConfig
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.ports import Lease, Publication, WeightsVersion
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import DropReason, Prompt, Provenance, Sample, Span, Turn
+from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
+from rollouter.crash_isolation import CrashIsolation
+from rollouter.sample_runner import ServedVersion
 from rollouter.validation import Validator
 from skip import SkipManager
-from skip.catalog import find
+from skip.store import find
+from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
-from tests.rollouter.test_pump import Rig, samples
 
 
 def recording(tmp_path: Path, role: str = "async_rollout", **settings: Any) -> SkipConfig:
@@ -31,12 +35,12 @@ def recording(tmp_path: Path, role: str = "async_rollout", **settings: Any) -> S
     return SkipConfig.model_validate({role: section})
 
 
-async def run(rig: Rig, number: int, *, trainer_version: int = 0) -> list[Sample]:
+async def run(rig: DispatcherRig, number: int, *, trainer_version: int = 0) -> list[Sample]:
     """The first `number` samples of the rig, by index."""
     with SkipManager.session(rig.config):
         async with rig.running():
             lease: Lease = await rig.lease(number, trainer_version=trainer_version)
-    return sorted(samples(lease), key=lambda sample: sample.sample_id.index)
+    return sorted(leased_samples(lease), key=lambda sample: sample.sample_id.index)
 
 
 def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
@@ -49,15 +53,15 @@ def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
             assert mine.finish_reason == yours.finish_reason
 
 
-async def test_what_is_recorded_is_replayed_without_an_engine(tmp_path: Path) -> None:
+async def test_recorded_samples_are_replayed_without_an_engine(tmp_path: Path) -> None:
     skip = recording(tmp_path)
-    first = Rig(skip=skip, fleet=FakeFleet(), total=6)
+    first = DispatcherRig(skip=skip, fleet=FakeFleet(), total=6)
     recorded = await run(first, 6)
     assert {sample.provenance for sample in recorded} == {Provenance.GENERATED}
-    second = Rig(skip=skip, fleet=FakeFleet(hold=True), total=6)
+    second = DispatcherRig(skip=skip, fleet=FakeFleet(hold=True), total=6)
     replayed = await run(second, 6)
     assert second.fleet.sessions == []
-    assert second.stages.counts.generated_tokens == 0
+    assert second.dispatcher.runner.counts.generated_tokens == 0
     assert_same_tokens(recorded, replayed)
     assert {sample.provenance for sample in replayed} == {Provenance.REPLAYED}
     for before, after in zip(recorded, replayed, strict=True):
@@ -65,35 +69,37 @@ async def test_what_is_recorded_is_replayed_without_an_engine(tmp_path: Path) ->
         assert (after.replay.step, after.replay.substituted) == (before.sample_id.index, False)
         assert after.replay.spans == tuple(row.spans for row in before.rows)
         assert [row.spans for row in after.rows] == [row.spans for row in before.rows]
-    books = (await second.queue.status()).books
-    assert (books.replayed, books.substituted) == (6, 0)
-    assert second.pump.status()["skip"] == {}
+    counts = (await second.queue.status()).counts
+    assert (counts.replayed, counts.substituted) == (6, 0)
+    assert second.dispatcher.status()["skip"] == {}
 
 
-async def test_versions_are_the_recorded_ones_or_those_of_now(tmp_path: Path) -> None:
+async def test_replayed_tokens_have_the_recorded_or_the_current_version(tmp_path: Path) -> None:
     fleet = FakeFleet()
-    first = Rig(skip=recording(tmp_path), fleet=fleet, total=2)
+    first = DispatcherRig(skip=recording(tmp_path), fleet=fleet, total=2)
     await run(first, 2)
-    second = Rig(skip=recording(tmp_path, replay_versions="current"), fleet=FakeFleet(hold=True), total=2)
-    second.serving = Serving(7, 21)
+    second = DispatcherRig(skip=recording(tmp_path, replay_versions="current"), fleet=FakeFleet(hold=True), total=2)
+    second.served_version = ServedVersion(7, 21)
     for sample in await run(second, 2, trainer_version=7):
         assert {row.spans for row in sample.rows} == {(Span(0, 7),)}
         assert sample.replay is not None
         assert {row[0].version for row in sample.replay.spans} == {0}
 
 
-async def test_rewards_are_made_again_by_the_prompt_that_is_asked_for(tmp_path: Path) -> None:
-    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("4")]), 1)
+async def test_replayed_samples_are_scored_with_the_current_prompt(tmp_path: Path) -> None:
+    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("4")]), 1)
     scorer = Remembering()
-    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("5")], scorer=scorer), 1)
+    await run(
+        DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("5")], scorer=scorer), 1
+    )
     assert scorer.answers == ["5"]
 
 
 async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) -> None:
-    first = Rig(skip=recording(tmp_path, steps="1-2"), fleet=FakeFleet(), total=4)
+    first = DispatcherRig(skip=recording(tmp_path, steps="1-2"), fleet=FakeFleet(), total=4)
     recorded = await run(first, 4)
     scorer = Remembering()
-    second = Rig(
+    second = DispatcherRig(
         skip=recording(tmp_path, action="repeat"),
         fleet=FakeFleet(hold=True),
         total=4,
@@ -105,52 +111,54 @@ async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) 
     for sample in served[2:]:
         np.testing.assert_array_equal(sample.rows[0].prompt_ids, recorded[1].rows[0].prompt_ids)
     assert len(scorer.answers) == 4
-    books = (await second.queue.status()).books
-    assert (books.replayed, books.substituted) == (4, 2)
+    counts = (await second.queue.status()).counts
+    assert (counts.replayed, counts.substituted) == (4, 2)
 
 
-async def test_steps_that_are_not_named_are_generated_and_not_recorded(tmp_path: Path) -> None:
-    await run(Rig(skip=recording(tmp_path, steps=[2]), fleet=FakeFleet(), total=3), 3)
+async def test_unlisted_steps_are_generated_and_not_recorded(tmp_path: Path) -> None:
+    await run(DispatcherRig(skip=recording(tmp_path, steps=[2]), fleet=FakeFleet(), total=3), 3)
     assert [one.entry.name for one in find(tmp_path)] == ["2"]
     fleet = FakeFleet()
-    await run(Rig(skip=recording(tmp_path, steps=[2]), fleet=fleet, total=3), 3)
+    await run(DispatcherRig(skip=recording(tmp_path, steps=[2]), fleet=fleet, total=3), 3)
     assert sorted(fleet.sessions) == ["sample_0_1", "sample_0_3"]
 
 
 async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_record(tmp_path: Path) -> None:
     skip = recording(tmp_path)
-    await run(Rig(skip=skip, fleet=FakeFleet(), total=2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
+    await run(DispatcherRig(skip=skip, fleet=FakeFleet(), total=2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
     fleet = FakeFleet()
-    await run(Rig(skip=skip, fleet=fleet, total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]), 2)
+    await run(DispatcherRig(skip=skip, fleet=fleet, total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]), 2)
     assert fleet.sessions == ["sample_0_2"]
-    again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)])
+    again = DispatcherRig(
+        skip=skip, fleet=FakeFleet(hold=True), total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]
+    )
     assert (await run(again, 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
 
 
 async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(3, 4)]
-    recorded = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=4, prompts=prompts), 4)
+    recorded = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=4, prompts=prompts), 4)
     assert [str(sample.sample_id) for sample in recorded] == ["sample_0_1", "sample_0_2", "sample_1_3", "sample_1_4"]
     assert [one.entry.step for one in find(tmp_path)] == [1, 2, 3, 4]
-    again = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(hold=True), total=4, prompts=prompts), 4)
+    again = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(hold=True), total=4, prompts=prompts), 4)
     assert_same_tokens(recorded, again)
 
 
 async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
-    recorded = await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1), 1)
+    recorded = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1), 1)
     [one] = find(tmp_path)
     assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].rows]}
     assert one.read().step == 1
 
 
-async def test_no_reward_is_noted_beside_a_record_that_somebody_else_made(tmp_path: Path) -> None:
+async def test_no_reward_is_noted_beside_a_replayed_record(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2)]
-    await run(Rig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=prompts), 1)
+    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=prompts), 1)
     (one,) = find(tmp_path)
     before = one.files.read_note("1")
     full = recording(tmp_path, max_bytes=1)
     await run(
-        Rig(
+        DispatcherRig(
             skip=full,
             fleet=FakeFleet(),
             total=1,
@@ -163,10 +171,10 @@ async def test_no_reward_is_noted_beside_a_record_that_somebody_else_made(tmp_pa
     assert one.read().content.arrays["prompt_ids"].tolist() == [1, 2]
 
 
-async def test_a_turn_that_is_in_the_turn_log_is_not_needed_where_there_is_a_record(tmp_path: Path) -> None:
+async def test_a_record_takes_precedence_over_the_turn_log(tmp_path: Path) -> None:
     skip = recording(tmp_path)
-    recorded = await run(Rig(skip=skip, fleet=FakeFleet(), total=1), 1)
-    again = Rig(skip=skip, fleet=FakeFleet(hold=True), total=1)
+    recorded = await run(DispatcherRig(skip=skip, fleet=FakeFleet(), total=1), 1)
+    again = DispatcherRig(skip=skip, fleet=FakeFleet(hold=True), total=1)
     turn = Turn(np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].rows[0].finish_reason)
     await again.turns.record(recorded[0].sample_id, "0", turn)
     assert_same_tokens(recorded, await run(again, 1))
@@ -175,8 +183,8 @@ async def test_a_turn_that_is_in_the_turn_log_is_not_needed_where_there_is_a_rec
 # ------------------------------------------------------------------------------------------------ sync: whole batches
 
 
-def batched(tmp_path: Path, fleet: FakeFleet, **rest: Any) -> Rig:
-    return Rig(
+def batched(tmp_path: Path, fleet: FakeFleet, **rest: Any) -> DispatcherRig:
+    return DispatcherRig(
         skip=recording(tmp_path, "rollout"),
         fleet=fleet,
         mode="sync",
@@ -186,19 +194,19 @@ def batched(tmp_path: Path, fleet: FakeFleet, **rest: Any) -> Rig:
     )
 
 
-async def two_steps(rig: Rig) -> list[Sample]:
+async def two_steps(rig: DispatcherRig) -> list[Sample]:
     """Four samples for step 1, four for step 2."""
     with SkipManager.session(rig.config):
         async with rig.running():
             first = await rig.lease(4)
             await rig.queue.commit(first.lease_id, [entry.meta.sample_id for entry in first.samples])
-            rig.serving = Serving(1, 1)
+            rig.served_version = ServedVersion(1, 1)
             await rig.queue.set_applied_version(1)
             second = await rig.queue.lease(4, trainer_version=1, timeout_s=10)
-    return sorted([*samples(first), *samples(second)], key=lambda sample: sample.sample_id.index)
+    return sorted([*leased_samples(first), *leased_samples(second)], key=lambda sample: sample.sample_id.index)
 
 
-async def test_a_batch_is_recorded_and_replayed_as_one_by_the_step_that_it_is_for(tmp_path: Path) -> None:
+async def test_a_batch_is_recorded_and_replayed_under_its_step(tmp_path: Path) -> None:
     recorded = await two_steps(batched(tmp_path, FakeFleet(), max_concurrent_samples=2))
     assert [(one.entry.step, one.read().role) for one in find(tmp_path)] == [(1, "rollout"), (2, "rollout")]
     fleet = FakeFleet(hold=True)
@@ -210,7 +218,7 @@ async def test_a_batch_is_recorded_and_replayed_as_one_by_the_step_that_it_is_fo
     assert noted == {str(one.sample_id): [row.reward for row in one.rows] for one in recorded[:4]}
 
 
-async def test_a_batch_of_which_a_sample_fails_is_no_record_and_the_rest_is_used(tmp_path: Path) -> None:
+async def test_a_batch_with_a_failed_sample_is_used_and_not_recorded(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.fail("sample_0_2", DataError("refused"))
     rig = batched(tmp_path, fleet)
@@ -221,7 +229,7 @@ async def test_a_batch_of_which_a_sample_fails_is_no_record_and_the_rest_is_used
     assert find(tmp_path) == []
 
 
-async def test_a_batch_without_a_prompt_that_is_too_long_is_one_all_the_same(tmp_path: Path) -> None:
+async def test_an_overlong_prompt_is_left_out_of_a_recorded_batch(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(*range(1, 40)), make_prompt(3, 4), make_prompt(5, 6), make_prompt(7, 8)]
     for fleet in (FakeFleet(), FakeFleet()):
         rig = batched(tmp_path, fleet, prompts=prompts)
@@ -232,7 +240,7 @@ async def test_a_batch_without_a_prompt_that_is_too_long_is_one_all_the_same(tmp
     assert fleet.sessions == ["sample_0_5"]
 
 
-async def test_what_a_dead_rollouter_left_of_a_batch_is_generated_and_spoils_no_record(tmp_path: Path) -> None:
+async def test_the_rest_of_an_interrupted_batch_is_generated_and_not_recorded(tmp_path: Path) -> None:
     await two_steps(batched(tmp_path, FakeFleet()))
     before = [(one.entry.step, one.read().origin) for one in find(tmp_path)]
     fleet = FakeFleet()
@@ -250,12 +258,10 @@ async def test_what_a_dead_rollouter_left_of_a_batch_is_generated_and_spoils_no_
 # ------------------------------------------------------------------------------------------------ slow files
 
 
-async def test_a_disk_that_is_slow_costs_neither_the_sample_nor_its_place_in_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_disk_delays_no_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its record is written when the next one is generated already, whatever `timeouts.sample_s` says."""
     fleet, go = FakeFleet(), threading.Event()
-    rig = Rig(skip=recording(tmp_path), fleet=fleet, total=2, max_concurrent_samples=1, sample_s=0.2)
+    rig = DispatcherRig(skip=recording(tmp_path), fleet=fleet, total=2, max_concurrent_samples=1, sample_s=0.2)
     with SkipManager.session(rig.config):
         made = SkipManager.get("async_rollout")
         assert made is not None
@@ -267,7 +273,7 @@ async def test_a_disk_that_is_slow_costs_neither_the_sample_nor_its_place_in_gen
             go.set()
             lease = await rig.lease(2)
     assert len(lease.samples) == 2
-    assert (await rig.queue.status()).books.dropped["failed"] == 0
+    assert (await rig.queue.status()).counts.dropped["failed"] == 0
 
 
 async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> None:
@@ -281,7 +287,7 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
             return await super().score(prompt, trajectories)
 
     skip = recording(tmp_path, "reward")
-    rig = Rig(skip=skip, fleet=FakeFleet(), total=1)
+    rig = DispatcherRig(skip=skip, fleet=FakeFleet(), total=1)
     validator = Validator(
         rig.config,
         prompts=ListPrompts([make_prompt(1, 2)]),
@@ -289,11 +295,11 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
         scorer=Calling(),
         decode=lambda ids: "",
         drops=rig.drops,
-        probation=Probation(2, waits=rig.waits, settle_s=0.01),
+        isolation=CrashIsolation(2, waits=rig.waits, settle_s=0.01),
         waits=rig.waits,
     )
     with SkipManager.session(rig.config):
-        assert await validator.run(Edition(0, 0), 0) is not None
+        assert await validator.run(WeightsVersion(0, 0), 0) is not None
         assert SkipManager.status() == {"reward": {}}
     assert len(called) == 1
 
@@ -316,3 +322,68 @@ def answered(answer: str) -> Prompt:
 
 def test_a_run_without_skip_replays_nothing() -> None:
     assert Config().generation_skip is None
+
+
+# ------------------------------------------------------------------------------------------------ coverage
+
+
+PROMPTS = [make_prompt(1, 2), make_prompt(3, 4), make_prompt(5, 6)]
+
+
+async def record(tmp_path: Path, total: int, prompts: list[Prompt] = PROMPTS) -> None:
+    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=total, prompts=prompts), total)
+
+
+def uncovered(tmp_path: Path, total: int, prompts: list[Prompt] = PROMPTS, **settings: Any) -> str:
+    config = DispatcherRig(skip=recording(tmp_path, **settings), total=total, prompts=prompts).config
+    with SkipManager.session(config):
+        return first_uncovered(config, ListPrompts(prompts), RemainingSamples(total))
+
+
+async def test_a_fully_recorded_run_is_covered_over_epochs(tmp_path: Path) -> None:
+    await record(tmp_path, 5)
+    assert uncovered(tmp_path, 5) == ""
+
+
+async def test_the_first_uncovered_sample_is_named_with_the_reason(tmp_path: Path) -> None:
+    await record(tmp_path, 4)
+    assert uncovered(tmp_path, 5).startswith("sample_1_5 has no record that can be used in ")
+    assert uncovered(tmp_path, 4, steps="1-2") == "sample_0_3 is not among skip.async_rollout.steps=1-2"
+    (find(tmp_path)[1].path / "manifest.json").write_text("{}")
+    assert uncovered(tmp_path, 4).startswith("sample_0_2 has no record")
+
+
+async def test_another_prompt_is_not_covered_by_the_record_of_its_index(tmp_path: Path) -> None:
+    await record(tmp_path, 3)
+    other = [*PROMPTS[:2], make_prompt(7, 8)]
+    assert uncovered(tmp_path, 3, other).startswith("sample_0_3 has no record")
+    with pytest.raises(ConfigError, match=r"on_mismatch=error: the record .* differs in prompt_ids"):
+        uncovered(tmp_path, 3, other, on_mismatch="error")
+
+
+async def test_any_record_covers_a_run_that_repeats(tmp_path: Path) -> None:
+    await record(tmp_path, 1)
+    assert uncovered(tmp_path, 9, action="repeat") == ""
+    assert uncovered(tmp_path / "empty", 9, action="repeat").startswith("sample_0_1 has no record")
+
+
+async def test_prompts_that_will_be_dropped_are_passed_over(tmp_path: Path) -> None:
+    prompts = [PROMPTS[0], make_prompt(*range(1, 40)), PROMPTS[1], PROMPTS[2]]
+    await record(tmp_path, 3, prompts)
+    assert uncovered(tmp_path, 3, prompts) == ""
+    assert uncovered(tmp_path, 3, [prompts[1]]) == "no prompt is usable"
+
+
+async def test_the_coverage_check_counts_no_replays(tmp_path: Path) -> None:
+    await record(tmp_path, 2)
+    config = DispatcherRig(skip=recording(tmp_path), total=2, prompts=PROMPTS).config
+    with SkipManager.session(config):
+        first_uncovered(config, ListPrompts(PROMPTS), RemainingSamples(2))
+        assert SkipManager.status() == {"async_rollout": {}}
+
+
+async def test_a_fleet_without_engines_refuses_to_generate() -> None:
+    fleet = UnavailableFleet()
+    assert await fleet.apply(Publication(1, 1, 0, {})) == []
+    with pytest.raises(ConfigError, match=r"sample_0_9 has no record, and there is no engine .*engines=always"):
+        await anext(fleet.generate([], session="sample_0_9"))

@@ -1,11 +1,11 @@
-"""Events of the Rollouter: every sample's way is told from its permit to the queue, and nobody's is mixed up."""
+"""Events of the Rollouter: each sample records its way from permit to queue under its own id."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -15,29 +15,36 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.blobs import decode, encode
-from asyncrl.cli.kept_samples import describe
-from asyncrl.config.schema import Config, OverSampleConfig, SkipConfig
-from asyncrl.failures import InfraError, UserCodeError
-from asyncrl.payloads import PackedBlob, pack, to_blob, unpack
-from asyncrl.ports import ApplyReport, GenerateRequest, Lease, Publication
-from asyncrl.profiling import Profiler, Setup, profile
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.rollout import OverSampleConfig
+from asyncrl.config.sections.skip import SkipConfig
+from asyncrl.config.sections.trainer import TrainerConfig
+from asyncrl.core.failures import DataError, InfraError, UserCodeError
+from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, GenerationEvent, Lease, Publication, TurnFinished
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Prompt, Sample, SampleId, Span, Turn
+from asyncrl.observe.kept_samples import to_dumped
+from asyncrl.profiling import Profiler, ProfilerSettings, profile
 from asyncrl.profiling.files import event_files
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.trajectory import Trajectory
-from asyncrl.trajectory_files import find
-from asyncrl.types import FinishReason, Prompt, Sample, SampleId, Span, Turn
-from rollouter import client
-from rollouter.dump import TrajectoryDump
-from rollouter.group import Group, Unheard, generate_group
-from rollouter.request_ids import parse
-from rollouter.rollouter import Rollouter, RolloutStart, Task
-from rollouter.serving import shipping as shipping_module
-from rollouter.serving.pieces import Piece, Taken, Told
-from rollouter.serving.shipping import SHIP_EVERY_S, Shipping
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.array_bytes import decode, encode
+from asyncrl.storage.sample_bytes import PackedBlob, pack, to_blob, unpack
+from asyncrl.storage.trajectory_files import find
+from rollouter.group import GroupRequest, generate_group
+from rollouter.requests import parse_request_id
+from rollouter.rollouter import Rollouter, RolloutStart, RolloutTask
+from rollouter.serving import client
+from rollouter.serving.client import Delta, EventBatch
+from rollouter.serving.replica import event_forwarding
+from rollouter.serving.replica.event_forwarding import FORWARD_EVERY_S, EventForwarder
+from rollouter.trajectory_dump import TrajectoryDump
 from skip import SkipManager
-from tests.fakes.engine import FakeFleet
+from tests.fakes import agent_loop
+from tests.fakes import gateway_agent as gateway
+from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
+from tests.fakes.engine import FakeFleet, finished_turns
 from tests.fakes.parts import (
     FakeFeed,
     FakeScorer,
@@ -48,24 +55,29 @@ from tests.fakes.parts import (
     MemoryTurns,
     make_prompt,
 )
-from tests.rollouter import test_pump
-from tests.rollouter.agent import test_loop
-from tests.rollouter.gateway import rig as gateway
-from tests.rollouter.test_over_sampling import Chatter
 
 Event = dict[str, Any]
 SLACK_S = 0.005
-"""Times are rounded, and of two clocks."""
+"""Times are rounded, and come from two clocks."""
+FIVE_TOKENS = [make_prompt(*range(1, 6)) for _ in range(20)]
+ONE_TOKEN = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
+REQUEST = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not condition():
+            await anyio.lowlevel.checkpoint()
 
 
 @pytest.fixture
 def events_dir(tmp_path: Path) -> Path:
-    profile.configure("rollouter", Setup("full", tmp_path / "events"))
+    profile.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     return tmp_path
 
 
 def written(tmp_path: Path) -> list[Event]:
-    """All events; `part` and `dir` say where."""
+    """All events, with the name and folder of their file."""
     profile.flush()
     return [
         {**json.loads(line), "file_part": path.stem, "dir": path.parent.name}
@@ -91,22 +103,21 @@ def assert_within(inner: Event, outer: Event) -> None:
     assert outer["timestamp"] - SLACK_S <= inner["timestamp"] and end(inner) <= end(outer) + SLACK_S, (inner, outer)
 
 
-def mark(who: str) -> None:
-    """An event that says itself whose it is; what the context adds is checked against it."""
-    profile.note("loop.stall", part=who)
+def mark(owner: str) -> None:
+    """Record an event that names its owner, to compare with the owner that the context adds."""
+    profile.note("loop.stall", part=owner)
 
 
 class Replicas:
-    """`EngineFleet` on two replicas, behind the client: they answer in random order, and tell of requests as a replica
-    does."""
+    """An `EngineFleet` of two replicas that answer in random order and report requests as a real replica does."""
 
     def __init__(self, text_of: Any, ids_of: Any) -> None:
         self._text_of, self._ids_of = text_of, ids_of
         self._random = random.Random(7)
         self.version = 0
 
-    async def generate(self, requests: Sequence[GenerateRequest], *, session: str, **told: Any) -> list[Turn]:
-        return await client.generate(self._call, requests, session=session, max_attempts=3, **told)
+    def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
+        return client.generate(self._call, requests, session=session, max_attempts=3)
 
     async def apply(self, publication: Publication) -> list[ApplyReport]:
         self.version = publication.version
@@ -114,22 +125,22 @@ class Replicas:
 
     async def _call(
         self, requests: Sequence[GenerateRequest], *, session: str
-    ) -> AsyncGenerator[Taken | Told | list[Piece], None]:
+    ) -> AsyncGenerator[Accepted | EventBatch | list[Delta], None]:
         replica = f"r{self._random.randrange(2)}"
-        yield Taken(replica)
+        yield Accepted(replica)
         for number, request in self._random.sample(list(enumerate(requests)), len(requests)):
             for _ in range(self._random.randrange(6)):
                 await anyio.lowlevel.checkpoint()
             ids = self._ids_of(self._text_of(request))
             log_probs = np.full(len(ids), -0.5, dtype=np.float32)
             turn = Turn(np.asarray(ids, dtype=np.int32), log_probs, (Span(0, self.version),), FinishReason.STOP)
-            yield [Piece(number, turn, True)]
-        about = [{**parse(one.request_id)._asdict(), "request": one.request_id} for one in requests]
-        yield Told(replica, [{"timestamp": 1e9, "event": "request", "duration_s": 0.0, **one} for one in about])
+            yield [Delta(number, turn, True)]
+        about = [{**parse_request_id(one.request_id)._asdict(), "request": one.request_id} for one in requests]
+        yield EventBatch(replica, [{"timestamp": 1e9, "event": "request", "duration_s": 0.0, **one} for one in about])
 
 
 def result(sample: Sample) -> list[Any]:
-    """What a sample is trained on."""
+    """The values of a sample that training uses."""
     return [
         [
             value.tolist() if isinstance(value, np.ndarray) else value
@@ -140,17 +151,18 @@ def result(sample: Sample) -> list[Any]:
 
 
 class Run:
-    """A whole Rollouter that holds conversations: a call of `add`, an answer, the player's word, a last answer."""
+    """A Rollouter with conversations of three turns: a call of `add`, an answer, a user reply, a last answer."""
 
     def __init__(self, *, n: int = 3, num_samples: int = 6, validate: bool = False) -> None:
-        interactions = [{"class_name": test_loop.PLAYER, "name": "player", "config": {"replies": ["1"]}}]
-        self.rig = test_loop.Rig(interactions=interactions)
+        interactions = [{"class_name": agent_loop.PLAYER, "name": "player", "config": {"replies": ["1"]}}]
+        self.rig = agent_loop.AgentRig(interactions=interactions)
         eos = self.rig.tokenizer.eos_token_id
         lines = ['[add {"x": 2}]', "3", "7"]
         config = self.rig.config
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": n})})
         self.fleet = Replicas(
-            lambda request: lines[parse(request.request_id).turn or 0], lambda text: [*self.rig.ids(text), eos]
+            lambda request: lines[parse_request_id(request.request_id).turn or 0],
+            lambda text: [*self.rig.ids(text), eos],
         )
         first = self.rig.prompt()
         prompts = [
@@ -170,7 +182,7 @@ class Run:
 
         self.rollouter = Rollouter(
             config,
-            Task(
+            RolloutTask(
                 ListPrompts(prompts),
                 ListPrompts(prompts[:2]) if validate else None,
                 FakeScorer(gate=gate, whole_group=False),
@@ -187,7 +199,7 @@ class Run:
         )
 
     async def go(self) -> None:
-        """Two versions' samples, trained in the middle."""
+        """Train the samples of two versions."""
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
                 group.start_soon(self.rollouter.run)
@@ -204,9 +216,9 @@ class Run:
 
 @pytest.fixture
 def marking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools and players tell whose conversation they are in."""
-    test_loop.Adder.made, test_loop.Adder.released = [], []
-    create, execute = test_loop.Adder.create, test_loop.Adder.execute
+    """Tools record the trajectory that they belong to."""
+    agent_loop.Adder.made, agent_loop.Adder.released = [], []
+    create, execute = agent_loop.Adder.create, agent_loop.Adder.execute
 
     def created(self: Any, context: Any, **kwargs: Any) -> list[Any]:
         state = create(self, context, **kwargs)
@@ -219,18 +231,18 @@ def marking(monkeypatch: pytest.MonkeyPatch) -> None:
         return await execute(self, state, arguments, **kwargs)
 
     owners: dict[int, str] = {}
-    monkeypatch.setattr(test_loop.Adder, "create", created)
-    monkeypatch.setattr(test_loop.Adder, "execute", executed)
+    monkeypatch.setattr(agent_loop.Adder, "create", created)
+    monkeypatch.setattr(agent_loop.Adder, "execute", executed)
 
 
-async def test_conversations_with_tools_and_users_are_told_whole(events_dir: Path, marking: None) -> None:
+async def test_conversations_record_all_their_events(events_dir: Path, marking: None) -> None:
     run = Run()
     await run.go()
     events = written(events_dir)
     for index in range(1, run.num_samples + 1):
         own = [one for one in events if one.get("sample") == f"sample_0_{index}"]
         check_conversations(own, n=3)
-    # What says itself whose it is agrees with what the context says.
+    # The owner of each mark is the one that the context adds.
     marks = of(events, "loop.stall")
     assert len(marks) == run.num_samples * 3 * 2, "a tool and a reward each"
     for one in marks:
@@ -243,7 +255,7 @@ async def test_conversations_with_tools_and_users_are_told_whole(events_dir: Pat
 
 
 def check_conversations(own: list[Event], n: int) -> None:
-    """All that is told of one sample."""
+    """Check all events of one sample."""
     counts = Counter(one["event"] for one in own)
     calls = {"turn.parse": 3, "turn.tokenize": 2, "tool.execute": 1, "user.step": 2, "reward.score": 1, "trajectory": 1}
     turns = {"generate.call": 3, "request": 3, "turnlog.write": 3, "loop.stall": 2}
@@ -281,7 +293,7 @@ def check_conversations(own: list[Event], n: int) -> None:
 
 
 def check_requests(events: list[Event]) -> None:
-    """What replicas told is in their own files, and belongs to a call that somebody here has made."""
+    """Check that events of replicas are in their own files and belong to a recorded call."""
     calls = {one["request"]: one for one in of(events, "generate.call")}
     requests = of(events, "request")
     assert {one["file_part"] for one in requests} == {"replica-r0", "replica-r1"}
@@ -293,7 +305,7 @@ def check_requests(events: list[Event]) -> None:
     assert all(one["file_part"] == "rollouter" for one in events if one["event"] != "request")
 
 
-async def test_versions_and_validation(events_dir: Path, marking: None) -> None:
+async def test_versions_and_validations_record_their_events(events_dir: Path, marking: None) -> None:
     run = Run(validate=True, n=2)
     await run.go()
     events = written(events_dir)
@@ -305,21 +317,21 @@ async def test_versions_and_validation(events_dir: Path, marking: None) -> None:
     for one in answers:
         assert_within(one, validation)
     assert not [one for one in events if one["event"].startswith("sample.") and one["sample"].startswith("val_")]
-    # What is generated under the first version that was applied is of the second step.
+    # Samples of version 1 belong to step 2.
     trained = [one for one in of(events, "trajectory") if one["sample"].startswith("sample_")]
     assert {(one["version"], one["step"], one["dir"]) for one in trained} == {
         (0, 1, "step_000001"), (1, 2, "step_000002"),
     }  # fmt: skip
 
 
-async def test_single_turns_begin_with_the_dispatch_and_end_when_they_are_whole(events_dir: Path) -> None:
+async def test_single_turns_last_from_dispatch_to_completion(events_dir: Path) -> None:
     prompts = [make_prompt(index, 7, 9) for index in range(1, 9)]
-    rig = test_pump.Rig(permits=4, n=3, prompts=prompts, fleet=FakeFleet())
+    rig = DispatcherRig(permits=4, n=3, prompts=prompts, fleet=FakeFleet())
     async with rig.running():
         await rig.lease(4)
     events = written(events_dir)
     for index in range(1, 5):
-        own = [one for one in events if one.get("sample") == test_pump.name(index)]
+        own = [one for one in events if one.get("sample") == sample_name(index)]
         generate = the(own, "sample.generate")
         assert generate["trajectories"] == 3 and generate["tokens"] == 9
         for number in range(3):
@@ -334,41 +346,43 @@ async def test_single_turns_begin_with_the_dispatch_and_end_when_they_are_whole(
     assert sum(one["granted"] for one in permits) == 4
 
 
-async def test_the_baseline_is_told_apart(events_dir: Path) -> None:
-    group = Group("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 2, baseline={"max_tokens": 4})
-    await generate_group(FakeFleet(), group, Unheard())
-    assert sorted(one["trajectory"] for one in of(written(events_dir), "trajectory")) == [-1, 0, 1]
+def pair(n: int = 2, **options: Any) -> GroupRequest:
+    return GroupRequest("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, n, **options)
 
 
-async def test_what_was_complete_before_is_not_told_again(events_dir: Path) -> None:
-    group = Group("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 2)
-    kept: dict[str, Turn] = {}
+def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
+    """Finish reason and tokens of each trajectory."""
+    events = of(written(events_dir), "trajectory")
+    return {one["trajectory"]: (one["finish_reason"], one["tokens"]) for one in events}
 
-    class Keep(Unheard):
-        async def turn(self, key: str, turn: Turn) -> None:
-            kept[key] = turn
 
-    await generate_group(FakeFleet(), group, Keep())
-    await generate_group(FakeFleet(), group, Unheard(), completed={"0": kept["0"]})
+async def test_the_baseline_has_a_trajectory_event_of_its_own(events_dir: Path) -> None:
+    await generate_group(FakeFleet(), pair(baseline={"max_tokens": 4}))
+    assert finishes(events_dir) == {-1: ("stop", 2), 0: ("stop", 2), 1: ("stop", 2)}
+
+
+async def test_logged_turns_record_no_second_event(events_dir: Path) -> None:
+    turns: dict[str, Turn] = {}
+    await generate_group(FakeFleet(), pair(), turns=turns)
+    await generate_group(FakeFleet(), pair(), turns={"0": turns["0"]})
     assert sorted(one["trajectory"] for one in of(written(events_dir), "trajectory")) == [0, 1, 1]
 
 
-# ------------------------------------------------------------------------------------------------ what comes to nothing
+# ------------------------------------------------------------------------------------------------ surplus and drops
 
 
 async def test_surplus_samples_are_cut_and_dropped(events_dir: Path) -> None:
     fleet = FakeFleet(hold=True, chunk_tokens=2)
-    prompts = [make_prompt(*range(1, 6)) for _ in range(20)]
-    rig = test_pump.Rig(permits=2, n=1, prompts=prompts, fleet=fleet, over_sample=OverSampleConfig(samples=0.5))
+    rig = DispatcherRig(permits=2, n=1, prompts=FIVE_TOKENS, fleet=fleet, over_sample=OverSampleConfig(samples=0.5))
     async with rig.running():
-        await fleet.until_in_flight(*(test_pump.name(index) for index in (1, 2, 3)))
-        fleet.release(test_pump.name(1), test_pump.name(3))
+        await fleet.until_in_flight(*(sample_name(index) for index in (1, 2, 3)))
+        fleet.release(sample_name(1), sample_name(3))
         await rig.lease(2)
         with anyio.fail_after(10):
-            while (await rig.queue.status()).books.dropped["surplus"] < 1:
+            while (await rig.queue.status()).counts.dropped["surplus"] < 1:
                 await anyio.lowlevel.checkpoint()
     events = written(events_dir)
-    own = [one for one in events if one.get("sample") == test_pump.name(2)]
+    own = [one for one in events if one.get("sample") == sample_name(2)]
     cut, dropped = the(own, "sample.cut"), the(own, "sample.dropped")
     assert (cut["tokens"], cut["kept"]) == (0, 0)
     assert (dropped["reason"], dropped["tokens"]) == ("surplus", 0)
@@ -378,29 +392,35 @@ async def test_surplus_samples_are_cut_and_dropped(events_dir: Path) -> None:
     assert len(of(events, "sample.ready")) == 2 and len(of(events, "sample.dropped")) == 1
 
 
-async def test_what_was_cut_and_goes_on_later_says_so(events_dir: Path) -> None:
-    """The second sample has made 2 of its 5 tokens when it is cut; it goes on from them under the next version."""
-    chunks = anyio.Semaphore(1)
+async def test_a_cut_and_resumed_sample_records_both_attempts(events_dir: Path) -> None:
+    """The second sample is cut after 3 s with 2 of its 5 tokens, waits 10 s for a slot, and takes 4 s for the rest."""
+    chunks = anyio.Semaphore(0)
 
     async def pace(session: str) -> None:
-        if session == test_pump.name(2):
+        if session == sample_name(2):
             await chunks.acquire()
+        elif session != sample_name(1):
+            await anyio.sleep_forever()
 
-    fleet = FakeFleet(pace=pace, chunk_tokens=2)
-    prompts = [make_prompt(*range(1, 6)) for _ in range(20)]
+    fleet = FakeFleet(hold=True, pace=pace, chunk_tokens=2)
     over_sample = OverSampleConfig(samples=1.0, unfinished="keep_partial")
-    rig = test_pump.Rig(permits=1, total=2, n=1, prompts=prompts, fleet=fleet, over_sample=over_sample)
+    rig = DispatcherRig(permits=1, total=2, n=1, prompts=FIVE_TOKENS, fleet=fleet, over_sample=over_sample)
     async with rig.running():
+        await fleet.until_in_flight(sample_name(1), sample_name(2))
+        rig.clock.now_s += 3
+        fleet.release_all()
         await rig.lease(1)
-        with anyio.fail_after(10):
-            while test_pump.name(2) not in fleet.cancelled:
-                await anyio.lowlevel.checkpoint()
-        for _ in range(3):
-            chunks.release()
+        await until(lambda: sample_name(2) in fleet.cancelled)
+        await anyio.wait_all_tasks_blocked()
+        rig.clock.now_s += 10
         fleet.version = 1
         await rig.queue.set_applied_version(1)
-        await rig.lease(1, trainer_version=1)
-    own = [one for one in written(events_dir) if one.get("sample") == test_pump.name(2)]
+        await fleet.until_in_flight(sample_name(2))
+        rig.clock.now_s += 4
+        for _ in range(3):
+            chunks.release()
+        (sample,) = leased_samples(await rig.lease(1, trainer_version=1))
+    own = [one for one in written(events_dir) if one.get("sample") == sample_name(2)]
     cut, surplus, ready = the(own, "sample.cut"), the(own, "sample.surplus"), the(own, "sample.ready")
     assert (cut["tokens"], cut["kept"]) == (2, 1)
     assert cut["timestamp"] <= surplus["timestamp"] + SLACK_S and end(surplus) <= ready["timestamp"] + SLACK_S
@@ -409,54 +429,23 @@ async def test_what_was_cut_and_goes_on_later_says_so(events_dir: Path) -> None:
     assert (first["finish_reason"], first["tokens"]) == ("aborted", 2)
     assert (second["finish_reason"], second["tokens"]) == ("stop", 5)
     assert len(of(own, "sample.slot")) >= 1
-    # What the first leg has sampled is told by the first leg alone.
-    legs = sorted(of(own, "sample.generate"), key=lambda one: one["timestamp"])
-    assert [(one["tokens"], one.get("error")) for one in legs] == [(2, "CancelledError"), (3, None)]
+    # The second attempt does not repeat the tokens of the first.
+    attempts = sorted(of(own, "sample.generate"), key=lambda one: one["timestamp"])
+    assert [(one["tokens"], one.get("error")) for one in attempts] == [(2, "CancelledError"), (3, None)]
     assert [one["tokens"] for one in of(own, "turnlog.write")] == [5]
-
-
-async def test_seconds_in_generation_are_those_of_all_legs(events_dir: Path) -> None:
-    """3 s until it is cut, 10 s until there is room again, and 4 s from there."""
-    chunks = anyio.Semaphore(1)
-
-    async def pace(session: str) -> None:
-        if session == test_pump.name(2):
-            await chunks.acquire()
-        elif session != test_pump.name(1):
-            await anyio.sleep_forever()
-
-    fleet = FakeFleet(hold=True, pace=pace, chunk_tokens=2)
-    prompts = [make_prompt(*range(1, 6)) for _ in range(20)]
-    over_sample = OverSampleConfig(samples=1.0, unfinished="keep_partial")
-    rig = test_pump.Rig(permits=1, total=2, n=1, prompts=prompts, fleet=fleet, over_sample=over_sample)
-    async with rig.running():
-        await fleet.until_in_flight(test_pump.name(1), test_pump.name(2))
-        rig.clock.now_s += 3
-        fleet.release_all()
-        await rig.lease(1)
-        with anyio.fail_after(10):
-            while SampleId(0, 2) not in rig.stages._kept:
-                await anyio.lowlevel.checkpoint()
-        rig.clock.now_s += 10
-        await rig.queue.set_applied_version(1)
-        await fleet.until_in_flight(test_pump.name(2))
-        rig.clock.now_s += 4
-        for _ in range(3):
-            chunks.release()
-        (sample,) = test_pump.samples(await rig.lease(1, trainer_version=1))
-    assert (sample.sample_id.index, sample.generate_s) == (2, 7)
-    assert rig.stages.counts.max_generate_s == 7 and rig.stages.counts.generate_s == 3 + 7
-    assert rig.stages.counts.surplus_tokens == 0
+    counts = rig.dispatcher.runner.counts
+    assert (sample.sample_id.index, sample.generate_s, counts.max_generate_s) == (2, 3 + 4, 7)
+    assert (counts.generate_s, counts.surplus_tokens) == (3 + 7, 0)
 
 
 def responses(request: GenerateRequest) -> list[int]:
-    """The first trajectory is the longest one; of the others the later is the longer."""
-    number = parse(request.request_id).trajectory
+    """The first trajectory is the longest; the others grow with their number."""
+    number = parse_request_id(request.request_id).trajectory
     assert number is not None
     return [5] * (number + 1 if number else 9)
 
 
-class OneTurn(Chatter):
+class OneTurn(ScriptedConverser):
     def __init__(self) -> None:
         super().__init__(1)
 
@@ -465,7 +454,7 @@ class OneTurn(Chatter):
 async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump(
     events_dir: Path, agent: OneTurn | None
 ) -> None:
-    """2 of 4 count, and the first is too slow: what events call 1 and 2 are rows 0 and 1."""
+    """2 of 4 count, and the first is too slow, so trajectories 1 and 2 of the events are rows 0 and 1."""
     slow = anyio.Event()
 
     async def pace(session: str) -> None:
@@ -474,138 +463,160 @@ async def test_over_sampled_trajectories_are_the_same_in_events_payload_and_dump
 
     fleet = FakeFleet(answer=responses, chunk_tokens=1, pace=pace)
     dump = TrajectoryDump(events_dir / "dump", events_dir, str)
-    rig = test_pump.Rig(
+    rig = DispatcherRig(
         permits=1, total=1, n=2, fleet=fleet, agent=agent, dump=dump, over_sample=OverSampleConfig(trajectories=2)
     )
     async with rig.running():
-        (sample,) = test_pump.samples(await rig.lease(1))
-    told = of(written(events_dir), "trajectory")
-    whole = {one["trajectory"]: one["tokens"] for one in told if one["finish_reason"] not in ("aborted", "surplus")}
-    assert whole == {1: 2, 2: 3} and {one["trajectory"] for one in told} == {0, 1, 2, 3}
+        (sample,) = leased_samples(await rig.lease(1))
+    recorded = of(written(events_dir), "trajectory")
+    complete = {
+        one["trajectory"]: one["tokens"] for one in recorded if one["finish_reason"] not in ("aborted", "surplus")
+    }
+    assert complete == {1: 2, 2: 3} and {one["trajectory"] for one in recorded} == {0, 1, 2, 3}
     assert [row.trajectory for row in sample.rows] == [0, 1] and sample.asked == (1, 2)
     arrays, texts = to_blob(pack([sample]))
     packed = PackedBlob(decode(np.frombuffer(b"".join(encode(arrays, texts)), np.uint8)))
     assert unpack(pack([sample]), 0).asked == packed.unpack(0).asked == (1, 2)
-    for kept in (find(events_dir / "dump", 1, events_dir).trajectories, describe(packed.unpack(0), events_dir, str)):
+    for kept in (find(events_dir / "dump", 1, events_dir).trajectories, to_dumped(packed.unpack(0), events_dir, str)):
         assert [one.number for one in kept] == [0, 1]
-        assert {one.asked: one.trajectory.num_sampled for one in kept} == whole
+        assert {one.asked: one.trajectory.num_sampled for one in kept} == complete
 
 
-class Deaf(OneTurn):
-    """Ends its conversation though it is cut."""
+class Shielded(OneTurn):
+    """Completes its conversation even when it is cut."""
 
     async def converse(self, *args: Any) -> Trajectory:
         with anyio.CancelScope(shield=True):
             return await super().converse(*args)
 
 
-@pytest.mark.parametrize("agent", [None, Deaf()])
+@pytest.mark.parametrize("agent", [None, Shielded()])
 @pytest.mark.parametrize("kept", [False, True])
-async def test_what_ends_when_enough_have_ended_is_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
-    """All end at once, before anybody could be cut."""
-    group = Group("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 2, extra=2, keep_surplus=kept)
-    made = await generate_group(FakeFleet(), group, Unheard(), agent=agent)
-    told = {one["trajectory"]: (one["finish_reason"], one["tokens"]) for one in of(written(events_dir), "trajectory")}
-    counted = {number for number, (reason, _) in told.items() if reason == "stop"}
+async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
+    """All end at once, before one of them could be cut."""
+    made = await generate_group(FakeFleet(), pair(extra=2, keep_surplus=kept), agent=agent)
+    recorded = finishes(events_dir)
+    counted = {number for number, (reason, _) in recorded.items() if reason == "stop"}
     assert counted == {one.number for one in made} and len(counted) == (4 if kept else 2)
-    assert all(told[number] == ("surplus", 2) for number in set(range(4)) - counted)
+    assert all(recorded[number] == ("surplus", 2) for number in set(range(4)) - counted)
 
 
-async def test_what_ends_while_the_baseline_is_waited_for_is_surplus(events_dir: Path) -> None:
-    """It is neither told of nor scored."""
+async def test_trajectories_that_end_during_the_baseline_are_surplus(events_dir: Path) -> None:
+    """They are neither reported nor scored."""
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
     sampling = {"max_tokens": 16}
-    group = Group("s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline=sampling, extra=1)
-    ended: list[str] = []
-
-    class Heard(Unheard):
-        def ended(self, key: str, trajectory: Trajectory) -> None:
-            ended.append(key)
-
-    made = await generate_group(fleet, group, Heard())
-    assert [one.number for one in made] == [0, 1, -1] and ended == ["0", "1", "baseline"]
-    told = {one["trajectory"]: one["finish_reason"] for one in of(written(events_dir), "trajectory")}
-    assert told == {0: "stop", 1: "stop", 2: "surplus", -1: "stop"}
+    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline=sampling, extra=1)
+    ended: list[int | None] = []
+    made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
+    assert [one.number for one in made] == [0, 1, -1] == ended
+    reasons = {number: reason for number, (reason, _) in finishes(events_dir).items()}
+    assert reasons == {0: "stop", 1: "stop", 2: "surplus", -1: "stop"}
 
 
-async def test_a_whole_trajectory_that_is_cut_while_it_is_logged_is_surplus(events_dir: Path) -> None:
-    class Slow(Unheard):
-        async def turn(self, key: str, turn: Turn) -> None:
-            await anyio.lowlevel.checkpoint()
+async def test_a_complete_trajectory_that_is_cut_while_it_is_logged_is_surplus(events_dir: Path) -> None:
+    async def record_slowly(key: str, turn: Turn) -> None:
+        await anyio.lowlevel.checkpoint()
 
-    group = Group("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, 1, extra=1)
-    (one,) = await generate_group(FakeFleet(), group, Slow())
-    told = {
-        each["trajectory"]: (each["finish_reason"], each["tokens"]) for each in of(written(events_dir), "trajectory")
-    }
-    assert one.number == 0 and told == {0: ("stop", 2), 1: ("surplus", 2)}
+    (one,) = await generate_group(FakeFleet(), pair(1, extra=1), record_turn=record_slowly)
+    assert one.number == 0 and finishes(events_dir) == {0: ("stop", 2), 1: ("surplus", 2)}
 
 
-async def test_a_sample_that_fails_says_why_it_is_dropped(events_dir: Path) -> None:
+async def test_a_dropped_sample_records_its_reason(events_dir: Path) -> None:
     async def fail(prompt: Prompt) -> None:
         if prompt.prompt_ids[0] == 2:
             raise UserCodeError("no")
 
     config = Config.model_validate({"reward": {"on_error": "drop"}})
     prompts = [make_prompt(1, 1), make_prompt(2, 2), make_prompt(3, 3)]
-    rig = test_pump.Rig(
+    rig = DispatcherRig(
         permits=3, n=2, prompts=prompts, fleet=FakeFleet(), scorer=FakeScorer(gate=fail), reward=config.reward
     )
     async with rig.running():
         await rig.lease(2)
         with anyio.fail_after(10):
-            while not (await rig.queue.status()).books.num_dropped:
+            while not (await rig.queue.status()).counts.num_dropped:
                 await anyio.lowlevel.checkpoint()
     events = written(events_dir)
-    dropped = the(events, "sample.dropped", sample=test_pump.name(2))
+    dropped = the(events, "sample.dropped", sample=sample_name(2))
     assert (dropped["reason"], dropped["tokens"]) == ("failed", 4)
-    assert the(events, "reward.score", sample=test_pump.name(2))["error"] == "UserCodeError"
-    assert not of(events, "sample.ready", sample=test_pump.name(2))
+    assert the(events, "reward.score", sample=sample_name(2))["error"] == "UserCodeError"
+    assert not of(events, "sample.ready", sample=sample_name(2))
 
 
-async def test_failed_calls_to_replicas_are_events_of_their_own(events_dir: Path) -> None:
-    request = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
-    turn = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
-    plays: list[list[Any]] = [[Taken("a"), InfraError("gone")], [Taken("b"), [Piece(0, turn, True)]]]
+async def test_a_dropped_sample_of_a_batch_records_its_tokens(events_dir: Path, tmp_path: Path) -> None:
+    """One sample fails after its generation, the other one during it, when one of its trajectories has ended."""
+
+    async def fail(prompt: Prompt) -> None:
+        if prompt.prompt_ids[0] == 1:
+            raise UserCodeError("no")
+
+    class Refusing(FakeFleet):
+        async def generate(self, requests: Any, *, session: str) -> AsyncGenerator[GenerationEvent, None]:
+            async for event in super().generate(requests, session=session):
+                yield event
+                if session == sample_name(2) and isinstance(event, TurnFinished):
+                    raise DataError("refused")
+
+    role = {"enable": True, "steps": "all", "dump_dir": str(tmp_path / "skip")}
+    rig = DispatcherRig(
+        permits=3,
+        n=2,
+        prompts=[make_prompt(number, number) for number in range(1, 6)],
+        fleet=Refusing(),
+        scorer=FakeScorer(gate=fail),
+        reward=RewardConfig(on_error="drop"),
+        skip=SkipConfig.model_validate({"rollout": role}),
+        mode="sync",
+        trainer=TrainerConfig(ppo_mini_batch_size=3),
+    )
+    with SkipManager.session(rig.config):
+        async with rig.running():
+            await rig.lease(3)
+    dropped = {one["sample"]: one["tokens"] for one in of(written(events_dir), "sample.dropped")}
+    assert dropped == {sample_name(1): 4, sample_name(2): 2}
+
+
+async def test_every_call_to_a_replica_records_an_event(events_dir: Path) -> None:
+    plays: list[list[Any]] = [[Accepted("a"), InfraError("gone")], [Accepted("b"), [Delta(0, ONE_TOKEN, True)]]]
 
     async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
-        for news in plays.pop(0):
-            if isinstance(news, Exception):
-                raise news
-            yield news
+        for event in plays.pop(0):
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
     async def sleep(seconds: float) -> None:
         pass
 
-    await client.generate(call, [request], session="s", max_attempts=3, sleep=sleep)
+    await finished_turns(client.generate(call, [REQUEST], session="s", max_attempts=3, sleep=sleep))
     first, second = of(written(events_dir), "generate.call")
     assert (first["replica"], first["error"], first["request"]) == ("a", "InfraError", "sample_0_1/4.2-1")
     assert (second["replica"], second["request"]) == ("b", "sample_0_1/4.2-2") and "error" not in second
     assert end(first) <= second["timestamp"] + SLACK_S and first["requests"] == second["requests"] == 1
 
 
-async def test_calls_that_reach_no_tool_and_tools_that_fail(events_dir: Path) -> None:
-    rig = test_loop.Rig(max_parallel_calls=2, tokenization_sanity_check_mode="off")
+async def test_failed_tool_calls_record_their_status(events_dir: Path) -> None:
+    rig = agent_loop.AgentRig(max_parallel_calls=2, tokenization_sanity_check_mode="off")
     await rig.converse('[add {"x": 13}][subtract {"x": 1}][add {"x": 1}]', "3")
     await rig.converse("[add", '[add {"y": 1}]', "3")
-    told = [(one["turn"], one["tool"], one["status"]) for one in of(written(events_dir), "tool.execute")]
-    assert sorted(told) == sorted([
+    calls = [(one["turn"], one["tool"], one["status"]) for one in of(written(events_dir), "tool.execute")]
+    assert sorted(calls) == sorted([
         (0, "add", "raised"), (0, "add", "too_many"), (0, "subtract", "unknown_tool"), (0, "", "bad_json"),
         (1, "add", "bad_arguments"),
     ])  # fmt: skip
 
 
-async def test_a_tool_that_ends_its_sample_says_what_became_of_it(events_dir: Path) -> None:
+async def test_a_tool_that_drops_its_sample_records_its_status(events_dir: Path) -> None:
     async def hang(x: int) -> None:
         await anyio.sleep_forever()
 
-    rig = test_loop.Rig(tools=[{"on_error": "drop", "timeout_s": 0.02}])
-    test_loop.Adder.gate = staticmethod(hang)  # type: ignore[assignment]
+    rig = agent_loop.AgentRig(tools=[{"on_error": "drop", "timeout_s": 0.02}])
+    agent_loop.Adder.gate = staticmethod(hang)  # type: ignore[assignment]
     try:
         with pytest.raises(UserCodeError):
             await rig.converse('[add {"x": 1}]', "3")
     finally:
-        test_loop.Adder.gate = None
+        agent_loop.Adder.gate = None
     one = the(written(events_dir), "tool.execute")
     assert (one["status"], one["error"]) == ("timeout", "ToolFailedError") and one["duration_s"] >= 0.02
 
@@ -613,33 +624,31 @@ async def test_a_tool_that_ends_its_sample_says_what_became_of_it(events_dir: Pa
 # ------------------------------------------------------------------------------------------------ the rest
 
 
-async def test_records_that_are_read_and_written(events_dir: Path) -> None:
+async def test_reading_and_writing_records_are_events(events_dir: Path) -> None:
     section = {"enable": True, "steps": "all", "dump_dir": str(events_dir / "records")}
     skip = SkipConfig.model_validate({"async_rollout": section})
     for found in (0, 1):
-        profile.configure("rollouter", Setup("full", events_dir / f"run-{found}" / "events"))
-        rig = test_pump.Rig(skip=skip, fleet=FakeFleet(), total=2, n=2)
+        profile.configure("rollouter", ProfilerSettings("full", events_dir / f"run-{found}" / "events"))
+        rig = DispatcherRig(skip=skip, fleet=FakeFleet(), total=2, n=2)
         with SkipManager.session(rig.config):
             async with rig.running():
                 await rig.lease(2)
         events = written(events_dir / f"run-{found}")
         for index in (1, 2):
-            own = [one for one in events if one.get("sample") == test_pump.name(index)]
+            own = [one for one in events if one.get("sample") == sample_name(index)]
             read = the(own, "skip.read")
             assert (read["role"], read["found"]) == ("async_rollout", found)
             assert len(of(own, "skip.write", role="async_rollout")) == 1 - found
-            assert len(of(own, "trajectory")) == 2 * (1 - found), "no engine has made what is replayed"
+            assert len(of(own, "trajectory")) == 2 * (1 - found), "replayed samples have no trajectory events"
             assert the(own, "sample.generate").get("replayed", 0) == found
             assert the(own, "sample.generate")["tokens"] == the(own, "sample.ready")["tokens"]
 
 
-async def test_programs_of_the_users_have_their_turns(events_dir: Path) -> None:
-    """Requests come from elsewhere, without a context of their own."""
-    rig = gateway.Rig()
+async def test_users_programs_record_their_turns(events_dir: Path) -> None:
+    rig = gateway.GatewayRig()
 
-    class Heard(Unheard):
-        async def turn(self, key: str, turn: Turn) -> None:
-            mark(key.split(".")[0])
+    async def record(key: str, turn: Turn) -> None:
+        mark(key.split(".")[0])
 
     async def program(task: Any) -> float:
         messages: list[Any] = [gateway.QUESTION]
@@ -649,11 +658,11 @@ async def test_programs_of_the_users_have_their_turns(events_dir: Path) -> None:
         return 1.0
 
     def answer(request: GenerateRequest) -> list[int]:
-        return [*rig.book.tokens("12"), rig.tokenizer.eos_token_id]
+        return [*rig.cache.tokens("12"), rig.tokenizer.eos_token_id]
 
-    group = Group("sample_0_1", SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
+    group = GroupRequest("sample_0_1", SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
     with profile.context(sample="sample_0_1"):
-        await generate_group(FakeFleet(answer=answer), group, Heard(), agent=rig.made(program))
+        await generate_group(FakeFleet(answer=answer), group, record_turn=record, agent=rig.made(program))
     events = written(events_dir)
     for number in range(3):
         one = the(events, "trajectory", trajectory=number)
@@ -664,10 +673,10 @@ async def test_programs_of_the_users_have_their_turns(events_dir: Path) -> None:
 
 
 class Answering:
-    """A call to a replica whose answer is given word by word."""
+    """A call to a replica that answers with these words."""
 
-    def __init__(self, shipping: Shipping, *words: str) -> None:
-        self._call = shipping.along(self._say(words))
+    def __init__(self, forwarder: EventForwarder, *words: str) -> None:
+        self._call = forwarder.attach(self._say(words))
 
     async def _say(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
         for word in words:
@@ -685,108 +694,106 @@ class Answering:
         await self._call.aclose()
 
 
-async def test_what_a_replica_has_to_tell_goes_with_its_last_answer_or_once_a_second() -> None:
+async def test_a_replica_sends_events_with_its_last_answer_or_once_a_second() -> None:
     clock = ManualClock()
-    shipping = Shipping("r", clock)
-    unrecorded = Answering(shipping, "a")
-    assert [await unrecorded.next(), await unrecorded.next()] == ["a", "the end"], "nothing is recorded"
-    profile.configure("replica-r", Setup("full"))
-    long, short = Answering(shipping, *"abcd"), Answering(shipping, *"xy")
+    forwarder = EventForwarder("r", clock)
+    unrecorded = Answering(forwarder, "a")
+    assert [await unrecorded.next(), await unrecorded.next()] == ["a", "the end"], "profiling is off"
+    profile.configure("replica-r", ProfilerSettings("full"))
+    long, short = Answering(forwarder, *"abcd"), Answering(forwarder, *"xy")
     assert [await long.next(), await short.next()] == ["a", "x"]
     profile.note("sync.load")
     assert [await short.next(), await short.next()] == ["y", "the end"], "another call is open"
-    clock.now_s += SHIP_EVERY_S
+    clock.now_s += FORWARD_EVERY_S
     assert await long.next() == ["sync.load"]
     profile.note("sync.verify")
     assert [await long.next(), await long.next()] == ["b", "c"], "a second has not passed"
     assert [await long.next(), await long.next(), await long.next()] == ["d", ["sync.verify"], "the end"]
-    clock.now_s += SHIP_EVERY_S
-    again = Answering(shipping, "a")
-    assert [await again.next(), await again.next()] == ["a", "the end"], "there is nothing new"
+    clock.now_s += FORWARD_EVERY_S
+    again = Answering(forwarder, "a")
+    assert [await again.next(), await again.next()] == ["a", "the end"], "no new events"
 
 
-async def test_events_on_their_way_to_a_caller_who_turns_away_go_with_the_next_answer() -> None:
+async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
     clock = ManualClock()
-    shipping = Shipping("r", clock)
-    profile.configure("replica-r", Setup("full"))
-    first, second = Answering(shipping, *"ab"), Answering(shipping, *"xyz")
+    forwarder = EventForwarder("r", clock)
+    profile.configure("replica-r", ProfilerSettings("full"))
+    first, second = Answering(forwarder, *"ab"), Answering(forwarder, *"xyz")
     assert [await first.next(), await second.next()] == ["a", "x"]
     profile.note("sync.load")
-    clock.now_s += SHIP_EVERY_S
+    clock.now_s += FORWARD_EVERY_S
     assert await first.next() == ["sync.load"]
     await first.leave()
     profile.note("sync.verify")
     assert await second.next() == ["sync.load", "sync.verify"], "at once"
     assert [await second.next(), await second.next(), await second.next()] == ["y", "z", "the end"], "once"
-    # At the end of the last call, too; and what is given up with nobody left goes with the answer to a weight sync.
+    # Events of the last call are sent with the answer to a weight sync.
     profile.note("sync.fetch")
-    last = Answering(shipping, "a")
+    last = Answering(forwarder, "a")
     assert [await last.next(), await last.next()] == ["a", ["sync.fetch"]]
     await last.leave()
-    assert [one["event"] for one in shipping.all()] == ["sync.fetch"] and not shipping.all()
+    assert [one["event"] for one in forwarder.take_all()] == ["sync.fetch"] and not forwarder.take_all()
 
 
-async def test_events_that_nobody_fetches_are_missed_at_home(events_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray comes back for the next item before the caller has fetched the one before."""
+async def test_events_never_fetched_count_as_dropped(events_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray produces the next item before the caller has fetched the one before."""
     clock, away = ManualClock(), Profiler()
-    away.configure("replica-r", Setup("full"))
-    monkeypatch.setattr(shipping_module, "profile", away)
-    shipping = Shipping("r", clock)
+    away.configure("replica-r", ProfilerSettings("full"))
+    monkeypatch.setattr(event_forwarding, "profile", away)
+    forwarder = EventForwarder("r", clock)
 
-    async def message() -> Told:
+    async def message() -> EventBatch:
         async def say() -> AsyncGenerator[str, None]:
             while True:
                 yield ""
 
         away.note("sync.load")
         away.note("sync.verify")
-        clock.now_s += SHIP_EVERY_S
-        async with aclosing(shipping.along(say())) as answer:
-            told = [await anext(answer) for _ in range(3)][1]
-        assert isinstance(told, Told)
-        return told
+        clock.now_s += FORWARD_EVERY_S
+        async with aclosing(forwarder.attach(say())) as answer:
+            batch = [await anext(answer) for _ in range(3)][1]
+        assert isinstance(batch, EventBatch)
+        return batch
 
     first, _, *others = [await message() for _ in range(4)]
-    turn = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
 
     async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
-        for news in (Taken("r"), first, *others, [Piece(0, turn, True)]):
-            yield news
+        for event in (Accepted("r"), first, *others, [Delta(0, ONE_TOKEN, True)]):
+            yield event
 
-    request = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
-    await client.generate(call, [request], session="s", max_attempts=1)
+    await finished_turns(client.generate(call, [REQUEST], session="s", max_attempts=1))
     events = written(events_dir)
     assert len(of(events, "sync.load")) == len(of(events, "sync.verify")) == 3
     assert the(events, "profiler.dropped")["events"] == profile.status()["dropped"] == 2
     away.close()
 
 
-async def test_of_events_that_nobody_takes_no_more_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping_module, "MAX_UNSENT", 3)
-    shipping = Shipping("r", ManualClock())
-    profile.configure("replica-r", Setup("full"))
+async def test_a_bounded_number_of_unsent_events_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_forwarding, "MAX_UNSENT", 3)
+    forwarder = EventForwarder("r", ManualClock())
+    profile.configure("replica-r", ProfilerSettings("full"))
     for _ in range(5):
         profile.note("sync.load")
-    caller = Answering(shipping, "a")
+    caller = Answering(forwarder, "a")
     assert [await caller.next(), await caller.next()] == ["a", ["sync.load"] * 5]
     await caller.leave()
-    *kept, lost = shipping.all()
+    *kept, lost = forwarder.take_all()
     assert [one["event"] for one in kept] == ["sync.load"] * 3
     assert (lost["event"], lost["events"]) == ("profiler.dropped", 2)
 
 
-async def test_levels_change_nothing_but_what_is_told(tmp_path: Path, marking: None) -> None:
+async def test_profiler_levels_change_no_result(tmp_path: Path, marking: None) -> None:
     results = {}
     levels: tuple[Any, ...] = ("off", "summary", "full")
     for level in levels:
-        profile.configure("rollouter", Setup(level, tmp_path / level / "events"))
+        profile.configure("rollouter", ProfilerSettings(level, tmp_path / level / "events"))
         run = Run(n=2, num_samples=4)
         await run.go()
-        results[level] = (run.trained, (await run.queue.status()).books)
+        results[level] = (run.trained, (await run.queue.status()).counts)
         profile.close()
     assert not (tmp_path / "off" / "events").exists()
-    trained, books = results["off"]
-    assert sorted(trained) == [f"sample_0_{index}" for index in range(1, 5)] and books.trained == 4
+    trained, counts = results["off"]
+    assert sorted(trained) == [f"sample_0_{index}" for index in range(1, 5)] and counts.trained == 4
     assert results["summary"] == results["full"] == results["off"]
     names, all_names = ({one["event"] for one in written(tmp_path / level)} for level in ("summary", "full"))
     fine = {"generate.call", "turn.parse", "sample.offer", "rollout.permit"}

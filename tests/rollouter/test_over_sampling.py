@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import OverSampleConfig
-from asyncrl.failures import UserCodeError
-from asyncrl.ports import GenerateRequest, Lease
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.trajectory import Trajectory, single_turn
-from asyncrl.types import Prompt, SampleId, SampleMeta, Span, Turn
-from rollouter.agent.asking import AskTurn, TurnRequest
-from rollouter.agent.tokens import ConversationTokens
-from rollouter.group import Group, Unheard, generate_group
+from asyncrl.config.sections.rollout import OverSampleConfig
+from asyncrl.core.failures import UserCodeError
+from asyncrl.core.ports import GenerateRequest, Lease
+from asyncrl.core.types import Prompt, SampleId, SampleMeta, Span, Turn
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from rollouter.group import GroupRequest, generate_group
+from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, make_prompt
-from tests.rollouter.test_pump import Rig, name, samples
+from tests.fakes.parts import FakeScorer, MemoryTurns, make_prompt
 
 
 def indices(lease: Lease) -> list[int]:
@@ -30,48 +26,48 @@ def indices(lease: Lease) -> list[int]:
 # ------------------------------------------------------------------------------------------------ more samples
 
 
-async def test_when_enough_are_done_the_rest_is_aborted_and_dropped_as_surplus() -> None:
-    rig = Rig(permits=4, n=1, over_sample=OverSampleConfig(samples=0.5))
+async def test_surplus_samples_are_aborted_and_dropped() -> None:
+    rig = DispatcherRig(permits=4, n=1, over_sample=OverSampleConfig(samples=0.5))
     async with rig.running():
-        await rig.fleet.until_in_flight(*(name(index) for index in range(1, 7)))
+        await rig.fleet.until_in_flight(*(sample_name(index) for index in range(1, 7)))
         assert len(rig.fleet.calls) == 6, "4, and half of that"
-        rig.fleet.release(name(2), name(3), name(4))
+        rig.fleet.release(sample_name(2), sample_name(3), sample_name(4))
         await rig.lease(3)
         assert not rig.fleet.cancelled, "3 are not enough"
-        rig.fleet.release(name(6))
+        rig.fleet.release(sample_name(6))
         assert indices(await rig.lease(1)) == [6]
         with anyio.fail_after(10):
-            while (await rig.queue.status()).books.dropped["surplus"] < 2:
+            while (await rig.queue.status()).counts.dropped["surplus"] < 2:
                 await anyio.lowlevel.checkpoint()
-        assert sorted(rig.fleet.cancelled) == [name(1), name(5)]
-        books = (await rig.queue.status()).books
-        assert (books.fed, books.running, books.leased) == (6, 0, 4)
+        assert sorted(rig.fleet.cancelled) == [sample_name(1), sample_name(5)]
+        counts = (await rig.queue.status()).counts
+        assert (counts.fed, counts.running, counts.leased) == (6, 0, 4)
         assert not rig.turns.turns, "nothing is left of them"
         # A version later there is room for as many again.
         await rig.queue.set_applied_version(1)
-        await rig.fleet.until_in_flight(*(name(index) for index in range(7, 13)))
+        await rig.fleet.until_in_flight(*(sample_name(index) for index in range(7, 13)))
 
 
-async def test_what_has_ended_already_is_kept_though_it_is_surplus() -> None:
+async def test_generated_samples_are_kept_although_they_are_surplus() -> None:
     gate = anyio.Event()
 
     async def hold(prompt: Prompt) -> None:
         await gate.wait()
 
-    rig = Rig(permits=2, n=1, scorer=FakeScorer(gate=hold), over_sample=OverSampleConfig(samples=0.5))
+    rig = DispatcherRig(permits=2, n=1, scorer=FakeScorer(gate=hold), over_sample=OverSampleConfig(samples=0.5))
     async with rig.running():
-        await rig.fleet.until_in_flight(name(1), name(2), name(3))
+        await rig.fleet.until_in_flight(sample_name(1), sample_name(2), sample_name(3))
         rig.fleet.release_all()
         with anyio.fail_after(10):
             while rig.fleet.calls:
                 await anyio.lowlevel.checkpoint()
         gate.set()
         assert len((await rig.lease(3)).samples) == 3
-        assert (await rig.queue.status()).books.num_dropped == 0
+        assert (await rig.queue.status()).counts.num_dropped == 0
 
 
 @pytest.mark.parametrize("unfinished", ["keep_finished", "keep_partial"])
-async def test_what_is_kept_goes_on_under_the_next_version(unfinished: Any) -> None:
+async def test_kept_samples_resume_under_the_next_version(unfinished: Any) -> None:
     """Sample 3 has one short response and one long one, which is cut after 4 tokens."""
     prompts = [make_prompt(1), make_prompt(2), make_prompt(3)]
 
@@ -82,24 +78,24 @@ async def test_what_is_kept_goes_on_under_the_next_version(unfinished: Any) -> N
     first_round = [anyio.Semaphore(2)]
 
     async def paced(session: str) -> None:
-        if session == name(3) and first_round:
+        if session == sample_name(3) and first_round:
             await first_round[0].acquire()
-        elif session not in (name(1), name(2), name(3)):
+        elif session not in (sample_name(1), sample_name(2), sample_name(3)):
             await anyio.sleep_forever()
 
     fleet = FakeFleet(answer=answer, pace=paced, chunk_tokens=2)
     over_sample = OverSampleConfig(samples=0.5, unfinished=unfinished)
-    rig = Rig(permits=2, n=2, fleet=fleet, prompts=prompts, over_sample=over_sample)
+    rig = DispatcherRig(permits=2, n=2, fleet=fleet, prompts=prompts, over_sample=over_sample)
     async with rig.running():
         assert indices(await rig.lease(2)) == [1, 2]
         with anyio.fail_after(10):
-            while name(3) not in fleet.cancelled:
+            while sample_name(3) not in fleet.cancelled:
                 await anyio.lowlevel.checkpoint()
-        assert (await rig.queue.status()).books.running == 1
+        assert (await rig.queue.status()).counts.running == 1
         first_round.clear()
         fleet.version = 1
         await rig.queue.set_applied_version(1)
-        (sample,) = samples(await rig.lease(1, trainer_version=1))
+        (sample,) = leased_samples(await rig.lease(1, trainer_version=1))
     assert sample.sample_id.index == 3
     short, long = sample.rows
     assert short.spans == (Span(0, 0),) and short.response_ids.tolist() == [7, 7]
@@ -109,25 +105,59 @@ async def test_what_is_kept_goes_on_under_the_next_version(unfinished: Any) -> N
     assert rig.turns.recorded == 6, "no turn was completed twice"
 
 
-async def test_without_over_sampling_nobody_is_ever_cut() -> None:
-    rig = Rig(permits=2, n=1)
+async def test_a_turn_that_is_kept_is_logged_although_its_sample_is_cut_meanwhile() -> None:
+    """Otherwise it is generated again if the Rollouter dies before the sample is READY."""
+    logging, gate = anyio.Event(), anyio.Event()
+    logged: list[list[int]] = []
+
+    class SlowTurns(MemoryTurns):
+        async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+            if sample_id.index == 3:
+                logging.set()
+                await gate.wait()
+                logged.append(turn.response_ids.tolist())
+            await super().record(sample_id, key, turn)
+
+    def answer(request: GenerateRequest) -> list[int]:
+        return [7, 7] if request.request_id.split("/")[1].startswith("0") else list(range(10, 22))
+
+    first_round = [anyio.Semaphore(1)]
+
+    async def paced(session: str) -> None:
+        if session == sample_name(3) and first_round:
+            await first_round[0].acquire()
+
+    fleet = FakeFleet(answer=answer, pace=paced, chunk_tokens=2)
+    over_sample = OverSampleConfig(samples=0.5, unfinished="keep_finished")
+    rig = DispatcherRig(permits=2, n=2, fleet=fleet, turns=SlowTurns(), over_sample=over_sample)
     async with rig.running():
-        await rig.fleet.until_in_flight(name(1), name(2))
-        rig.fleet.release(name(1))
+        with anyio.fail_after(10):
+            await logging.wait()
+        assert indices(await rig.lease(2)) == [1, 2]
+        await anyio.wait_all_tasks_blocked()
+        gate.set()
+        with anyio.fail_after(10):
+            while sample_name(3) not in fleet.cancelled:
+                await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
+        assert logged == [[7, 7]]
+        first_round.clear()
+        await rig.queue.set_applied_version(1)
+        await rig.lease(1, trainer_version=1)
+    assert logged == [[7, 7], list(range(10, 22))], "each turn once"
+
+
+async def test_without_over_sampling_no_sample_is_cut() -> None:
+    rig = DispatcherRig(permits=2, n=1)
+    async with rig.running():
+        await rig.fleet.until_in_flight(sample_name(1), sample_name(2))
+        rig.fleet.release(sample_name(1))
         await rig.lease(1)
-        assert not await rig.queue.enough(False, timeout_s=0.0)
+        assert not await rig.queue.has_surplus(False, timeout_s=0.0)
         assert not rig.fleet.cancelled
 
 
 # ------------------------------------------------------------------------------------------------ more trajectories
-
-
-class Sampled(Unheard):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def ended(self, key: str, trajectory: Trajectory) -> None:
-        self.told.append(key)
 
 
 def lengths(request: GenerateRequest) -> list[int]:
@@ -139,33 +169,49 @@ def lengths(request: GenerateRequest) -> list[int]:
 async def test_the_first_n_trajectories_count_and_the_rest_is_aborted(extra: int, finished: int) -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
     prompt = make_prompt(1, 2)
-    events = Sampled()
-    group = Group("s", SampleId(0, 1), prompt, {"max_tokens": 16}, 5 - extra, extra=extra)
-    made = await generate_group(fleet, group, events)
+    ended: list[int | None] = []
+    group = GroupRequest("s", SampleId(0, 1), prompt, {"max_tokens": 16}, 5 - extra, extra=extra)
+    made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
     assert [one.num_sampled for one in made] == list(range(1, finished + 1))
-    assert events.told == [str(k) for k in range(finished)]
+    assert ended == list(range(finished))
     assert fleet.cancelled == (["s"] if extra else [])
 
 
 async def test_trajectories_that_end_at_once_may_all_be_kept() -> None:
-    group = Group("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2, keep_surplus=True)
-    assert len(await generate_group(FakeFleet(), group, Unheard())) == 4
-    group = Group("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2)
-    assert len(await generate_group(FakeFleet(), group, Unheard())) == 2
+    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2, keep_surplus=True)
+    assert len(await generate_group(FakeFleet(), group)) == 4
+    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2)
+    assert len(await generate_group(FakeFleet(), group)) == 2
 
 
-async def test_a_greedy_baseline_is_waited_for() -> None:
+@pytest.mark.parametrize(("logged", "used"), [([0, 2], [0, 2]), ([2], [0, 2]), ([1, 2, 3], [1, 2])])
+async def test_logged_trajectories_ended_first(logged: list[int], used: list[int]) -> None:
+    """A Rollouter died, and its successor has these complete trajectories of four."""
+    log = FakeFleet(answer=lengths)
+    turns: dict[str, Turn] = {}
+    group = GroupRequest("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 16}, 4)
+    await generate_group(log, group, turns=turns)
+    fleet = FakeFleet(answer=lengths, chunk_tokens=1)
+    group = GroupRequest("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 16}, 2, extra=2)
+    made = await generate_group(fleet, group, turns={str(number): turns[str(number)] for number in logged})
+    assert [one.number for one in made] == used
+    assert bool(fleet.requests) == (len(logged) < 2), "with enough of them no engine is asked"
+
+
+async def test_the_greedy_baseline_is_awaited() -> None:
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
     sampling = {"max_tokens": 16}
-    group = Group("s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline={**sampling, "temperature": 0}, extra=1)
-    assert [one.num_sampled for one in await generate_group(fleet, group, Unheard())] == [1, 1, 9]
+    group = GroupRequest(
+        "s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline={**sampling, "temperature": 0}, extra=1
+    )
+    assert [one.num_sampled for one in await generate_group(fleet, group)] == [1, 1, 9]
 
 
-async def test_a_sample_has_the_rows_of_those_that_count() -> None:
+async def test_a_sample_has_the_rows_of_the_counted_trajectories() -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    rig = Rig(permits=1, n=3, fleet=fleet, over_sample=OverSampleConfig(trajectories=2))
+    rig = DispatcherRig(permits=1, n=3, fleet=fleet, over_sample=OverSampleConfig(trajectories=2))
     async with rig.running():
-        (sample,) = samples(await rig.lease(1))
+        (sample,) = leased_samples(await rig.lease(1))
     assert [len(row.response_ids) for row in sample.rows] == [1, 2, 3]
     assert [row.trajectory for row in sample.rows] == [0, 1, 2]
 
@@ -188,18 +234,18 @@ async def test_a_trajectory_is_scored_as_soon_as_it_has_ended() -> None:
         rounds.clear()
 
     fleet = FakeFleet(answer=lengths, chunk_tokens=1, pace=pace)
-    rig = Rig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
+    rig = DispatcherRig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
     async with rig.running():
         with anyio.fail_after(10):
             while not scored:
                 await anyio.lowlevel.checkpoint()
         assert scored == [1] and fleet.calls, "the other one is still in generation"
         go.set()
-        (sample,) = samples(await rig.lease(1))
+        (sample,) = leased_samples(await rig.lease(1))
     assert [row.reward for row in sample.rows] == [1.0, 2.0]
 
 
-async def test_a_reward_that_fails_aborts_what_is_in_generation() -> None:
+async def test_a_failing_reward_aborts_generation() -> None:
     def reward(prompt: Prompt, row: Any) -> float:
         raise UserCodeError("the reward function raised")
 
@@ -213,43 +259,13 @@ async def test_a_reward_that_fails_aborts_what_is_in_generation() -> None:
             await held.wait()
 
     fleet = FakeFleet(answer=lengths, chunk_tokens=1, pace=pace)
-    rig = Rig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
-    error = await rig.fails()
-    assert isinstance(error, UserCodeError) and "the reward function raised" in str(error)
-    assert fleet.cancelled == [name(1)]
+    rig = DispatcherRig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
+    error = await rig.fails(UserCodeError)
+    assert "the reward function raised" in str(error)
+    assert fleet.cancelled == [sample_name(1)]
 
 
 # ------------------------------------------------------------------------------------------------ conversations
-
-
-class Chatter:
-    """Asks for `turns` turns, and is told 9 between them."""
-
-    def __init__(self, turns: int, told: int = 9) -> None:
-        self.turns = turns
-        self.told = told
-
-    async def converse(self, sample_id: SampleId | str, number: int, prompt: Prompt, ask: AskTurn) -> Trajectory:
-        tokens = ConversationTokens(prompt.prompt_ids)
-        turn = None
-        for number_of_turn in range(self.turns):
-            if number_of_turn:
-                tokens.add_told([self.told])
-            turn = await ask(TurnRequest(number_of_turn, tokens.context, 4))
-            tokens.add_turn(turn)
-        assert turn is not None
-        (row,) = tokens.rows()
-        one = single_turn(prompt, turn)
-        return Trajectory((row,), one.turns, one.finish_reason, ({"role": "assistant", "content": ""},))
-
-    def identity(self) -> Mapping[str, Any]:
-        return {"turns": self.turns}
-
-    def status(self) -> Mapping[str, float]:
-        return {}
-
-    def watch(self, waiting: Any) -> None:
-        pass
 
 
 async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
@@ -259,39 +275,39 @@ async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
         if session.endswith("/0"):
             await go.wait()
 
-    rig = Rig(permits=1, n=2, agent=Chatter(3), fleet=FakeFleet(pace=pace), prompts=[make_prompt(1, 2)])
+    rig = DispatcherRig(
+        permits=1, n=2, agent=ScriptedConverser(3), fleet=FakeFleet(pace=pace), prompts=[make_prompt(1, 2)]
+    )
     async with rig.running():
         with anyio.fail_after(10):
             while len(rig.turns.turns.get(SampleId(0, 1), {})) < 3:
                 await anyio.lowlevel.checkpoint()
-        assert list(rig.fleet.calls) == [f"{name(1)}/0"], "the other one has gone all its way"
+        assert list(rig.fleet.calls) == [f"{sample_name(1)}/0"], "the other one has gone all its way"
         go.set()
-        (sample,) = samples(await rig.lease(1))
+        (sample,) = leased_samples(await rig.lease(1))
     asked = [request.request_id for request in rig.fleet.requests if "/1" in request.request_id]
-    assert asked == [f"{name(1)}/1", f"{name(1)}/1.1", f"{name(1)}/1.2"]
+    assert asked == [f"{sample_name(1)}/1", f"{sample_name(1)}/1.1", f"{sample_name(1)}/1.2"]
     assert [row.response_mask.tolist().count(False) for row in sample.rows] == [2, 2]
     assert [row.trajectory for row in sample.rows] == [0, 1]
 
 
 @pytest.mark.parametrize(("told", "asked_again"), [(9, 1), (8, 2)])
-async def test_turns_that_were_logged_count_if_they_are_asked_for_in_the_same_context(
-    told: int, asked_again: int
-) -> None:
+async def test_logged_turns_are_used_only_in_the_same_context(told: int, asked_again: int) -> None:
     """A Rollouter died behind the second of three turns. Its successor's tools say the same again, or they do not."""
     fleet = FakeFleet()
-    rig = Rig(permits=1, n=1, agent=Chatter(2), fleet=fleet, prompts=[make_prompt(1, 2)])
+    rig = DispatcherRig(permits=1, n=1, agent=ScriptedConverser(2), fleet=fleet, prompts=[make_prompt(1, 2)])
     async with rig.running():
         await rig.lease(1)
         turns = dict(fleet_turns(rig))
     again = FakeFleet()
-    rig = Rig(permits=1, n=1, agent=Chatter(3, told), fleet=again, prompts=[make_prompt(1, 2)])
+    rig = DispatcherRig(permits=1, n=1, agent=ScriptedConverser(3, told), fleet=again, prompts=[make_prompt(1, 2)])
     rig.turns.turns[SampleId(0, 1)] = turns
     async with rig.running():
         await rig.lease(1)
     assert len(again.requests) == asked_again
 
 
-def fleet_turns(rig: Rig) -> dict[str, Turn]:
+def fleet_turns(rig: DispatcherRig) -> dict[str, Turn]:
     """What the log would hold of sample 1, which is over."""
     from rollouter.group import turn_key
 
@@ -307,7 +323,7 @@ def fleet_turns(rig: Rig) -> dict[str, Turn]:
 
 
 def rig_finish(length: int) -> Any:
-    from asyncrl.types import FinishReason
+    from asyncrl.core.types import FinishReason
 
     return FinishReason.LENGTH if length >= 4 else FinishReason.STOP
 
@@ -316,12 +332,12 @@ def rig_finish(length: int) -> Any:
 
 
 @pytest.mark.parametrize("unfinished", ["drop", "keep_finished"])
-async def test_surplus_that_is_kept_does_not_keep_the_run_from_its_end(unfinished: Any) -> None:
+async def test_kept_surplus_does_not_delay_the_end_of_the_run(unfinished: Any) -> None:
     """Three samples in all, two to a version: the last lease is a smaller one."""
-    rig = Rig(permits=2, total=3, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished=unfinished))
+    rig = DispatcherRig(permits=2, total=3, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished=unfinished))
     async with rig.running():
-        await rig.fleet.until_in_flight(name(1), name(2), name(3))
-        rig.fleet.release(name(1), name(2))
+        await rig.fleet.until_in_flight(sample_name(1), sample_name(2), sample_name(3))
+        rig.fleet.release(sample_name(1), sample_name(2))
         assert indices(await rig.lease(2)) == [1, 2]
         await rig.queue.set_applied_version(1)
         with anyio.fail_after(10):
@@ -332,19 +348,19 @@ async def test_surplus_that_is_kept_does_not_keep_the_run_from_its_end(unfinishe
         assert len(lease.samples) == 1 and lease.ended
 
 
-async def test_an_eviction_makes_room_at_once() -> None:
-    rig = Rig(permits=2, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished="keep_partial"))
+async def test_an_eviction_ends_the_surplus_at_once() -> None:
+    rig = DispatcherRig(permits=2, n=1, over_sample=OverSampleConfig(samples=0.5, unfinished="keep_partial"))
     options = QueueOptions(100, rig.pacing, max_staleness=0)
     queue = LocalSampleQueue(options)
     admitted = (await queue.admit(3, timeout_s=1)).sample_ids
     for sample_id in admitted[:2]:
         await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 1), None)
-    assert await queue.enough(False, timeout_s=1)
+    assert await queue.has_surplus(False, timeout_s=1)
     async with anyio.create_task_group() as group:
         told: list[bool] = []
 
         async def wait() -> None:
-            told.append(await queue.enough(True, timeout_s=60))
+            told.append(await queue.has_surplus(True, timeout_s=60))
 
         group.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
@@ -355,12 +371,11 @@ async def test_an_eviction_makes_room_at_once() -> None:
     assert told == [False]
 
 
-async def test_what_fails_is_not_kept() -> None:
+async def test_failed_samples_are_not_kept() -> None:
     over_sample = OverSampleConfig(trajectories=1, unfinished="keep_partial")
-    rig = Rig(permits=2, total=2, n=1, sample_s=0.05, over_sample=over_sample)
+    rig = DispatcherRig(permits=2, total=2, n=1, sample_s=0.05, over_sample=over_sample)
     async with rig.running():
         with anyio.fail_after(10):
-            while (await rig.queue.status()).books.dropped["failed"] < 4:
+            while (await rig.queue.status()).counts.dropped["failed"] < 4:
                 await anyio.lowlevel.checkpoint()
-    assert not rig.stages._kept
-    assert rig.stages.counts.surplus_tokens == 0
+    assert rig.dispatcher.runner.counts.surplus_tokens == 0

@@ -15,24 +15,21 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config, RolloutConfig
-from asyncrl.ports import Score
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.trajectory import TokenRow, Trajectory, TurnInfo
-from asyncrl.trajectory_files import file_name, find
-from asyncrl.types import FinishReason, Prompt, Replay, SampleId, Span
-from asyncrl.waits import WaitBoard
-from rollouter import dump as dump_module
-from rollouter.dump import TrajectoryDump, describe, make_dump
-from rollouter.probation import Probation
-from rollouter.stages import Serving, Stages
-from rollouter.surplus import Surplus
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.rollout import RolloutConfig
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.core.types import FinishReason, Prompt, Replay, Span
+from asyncrl.storage.trajectory_files import file_name, find
+from rollouter import trajectory_dump as dump_module
+from rollouter.sample_runner import BatchedSample, SampleProgress
+from rollouter.trajectory_dump import TrajectoryDump, describe, make_dump
 from skip.generation import Generated
 from tests.fakes import dumped
+from tests.fakes.dispatcher import DispatcherRig, leased_samples
 from tests.fakes.dumped import SCORES, decode, group, guess, ids, prompt, sample
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, ListPrompts, MemoryTurns
+from tests.fakes.parts import FakeScorer
 
 
 def dump_in(tmp_path: Path, clock: Any = lambda: 1000.5) -> TrajectoryDump:
@@ -45,7 +42,7 @@ def lines(tmp_path: Path, index: int = 42) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-async def test_a_line_is_a_trajectory_whole(tmp_path: Path) -> None:
+async def test_a_line_describes_one_trajectory(tmp_path: Path) -> None:
     dump = dump_in(tmp_path)
     await dump.write(sample(), prompt(), group(), SCORES)
     first, second = lines(tmp_path)
@@ -121,7 +118,7 @@ async def test_a_line_is_a_trajectory_whole(tmp_path: Path) -> None:
     assert dump.status() == {"written": 1, "failed": 0}
 
 
-async def test_a_prompt_of_tokens_only_is_told_as_text(tmp_path: Path) -> None:
+async def test_a_prompt_without_messages_is_dumped_as_text(tmp_path: Path) -> None:
     await dump_in(tmp_path).write(sample(1, group()[1:]), Prompt(ids("6*7?")), group()[1:], SCORES[1:])
     assert lines(tmp_path, 1)[0]["messages"][0] == {"role": "prompt", "content": "6*7?"}
 
@@ -134,7 +131,7 @@ async def test_a_thousand_samples_share_a_file(tmp_path: Path) -> None:
     assert [line["sample_id"] for line in lines(tmp_path, 7)] == ["sample_0_1"] * 2 + ["sample_0_1000"] * 2
 
 
-async def test_what_a_dead_writer_left_of_a_line_stays_apart(tmp_path: Path) -> None:
+async def test_a_torn_line_of_a_dead_writer_spoils_no_other(tmp_path: Path) -> None:
     await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)
     path = tmp_path / "dump" / file_name(42)
     path.write_bytes(path.read_bytes()[:-40])
@@ -185,7 +182,7 @@ async def test_a_cancelled_sample_does_not_wait_for_the_disk(tmp_path: Path, mon
     go.set()
 
 
-async def test_a_disk_that_fails_is_told_once_a_kind_and_counted(
+async def test_disk_errors_are_logged_once_a_kind_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
@@ -202,7 +199,7 @@ async def test_a_disk_that_fails_is_told_once_a_kind_and_counted(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert told[0].startswith(
-        f"sample_0_1 is not dumped in {tmp_path / 'dump'}: No space left on device. It is trained"
+        f"sample_0_1 is not dumped in {tmp_path / 'dump'}: No space left on device. It is still trained on"
     )
     assert told[1].startswith("sample_0_3") and "Read-only file system" in told[1]
     await dump.write(sample(4), prompt(), group(), SCORES)
@@ -252,7 +249,7 @@ async def test_a_tokenizer_that_raises_fails_no_sample(tmp_path: Path, caplog: p
     assert "IndexError: no such token" in caplog.text
 
 
-def test_a_replayed_sample_tells_both_of_its_versions() -> None:
+def test_a_replayed_sample_is_dumped_with_both_versions() -> None:
     recorded = tuple(row.spans for trajectory in group() for row in trajectory.rows)
     made = sample(replay=Replay(42, True, recorded))
     current = (replace(made.rows[0], spans=(Span(0, 9),)), made.rows[1])
@@ -278,7 +275,7 @@ def test_a_character_over_two_versions_belongs_to_the_one_that_completed_it() ->
     assert one.texts == (((1, "a"), (2, "é")),)
 
 
-def test_the_configuration_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_sets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_dump(Config(), tmp_path, decode) is None
     monkeypatch.chdir(tmp_path)
     made = make_dump(Config(rollout=RolloutConfig(dump_dir="here/below")), tmp_path, decode)
@@ -291,24 +288,20 @@ def test_the_configuration_says_where(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-async def test_every_scored_sample_of_training_is_dumped_before_it_goes_on(tmp_path: Path, replayed: bool) -> None:
-    waits = WaitBoard()
-    stages = Stages(
-        Config(),
-        prompts=ListPrompts([prompt()]),
-        turns=MemoryTurns(),
+async def test_every_scored_sample_is_dumped_before_its_offer(tmp_path: Path, replayed: bool) -> None:
+    rig = DispatcherRig(
+        permits=1,
+        prompts=[prompt()],
         fleet=FakeFleet(),
         scorer=FakeScorer(lambda prompt, trajectory: 0.5),
-        probation=Probation(2, waits=waits, settle_s=0.01),
-        surplus=Surplus(LocalSampleQueue(QueueOptions(1, Pacing(1, 0.0))), call_s=1.0),
-        waits=waits,
-        serving=lambda: Serving(4, 12),
         dump=dump_in(tmp_path),
     )
     generated = Generated(prompt(), (*group(), guess()), 1.5, has_baseline=True, replayed_from=7 if replayed else None)
-    made = await stages.sample(SampleId(0, 42), generated)
-    found = find(tmp_path / "dump", 42, tmp_path / "run").trajectories
+    (sample_id,) = (await rig.queue.admit(1, timeout_s=1.0)).sample_ids
+    await rig.dispatcher.runner.finish_batched(sample_id, BatchedSample(generated, SampleProgress()))
+    (made,) = leased_samples(await rig.lease(1, trainer_version=4))
+    found = find(tmp_path / "dump", 1, tmp_path / "run").trajectories
     assert [(one.number, one.score.reward, one.baseline_reward) for one in found] == [(0, 0.5, 0.5), (1, 0.5, 0.5)]
     assert {one.replayed_from for one in found} == {7 if replayed else None}
     assert [one.trajectory.rows[0].spans for one in found] == [row.spans for row in made.rows]
-    assert waits.snapshot() == []
+    assert rig.waits.snapshot() == []

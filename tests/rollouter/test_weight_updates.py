@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import pytest
 
-from asyncrl.config.schema import Config, RewardConfig, RolloutConfig, TimeoutsConfig, ValSamplingConfig
-from asyncrl.failures import DataError, InfraError, UserCodeError, first_failure
-from asyncrl.ports import Edition, Score
-from asyncrl.records import ApplyRecord, ValidationRecord
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.telemetry.registry import check
-from asyncrl.types import Prompt, Turn
-from asyncrl.waits import WaitBoard
-from rollouter.drops import DropRule
-from rollouter.probation import Probation
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.config.sections.rollout import RolloutConfig, ValSamplingConfig
+from asyncrl.config.sections.run import TimeoutsConfig
+from asyncrl.core.failures import DataError, InfraError, UserCodeError, first_failure
+from asyncrl.core.ports import Score, WeightsVersion
+from asyncrl.core.records import ApplyRecord, ValidationRecord
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import Prompt, Turn
+from asyncrl.core.waits import WaitBoard
+from asyncrl.observe.metrics.registry import check
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from rollouter.crash_isolation import CrashIsolation
+from rollouter.drop_policy import DropPolicy
 from rollouter.validation import Validator
-from rollouter.versions import VersionLoop
+from rollouter.weight_updates import WeightUpdateLoop
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, ManualClock, make_prompt
 
+Error = TypeVar("Error", bound=Exception)
 VAL_PROMPTS = [
     make_prompt(1, 2, data_source="a", ground_truth="x", messages=({"role": "user", "content": "1+1"},)),
     make_prompt(1, 2, 3, 4, data_source="a"),
@@ -39,7 +43,7 @@ class Rig:
         self,
         *,
         validate_first: bool = False,
-        validated: Edition | None = None,
+        validated: WeightsVersion | None = None,
         validated_step: int = 0,
         test_freq: int = -1,
         poll_s: float = 60.0,
@@ -70,12 +74,12 @@ class Rig:
                 fleet=self.fleet,
                 scorer=scorer or FakeScorer(),
                 decode=lambda ids: " ".join(map(str, ids)),
-                drops=DropRule(on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=100),
-                probation=Probation(2, waits=self.waits, settle_s=0.01),
+                drops=DropPolicy(on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=100),
+                isolation=CrashIsolation(2, waits=self.waits, settle_s=0.01),
                 waits=self.waits,
                 clock=self.clock,
             )
-        self.loop = VersionLoop(
+        self.loop = WeightUpdateLoop(
             feed=self.feed,
             fleet=self.fleet,
             queue=self.queue,
@@ -102,18 +106,36 @@ class Rig:
                 yield self
                 self.loop.finish()
 
-    async def fails(self) -> BaseException:
+    async def fails(self, kind: type[Error]) -> Error:
         with anyio.fail_after(20), pytest.raises(Exception) as caught:
             await self.loop.run()
-        return first_failure(caught.value)
+        error = first_failure(caught.value)
+        assert isinstance(error, kind)
+        return error
+
+    async def until_validating(self, version: int, **publication: Any) -> None:
+        """Publish a version, and return when all its validation prompts are in a fleet that holds them."""
+        await self.feed.publish(version, validate=True, **publication)
+        await self.fleet.until_in_flight(*(f"val_{version}_{number}" for number in range(len(VAL_PROMPTS))))
+
+    async def first_validation(self) -> ValidationRecord:
+        """Run until the validation with which a run starts."""
+        async with self.running():
+            await self.sink.until(1)
+        return self.validation(0)
+
+    def validation(self, number: int) -> ValidationRecord:
+        record = self.sink.records[number]
+        assert isinstance(record, ValidationRecord)
+        return record
 
     @property
-    def told(self) -> list[str]:
+    def actions(self) -> list[str]:
         """`apply 1`, `validate 1`, …"""
         return [f"{'apply' if isinstance(r, ApplyRecord) else 'validate'} {r.version}" for r in self.sink.records]
 
 
-async def test_a_version_is_applied_then_opens_the_gate_then_is_told() -> None:
+async def test_a_version_is_applied_then_opens_the_gate_then_is_recorded() -> None:
     rig = Rig()
     async with rig.running():
         rig.wall.now_s = 107.0
@@ -122,7 +144,7 @@ async def test_a_version_is_applied_then_opens_the_gate_then_is_told() -> None:
         assert (await rig.queue.status()).version == 1
         await rig.feed.publish(3)
         await rig.sink.until(2)
-    assert rig.told == ["apply 1", "apply 3"]
+    assert rig.actions == ["apply 1", "apply 3"]
     assert rig.fleet.applied == [1, 3]
     record = rig.sink.records[0]
     assert isinstance(record, ApplyRecord)
@@ -139,37 +161,34 @@ async def test_version_0_is_validated_first_and_the_next_waits_for_it() -> None:
         assert rig.fleet.applied == []
         rig.fleet.release_all()
         await rig.sink.until(2)
-    assert rig.told == ["validate 0", "apply 1"]
+    assert rig.actions == ["validate 0", "apply 1"]
 
 
 async def test_validation_is_pinned_to_its_version() -> None:
-    """A publication that comes during the validation of version 1 is applied after it; nothing is lost between."""
+    """Publications that arrive during the validation of version 1 are applied after it."""
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(1, step=5, validate=True)
-        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.until_validating(1, step=5)
         await rig.feed.publish(2)
         await rig.feed.publish(3, validate=True)
         rig.fleet.release()
         await rig.fleet.until_in_flight("val_3_0")
-        assert rig.told == ["apply 1", "validate 1", "apply 3"]
+        assert rig.actions == ["apply 1", "validate 1", "apply 3"]
         rig.fleet.release_all()
-    assert rig.told == ["apply 1", "validate 1", "apply 3", "validate 3"]
-    first = rig.sink.records[1]
-    assert isinstance(first, ValidationRecord)
+    assert rig.actions == ["apply 1", "validate 1", "apply 3", "validate 3"]
+    first = rig.validation(1)
     assert (first.version, first.step) == (1, 5)
 
 
-async def test_a_prompt_that_a_replaced_replica_answered_is_asked_again() -> None:
+async def test_a_validation_prompt_answered_by_another_version_is_repeated() -> None:
     """The replica came back with version 2 while version 1 is validated; another one still serves version 1."""
     rig = Rig()
     rig.fleet.replaced = {"val_1_0": 2, "val_1_2": 2, "val_1_2_try_2": 2}
     async with rig.running():
         await rig.feed.publish(1, step=5, validate=True)
         await rig.sink.until(2)
-    assert rig.told == ["apply 1", "validate 1"]
-    record = rig.sink.records[1]
-    assert isinstance(record, ValidationRecord)
+    assert rig.actions == ["apply 1", "validate 1"]
+    record = rig.validation(1)
     assert record.metrics["num_prompts"] == 3
     assert sorted(rig.fleet.sessions) == [
         "val_1_0", "val_1_0_try_2", "val_1_1", "val_1_2", "val_1_2_try_2", "val_1_2_try_3",
@@ -177,94 +196,84 @@ async def test_a_prompt_that_a_replaced_replica_answered_is_asked_again() -> Non
     assert rig.fleet.generated_tokens == 2 * (2 + 2 + 4 + 6 + 6 + 6)
 
 
-async def test_a_validation_that_replaced_replicas_make_impossible_is_of_the_newer_version() -> None:
-    """No replica is left that serves version 1: the newest is applied everywhere and validated, once, in its place."""
+async def test_replaced_replicas_move_the_validation_to_the_newer_version() -> None:
+    """When no replica serves version 1, the newest version is applied and validated once in its place."""
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(1, step=5, validate=True)
-        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.until_validating(1, step=5)
         await rig.feed.publish(2, step=9, validate=True)
-        rig.fleet.replaced = {"val_1_1": 2, "val_1_1_try_2": 2, "val_1_1_try_3": 2}
-        rig.fleet.release("val_1_1")
-        await rig.fleet.until_in_flight("val_1_1_try_2")
-        rig.fleet.release("val_1_1_try_2")
-        await rig.fleet.until_in_flight("val_1_1_try_3")
-        rig.fleet.release("val_1_1_try_3")
+        rig.fleet.replaced = dict.fromkeys(tries("val_1_1"), 2)
+        await release_each_try(rig, "val_1_1")
         await rig.fleet.until_in_flight("val_2_0", "val_2_1", "val_2_2")
         assert sorted(rig.fleet.cancelled) == ["val_1_0", "val_1_2"]
         rig.fleet.release_all()
-    assert rig.told == ["apply 1", "apply 2", "validate 2"]
-    record = rig.sink.records[2]
-    assert isinstance(record, ValidationRecord)
+    assert rig.actions == ["apply 1", "apply 2", "validate 2"]
+    record = rig.validation(2)
     assert (record.version, record.step, record.metrics["num_prompts"]) == (2, 9, 3)
 
 
+async def release_each_try(rig: Rig, session: str) -> None:
+    for each in tries(session):
+        await rig.fleet.until_in_flight(each)
+        rig.fleet.release(each)
+
+
 def tries(*sessions: str) -> list[str]:
-    """Every session that a prompt is asked for under, as often as it may be."""
+    """The sessions of all attempts at these prompts."""
     return [f"{session}{suffix}" for session in sessions for suffix in ("", "_try_2", "_try_3")]
 
 
-async def test_a_fresh_replica_of_an_older_version_is_told_and_the_validation_asked_for_again() -> None:
-    """It began with version 2 while version 3 was being published, and came up when the others had applied that."""
+async def test_an_outdated_replica_is_updated_and_the_validation_repeated() -> None:
+    """A replica started with version 2 and joined after the others had applied version 3."""
     rig = Rig()
     rig.fleet.replaced = dict.fromkeys([*tries("val_3_0"), *tries("val_3_1_ask_2")], 2)
     async with rig.running():
         await rig.feed.publish(3, step=7, validate=True)
         await rig.sink.until(2)
-    assert rig.told == ["apply 3", "validate 3"], "what is applied again is no news"
+    assert rig.actions == ["apply 3", "validate 3"], "a repeated apply has no record"
     assert rig.fleet.applied == [3, 3, 3]
-    assert {"val_3_0_ask_2", "val_3_0_ask_3"} <= set(rig.fleet.sessions), "an engine may still hold the requests before"
-    record = rig.sink.records[1]
-    assert isinstance(record, ValidationRecord)
+    assert {"val_3_0_ask_2", "val_3_0_ask_3"} <= set(rig.fleet.sessions), "an engine may still run the earlier requests"
+    record = rig.validation(1)
     assert (record.step, record.metrics["num_prompts"]) == (7, 3)
 
 
-async def test_a_replica_of_a_version_that_nobody_knows_is_waited_for() -> None:
-    """The store has forgotten what the replica has begun with, and is told again in a moment."""
+async def test_a_replica_of_an_unknown_version_is_waited_for() -> None:
+    """The restarted store does not know the replica's version until the Trainer publishes it again."""
     rig = Rig(validate_first=True, poll_s=0.01)
     rig.fleet.replaced = dict.fromkeys(tries("val_0_0"), 4)
     async with rig.running():
         await rig.sink.until(1)
-    assert rig.told == ["validate 0"]
-    assert rig.fleet.applied == [], "what replicas have begun with themselves cannot be applied"
+    assert rig.actions == ["validate 0"]
+    assert rig.fleet.applied == [], "the store has no weights to apply"
 
 
 class Stubborn(dict[str, int]):
-    """Every session's replica has begun with this version."""
+    """Replicas answer every session with the same version."""
 
     def get(self, session: str, version: Any = None) -> Any:
         return self["version"]
 
 
 @pytest.mark.parametrize(("version", "validated"), [(2, 3), (4, 3), (4, 0)])
-async def test_a_replica_that_never_serves_what_was_applied_ends_this_rollouter(version: int, validated: int) -> None:
+async def test_a_replica_that_never_serves_the_applied_version_stops_the_run(version: int, validated: int) -> None:
     rig = Rig(validate_first=True, poll_s=0.01, start_s=0.05)
     rig.fleet.replaced = Stubborn(version=version)
     if validated:
         await rig.feed.publish(validated)
-    error = await rig.fails()
-    assert isinstance(error, InfraError)
+    error = await rig.fails(InfraError)
     assert f"validation of version {validated}: replicas answer with version {version}" in error.message
     assert "for 0.05 s (timeouts.start_s)" in error.message
-    assert rig.told == (["apply 3"] if validated else [])
+    assert rig.actions == (["apply 3"] if validated else [])
 
 
 async def test_the_last_publication_is_applied_and_validated_at_the_end() -> None:
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(1, validate=True)
-        await rig.fleet.until_in_flight("val_1_0")
+        await rig.until_validating(1)
         await rig.feed.publish(2, validate=True)
         rig.fleet.release_all()
         rig.loop.finish()
-    assert rig.told == ["apply 1", "validate 1", "apply 2", "validate 2"]
-
-
-async def test_the_end_without_a_publication() -> None:
-    rig = Rig()
-    async with rig.running():
-        pass
-    assert rig.told == []
+    assert rig.actions == ["apply 1", "validate 1", "apply 2", "validate 2"]
 
 
 async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -> None:
@@ -272,9 +281,8 @@ async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -
     await rig.feed.publish(7, step=28)
     async with rig.running():
         await rig.sink.until(2)
-    assert rig.told == ["apply 7", "validate 7"]
-    record = rig.sink.records[1]
-    assert isinstance(record, ValidationRecord)
+    assert rig.actions == ["apply 7", "validate 7"]
+    record = rig.validation(1)
     assert record.step == 28
 
 
@@ -283,38 +291,24 @@ async def test_without_a_validation_set_nothing_is_validated() -> None:
     async with rig.running():
         await rig.feed.publish(1, validate=True)
         await rig.sink.until(1)
-    assert rig.told == ["apply 1"]
+    assert rig.actions == ["apply 1"]
 
 
 async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
     rig = Rig()
     await rig.feed.publish(2)
     rig.fleet.apply_error = InfraError("replica-1 could not fetch version 2")
-    assert isinstance(await rig.fails(), InfraError)
+    await rig.fails(InfraError)
     rig = Rig()
     await rig.feed.publish(2)
-    rig.fleet.stuck_at = Edition(0, 1)
-    error = await rig.fails()
-    assert isinstance(error, InfraError)
+    rig.fleet.stuck_at = WeightsVersion(0, 1)
+    error = await rig.fails(InfraError)
     assert "replica-0 serves version 1 after version 2 was applied" in error.message
     assert (await rig.queue.status()).version == 0
 
 
-async def test_what_the_loop_waits_on_is_on_the_board() -> None:
-    rig = Rig()
-    rig.fleet.apply_gate = anyio.Event()
-    async with rig.running():
-        await rig.feed.publish(1)
-        await anyio.wait_all_tasks_blocked()
-        assert [wait.edge for wait in rig.waits.snapshot()] == ["apply"]
-        rig.fleet.apply_gate.set()
-        await rig.sink.until(1)
-        await anyio.wait_all_tasks_blocked()
-        assert [wait.edge for wait in rig.waits.snapshot()] == ["weights"]
-
-
-async def test_an_apply_is_not_taken_for_a_standstill_before_its_own_deadline() -> None:
-    """The default of which is longer than the watchdog's."""
+async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
+    """The deadline of an apply is longer than the watchdog's."""
     rig = Rig()
     rig.fleet.apply_gate = anyio.Event()
     async with rig.running():
@@ -324,6 +318,9 @@ async def test_an_apply_is_not_taken_for_a_standstill_before_its_own_deadline() 
             rig.clock.now_s = now_s
             assert [(wait.edge, wait.bounded) for wait in rig.waits.snapshot()] == [("apply", bounded)]
         rig.fleet.apply_gate.set()
+        await rig.sink.until(1)
+        await anyio.wait_all_tasks_blocked()
+        assert [wait.edge for wait in rig.waits.snapshot()] == ["weights"]
 
 
 # ------------------------------------------------------------------------------------------------ the record
@@ -331,10 +328,7 @@ async def test_an_apply_is_not_taken_for_a_standstill_before_its_own_deadline() 
 
 async def test_validation_metrics_and_examples() -> None:
     rig = Rig(validate_first=True)
-    async with rig.running():
-        await rig.sink.until(1)
-    record = rig.sink.records[0]
-    assert isinstance(record, ValidationRecord)
+    record = await rig.first_validation()
     assert record.metrics == {
         "reward/mean": pytest.approx(4.0),
         "reward/mean/a": pytest.approx(3.0),
@@ -351,17 +345,14 @@ async def test_validation_metrics_and_examples() -> None:
     assert len(rig.fleet.requests) == 6
 
 
-async def test_with_a_reward_model_a_validation_tells_the_parts_of_the_reward() -> None:
+async def test_validation_reports_the_parts_of_a_combined_reward() -> None:
     class Both(FakeScorer):
         async def score(self, prompt: Prompt, turns: Sequence[Turn]) -> list[Score]:
             scores = await super().score(prompt, turns)
             return [Score(2 * one.reward + 1, {"rule": one.reward, "model": 1.0}) for one in scores]
 
     rig = Rig(validate_first=True, scorer=Both())
-    async with rig.running():
-        await rig.sink.until(1)
-    record = rig.sink.records[0]
-    assert isinstance(record, ValidationRecord)
+    record = await rig.first_validation()
     figures = {name: record.metrics[f"{name}/mean"] for name in ("reward", "rule", "model")}
     assert figures == {"reward": pytest.approx(9.0), "rule": pytest.approx(4.0), "model": pytest.approx(1.0)}
     check(f"validation/{name}" for name in record.metrics)
@@ -370,23 +361,18 @@ async def test_with_a_reward_model_a_validation_tells_the_parts_of_the_reward() 
 async def test_a_validation_prompt_that_fails_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     prompts = [*VAL_PROMPTS, make_prompt(*range(16))]
     rig = Rig(validate_first=True, prompts=prompts)
-    async with rig.running():
-        await rig.sink.until(1)
-    record = rig.sink.records[0]
-    assert isinstance(record, ValidationRecord)
+    record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 3
     assert "val_0_3 left out of the validation" in caplog.text
 
 
 async def test_a_validation_without_an_answer_is_an_error() -> None:
-    error = await Rig(validate_first=True, prompts=[make_prompt(*range(16))]).fails()
-    assert isinstance(error, DataError)
+    await Rig(validate_first=True, prompts=[make_prompt(*range(16))]).fails(DataError)
 
 
-async def test_a_validation_that_had_no_answer_in_time_costs_its_figures_and_not_the_run(
+async def test_a_validation_that_times_out_has_no_figures_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All prompts took too long, or crashed engines: another time they may not."""
     stuck = True
 
     async def pace(session: str) -> None:
@@ -395,14 +381,13 @@ async def test_a_validation_that_had_no_answer_in_time_costs_its_figures_and_not
 
     rig = Rig(fleet=FakeFleet(pace=pace), sample_s=0.05, test_freq=10)
     async with rig.running():
-        await rig.feed.publish(1, step=10, validate=True)
-        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.until_validating(1, step=10)
         await rig.feed.publish(2, step=19)
         await rig.sink.until(2)
         stuck = False
         await rig.feed.publish(3, step=20, validate=True)
         await rig.sink.until(4)
-    assert rig.told == ["apply 1", "apply 2", "apply 3", "validate 3"]
+    assert rig.actions == ["apply 1", "apply 2", "apply 3", "validate 3"]
     assert "validation of version 1: no prompt of 3 could be answered, so it has no figures" in caplog.text
 
 
@@ -412,13 +397,9 @@ async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> 
             raise UserCodeError("judge raised", "traceback")
         return 1.0
 
-    error = await Rig(validate_first=True, scorer=FakeScorer(reward)).fails()
-    assert isinstance(error, UserCodeError)
+    await Rig(validate_first=True, scorer=FakeScorer(reward)).fails(UserCodeError)
     rig = Rig(validate_first=True, scorer=FakeScorer(reward), reward=RewardConfig(on_error="drop"))
-    async with rig.running():
-        await rig.sink.until(1)
-    record = rig.sink.records[0]
-    assert isinstance(record, ValidationRecord)
+    record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 2
 
 
@@ -430,12 +411,12 @@ def lineages(rig: Rig) -> list[tuple[int, int]]:
 
 
 async def go_back(rig: Rig, version: int, **publication: Any) -> None:
-    """The Trainer was restarted: the queue's books go back first, then its version is published."""
+    """The Trainer was restarted: the queue's counts go back first, then its version is published."""
     await rig.queue.rewind(0, version=version, lineage=1, total_samples=None)
     await rig.feed.publish(version, lineage=1, **publication)
 
 
-async def test_training_that_goes_back_takes_the_replicas_and_the_gate_with_it() -> None:
+async def test_replicas_and_gate_follow_training_back_to_a_checkpoint() -> None:
     rig = Rig()
     async with rig.running():
         await rig.feed.publish(3)
@@ -443,11 +424,11 @@ async def test_training_that_goes_back_takes_the_replicas_and_the_gate_with_it()
         await go_back(rig, 2)
         await rig.sink.until(2)
         assert (await rig.queue.status()).version == 2
-        assert rig.loop.edition == Edition(1, 2)
+        assert rig.loop.weights_version == WeightsVersion(1, 2)
         await rig.feed.publish(3, lineage=1)
         await rig.sink.until(3)
     assert lineages(rig) == [(0, 3), (1, 2), (1, 3)]
-    assert set(rig.fleet.editions.values()) == {Edition(1, 3)}
+    assert set(rig.fleet.weights_versions.values()) == {WeightsVersion(1, 3)}
 
 
 async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
@@ -459,12 +440,11 @@ async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
 
 
 @pytest.mark.parametrize("validate", [False, True])
-async def test_a_validation_is_given_up_when_training_goes_back(validate: bool) -> None:
-    """What it went back to is validated if its publication says so, and nothing waits for the old validation."""
+async def test_a_validation_is_cancelled_when_training_goes_back(validate: bool) -> None:
+    """The version of the new lineage is validated if its publication asks for it."""
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(5, step=50, validate=True)
-        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
+        await rig.until_validating(5, step=50)
         await go_back(rig, 3, step=30, validate=validate)
         if validate:
             await rig.fleet.until_in_flight("val_1_3_0", "val_1_3_1", "val_1_3_2")
@@ -473,110 +453,102 @@ async def test_a_validation_is_given_up_when_training_goes_back(validate: bool) 
         else:
             await rig.sink.until(2)
     assert sorted(rig.fleet.cancelled) == ["val_5_0", "val_5_1", "val_5_2"]
-    assert rig.told == ["apply 5", "apply 3", *(["validate 3"] if validate else [])]
+    assert rig.actions == ["apply 5", "apply 3", *(["validate 3"] if validate else [])]
     assert lineages(rig)[1:] == [(1, 3)] * (2 if validate else 1)
 
 
-async def test_answers_of_a_newer_lineage_are_no_bug() -> None:
-    """A replaced replica has begun with the version that training went back to, and the loop hears of it only then."""
+async def test_answers_of_a_newer_lineage_are_accepted() -> None:
+    """A replaced replica serves the new lineage before the loop has received its publication."""
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(5, validate=True)
-        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
-        rig.fleet.replaced = dict.fromkeys(("val_5_0", "val_5_0_try_2", "val_5_0_try_3"), 3)
+        await rig.until_validating(5)
+        rig.fleet.replaced = dict.fromkeys(tries("val_5_0"), 3)
         rig.fleet.release_all()
         await go_back(rig, 3)
         await rig.sink.until(2)
-    assert rig.told == ["apply 5", "apply 3"]
+    assert rig.actions == ["apply 5", "apply 3"]
 
 
-async def test_an_end_during_a_validation_that_is_given_up_still_applies_what_is_newest() -> None:
+async def test_the_newest_version_is_applied_when_the_run_ends_during_a_cancelled_validation() -> None:
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(5, validate=True)
-        await rig.fleet.until_in_flight("val_5_0", "val_5_1", "val_5_2")
+        await rig.until_validating(5)
         rig.loop.finish()
         await go_back(rig, 3)
-    assert rig.told == ["apply 5", "apply 3"]
+    assert rig.actions == ["apply 5", "apply 3"]
 
 
 async def test_a_store_that_was_restarted_during_a_validation_is_waited_for() -> None:
-    """A replaced replica answers with version 2, of which the store has just lost its memory."""
+    """A replaced replica answers with version 2, which the restarted store does not know yet."""
     rig = Rig(fleet=FakeFleet(hold=True))
     async with rig.running():
-        await rig.feed.publish(1, validate=True)
-        await rig.fleet.until_in_flight("val_1_0", "val_1_1", "val_1_2")
+        await rig.until_validating(1)
         rig.feed.forget()
-        rig.fleet.replaced = dict.fromkeys(("val_1_1", "val_1_1_try_2", "val_1_1_try_3"), 2)
-        rig.fleet.release("val_1_1")
-        await rig.fleet.until_in_flight("val_1_1_try_2")
-        rig.fleet.release("val_1_1_try_2")
-        await rig.fleet.until_in_flight("val_1_1_try_3")
-        rig.fleet.release("val_1_1_try_3")
+        rig.fleet.replaced = dict.fromkeys(tries("val_1_1"), 2)
+        await release_each_try(rig, "val_1_1")
         await anyio.wait_all_tasks_blocked()
         await rig.feed.publish(2, step=9)
         rig.fleet.release_all()
         await rig.sink.until(3)
-    assert rig.told == ["apply 1", "apply 2", "validate 2"]
+    assert rig.actions == ["apply 1", "apply 2", "validate 2"]
 
 
 @pytest.mark.parametrize(
     ("validated", "expected"),
     [
         (None, ["validate 4"]),
-        (Edition(0, 2), ["validate 4"]),
-        (Edition(0, 9), ["validate 4"]),
-        (Edition(1, 4), []),
-        (Edition(1, 5), []),
+        (WeightsVersion(0, 2), ["validate 4"]),
+        (WeightsVersion(0, 9), ["validate 4"]),
+        (WeightsVersion(1, 4), []),
+        (WeightsVersion(1, 5), []),
     ],
 )
-async def test_a_restarted_rollouter_validates_what_is_pending_and_nothing_twice(
-    validated: Edition | None, expected: list[str]
+async def test_a_restarted_rollouter_validates_only_pending_versions(
+    validated: WeightsVersion | None, expected: list[str]
 ) -> None:
     rig = Rig(validated=validated)
     await go_back(rig, 4, validate=True)
-    rig.fleet.editions = dict.fromkeys(rig.fleet.editions, Edition(1, 4))
+    rig.fleet.weights_versions = dict.fromkeys(rig.fleet.weights_versions, WeightsVersion(1, 4))
     async with rig.running():
         pass
-    assert rig.told == expected  # the apply is no news: the replicas served it before
+    assert rig.actions == expected, "replicas that serve the version already apply nothing"
     assert (await rig.queue.status()).version == 4
-    rig = Rig(validate_first=True, validated=Edition(0, 0))
+    rig = Rig(validate_first=True, validated=WeightsVersion(0, 0))
     async with rig.running():
         pass
-    assert rig.told == []
+    assert rig.actions == []
 
 
 @pytest.mark.parametrize(
     ("validated_step", "step", "expected"),
     [(0, 9, []), (0, 12, ["validate 3"]), (10, 19, []), (10, 20, ["validate 3"])],
 )
-async def test_a_validation_that_died_with_its_rollouter_is_owed(
+async def test_a_restarted_rollouter_makes_up_for_a_missed_validation(
     validated_step: int, step: int, expected: list[str]
 ) -> None:
-    """It was version 2's; version 3 has taken its place in the store, and its publication says nothing of that."""
-    rig = Rig(validated=Edition(0, 0), validated_step=validated_step, test_freq=10)
+    """The store has replaced version 2, which asked for it, by version 3, which does not."""
+    rig = Rig(validated=WeightsVersion(0, 0), validated_step=validated_step, test_freq=10)
     await rig.feed.publish(3, step=step)
     rig.fleet.version = 3
     async with rig.running():
         pass
-    assert rig.told == expected
+    assert rig.actions == expected
 
 
-async def test_a_wish_that_the_store_has_forgotten_is_owed_once() -> None:
-    rig = Rig(validated=Edition(0, 0), test_freq=10)
+async def test_a_validation_request_that_the_store_lost_is_made_up_for_once() -> None:
+    rig = Rig(validated=WeightsVersion(0, 0), test_freq=10)
     async with rig.running():
         for version, step in enumerate((4, 8, 12, 16, 20), start=1):
             await rig.feed.publish(version, step=step)
             await rig.fleet.until(lambda fleet, version=version: version in fleet.applied)
-    assert [told for told in rig.told if told.startswith("validate")] == ["validate 3", "validate 5"]
+    assert [action for action in rig.actions if action.startswith("validate")] == ["validate 3", "validate 5"]
 
 
 async def test_a_replica_of_an_older_lineage_is_named() -> None:
     rig = Rig()
     await go_back(rig, 2)
-    rig.fleet.stuck_at = Edition(0, 7)
-    error = await rig.fails()
-    assert isinstance(error, InfraError)
+    rig.fleet.stuck_at = WeightsVersion(0, 7)
+    error = await rig.fails(InfraError)
     assert "replica-0 serves version 7 after version 2 of lineage 1 was applied" in error.message
 
 
@@ -589,10 +561,7 @@ async def test_a_validation_prompt_that_takes_too_long_or_crashes_engines_is_lef
 
     fleet = FakeFleet(pace=pace, poison=lambda request: len(request.prompt_ids) == 6)
     rig = Rig(validate_first=True, fleet=fleet, sample_s=0.3)
-    async with rig.running():
-        await rig.sink.until(1)
-    record = rig.sink.records[0]
-    assert isinstance(record, ValidationRecord)
+    record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 1
     assert "val_0_0 left out of the validation, took too long" in caplog.text
     assert "val_0_2 left out of the validation, crashed engines" in caplog.text

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from asyncrl.cli.main import BAD_CONFIG, FAILED, main
-from asyncrl.trajectory import single_turn
-from asyncrl.types import FinishReason, Prompt, Span, Turn
-from skip.files import RecordFiles
+from asyncrl.core.trajectory import single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from skip.generation import Generated, to_content
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record
+from skip.store import RecordFiles
 
 QUICKSTART = "asyncrl://quickstart"
 
@@ -48,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, 
     return code, out, err
 
 
-def test_ls_tells_each_role(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_each_role(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "ls", dump_dir)
     assert code == 0 and "async_rollout" in out and "1-3,7" in out and "reward" in out
     code, out, _ = run(capsys, "ls", dump_dir, "--json")
@@ -77,7 +77,7 @@ def test_show_is_readable(dump_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0 and "rewards: [1.0, 0.5]" in out
 
 
-def test_show_takes_one_whole_record(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_requires_one_intact_record(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "show", dump_dir)
     assert code == BAD_CONFIG and "it has 5 records; give the directory of one" in err
     record = dump_dir / "asyncrl/quickstart/reward/4"
@@ -100,10 +100,10 @@ def test_verify_names_what_is_damaged(dump_dir: Path, capsys: pytest.CaptureFixt
     assert run(capsys, "verify", dump_dir)[0] == 0
 
 
-def test_gc_removes_what_is_asked_for(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_removes_the_selected_records(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     role = dump_dir / "asyncrl/quickstart/async_rollout"
     code, _, err = run(capsys, "gc", dump_dir)
-    assert code == BAD_CONFIG and "say what is to go" in err
+    assert code == BAD_CONFIG and "nothing is selected for removal" in err
     assert "4 of 5 records would be removed" in run(capsys, "gc", dump_dir, "--steps", "1-4", "-n")[1]
     assert len(os.listdir(role)) == 4
     long_ago = time.time() - 3 * 86400
@@ -123,26 +123,26 @@ def test_gc_removes_what_is_asked_for(dump_dir: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
-        ("--older-than", "soon", "no age; expected a number and s, m, h, d or w"),
-        ("--max-bytes", "much", "no size; expected a number and K, M, G"),
+        ("--older-than", "soon", "not an age; expected a number and s, m, h, d or w"),
+        ("--max-bytes", "much", "not a size; expected a number and K, M, G"),
         ("--steps", "x", "'x' is no step"),
     ],
 )
-def test_what_gc_cannot_read_is_told(
+def test_gc_refuses_malformed_options(
     dump_dir: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, told: str
 ) -> None:
     code, _, err = run(capsys, "gc", dump_dir, option, value)
     assert code == BAD_CONFIG and told in err
 
 
-def test_records_travel_in_an_archive(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive, there = tmp_path / "records.tar", tmp_path / "there"
     (dump_dir / "asyncrl/quickstart/reward/4" / MANIFEST).write_text("{}")
     code, out, err = run(capsys, "export", dump_dir, archive)
     assert code == FAILED and "4 records exported" in out and "left out: " in err and "reward/4" in err
     code, out, _ = run(capsys, "import", archive, there)
     assert code == 0 and "4 records imported" in out
-    assert "0 records imported, 0 B, 4 were there already" in run(capsys, "import", archive, there)[1]
+    assert "0 records imported, 0 B, 4 existed already" in run(capsys, "import", archive, there)[1]
     assert "4 records imported" in run(capsys, "import", archive, there, "--replace")[1]
     assert run(capsys, "verify", there)[0] == 0
     role = RecordFiles(there / "asyncrl/quickstart/async_rollout")
@@ -170,7 +170,9 @@ def test_nothing_in_an_archive_gets_out_of_its_directory(
     assert [path.name for path in (tmp_path / "a" / "b" / "fine").iterdir()] == ["1"]
 
 
-def test_archives_that_are_none_are_told(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_archives_are_refused(
+    dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(capsys, "import", tmp_path / "none.tar", tmp_path)[0] == BAD_CONFIG
     whole = tmp_path / "whole.tar"
     run(capsys, "export", dump_dir, whole)
@@ -178,7 +180,7 @@ def test_archives_that_are_none_are_told(dump_dir: Path, tmp_path: Path, capsys:
     (tmp_path / "torn.tar").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2 + 300])
     for name in ("text.tar", "torn.tar"):
         code, _, err = run(capsys, "import", tmp_path / name, tmp_path / name.removesuffix(".tar"))
-        assert code == FAILED and "it is no archive of records, or it was cut short" in err
+        assert code == FAILED and "not an archive of records, or an incomplete one" in err
     code, _, err = run(capsys, "export", tmp_path / "nowhere", tmp_path / "x.tar")
     assert code == BAD_CONFIG and "there is no such directory" in err
     assert not (tmp_path / "x.tar").exists()
@@ -201,9 +203,7 @@ def test_projects_and_experiments_with_names_of_records_are_none(
     assert role.read("3").step == 3
 
 
-def test_what_dead_writers_left_goes_where_there_is_no_record_either(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_removes_abandoned_files_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = tmp_path / "asyncrl" / "quickstart" / "reward" / ".1.host-1-0.new"
     left.mkdir(parents=True)
     os.utime(left, (1, 1))
@@ -211,9 +211,7 @@ def test_what_dead_writers_left_goes_where_there_is_no_record_either(
     assert not left.exists()
 
 
-def test_archives_that_cannot_be_written_are_told(
-    dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_archives_are_errors(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive = tmp_path / "records.tar"
     assert run(capsys, "export", dump_dir, archive)[0] == 0
     assert archive.stat().st_mode & 0o044, "others may read it, as the umask says"
@@ -224,7 +222,7 @@ def test_archives_that_cannot_be_written_are_told(
     assert (code, "it cannot be written: No such file" in err) == (BAD_CONFIG, True)
 
 
-def test_notes_travel_too(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_exported(dump_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RecordFiles(dump_dir / "asyncrl" / "quickstart" / "async_rollout").note("3", {"rewards": [1.0, 0.0]})
     run(capsys, "export", dump_dir, tmp_path / "records.tar")
     run(capsys, "import", tmp_path / "records.tar", tmp_path / "other")
@@ -246,15 +244,6 @@ def test_a_recorded_tokenizer_that_cannot_be_loaded_gives_token_ids(
     assert "): 6 7" not in run(capsys, "show", tmp_path / "async_rollout" / "3")[1]
 
 
-def test_an_archive_of_a_project_with_the_name_of_a_record_is_as_any_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    RecordFiles(tmp_path / "2024" / "1" / "async_rollout").write("3", generation(3))
-    run(capsys, "export", tmp_path / "2024", tmp_path / "records.tar")
-    run(capsys, "import", tmp_path / "records.tar", tmp_path / "other" / "2024")
-    assert RecordFiles(tmp_path / "other" / "2024" / "1" / "async_rollout").read("3").step == 3
-
-
 def test_a_record_under_another_number_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RecordFiles(tmp_path / "role").write("3", generation(3))
     run(capsys, "export", tmp_path, tmp_path / "records.tar")
@@ -274,7 +263,7 @@ def test_a_record_is_shown_from_within(
     assert run(capsys, "show", ".")[1].startswith("async_rollout, step 3")
 
 
-def test_what_may_not_be_read_is_passed_over(
+def test_unreadable_directories_are_ignored(
     dump_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = dump_dir / "closed"
@@ -291,12 +280,12 @@ def test_what_may_not_be_read_is_passed_over(
     assert (code, len(json.loads(out))) == (0, 2)
 
 
-def test_an_empty_directory_is_not_where_one_is(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_directory_argument_is_refused(dump_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "gc", "", "--steps", "all")
     assert (code, "DIR is empty" in err) == (BAD_CONFIG, True)
 
 
-def test_many_steps_are_told_by_their_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_steps_are_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = RecordFiles(tmp_path / "role")
     for step in range(1, 200, 7):
         files.write(str(step), generation(step))

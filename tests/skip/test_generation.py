@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.failures import BugError
-from asyncrl.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
-from asyncrl.types import FinishReason, Media, Prompt, SampleId, Span, Turn
-from rollouter.agent.tokens import ConversationTokens
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import BugError
+from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
+from asyncrl.core.types import FinishReason, Media, Prompt, SampleId, Span, Turn
+from rollouter.agent.conversation import ConversationTokens
 from skip import Call, SkipManager
-from skip.fingerprint import differing
-from skip.generation import Asked, Generated, from_content, step_of_sample, to_content, versions
-from skip.identity import model_identity, tokenizer_identity
+from skip.fingerprint import differing, model_identity, tokenizer_identity
+from skip.generation import Generated, SampleRequest, from_content, step_of_sample, to_content, versions
 
 ids = st.integers(0, 2**31 - 1)
 
@@ -53,7 +53,7 @@ def conversations(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
     for number in range(draw(st.integers(1, 3))):
         if number:
             more = draw(st.lists(ids, min_size=1, max_size=3))
-            (tokens.fork if draw(st.booleans()) else tokens.add_told)(more)
+            (tokens.fork if draw(st.booleans()) else tokens.add_unsampled)(more)
         turn = draw(turns().filter(lambda turn: len(turn.response_ids) > 0))
         row, first = tokens.add_turn(turn)
         made = tuple(draw(st.lists(calls, max_size=2)))
@@ -129,10 +129,10 @@ def test_descriptions_that_do_not_fit_the_tokens_are_refused(samples: list[Gener
         from_content(content)
 
 
-def make_asked(**changes: Any) -> Asked:
+def make_asked(**changes: Any) -> SampleRequest:
     prompt = Prompt(np.array([1, 2, 3], dtype=np.int32))
     fields: dict[str, Any] = {"prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 8}, "n": 4}
-    return Asked(**{"sample_id": SampleId(0, 7), **fields, **changes})
+    return SampleRequest(**{"sample_id": SampleId(0, 7), **fields, **changes})
 
 
 def skip_of(tmp_path: Path, role: str = "async_rollout", **sections: Any) -> Any:
@@ -161,7 +161,7 @@ def test_what_changes_the_answer_changes_the_fingerprint(
     tmp_path: Path, changes: dict[str, Any], differs: tuple[str, ...]
 ) -> None:
     made = skip_of(tmp_path)
-    one, other = (made.fingerprint(Call({"asked": asked}, {})) for asked in (make_asked(), make_asked(**changes)))
+    one, other = (made.fingerprint(Call({"request": asked}, {})) for asked in (make_asked(), make_asked(**changes)))
     assert differing(one, other) == differs
     batches = [Call({"batch": [make_asked(), asked]}, {}) for asked in (make_asked(), make_asked(**changes))]
     batch = skip_of(tmp_path, "rollout")
@@ -183,7 +183,7 @@ def test_another_model_tokenizer_or_dtype_is_another_fingerprint(tmp_path: Path)
     weights.write_bytes(bytes(data))
     assert model_identity(ModelConfig(path=str(copy))) != model_identity(here)
     assert model_identity(ModelConfig(path="some/hub-name")) == "some/hub-name"
-    call = Call({"asked": make_asked()}, {})
+    call = Call({"request": make_asked()}, {})
     one, other = skip_of(tmp_path), skip_of(tmp_path, rollout={"dtype": "bfloat16"}, model={"path": str(copy)})
     assert set(differing(one.fingerprint(call), other.fingerprint(call))) == {"model", "dtype"}
 
@@ -210,9 +210,9 @@ async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
     ran: list[SampleId] = []
 
     @SkipManager.annotate(role="async_rollout")
-    async def generate(asked: Asked) -> Generated:
-        ran.append(asked.sample_id)
-        return Generated(asked.prompt, (single_turn(asked.prompt, turn),) * asked.n, 1.5)
+    async def generate(request: SampleRequest) -> Generated:
+        ran.append(request.sample_id)
+        return Generated(request.prompt, (single_turn(request.prompt, turn),) * request.n, 1.5)
 
     config = {"skip": {"async_rollout": settings}}
     with SkipManager.session(Config.model_validate(config)):
@@ -259,9 +259,9 @@ async def test_repeat_serves_only_what_answers_the_question(
     ran = []
 
     @SkipManager.annotate(role="async_rollout")
-    async def generate(asked: Asked) -> Generated:
-        ran.append(asked.sample_id.index)
-        return recorded if asked.sample_id.index == 1 else generated(4, baseline=asked.baseline is not None)
+    async def generate(request: SampleRequest) -> Generated:
+        ran.append(request.sample_id.index)
+        return recorded if request.sample_id.index == 1 else generated(4, baseline=request.baseline is not None)
 
     with SkipManager.session(Config.model_validate({"skip": {"async_rollout": settings}})):
         await generate(make_asked(sample_id=SampleId(0, 1)))
@@ -279,9 +279,9 @@ async def test_columns_that_are_no_json_are_recorded_without_them(tmp_path: Path
     ran = []
 
     @SkipManager.annotate(role="async_rollout")
-    async def generate(asked: Asked) -> Generated:
-        ran.append(asked.sample_id.index)
-        return replace(generated(4), prompt=asked.prompt)
+    async def generate(request: SampleRequest) -> Generated:
+        ran.append(request.sample_id.index)
+        return replace(generated(4), prompt=request.prompt)
 
     with SkipManager.session(Config.model_validate({"skip": {"async_rollout": settings}})):
         for _ in range(2):

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.blobs import DamageError
-from skip import files as files_module
-from skip.files import ABANDONED_S, NOTE, RecordFiles, record_name, step_of
+from asyncrl.storage.array_bytes import DamageError
+from skip import store as store_module
 from skip.fingerprint import SHORT, differing, field
 from skip.record import MANIFEST, TENSORS, Content, Origin, Record, from_files, to_files
+from skip.store import ABANDONED_S, NOTE, RecordFiles, record_name, step_of
 
 ORIGIN = Origin(1000.0, "host", 3, 4, "0.1")
 
@@ -64,7 +64,7 @@ def test_equal_values_have_equal_fields_and_others_have_not() -> None:
     texts = ("1", "-1.5", "null", "true", "NaN", "[1]", '{"a": 1}', '"a"')
     assert all(field(text) != field(value) for text in texts for value in (1, -1.5, None, True, [1], {"a": 1}, "a"))
     assert field("x" * (SHORT + 1)).startswith("sha256:")
-    with pytest.raises(TypeError, match="object has no place in a fingerprint"):
+    with pytest.raises(TypeError, match="a fingerprint cannot contain object"):
         field({"a": object()})
 
 
@@ -84,7 +84,7 @@ def test_a_record_comes_back() -> None:
 
 
 @given(data=st.data())
-def test_no_damage_goes_unseen(data: st.DataObject) -> None:
+def test_every_damage_is_detected(data: st.DataObject) -> None:
     """A torn or flipped byte, anywhere."""
     manifest, tensors = as_bytes(make())
     files: list[Any] = [bytearray(manifest), bytearray(tensors.tobytes())]
@@ -98,7 +98,7 @@ def test_no_damage_goes_unseen(data: st.DataObject) -> None:
         from_files(bytes(files[0]), np.frombuffer(bytes(files[1]), dtype=np.uint8))
 
 
-def test_two_halves_of_different_records_are_none() -> None:
+def test_a_record_mixed_from_two_is_damaged() -> None:
     (manifest, _), (_, tensors) = as_bytes(make(tag="a")), as_bytes(make(size=6))
     with pytest.raises(DamageError, match="is not the file that"):
         from_files(manifest, tensors)
@@ -113,7 +113,7 @@ def test_two_halves_of_different_records_are_none() -> None:
         Content({}, {"x": object()}),
     ],
 )
-def test_what_cannot_be_kept_is_refused(content: Content) -> None:
+def test_contents_that_cannot_be_recorded_are_refused(content: Content) -> None:
     with pytest.raises((TypeError, ValueError, KeyError)):
         to_files(Record("r", 1, {}, ORIGIN, content))
 
@@ -128,9 +128,9 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-1", "012", "1-x", "a", ".1.tmp", "1-0123abc", "1-0123ABCD"])
-def test_other_names_are_none(name: str) -> None:
+def test_malformed_names_are_refused(name: str) -> None:
     assert step_of(name) is None
-    with pytest.raises(ValueError, match="no record's name"):
+    with pytest.raises(ValueError, match="not the name of a record"):
         record_name(3, "nothex!!")
 
 
@@ -162,10 +162,10 @@ def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
         (lambda path: (path / MANIFEST).write_text("{}"), "torn or damaged"),
         (lambda path: path.rename(path.with_name("13")) and shutil.copytree(path.with_name("13"), path), None),
         (lambda path: shutil.rmtree(path) or path.write_text("x"), "it is no directory"),
-        (lambda path: (path / TENSORS).unlink() or os.mkfifo(path / TENSORS), "no plain file"),
+        (lambda path: (path / TENSORS).unlink() or os.mkfifo(path / TENSORS), "not a regular file"),
     ],
 )
-def test_what_is_no_whole_record_is_damage(tmp_path: Path, spoil: Any, told: str | None) -> None:
+def test_incomplete_records_are_damaged(tmp_path: Path, spoil: Any, told: str | None) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make())
     spoil(tmp_path / "12")
@@ -181,14 +181,14 @@ def test_what_is_no_whole_record_is_damage(tmp_path: Path, spoil: Any, told: str
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RecordFiles(tmp_path)
-    write = files_module._write
+    write = store_module._write
 
     def fails(path: Path, buffers: Any) -> None:
         write(path, buffers)
         if path.name == MANIFEST:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files_module, "_write", fails)
+    monkeypatch.setattr(store_module, "_write", fails)
     with pytest.raises(OSError, match="No space left"):
         files.write("12", make())
     assert list(tmp_path.iterdir()) == []
@@ -239,7 +239,7 @@ def test_whenever_two_writers_are_killed_there_is_a_whole_record_or_none(tmp_pat
     """kill -9 at random moments of two processes that replace one record again and again."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from skip.files import RecordFiles; from tests.skip.test_records import make\n"
+        "from skip.store import RecordFiles; from tests.skip.test_records import make\n"
         "files, n = RecordFiles(Path(sys.argv[1])), 0\n"
         "while True:\n"
         "    files.write('12', make(tag=str(n), size=200_000)); n += 1; print(n, flush=True)\n"
@@ -284,7 +284,7 @@ def test_a_full_disk_costs_records_and_leaves_nothing_of_them(tmp_path: Path) ->
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_notes_stand_beside_a_record_and_go_with_it(tmp_path: Path) -> None:
+def test_notes_are_written_and_removed_with_their_record(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
     with pytest.raises(FileNotFoundError):
         files.note("12", {"rewards": [1.0]})
@@ -305,8 +305,8 @@ def test_a_replaced_record_is_there_at_every_moment_where_names_can_be_exchanged
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
     if not able:
-        monkeypatch.setattr(files_module, "_renameat2", lambda: None)
-    elif files_module._renameat2() is None:
+        monkeypatch.setattr(store_module, "_renameat2", lambda: None)
+    elif store_module._renameat2() is None:
         pytest.skip("this system cannot exchange names")
     files = RecordFiles(tmp_path)
     files.write("12", make(tag="a"))
@@ -319,8 +319,8 @@ def test_a_replaced_record_is_there_at_every_moment_where_names_can_be_exchanged
 
         return looks
 
-    monkeypatch.setattr(files_module.os, "rename", looking(os.rename))
-    monkeypatch.setattr(files_module.shutil, "rmtree", looking(shutil.rmtree))
+    monkeypatch.setattr(store_module.os, "rename", looking(os.rename))
+    monkeypatch.setattr(store_module.shutil, "rmtree", looking(shutil.rmtree))
     files.write("12", make(tag="b"))
     assert files.read("12").fingerprint == {"prompt": "b"}
     assert all(seen) is able
@@ -332,7 +332,7 @@ def test_a_file_in_the_place_of_a_record_is_replaced_and_nothing_is_left_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
     if not able:
-        monkeypatch.setattr(files_module, "_renameat2", lambda: None)
+        monkeypatch.setattr(store_module, "_renameat2", lambda: None)
     (tmp_path / "12").write_text("somebody's")
     files = RecordFiles(tmp_path)
     with pytest.raises(DamageError, match="no directory"):
@@ -342,7 +342,7 @@ def test_a_file_in_the_place_of_a_record_is_replaced_and_nothing_is_left_of_it(
     assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 
-def test_what_a_dead_writer_left_is_swept(tmp_path: Path) -> None:
+def test_abandoned_files_are_swept(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make())
     for name in (".12.host-1-0.new", ".12.host-1-1.old"):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli import compare
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
+from skip import run_diff as compare
 
 
 def write(run_dir: Path, *steps: dict[str, Any], tail: str = "") -> Path:
@@ -38,7 +38,7 @@ def test_equal_runs_are_equal_whatever_the_time_they_took(tmp_path: Path, capsys
     assert capsys.readouterr().out.startswith("2 steps are equal, 1 to 2: rewards, actor/loss")
 
 
-def test_the_first_step_that_differs_is_told_with_what_differs(
+def test_the_first_different_step_is_printed_with_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = write(tmp_path / "one", step(), step(0.25), step())
@@ -51,7 +51,7 @@ def test_the_first_step_that_differs_is_told_with_what_differs(
     assert asked(capsys, one, other, tolerance=1.0)[0] == 0
 
 
-def test_what_one_run_does_not_have_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_value_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = write(tmp_path / "one", step(**{"critic/loss": 1.0})), write(tmp_path / "other", step())
     assert asked(capsys, one, other)[1]["names"] == ["critic/loss"]
     assert compare.diff(one, other, 0.0, as_json=False) == 1

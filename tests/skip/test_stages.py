@@ -24,10 +24,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, ConfigError
-from asyncrl.ports import Score
-from asyncrl.trajectory import Trajectory, single_turn
-from asyncrl.types import FinishReason, Prompt, SampleId, Span, Turn
+from asyncrl.core.failures import BugError, ConfigError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from skip import Call, SkipManager
 from skip.fingerprint import differing, field
 from skip.record import MANIFEST, to_files
@@ -168,7 +168,7 @@ def test_what_scores_is_in_the_fingerprint(tmp_path: Path, sections: dict[str, A
         ("worker", {"weight": 2.0}, ()),
     ],
 )
-def test_a_reward_model_counts_where_it_is_asked(
+def test_a_served_reward_model_is_in_the_fingerprint(
     tmp_path: Path, placement: str, change: dict[str, Any], differs: tuple[str, ...]
 ) -> None:
     model = {"placement": placement, "path": "some/model"}
@@ -237,7 +237,7 @@ def test_what_changes_the_reward_of_a_conversation(tmp_path: Path, other: Trajec
     assert differing(fingerprint(made, PROMPT, [TALK]), fingerprint(made, PROMPT, [other])) == differs
 
 
-async def test_rewards_of_turns_are_kept(tmp_path: Path) -> None:
+async def test_rewards_of_turns_are_recorded(tmp_path: Path) -> None:
     scores = [Score(1.5, {"rule": 1.0}, (0.25, 0.25)), Score(1.0)]
     calls = 0
 
@@ -297,7 +297,7 @@ UNUSUAL: list[Any] = [
 
 
 @pytest.mark.parametrize("truth", UNUSUAL, ids=lambda truth: type(truth).__name__)
-async def test_no_column_of_a_data_set_fails_a_sample(tmp_path: Path, truth: Any) -> None:
+async def test_columns_of_any_type_are_accepted(tmp_path: Path, truth: Any) -> None:
     prompt, scorer = replace(PROMPT, ground_truth=truth, extra_info={"truth": truth}), Scorer()
     with SkipManager.session(configure(tmp_path, "reward")):
         for _ in range(2):
@@ -320,7 +320,7 @@ def test_unusual_columns_are_equal_by_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("score", [Score(float("nan")), Score(1.0, {"part": float("inf")})], ids=["reward", "extra"])
-async def test_scores_that_are_no_numbers_are_given_and_not_kept(tmp_path: Path, score: Score) -> None:
+async def test_scores_that_are_not_finite_are_returned_and_not_recorded(tmp_path: Path, score: Score) -> None:
     @SkipManager.annotate(role="reward")
     async def odd(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [score]
@@ -396,7 +396,7 @@ class Reference:
         self.num_asked = 0
 
     @SkipManager.annotate(role="ref_log_prob")
-    async def _ref_log_probs(self, asked: TensorDict) -> Tensor:
+    async def _ref_log_probs(self, request: TensorDict) -> Tensor:
         self.num_asked += 1
         return self.log_probs
 
@@ -432,7 +432,7 @@ async def test_other_tensors_are_another_question(
     tmp_path: Path, changes: dict[str, Tensor], differs: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     made, reference = skip_of(tmp_path, "ref_log_prob"), Reference(LOG_PROBS)
-    one, other = (made.fingerprint(Call({"asked": tensors}, {})) for tensors in (asked(), asked(changes=changes)))
+    one, other = (made.fingerprint(Call({"request": tensors}, {})) for tensors in (asked(), asked(changes=changes)))
     assert differing(one, other) == differs
     with SkipManager.session(configure(tmp_path, "ref_log_prob")):
         SkipManager.set_step(1)
@@ -459,7 +459,7 @@ async def test_other_tensors_are_another_question(
 def test_another_reference_is_another_fingerprint(
     tmp_path: Path, sections: dict[str, Any], differs: tuple[str, ...]
 ) -> None:
-    call = Call({"asked": asked()}, {})
+    call = Call({"request": asked()}, {})
     one, other = skip_of(tmp_path, "ref_log_prob"), skip_of(tmp_path, "ref_log_prob", **sections)
     assert differing(one.fingerprint(call), other.fingerprint(call)) == differs
 
@@ -469,7 +469,7 @@ def test_another_reference_is_another_fingerprint(
     [LOG_PROBS[:, :2], LOG_PROBS.double(), LOG_PROBS.bfloat16(), torch.full((2, 3), float("nan"))],
     ids=["shape", "float64", "bfloat16", "nan"],
 )
-async def test_log_probs_that_cannot_come_back_are_not_kept(tmp_path: Path, log_probs: Tensor) -> None:
+async def test_log_probs_that_cannot_be_replayed_are_not_recorded(tmp_path: Path, log_probs: Tensor) -> None:
     reference = Reference(log_probs)
     with SkipManager.session(configure(tmp_path, "ref_log_prob")):
         SkipManager.set_step(1)
@@ -558,7 +558,7 @@ async def test_arguments_are_equal_in_any_order_and_with_any_values(tmp_path: Pa
     assert sum(tools.ran.values()) == 3
 
 
-async def test_a_call_is_told_by_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mismatch_of_a_tool_call_names_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two calls meet in one name."""
     tools = Tools()
     with SkipManager.session(configure(tmp_path, "tool", settings={"on_mismatch": "error"})):
@@ -578,7 +578,7 @@ async def test_a_call_is_told_by_its_fields(tmp_path: Path, monkeypatch: pytest.
         ({"prompt": ["2+2?"]}, ("prompt",)),
     ],
 )
-async def test_what_a_call_depends_on_besides_is_told_by_name(
+async def test_background_of_a_tool_call_is_in_the_fingerprint_by_name(
     tmp_path: Path, changes: dict[str, Any], differs: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     background, tools = {"before": [], "prompt": ["1+1?"]}, Tools()
@@ -629,7 +629,7 @@ def test_another_source_of_a_tool_is_another_fingerprint(tmp_path: Path) -> None
     ["text", ToolOutcome(text=b""), ToolOutcome(reward=float("nan")), ToolOutcome(metrics={"hits": float("inf")})],  # type: ignore[arg-type]
     ids=repr,
 )
-async def test_what_cannot_come_back_is_not_kept(tmp_path: Path, outcome: Any) -> None:
+async def test_outcomes_that_cannot_be_replayed_are_not_recorded(tmp_path: Path, outcome: Any) -> None:
     @SkipManager.annotate(role="tool")
     async def call(sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: str) -> Any:
         return outcome
@@ -657,7 +657,7 @@ SOUND = {"text": "", "reward": 0.0, "metrics": {}, "status": "ok", "done": False
     ],
     ids=repr,
 )
-async def test_an_outcome_that_is_none_counts_as_absent(tmp_path: Path, content: dict[str, Any]) -> None:
+async def test_a_malformed_outcome_counts_as_absent(tmp_path: Path, content: dict[str, Any]) -> None:
     tools = Tools()
     with SkipManager.session(configure(tmp_path, "tool")):
         await tools.call(SampleId(0, 7), 0, 0, "search", {})
@@ -672,13 +672,13 @@ async def test_an_outcome_that_is_none_counts_as_absent(tmp_path: Path, content:
 
 
 @pytest.mark.parametrize("role", ["ref_log_prob", "tool"])
-def test_repeat_is_refused_where_it_means_nothing(tmp_path: Path, role: str) -> None:
+def test_repeat_is_refused_for_roles_that_cannot(tmp_path: Path, role: str) -> None:
     with pytest.raises(ValidationError, match=rf"skip\.{role}\.action\n  Input should be 'cache'"):
         configure(tmp_path, role, settings={"action": "repeat"})
 
 
 @pytest.mark.parametrize("role", ["reward", "tool"])
-async def test_a_malformed_id_is_told_by_role(tmp_path: Path, role: str) -> None:
+async def test_a_malformed_id_names_the_role(tmp_path: Path, role: str) -> None:
     bad: Any = "sample_7"
     with (
         SkipManager.session(configure(tmp_path, role)),
@@ -689,5 +689,5 @@ async def test_a_malformed_id_is_told_by_role(tmp_path: Path, role: str) -> None
 
 def test_the_roles_need_no_torch() -> None:
     """The Rollouter has none."""
-    program = "import sys, skip.roles; sys.exit('torch' in sys.modules)"
+    program = "import sys, skip.generation, skip.stages; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Events that a test's code records."""
+"""An engine's specification, and the events that a test records."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 
-from asyncrl.profiling import Setup, profile
+from asyncrl.profiling import ProfilerSettings, profile
 from asyncrl.profiling.files import event_files
+from tests.fakes.trainer_model import make_config, write_model
+from trainer.engines.base import EngineSpec
+from trainer.workers.placement import plan_groups
+from trainer.workers.worker import engine_spec
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    """One rank of the actor on CPU."""
+    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
+    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
 
 
 class Recorded:
@@ -18,7 +29,7 @@ class Recorded:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        profile.configure("trainer", Setup("full", run_dir / "events"))
+        profile.configure("trainer", ProfilerSettings("full", run_dir / "events"))
 
     def written(self) -> list[dict[str, Any]]:
         """By file, and in a file in the order in which they ended. `part` and `file_step` say which file."""
@@ -44,5 +55,5 @@ class Recorded:
 def recorded(tmp_path: Path) -> Iterator[Recorded]:
     synchronize = profile.synchronize
     yield Recorded(tmp_path)
-    profile.configure("", Setup())
+    profile.configure("", ProfilerSettings())
     profile.synchronize = synchronize

@@ -1,4 +1,4 @@
-"""The Trainer's Ray shell with the real queue, payloads, weight store and a tiny model; generation is the test's."""
+"""The Trainer's Ray shell with the real queue, payloads, weight store and a tiny model; the tests feed samples."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from asyncrl.config.schema import AlgorithmConfig, Config, KlControlConfig, ProfilerConfig, RolloutCorrectionConfig
-from asyncrl.failures import ConfigError, DataError, InfraError
-from asyncrl.lineage import NO_REWINDS
-from asyncrl.payload_files import make_payloads
-from asyncrl.ports import Edition
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig, KlControlConfig, RolloutCorrectionConfig
+from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.core.failures import ConfigError, DataError, InfraError
+from asyncrl.core.ports import WeightsVersion
+from asyncrl.core.records import StepRecord
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import SampleId, sample_meta
+from asyncrl.driver.resume import find_resume, resume_in_run
+from asyncrl.observe.metrics.registry import describe
 from asyncrl.profiling.files import event_files
-from asyncrl.queue_actor import QueueClient, start_queue
-from asyncrl.records import StepRecord
-from asyncrl.resume import Resume, find_resume, resume_in_run
-from asyncrl.run_dir import RunDir
-from asyncrl.sample_queue import QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.telemetry.registry import describe
-from asyncrl.types import SampleId, sample_meta
+from asyncrl.queue.actor import QueueClient, start_queue
+from asyncrl.queue.payloads import make_payloads
+from asyncrl.queue.sample_queue import QueueOptions
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Resume
+from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import ObjectStoreFeed, start_store
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import make_sample
 from trainer.actor import start_trainer
-from trainer.record import read_trained
+from trainer.trained_steps import read_trained
 
 TOTAL_STEPS = 4
 
@@ -101,7 +103,7 @@ class Run:
         return list(admission.sample_ids)
 
     async def stream(self, *, served: bool = True) -> AsyncIterator[StepRecord]:
-        """`served`: nobody will fetch the last version."""
+        """`served`: no replica fetches the last version."""
         with anyio.fail_after(200):
             if served:
                 await self.trainer.served.remote()
@@ -126,8 +128,8 @@ def check_events(run_dir: Path) -> None:
         ("trainer.critic", 1),
         ("sample.trained", 2),
     ):
-        told = Counter(step for step, part, event in events if (part, event) == ("trainer", name))
-        assert told == dict.fromkeys(steps, number), name
+        counts = Counter(step for step, part, event in events if (part, event) == ("trainer", name))
+        assert counts == dict.fromkeys(steps, number), name
     for step in steps:
         ranks = {name for place, part, name in events if (place, part) == (step, "rank-actor-0")}
         assert {"rank.call", "sync.gather", "sync.put"} <= ranks
@@ -136,14 +138,14 @@ def check_events(run_dir: Path) -> None:
     ]
 
 
-def fetch(store: Any, edition: Edition) -> list[Any]:
+def fetch(store: Any, weights_version: WeightsVersion) -> list[Any]:
     """As a replica does."""
-    return ray.get(ray.get(store.tensors.remote(edition), timeout=20), timeout=20)
+    return ray.get(ray.get(store.tensors.remote(weights_version), timeout=20), timeout=20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Config, tmp_path: Path) -> None:
+async def test_a_stopped_run_resumes_from_its_checkpoint(ppo: Config, tmp_path: Path) -> None:
     async with Run(ppo, tmp_path) as first:
         assert first.started == {"step": 0, "version": 0}
         await first.feed(5)
@@ -172,7 +174,7 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
         # Replicas may still be fetching it, and those that are replaced during its validation will.
         ranks = (await second.trainer.status.remote())["ranks"]
         assert all(psutil.pid_exists(rank["pid"]) for rank in ranks)
-        chunks = await anyio.to_thread.run_sync(fetch, second.store, latest.edition)
+        chunks = await anyio.to_thread.run_sync(fetch, second.store, latest.weights_version)
         assert sum(array.nbytes for chunk in chunks for array in chunk.values()) == latest.num_bytes > 0
     records = [*first.records, *second.records]
     assert [record.step for record in records] == [1, 2, 3, 4]
@@ -189,7 +191,7 @@ async def test_a_run_is_stopped_and_another_goes_on_from_its_checkpoint(ppo: Con
 
 
 @pytest.mark.slow
-async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_from_its_checkpoint(
+async def test_a_killed_trainer_leaves_no_rank_and_another_resumes_from_its_checkpoint(
     config: Config, tmp_path: Path
 ) -> None:
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_freq": 2})})
@@ -213,12 +215,12 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
         assert (progress.step, progress.version) == (2, 2)
         await run.queue.attach("trainer", 2)
         await run.queue.rewind(2, version=2, lineage=1, total_samples=TOTAL_STEPS * 2)
-        books = (await run.queue.status()).books
-        assert (books.trained, books.ready, books.leased) == (4, 3, 0)
+        counts = (await run.queue.status()).counts
+        assert (counts.trained, counts.ready, counts.leased) == (4, 3, 0)
         run.trainer = start_trainer(config, incarnation=2)
-        await run.trainer.start.remote(run.run_dir, resume, run.store, resume.line, None)
+        await run.trainer.start.remote(run.run_dir, resume, run.store, resume.history, None)
         store = await run.store.status.remote()
-        assert store.newest == Edition(1, 2)
+        assert store.newest == WeightsVersion(1, 2)
         await run.feed(1)
         run.records.clear()
         async for _ in run.stream():
@@ -228,13 +230,13 @@ async def test_a_killed_trainer_leaves_no_rank_behind_and_another_one_goes_on_fr
     assert [line.get("step", line.get("rewound_to_step")) for line in lines] == [1, 2, 3, 2, 3, 4]
     assert [line["lineage"] for line in lines] == [0, 0, 0, 1, 1, 1]
     assert lines[2]["samples"] == lines[4]["samples"], "in its old place in the order"
-    kept = [sample for line in [*lines[:2], *lines[4:]] for sample in line["samples"]]
-    assert sorted(kept) == [f"sample_0_{index}" for index in range(1, 9)]
+    samples = [sample for line in [*lines[:2], *lines[4:]] for sample in line["samples"]]
+    assert sorted(samples) == [f"sample_0_{index}" for index in range(1, 9)]
 
 
 @pytest.mark.slow
 async def test_a_rank_that_dies_before_the_last_version_is_served_is_a_failure(config: Config, tmp_path: Path) -> None:
-    """What it has published goes with it, and the Rollouter would apply it for ever."""
+    """The store loses the published weights with the rank, and the Rollouter would wait for them without end."""
     async with Run(config, tmp_path) as run:
         await run.feed(2 * TOTAL_STEPS)
         with pytest.raises(RayTaskError) as caught:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import balance, mini_batches, split
+from trainer.batches import mini_batches
+from trainer.engines.compute.packing import balance, cut_rows
 
 lengths_of = st.lists(st.integers(1, 40), max_size=30)
 
@@ -53,7 +54,9 @@ def test_later_epochs_are_shuffled_by_the_seed() -> None:
 def test_every_row_is_in_one_micro_batch_within_the_budget(
     lengths: list[int], max_tokens: int, overhead_tokens: int, num_parts: int | None, packed: bool
 ) -> None:
-    parts = split(lengths, max_tokens=max_tokens, overhead_tokens=overhead_tokens, num_parts=num_parts, packed=packed)
+    parts = cut_rows(
+        lengths, max_tokens=max_tokens, overhead_tokens=overhead_tokens, num_parts=num_parts, packed=packed
+    )
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     assert len(parts) >= min(num_parts or 1, len(lengths))
     for part in parts:
@@ -62,10 +65,10 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), packed=st.booleans(), extra=st.integers(0, 5))
-def test_asked_for_more_parts_than_needed_gives_just_so_many(lengths: list[int], packed: bool, extra: int) -> None:
-    natural = len(split(lengths, max_tokens=80, overhead_tokens=16, packed=packed))
+def test_num_parts_is_met_exactly(lengths: list[int], packed: bool, extra: int) -> None:
+    natural = len(cut_rows(lengths, max_tokens=80, overhead_tokens=16, packed=packed))
     wanted = natural + extra
-    parts = split(lengths, max_tokens=80, overhead_tokens=16, num_parts=wanted, packed=packed)
+    parts = cut_rows(lengths, max_tokens=80, overhead_tokens=16, num_parts=wanted, packed=packed)
     assert len(parts) == min(wanted, len(lengths))
 
 
@@ -81,13 +84,13 @@ def test_padded_cuts_are_the_cheapest_of_all(lengths: list[int], overhead_tokens
             groups = [ordered[a:b] for a, b in pairwise(edges)]
             if all(len(group) * max(group) <= 60 or len(group) == 1 for group in groups):
                 best = cost(groups) if best is None else min(best, cost(groups))
-    found = split(lengths, max_tokens=60, overhead_tokens=overhead_tokens, packed=False)
+    found = cut_rows(lengths, max_tokens=60, overhead_tokens=overhead_tokens, packed=False)
     assert cost([[lengths[number] for number in group] for group in found]) == best
 
 
 def test_packed_parts_are_few_and_balanced() -> None:
     lengths = np.random.default_rng(0).lognormal(4.0, 1.0, 60).astype(int).clip(1, 900).tolist()
-    parts = split(lengths, max_tokens=1000, overhead_tokens=96, packed=True)
+    parts = cut_rows(lengths, max_tokens=1000, overhead_tokens=96, packed=True)
     sizes = [sum(lengths[row] for row in part) for part in parts]
     assert len(parts) <= -(-sum(lengths) // 1000) + 1
     assert max(sizes) - min(sizes) < 0.1 * max(sizes)

@@ -1,8 +1,9 @@
-"""Checkpoints: whole or not there, kept and pruned, found again, and refused when they don't fit."""
+"""Checkpoints: complete or absent, pruned, found, and refused for another configuration."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,22 +16,30 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.config.schema import AlgorithmConfig, Config
-from asyncrl.failures import AsyncRLError, BugError, ConfigError, FencedError, InfraError
-from asyncrl.lineage import NO_REWINDS, Line
-from asyncrl.manifest import Progress, checkpoint_steps, find_latest, load_manifest
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.resume import find_resume, run_identity
-from asyncrl.types import SampleId
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, FencedError, InfraError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.types import SampleId
+from asyncrl.driver.resume import find_resume
+from asyncrl.storage.checkpoint_manifest import (
+    NO_REWINDS,
+    LineageHistory,
+    Progress,
+    checkpoint_steps,
+    find_latest,
+    load_manifest,
+    run_identity,
+)
 from tests.fakes.trainer_model import make_config, write_model
 from tests.fakes.trainer_parts import FakeGroup
-from trainer import checkpoint as checkpoint_module
-from trainer.checkpoint import Checkpointer, RoleCheckpoints, load_roles
+from trainer import checkpoints as checkpoint_module
+from trainer.checkpoints import CheckpointDirectory, RoleCheckpoints, load_roles
 
 SNAPSHOT = QueueSnapshot(
     next_index=9,
     outstanding=(SampleId(0, 7), SampleId(1, 8)),
-    books=Books(fed=8, running=1, ready=1, leased=0, trained=5, dropped={"stale": 1, "failed": 0}),
+    counts=SampleCounts(fed=8, running=1, ready=1, leased=0, trained=5, dropped={"stale": 1, "failed": 0}),
     version=3,
     seq=17,
 )
@@ -40,16 +49,18 @@ def progress(step: int) -> Progress:
     return Progress(step=step, version=3, published_step=step - 1, leases=4, trained_samples=5, trained_tokens=123)
 
 
-def checkpointer(run_dir: Path, config: Config | None = None, keep: int = 2, line: Line = NO_REWINDS) -> Checkpointer:
-    return Checkpointer(run_dir, identity=run_identity(config or Config()), keep=keep, line=line)
+def checkpointer(
+    run_dir: Path, config: Config | None = None, keep: int = 2, history: LineageHistory = NO_REWINDS
+) -> CheckpointDirectory:
+    return CheckpointDirectory(run_dir, identity=run_identity(config or Config()), keep=keep, history=history)
 
 
 async def agree(step: int) -> None:
-    """The queue, to a Trainer that was not replaced."""
+    """Confirm every step, as the queue does for the current Trainer."""
 
 
 def fill(building: Path, *, critic: bool = False) -> None:
-    """What roles write."""
+    """Write the files of the roles."""
     files = {"actor/engine.json": '{"step": 1}', "hf/config.json": "{}", "hf/model.safetensors": "weights" * 10}
     if critic:
         files["critic/engine.json"] = "{}"
@@ -64,9 +75,9 @@ def save(
     config: Config | None = None,
     keep: int = 2,
     critic: bool = False,
-    line: Line = NO_REWINDS,
+    history: LineageHistory = NO_REWINDS,
 ) -> Path:
-    writer = checkpointer(run_dir, config, keep, line)
+    writer = checkpointer(run_dir, config, keep, history)
     for step in steps:
         building = writer.open(step)
         fill(building, critic=critic)
@@ -79,7 +90,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_a_manifest_says_everything_again(tmp_path: Path) -> None:
+def test_a_manifest_round_trips(tmp_path: Path) -> None:
     path = save(tmp_path, 50)
     assert path == tmp_path / "checkpoints" / "step_000050"
     manifest = load_manifest(path)
@@ -87,6 +98,23 @@ def test_a_manifest_says_everything_again(tmp_path: Path) -> None:
     assert manifest.queue == SNAPSHOT
     assert manifest.identity == run_identity(Config())
     assert manifest.files == {"actor/engine.json": 11, "hf/config.json": 2, "hf/model.safetensors": 70}
+
+
+def test_other_keys_in_a_manifest_are_another_schema(tmp_path: Path) -> None:
+    """An asyncrl with other keys must refuse the checkpoint by its version instead of calling it damaged."""
+    raw = json.loads((save(tmp_path, 50) / "manifest.json").read_text())
+    queue = raw.pop("queue")
+    progress, counts = raw.pop("progress"), queue.pop("counts")
+    keys = [" ".join(sorted(section)) for section in (raw, progress, queue, counts)]
+    assert (raw["schema_version"], keys) == (
+        5,
+        [
+            "files identity lineage schema_version",
+            "kl_coef leases published_step step trained_samples trained_tokens version",
+            "next_index outstanding seq version",
+            "dropped fed leased ready replayed running substituted trained",
+        ],
+    )
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -111,7 +139,7 @@ class Crash(BaseException):
 def test_a_crash_anywhere_leaves_only_whole_checkpoints(
     tmp_path: Path, crash_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut a save short at its n-th touch of the disk: what is found afterwards is complete, and saving goes on."""
+    """After a crash at the n-th disk operation of a save, all checkpoints are complete and the next save works."""
     save(tmp_path, 1, 2)
     left = crash_at
 
@@ -149,7 +177,7 @@ def test_a_crash_anywhere_leaves_only_whole_checkpoints(
     ("number", "kind", "message"),
     [(errno.ENOSPC, InfraError, "disk is full"), (errno.EACCES, ConfigError, "run_dir=PATH")],
 )
-def test_a_disk_that_takes_nothing(
+def test_a_failed_write_leaves_the_last_checkpoint(
     tmp_path: Path, number: int, kind: type[AsyncRLError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -163,14 +191,14 @@ def test_a_disk_that_takes_nothing(
     assert names(tmp_path) == ["step_000001"]
 
 
-def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: Path) -> None:
+def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, keep=3)
-    line = NO_REWINDS.rewound(1)
-    checkpointer(tmp_path, line=line).set_others_aside()
+    history = NO_REWINDS.after_rewind(1)
+    checkpointer(tmp_path, history=history).set_abandoned_aside()
     assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001"]
     assert find_latest(tmp_path) == tmp_path / "checkpoints" / "step_000001"
-    save(tmp_path, 2, 3, keep=3, line=line)
-    checkpointer(tmp_path, line=line.rewound(2)).set_others_aside()
+    save(tmp_path, 2, 3, keep=3, history=history)
+    checkpointer(tmp_path, history=history.after_rewind(2)).set_abandoned_aside()
     assert names(tmp_path) == ["abandoned_step_000002", "abandoned_step_000003", "step_000001", "step_000002"]
     manifests = {path.name: load_manifest(path) for path in (tmp_path / "checkpoints").iterdir()}
     assert {name: manifest.lineage for name, manifest in manifests.items()} == {
@@ -182,23 +210,23 @@ def test_going_on_from_an_older_checkpoint_puts_the_later_ones_aside(tmp_path: P
 
 
 def test_a_run_without_checkpoints_has_none_to_set_aside(tmp_path: Path) -> None:
-    checkpointer(tmp_path, line=NO_REWINDS.rewound(0)).set_others_aside()
+    checkpointer(tmp_path, history=NO_REWINDS.after_rewind(0)).set_abandoned_aside()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trainer_that_was_replaced_neither_takes_nor_costs_a_checkpoint(tmp_path: Path) -> None:
-    """Its successor went back to step 1, and sets aside what it got out before."""
+def test_a_replaced_trainer_neither_saves_nor_prunes_checkpoints(tmp_path: Path) -> None:
+    """Its successor goes back to step 1 and sets later checkpoints aside."""
     save(tmp_path, 1)
-    replaced, line = checkpointer(tmp_path, keep=1), NO_REWINDS.rewound(1)
+    replaced, history = checkpointer(tmp_path, keep=1), NO_REWINDS.after_rewind(1)
     late = replaced.open(3)
     fill(late)
-    successor = checkpointer(tmp_path, keep=1, line=line)
-    successor.set_others_aside()
+    successor = checkpointer(tmp_path, keep=1, history=history)
+    successor.set_abandoned_aside()
     with pytest.raises(InfraError):  # its files have gone
         replaced.commit(late, progress(3), SNAPSHOT)
     save(tmp_path, 3, keep=2)
-    save(tmp_path, 2, keep=1, line=line)
-    assert names(tmp_path) == ["abandoned_step_000003", "step_000002"], "it would have been kept as the newest"
+    save(tmp_path, 2, keep=1, history=history)
+    assert names(tmp_path) == ["abandoned_step_000003", "step_000002"], "the late checkpoint is not the newest"
     late = replaced.open(4)
     fill(late)
     with pytest.raises(FencedError, match="step_000002 is of lineage 1: the Trainer of lineage 0 was replaced"):
@@ -210,7 +238,7 @@ def test_a_trainer_that_was_replaced_neither_takes_nor_costs_a_checkpoint(tmp_pa
 
 
 class SavingGroup(FakeGroup):
-    """Writes half of its state when a checkpoint is begun, the rest when it is finished."""
+    """Writes half of its state at the beginning of a checkpoint, the rest at its end."""
 
     def __init__(self, error: AsyncRLError | None = None) -> None:
         super().__init__()
@@ -234,7 +262,7 @@ class SavingGroup(FakeGroup):
         self.loaded = f"{directory.name}: {(directory / 'state').read_text()}"
 
 
-async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: Path) -> None:
+async def test_a_checkpoint_has_all_roles_and_the_state_at_its_beginning(tmp_path: Path) -> None:
     checkpoints = RoleCheckpoints(checkpointer(tmp_path), {"actor": SavingGroup(), "critic": SavingGroup()}, agree)
     await checkpoints.begin(progress(7), SNAPSHOT)
     assert checkpoint_steps(tmp_path) == {}
@@ -252,27 +280,27 @@ async def test_all_roles_are_in_it_and_it_tells_of_when_it_was_begun(tmp_path: P
 
 
 @pytest.mark.parametrize(("agreed", "left"), [(0, [5]), (1, [5, 7]), (2, [7])])
-async def test_the_queue_is_asked_before_a_checkpoint_gets_its_name_and_before_another_goes(
+async def test_the_queue_confirms_before_a_checkpoint_is_named_and_before_another_is_deleted(
     tmp_path: Path, agreed: int, left: list[int]
 ) -> None:
     save(tmp_path, 5)
-    asked: list[int] = []
+    confirmed: list[int] = []
 
     async def confirm(step: int) -> None:
-        asked.append(step)
-        if len(asked) > agreed:
+        confirmed.append(step)
+        if len(confirmed) > agreed:
             raise FencedError("it was replaced")
 
     checkpoints = RoleCheckpoints(checkpointer(tmp_path, keep=1), {"actor": SavingGroup()}, confirm)
     await checkpoints.begin(progress(7), SNAPSHOT)
-    assert asked == []
+    assert confirmed == []
     with nullcontext() if agreed == 2 else pytest.raises(FencedError, match="it was replaced"):
         await checkpoints.finish()
-    assert set(asked) == {7}
+    assert set(confirmed) == {7}
     assert list(checkpoint_steps(tmp_path)) == left
 
 
-async def test_a_disk_without_room_for_a_roles_directory_is_told_as_such(
+async def test_a_full_disk_is_reported_when_a_checkpoint_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mkdir = Path.mkdir
@@ -296,7 +324,7 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     with pytest.raises(InfraError, match="the disk is full"):
         await checkpoints.finish()
     assert list(checkpoint_steps(tmp_path)) == [1]
-    save(tmp_path, 2)  # what was left is swept away
+    save(tmp_path, 2)
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
@@ -307,9 +335,9 @@ async def test_a_role_that_cannot_write_leaves_no_checkpoint(tmp_path: Path) -> 
     ("damage", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 4'), r"manifest\.json is damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 4}'), r"manifest\.json is damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"schema_version": 9}'), "schema version 9"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 5'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 5}'), r"manifest\.json is damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"schema_version": 4}'), "schema version 4"),
         (lambda path: (path / "actor" / "engine.json").unlink(), r"engine\.json is missing"),
         (lambda path: (path / "hf" / "model.safetensors").write_bytes(b"w"), r"model\.safetensors is 1 bytes long"),
     ],
@@ -328,21 +356,21 @@ def test_a_run_with_other_data_or_batches_is_refused(tmp_path: Path) -> None:
     save(run, 5)
     for change in ({"seed": 1}, {"data": {"shuffle": False}}, {"trainer": {"ppo_mini_batch_size": 7}}):
         config = Config.model_validate({"resume": str(run)} | change)
-        with pytest.raises(ConfigError, match=r"feed indices and versions would change .*resume=none"):
+        with pytest.raises(ConfigError, match=r"feed indices and versions would mean .*resume=none"):
             find_resume(config)
-    # what does not change the meaning of an index may change
+    # these keys do not change the meaning of a feed index
     free = {"optim": {"lr": 1.0}, "num_workers": 4, "strategy": "ddp", "ppo_epochs": 3}
     assert find_resume(Config.model_validate({"resume": str(run), "trainer": free})) is not None
 
 
-def test_a_critic_cannot_be_made_up(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_needed_critic_is_refused(tmp_path: Path) -> None:
     wanted = Config.model_validate({"resume": str(tmp_path), "algorithm": {"adv_estimator": "gae"}})
     save(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"step_000005 has no critic, which .*adv_estimator=gae needs"):
         find_resume(wanted)
     save(tmp_path, 6, critic=True)
     assert find_resume(wanted) is not None
-    # a critic that is not wanted any more is let be
+    # a run without a critic ignores the saved one
     assert find_resume(wanted.model_copy(update={"algorithm": AlgorithmConfig()})) is not None
 
 
@@ -391,12 +419,12 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
         found = find_resume(Config(resume=str(tmp_path / text)))
         assert found is not None
         assert (found.manifest.progress.step, found.run_dir) == (step, tmp_path)
-    with pytest.raises(ConfigError, match="there is no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="there is no checkpoint to continue from"):
         find_resume(Config(resume=str(tmp_path / "elsewhere")))
 
 
 def test_reading_a_manifest_imports_no_torch() -> None:
     heavy = {"torch", "ray", "transformers", "vllm"}
-    code = f"import sys, asyncrl.manifest, asyncrl.resume; print({heavy} & set(sys.modules))"
+    code = f"import sys, asyncrl.storage.checkpoint_manifest, asyncrl.driver.resume; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

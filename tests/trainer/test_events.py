@@ -1,4 +1,4 @@
-"""Events of the Trainer: all are there, once, at their step, and one inside the other as they happened."""
+"""Events of the Trainer: each once, at its step, nested as in time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.failures import DataError, DivergenceError
-from asyncrl.manifest import Progress
-from asyncrl.profiling import Setup, profile
-from asyncrl.profiling.events import EVENTS, FIELDS, SECTIONS
-from asyncrl.telemetry.registry import describe
-from asyncrl.types import Sample, SampleId, Span
+from asyncrl.core.failures import DataError, DivergenceError
+from asyncrl.core.types import Sample, SampleId, Span
+from asyncrl.observe.metrics.registry import describe
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.profiling.catalog import EVENTS, FIELDS, SECTIONS
+from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
-from tests.fakes.trainer_model import VOCAB, make_config, write_model
-from tests.fakes.trainer_parts import feed, make_sample
-from tests.fakes.trainer_rig import RULES, Rig
+from tests.fakes.trainer_model import VOCAB
+from tests.fakes.trainer_parts import CopyingPublisher, feed, make_sample
+from tests.fakes.trainer_rig import RULES, TrainerRig
 from tests.trainer.conftest import Recorded
-from tests.trainer.test_inline import Publisher
-from trainer.engine.base import EngineSpec
-from trainer.inline import InlineGroup
-from trainer.placement import plan_groups
-from trainer.tracing import RankProfiling, prepare
-from trainer.worker import engine_spec
+from trainer.engines.base import EngineSpec
+from trainer.workers.inline import InlineGroup
+from trainer.workers.tracing import RankProfiling, set_up_profiling
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
 CLOCKS_S = 2e-3
@@ -52,9 +49,8 @@ def check_fields(events: list[dict[str, Any]]) -> None:
 
 async def test_a_run_in_events(recorded: Recorded) -> None:
     """Two leases of two steps each, a version for each lease, a critic, a checkpoint at the end."""
-    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True)
-    await feed(rig.queue, 8)
-    records = await rig.run()
+    rig = TrainerRig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True)
+    records = await rig.run(8)
     events = recorded.all()
     check_fields(events)
     assert {event["part"] for event in events} == {"trainer"}
@@ -73,10 +69,10 @@ async def test_a_run_in_events(recorded: Recorded) -> None:
         1: (0, 2), 2: (0, 2), 3: (1, 2), 4: (1, 2),
     }  # fmt: skip
     for record in records:
-        told = steps[record.step]
-        assert told["reward"] == record.metrics["reward/mean"]
-        assert told["tokens"] == record.metrics["tokens/trained"]
-        assert told["lineage"] == 0
+        event = steps[record.step]
+        assert event["reward"] == record.metrics["reward/mean"]
+        assert event["tokens"] == record.metrics["tokens/trained"]
+        assert event["lineage"] == 0
     assert [event["version"] for event in recorded.all("trainer.publish")] == [1, 2]
     for event in events:
         if event["event"] != "trainer.checkpoint":
@@ -90,8 +86,8 @@ async def test_a_run_in_events(recorded: Recorded) -> None:
     assert all(end <= steps[step]["timestamp"] + CLOCKS_S for step, end in enumerate(ends[:-1], start=2))
 
 
-async def test_every_sample_is_told_of_once_with_what_it_was(recorded: Recorded) -> None:
-    rig = Rig(Progress(step=2, version=2, published_step=2, trained_samples=4), total_steps=3)
+async def test_every_sample_has_one_event(recorded: Recorded) -> None:
+    rig = TrainerRig(Progress(step=2, version=2, published_step=2, trained_samples=4), total_steps=3)
 
     def make(sample_id: SampleId) -> Sample:
         return make_sample(sample_id, (1.0, 0.0, 0.5), spans=[Span(0, 0), Span(2, sample_id.index % 2)], length=6)
@@ -103,15 +99,14 @@ async def test_every_sample_is_told_of_once_with_what_it_was(recorded: Recorded)
     assert [(event["staleness"], event["version"], event["step"]) for event in leased] == [(2, 2, 3)] * 2
     for sample_id, event in zip(sample_ids, trained, strict=True):
         assert event["sample"] == str(sample_id)
-        told = event["staleness"], event["versions"], event["reward"], event["tokens"]
-        assert told == (2, sample_id.index % 2, 0.5, 18)
+        recorded_fields = event["staleness"], event["versions"], event["reward"], event["tokens"]
+        assert recorded_fields == (2, sample_id.index % 2, 0.5, 18)
     assert {event["duration_s"] for event in leased + trained} == {0.0}
 
 
 async def test_samples_of_later_passes_are_trained_once(recorded: Recorded) -> None:
-    rig = Rig(total_steps=4, ppo_epochs=2)
-    await feed(rig.queue, 4)
-    await rig.run()
+    rig = TrainerRig(total_steps=4, ppo_epochs=2)
+    await rig.run(4)
     assert Counter(event["sample"] for event in recorded.all("sample.trained")) == {
         f"sample_0_{index}": 1 for index in range(1, 5)
     }
@@ -119,16 +114,15 @@ async def test_samples_of_later_passes_are_trained_once(recorded: Recorded) -> N
     assert [event["samples"] for event in recorded.all("trainer.commit")] == [2, 0, 2, 0]
 
 
-async def test_what_the_trainer_drops_it_tells_with_the_reason(recorded: Recorded) -> None:
-    rig = Rig(total_steps=1, rules=replace(RULES, filter_groups=True), total_samples=4)
+async def test_drops_are_events_with_their_reason(recorded: Recorded) -> None:
+    rig = TrainerRig(total_steps=1, rules=replace(RULES, filter_groups=True), total_samples=4)
     rewards = {1: (1.0, 1.0)}
 
     def reject(batch: Any) -> None:
         batch["loss_mask"][batch["groups"] == 0] = False
 
     rig.experience.change = reject
-    await feed(rig.queue, 3, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
-    await rig.run()
+    await rig.run(3, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
     dropped = recorded.all("sample.dropped")
     check_fields(dropped)
     assert [(event["sample"], event["reason"], event["tokens"]) for event in dropped] == [
@@ -139,7 +133,7 @@ async def test_what_the_trainer_drops_it_tells_with_the_reason(recorded: Recorde
 
 
 async def test_a_step_waits_for_its_samples_inside_of_it(recorded: Recorded) -> None:
-    rig = Rig(total_steps=1, call_s=1000.0)
+    rig = TrainerRig(total_steps=1, call_s=1000.0)
     waiting = anyio.Event()
     lease = rig.queue.lease
 
@@ -158,47 +152,43 @@ async def test_a_step_waits_for_its_samples_inside_of_it(recorded: Recorded) -> 
     assert waited["timestamp"] - step["timestamp"] < 1.0
 
 
-async def test_a_step_that_fails_is_none_and_says_why(recorded: Recorded) -> None:
-    rig = Rig()
+async def test_a_failed_step_is_not_counted_and_raised(recorded: Recorded) -> None:
+    rig = TrainerRig()
 
     def diverge(step: int) -> None:
         raise DivergenceError("loss NaN")
 
     rig.actor.on_step = diverge
-    await feed(rig.queue, 2)
     with pytest.raises(DivergenceError):
-        await rig.run()
+        await rig.run(2)
     assert recorded.one("trainer.update")["error"] == "DivergenceError"
     assert recorded.all("step", "sample.trained", "trainer.publish") == []
 
 
 async def test_a_run_without_events_is_the_same_run(tmp_path: Path) -> None:
-    profile.configure("trainer", Setup("off", tmp_path / "events"))
-    rig = Rig()
-    await feed(rig.queue, 8)
-    records = await rig.run()
+    profile.configure("trainer", ProfilerSettings("off", tmp_path / "events"))
+    rig = TrainerRig()
+    records = await rig.run(8)
     assert len(records) == 4
     assert profile.status() == {"events": 0, "dropped": 0, "own_dropped": 0, "unsent": 0}
     assert not (tmp_path / "events").exists()
-    profile.configure("", Setup())
+    profile.configure("", ProfilerSettings())
 
 
-async def test_a_record_tells_what_commit_and_publication_took() -> None:
-    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4)
-    put = rig.trained.put
+async def test_a_record_has_the_times_of_commit_and_publication() -> None:
+    rig = TrainerRig(total_steps=2, samples_per_lease=4, samples_per_version=4)
+    put = rig.trained.append
 
     async def slow(*args: Any) -> None:
         rig.clock.now_s += 2.0
         await put(*args)
 
-    rig.trained.put = slow  # type: ignore[method-assign]
-    await feed(rig.queue, 4)
-    first, second = await rig.run()
+    rig.trained.append = slow  # type: ignore[method-assign]
+    first, second = await rig.run(4)
     assert first.metrics["timing/commit_s"] == second.metrics["timing/commit_s"] == 2.0
     assert first.metrics["timing/update_s"] == 2.0
     assert first.metrics["timing/publish_s"] == 0.0
     assert "timing/gather_s" not in first.metrics
-    # as the fake says
     assert (second.metrics["timing/gather_s"], second.metrics["timing/put_s"]) == (0.25, 0.5)
     for name in second.metrics:
         describe(name)
@@ -207,27 +197,21 @@ async def test_a_record_tells_what_commit_and_publication_took() -> None:
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
-    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
-    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
-
-
 async def run_some_calls(spec: EngineSpec, **options: Any) -> None:
-    group = await InlineGroup.start(spec, publisher=Publisher(), **options)
+    group = await InlineGroup.start(spec, publisher=CopyingPublisher(), **options)
     await group.plan(10)
     await group.set_loss_fn(Likelihood())
-    profile.at(step=1, version=0)
+    profile.set_position(step=1, version=0)
     await group.infer_batch(BATCH)
     await group.train_batch(BATCH)
     await group.publish(1, 1, validate=False)
-    profile.at(step=2, version=1)
+    profile.set_position(step=2, version=1)
     await group.forward_backward(BATCH)
     await group.optim_step()
     await group.close()
 
 
-async def test_calls_to_a_rank_and_what_is_inside_of_them(recorded: Recorded, spec: EngineSpec) -> None:
+async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -> None:
     await run_some_calls(spec)
     events = recorded.all()
     check_fields(events)
@@ -262,11 +246,11 @@ async def test_calls_to_a_rank_and_what_is_inside_of_them(recorded: Recorded, sp
 
 
 async def test_ranks_elsewhere_record_the_same_and_send_it(spec: EngineSpec, recorded: Recorded) -> None:
-    """As a rank in a process of its own does: nothing is written there, and all of it comes with the answers."""
+    """A rank in its own process writes no events: they arrive with its answers."""
     await run_some_calls(spec)
     at_home = [event["event"] for event in recorded.all()]
-    profile.configure("rank", Setup("full", None))
-    rank = (await InlineGroup.start(spec, publisher=Publisher()))._rank
+    profile.configure("rank", ProfilerSettings("full", None))
+    rank = (await InlineGroup.start(spec, publisher=CopyingPublisher()))._rank
     sent: list[str] = []
     for method, args in (("plan", [10]), ("set_loss_fn", [Likelihood()]), ("infer_batch", [BATCH])):
         sent += [event["event"] for event in (await rank.call("actor", method, args, {})).events]
@@ -283,25 +267,24 @@ async def test_ranks_elsewhere_record_the_same_and_send_it(spec: EngineSpec, rec
 
 
 async def test_every_event_of_trainer_and_ranks_is_recorded_somewhere(recorded: Recorded, spec: EngineSpec) -> None:
-    rig = Rig(total_steps=1, with_critic=True)
-    await feed(rig.queue, 2)
-    await rig.run()
+    rig = TrainerRig(total_steps=1, with_critic=True)
+    await rig.run(2)
     await run_some_calls(spec)
     expected = {info.name for title in ("Trainer", "Ranks") for info in SECTIONS[title]}
     assert {event["event"] for event in recorded.all()} == expected
 
 
-async def test_the_gpu_is_waited_for_only_where_it_is_asked_for(
+async def test_the_gpu_is_synchronized_only_if_configured(
     spec: EngineSpec, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[None] = []
     monkeypatch.setattr("torch.cuda.synchronize", lambda *args: waits.append(None))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    prepare(RankProfiling(), may_have_gpu=True)
+    set_up_profiling(RankProfiling(), may_have_gpu=True)
     await run_some_calls(spec, profiling=RankProfiling(synchronize=True))  # on CPU
     assert waits == []
     before = len(recorded.all("rank.call", "rank.optimizer", "sync.gather"))
-    prepare(RankProfiling(synchronize=True), may_have_gpu=True)
+    set_up_profiling(RankProfiling(synchronize=True), may_have_gpu=True)
     await run_some_calls(spec)
     # Both ends of each span, and three times for each micro-batch that is trained
     assert len(waits) >= 2 * before + 6

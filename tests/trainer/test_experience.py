@@ -1,4 +1,4 @@
-"""From samples to what a step needs: who is asked, and the arithmetic against plain float64."""
+"""From samples to the batch of a step: calls to roles, and the arithmetic against plain float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from tensordict import TensorDict
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DataError
-from asyncrl.telemetry.registry import describe
-from asyncrl.types import Sample, SampleId, Span
+from asyncrl.core.failures import DataError
+from asyncrl.core.types import Sample, SampleId, Span
+from asyncrl.observe.metrics.registry import describe
 from skip import SkipManager
+from tests.fakes.advantage_references import gae
 from tests.fakes.trainer_parts import FakeGroup, forked, make_sample
+from trainer.batches import RowRules, TrainSample, prepare_sample
 from trainer.experience import Experience, ExperienceBuilder
-from trainer.rows import RowRules, TrainSample, prepare
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 VERSION = 5
@@ -27,18 +28,18 @@ REWARDS = ((1.0, 0.0), (0.5, 0.25), (0.0, 0.0))
 
 
 def samples(**changes: Any) -> list[TrainSample]:
-    """Three groups of two responses, of different lengths and ages; a tool spoke in the first."""
+    """Three groups of two responses, of different lengths and ages; the first has a tool token."""
     made: list[Sample] = []
     for index, (length, rewards) in enumerate(zip(LENGTHS, REWARDS, strict=True), start=1):
         sample = make_sample(SampleId(0, index), rewards, length=length, spans=[Span(0, index)])
         made.append(replace(sample, **changes))
     mask = np.array([True, False, True, True])
     made[0] = replace(made[0], rows=tuple(replace(row, response_mask=mask) for row in made[0].rows))
-    return [prepare(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
+    return [prepare_sample(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
 
 
 def answers(key: str, seed: int, *, scale: float = 0.2, offset: float = -1.0) -> FakeGroup:
-    """A role that answers `key` with numbers drawn from `seed`; the same for the same batch."""
+    """A role that returns `key` with numbers drawn from `seed`, the same for the same batch."""
 
     def score(batch: TensorDict) -> TensorDict:
         shape = (len(batch),) if key == "scores" else tuple(batch["response_mask"].shape)
@@ -69,7 +70,7 @@ def array(experience: Experience, key: str) -> np.ndarray:
     return experience.batch[key].double().numpy()
 
 
-async def test_by_default_nobody_is_asked_and_advantages_are_those_of_the_group() -> None:
+async def test_by_default_there_is_no_forward_pass_and_advantages_are_of_groups() -> None:
     actor = FakeGroup()
     batch, metrics, kl_coef = await make(config_of(), actor=actor)
     assert actor.asked == []
@@ -101,7 +102,7 @@ async def test_the_reference_is_a_model_of_its_own_or_the_actor_without_its_adap
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-async def test_the_reference_is_asked_once_and_its_record_from_then_on(tmp_path: Path, adapters: bool) -> None:
+async def test_the_reference_is_computed_once_and_then_replayed(tmp_path: Path, adapters: bool) -> None:
     sections = {
         "algorithm": {"use_kl_loss": True, "rollout_correction": {"bypass_mode": False}},
         "model": {"lora_rank": 4 if adapters else 0},
@@ -124,8 +125,7 @@ async def test_the_reference_is_asked_once_and_its_record_from_then_on(tmp_path:
             assert (one.dtype, one.numpy().tobytes()) == (other.dtype, other.numpy().tobytes()), name
 
 
-async def test_log_probs_of_the_policy_are_not_those_that_are_kept(tmp_path: Path) -> None:
-    """Nobody has said which step it is, which only the reference would have to know."""
+async def test_log_probs_of_the_policy_are_not_replayed(tmp_path: Path) -> None:
     section = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
     config = config_of(algorithm={"rollout_correction": {"bypass_mode": False}}, skip={"ref_log_prob": section})
     with SkipManager.session(config):
@@ -133,7 +133,7 @@ async def test_log_probs_of_the_policy_are_not_those_that_are_kept(tmp_path: Pat
         assert SkipManager.status() == {"ref_log_prob": {}}
 
 
-async def test_decoupled_proximal_policy_is_asked_and_weighs_what_is_off_policy() -> None:
+async def test_decoupled_ppo_computes_old_log_probs_and_weights() -> None:
     correction = {"bypass_mode": False, "rollout_is": "token", "rollout_is_threshold": 1.05}
     experience = await make(
         config_of(algorithm={"rollout_correction": correction}), actor=answers("log_probs", 3, scale=0.1)
@@ -168,40 +168,7 @@ async def test_rejected_tokens_leave_the_loss_and_stay_in_their_groups_baseline(
     assert experience.metrics["correction/rejected_share"] == pytest.approx(1 - wanted.sum() / before.sum())
 
 
-async def test_rewards_of_a_model_punishment_and_kl_add_up() -> None:
-    config = config_of(
-        algorithm={
-            "use_kl_in_reward": True,
-            "adv_estimator": "rloo",
-            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
-        },
-        reward={"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 0.5}},
-        reward_model={"placement": "worker", "path": "rm", "weight": 2.0},
-    )
-    ref, model = answers("log_probs", 4), answers("scores", 5, offset=0.5)
-    experience = await make(config, ref=ref, reward_model=model)
-    batch = experience.batch
-    mask = batch["response_mask"].numpy()
-    kl = np.where(mask, array(experience, "old_log_probs") - array(experience, "ref_log_probs"), 0.0)
-    lengths = np.repeat(LENGTHS, 2)
-    punishment = -0.5 * np.clip((lengths - 2) / 2, 0, 1)
-    model_scores = array(experience, "model_scores")
-    scores = np.ravel(REWARDS) + 2.0 * model_scores + punishment - 0.1 * kl.sum(axis=1)
-    for row in range(6):
-        other = row ^ 1  # of two, the baseline is the other one
-        wanted = np.where(mask[row], scores[row] - scores[other], 0.0)
-        np.testing.assert_allclose(batch["advantages"][row].numpy(), wanted, rtol=1e-4, atol=1e-6)
-    metrics = experience.metrics
-    assert metrics["reward/kl"] == pytest.approx(kl.sum(axis=1).mean(), rel=1e-5)
-    assert metrics["reward/kl_coef"] == 0.1
-    assert metrics["reward/overlong_mean"] == pytest.approx(punishment.mean())
-    assert metrics["reward/model_mean"] == pytest.approx(model_scores.mean())
-    assert metrics["reward/shaped_mean"] == pytest.approx(scores.mean(), rel=1e-5)
-    error = np.clip(metrics["reward/kl"] / 0.01 - 1, -0.2, 0.2)
-    assert experience.kl_coef == pytest.approx(0.1 * (1 + error * 6 / 100))
-
-
-async def test_a_coefficient_goes_on_from_where_it_is() -> None:
+async def test_an_adaptive_coefficient_continues() -> None:
     config = config_of(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}})
     builder = ExperienceBuilder(config, actor=FakeGroup(), ref=answers("log_probs", 4))
     experience = await builder.make(samples(), trainer_version=VERSION, kl_coef=0.7)
@@ -224,17 +191,10 @@ async def test_generalized_advantages_with_a_critic() -> None:
     experience = await make(config, critic=critic)
     batch, values = experience.batch, array(experience, "values")
     mask = batch["response_mask"].numpy()
-    raw, returns = np.zeros_like(values), np.zeros_like(values)
+    rewards = np.zeros_like(values)
     for row, reward in enumerate(np.ravel(REWARDS)):
-        tokens = np.flatnonzero(mask[row])
-        running, next_value = 0.0, 0.0
-        for token in tokens[::-1]:
-            delta = (reward if token == tokens[-1] else 0.0) + gamma * next_value - values[row, token]
-            running = delta + gamma * lam * running
-            raw[row, token], returns[row, token] = running, running + values[row, token]
-            next_value = values[row, token]
-    chosen = raw[mask]
-    wanted = np.where(mask, (raw - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8), 0.0)
+        rewards[row, np.flatnonzero(mask[row])[-1]] = reward
+    wanted, returns = map(np.array, gae(rewards.tolist(), mask.astype(int).tolist(), values.tolist(), gamma, lam))
     np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-5)
     np.testing.assert_allclose(array(experience, "returns"), returns, atol=1e-6)
     explained = 1 - (returns - values)[mask].var() / returns[mask].var()
@@ -258,15 +218,16 @@ def forked_samples(*turn_rewards: Any) -> list[TrainSample]:
     """Those of `samples`, with a fork."""
     made = [make_sample(SampleId(0, index), rewards) for index, rewards in enumerate(REWARDS, start=1)]
     made[1] = forked(made[1], 0, *MASKS, turn_rewards=turn_rewards)
-    return [prepare(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
+    return [prepare_sample(sample, lease_id=1, trainer_version=VERSION, rules=RULES) for sample in made]
 
 
-def by_trajectory(per_row: np.ndarray) -> np.ndarray:
-    return np.array([per_row[np.array(LABELS) == label].sum(axis=0) for label in range(6)])
+def by_trajectory(per_row: np.ndarray, labels: list[int]) -> np.ndarray:
+    return np.array([per_row[np.array(labels) == label].sum(axis=0) for label in range(6)])
 
 
-async def test_a_forked_trajectory_has_one_score_and_one_place_in_its_group() -> None:
-    """Its score: reward, the model's of its last row, the punishment of all its tokens and the KL of all its rows."""
+@pytest.mark.parametrize("forked", [False, True])
+async def test_a_trajectory_has_one_score_and_one_place_in_its_group(forked: bool) -> None:
+    """The score: reward, the model's score of the last row, punishment of all tokens and KL of all rows."""
     config = config_of(
         algorithm={
             "use_kl_in_reward": True,
@@ -275,21 +236,25 @@ async def test_a_forked_trajectory_has_one_score_and_one_place_in_its_group() ->
         },
         reward={"overlong_buffer": {"enable": True, "len": 2, "penalty_factor": 0.5}},
         reward_model={"placement": "worker", "path": "rm", "weight": 2.0},
-        rollout={"n": 2, "response_length": 6},
+        rollout={"n": 2, "response_length": 6 if forked else 4},
     )
     ref, model = answers("log_probs", 4), answers("scores", 5, offset=0.5)
-    experience = await make(config, forked_samples(), ref=ref, reward_model=model)
+    experience = await make(config, forked_samples() if forked else samples(), ref=ref, reward_model=model)
     batch, metrics = experience.batch, experience.metrics
-    assert batch["trajectories"].tolist() == LABELS
+    labels = LABELS if forked else list(range(6))
+    if forked:
+        assert batch["trajectories"].tolist() == LABELS
     mask = batch["response_mask"].numpy()
     kl = np.where(mask, array(experience, "old_log_probs") - array(experience, "ref_log_probs"), 0.0)
-    model_scores = np.delete(array(experience, "model_scores"), 2)
-    punishment = -0.5 * np.clip((np.array([4, 4, 5, 4, 4, 4]) - 4) / 2, 0, 1)
-    scores = np.ravel(REWARDS) + 2.0 * model_scores + punishment - 0.1 * by_trajectory(kl.sum(axis=1))
-    for row, label in enumerate(LABELS):
+    model_scores = array(experience, "model_scores")[np.searchsorted(labels, range(6), side="right") - 1]
+    lengths, free = ([4, 4, 5, 4, 4, 4], 4) if forked else (np.repeat(LENGTHS, 2), 2)
+    punishment = -0.5 * np.clip((np.array(lengths) - free) / 2, 0, 1)
+    scores = np.ravel(REWARDS) + 2.0 * model_scores + punishment - 0.1 * by_trajectory(kl.sum(axis=1), labels)
+    for row, label in enumerate(labels):
         wanted = np.where(mask[row], scores[label] - scores[label ^ 1], 0.0)
         np.testing.assert_allclose(batch["advantages"][row].numpy(), wanted, rtol=1e-4, atol=1e-6)
     assert metrics["reward/kl"] == pytest.approx(kl.sum() / 6, rel=1e-5)
+    assert metrics["reward/kl_coef"] == 0.1
     assert metrics["reward/overlong_mean"] == pytest.approx(punishment.mean())
     assert metrics["reward/model_mean"] == pytest.approx(model_scores.mean())
     assert metrics["reward/shaped_mean"] == pytest.approx(scores.mean(), rel=1e-5)
@@ -297,18 +262,18 @@ async def test_a_forked_trajectory_has_one_score_and_one_place_in_its_group() ->
     assert experience.kl_coef == pytest.approx(0.1 * (1 + error * 6 / 100))
 
 
-async def test_rows_say_how_much_of_their_trajectory_is_trained_behind_rejection() -> None:
+async def test_rows_have_the_trained_tokens_of_their_trajectory_after_rejection() -> None:
     correction = {"bypass_mode": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 0.1}
     config = config_of(algorithm={"rollout_correction": correction})
     batch = (await make(config, forked_samples(), actor=answers("log_probs", 3, scale=0.2))).batch
     trained = batch["loss_mask"].numpy().sum(axis=1)
     assert 0 < trained.sum() < batch["response_mask"].sum()
-    assert batch["trajectory_tokens"].tolist() == by_trajectory(trained)[LABELS].tolist()
+    assert batch["trajectory_tokens"].tolist() == by_trajectory(trained, LABELS)[LABELS].tolist()
     assert "trajectory_tokens" not in (await make(config, actor=answers("log_probs", 3))).batch
 
 
 async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
-    """0.5 in all, of which -0.25 was on token 0 of its first row and 1.0 on token 0 of its second one."""
+    """A reward of 0.5, of which -0.25 is on token 0 of the first row and 1.0 on token 0 of the second one."""
     gamma, lam = 0.9, 0.8
     config = config_of(algorithm={"adv_estimator": "gae", "gamma": gamma, "lam": lam})
     experience = await make(config, forked_samples([(0, -0.25)], [(0, 1.0)]), critic=answers("values", 6, offset=0.3))
@@ -318,22 +283,13 @@ async def test_turn_rewards_with_a_critic_in_a_forked_trajectory() -> None:
     rewards[[0, 1, 4, 5, 6], 3] = np.delete(np.ravel(REWARDS), 2)
     rewards[2, [0, 2]] = -0.25, 0.75  # what the second row earned is at the end of the first one
     rewards[3, [0, 1]] = 1.0, -0.25
-    raw, returns = np.zeros_like(values), np.zeros_like(values)
-    for row in range(7):
-        running, next_value = 0.0, 0.0
-        for token in np.flatnonzero(mask[row])[::-1]:
-            delta = rewards[row, token] + gamma * next_value - values[row, token]
-            running = delta + gamma * lam * running
-            raw[row, token], returns[row, token] = running, running + values[row, token]
-            next_value = values[row, token]
-    chosen = raw[mask]
-    wanted = np.where(mask, (raw - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8), 0.0)
+    wanted, returns = map(np.array, gae(rewards.tolist(), mask.astype(int).tolist(), values.tolist(), gamma, lam))
     np.testing.assert_allclose(array(experience, "advantages"), wanted, atol=1e-5)
     np.testing.assert_allclose(array(experience, "returns"), returns, atol=1e-6)
     assert "turn_rewards" not in batch
 
 
-async def test_turn_rewards_do_not_change_what_goes_by_whole_trajectories() -> None:
+async def test_turn_rewards_do_not_change_outcome_estimators() -> None:
     plain, split = [
         (await make(config_of(), forked_samples(*turns))).batch["advantages"]
         for turns in ((), ([(0, 0.1), (2, 0.7)], [(1, 1 / 3)]))
@@ -350,7 +306,7 @@ async def test_turn_rewards_do_not_change_what_goes_by_whole_trajectories() -> N
         ("scores", "reward_model", {}, "reward model's scores"),
     ],
 )
-async def test_answers_that_are_no_numbers_are_refused(
+async def test_results_that_are_not_finite_are_refused(
     key: str, role: str, algorithm: dict[str, Any], message: str
 ) -> None:
     config = config_of(algorithm=algorithm, reward_model={"placement": "worker" if key == "scores" else "off"})

@@ -1,4 +1,4 @@
-"""Rows, experience, losses and optimizers pull the right way: a tiny model learns what is rewarded, by its samples."""
+"""A tiny model learns the rewarded tokens from its own samples, through rows, experience, losses and optimizers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.records import Metrics
-from asyncrl.types import FinishReason, Row, Sample, SampleId, Span
+from asyncrl.core.records import Metrics
+from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
+from trainer.batches import RowRules, prepare_sample
 from trainer.experience import ExperienceBuilder
-from trainer.inline import InlineGroup
-from trainer.placement import plan_groups, reference_is_actor
-from trainer.rows import RowRules, prepare
-from trainer.worker import engine_spec
+from trainer.workers.inline import InlineGroup
+from trainer.workers.placement import plan_groups, reference_is_actor
+from trainer.workers.worker import engine_spec
 
 LENGTH, GROUP, GROUPS, STEPS = 4, 8, 4, 30
 REWARDED = 3
@@ -26,7 +26,7 @@ RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=VOCAB)
 
 
 class Run:
-    """A policy, and whatever roles its configuration asks for, in this process."""
+    """The roles of a configuration in this process."""
 
     def __init__(self, config: Config, roles: dict[str, InlineGroup]) -> None:
         self.config = config
@@ -81,9 +81,9 @@ class Run:
         return Sample(SampleId(0, index + 1), rows)
 
     async def step(self, number: int) -> tuple[float, Metrics]:
-        """Mean reward before the step, and what it told."""
+        """The mean reward before the step, and the step's metrics."""
         drawn = [self.draw(number * GROUPS + index) for index in range(GROUPS)]
-        samples = [prepare(sample, lease_id=1, trainer_version=0, rules=RULES) for sample in drawn]
+        samples = [prepare_sample(sample, lease_id=1, trainer_version=0, rules=RULES) for sample in drawn]
         batch, metrics, self.kl_coef = await self.experience.make(samples, trainer_version=0, kl_coef=self.kl_coef)
         if "critic" in self.roles:
             metrics |= await self.roles["critic"].train_batch(batch)

@@ -1,4 +1,4 @@
-"""The loop on a real queue and fake parts: order of events, ends of every kind, books."""
+"""The loop on a real queue and fake parts: order of events, ends of every kind, counts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncrl.config.schema import AlgorithmConfig, Config
-from asyncrl.failures import DataError, DiskFullError, DivergenceError, InfraError
-from asyncrl.manifest import Progress
-from asyncrl.telemetry.registry import describe
-from asyncrl.types import SampleId
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import DataError, DiskFullError, DivergenceError, InfraError
+from asyncrl.core.types import SampleId
+from asyncrl.observe.metrics.registry import describe
+from asyncrl.storage.checkpoint_manifest import Progress
 from skip import SkipManager
 from tests.fakes.trainer_parts import feed, make_sample
-from tests.fakes.trainer_rig import Rig
-from trainer.loop_settings import LoopSettings
+from tests.fakes.trainer_rig import TrainerRig
+from trainer.loop import LoopSettings
 
 
 async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
-    rig = Rig()
-    await feed(rig.queue, 8)
-    records = await rig.run()
+    rig = TrainerRig()
+    records = await rig.run(8)
     assert [(record.step, record.version) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert rig.actor.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
     # version, its step, the step of the weights in it, validate
@@ -36,12 +36,12 @@ async def test_a_run_from_the_first_lease_to_the_last_checkpoint() -> None:
     assert {record.lineage for record in records} == {0}
     [(progress, snapshot)] = rig.checkpoints.saved
     assert progress == Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8, trained_tokens=64)
-    assert (snapshot.books.trained, snapshot.outstanding) == (8, ())
+    assert (snapshot.counts.trained, snapshot.outstanding) == (8, ())
     assert (await rig.queue.admit(1, timeout_s=0.1)).closed
 
 
 async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
-    rig = Rig(total_steps=1)
+    rig = TrainerRig(total_steps=1)
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, (1.0, 1.0, 1.0, 1.0) if sample_id.index == 1 else (0.0, 0.0, 0.0, 2.0))
@@ -50,8 +50,7 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
         rig.clock.now_s += 3.0
 
     rig.actor.on_step = take_time
-    await feed(rig.queue, 2, make)
-    [record] = await rig.run()
+    [record] = await rig.run(2, make)
     for name in record.metrics:
         describe(name)
     assert record.rewards == (1.0, 0.5)
@@ -71,15 +70,15 @@ async def test_records_carry_registered_metrics_and_what_was_trained() -> None:
     assert {name: record.metrics[name] for name in expected} == pytest.approx(expected)
 
 
-async def test_experience_is_made_at_the_first_step_of_its_turn(tmp_path: Path) -> None:
+async def test_experience_belongs_to_the_first_step_of_its_batch(tmp_path: Path) -> None:
     """For the roles of `skip` that follow the loop."""
     section = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
-    rig = Rig(total_steps=5, samples_per_lease=4, samples_per_version=4)
+    rig = TrainerRig(total_steps=5, samples_per_lease=4, samples_per_version=4)
     steps: list[int | None] = []
     with SkipManager.session(Config.model_validate({"skip": {"ref_log_prob": section}})):
         role = SkipManager.get("ref_log_prob")
         assert role is not None
-        rig.experience.change = lambda batch: steps.append(role.slot())
+        rig.experience.change = lambda batch: steps.append(role.current_step())
         await feed(rig.queue, 10)
         records = await rig.run()
     assert [record.step for record in records] == [1, 2, 3, 4, 5]
@@ -87,9 +86,8 @@ async def test_experience_is_made_at_the_first_step_of_its_turn(tmp_path: Path) 
 
 
 async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases() -> None:
-    rig = Rig(total_steps=10, samples_per_lease=4, samples_per_version=8)
-    await feed(rig.queue, 20)
-    records = await rig.run()
+    rig = TrainerRig(total_steps=10, samples_per_lease=4, samples_per_version=8)
+    records = await rig.run(20)
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
     # five leases of two steps
     assert rig.loop.progress.leases == 5
@@ -99,94 +97,82 @@ async def test_a_lease_of_several_mini_batches_and_a_version_of_several_leases()
 @pytest.mark.parametrize(
     ("test_freq", "expected"), [(-1, [10]), (1, [2, 4, 6, 8, 10]), (3, [4, 6, 10]), (4, [4, 8, 10]), (10, [10])]
 )
-async def test_validation_is_asked_of_the_first_version_at_or_after_each_multiple(
-    test_freq: int, expected: list[int]
-) -> None:
-    rig = Rig(total_steps=10, samples_per_version=4, test_freq=test_freq)
-    await feed(rig.queue, 20)
-    await rig.run()
+async def test_the_first_version_at_or_after_each_multiple_is_validated(test_freq: int, expected: list[int]) -> None:
+    rig = TrainerRig(total_steps=10, samples_per_version=4, test_freq=test_freq)
+    await rig.run(20)
     assert [step for _, step, _, validate in rig.actor.published if validate] == expected
 
 
-async def test_without_a_validation_set_none_is_asked_for() -> None:
-    rig = Rig(has_validation=False, test_freq=1)
-    await feed(rig.queue, 8)
-    await rig.run()
+async def test_no_validation_without_a_validation_set() -> None:
+    rig = TrainerRig(has_validation=False, test_freq=1)
+    await rig.run(8)
     assert not any(validate for *_, validate in rig.actor.published)
 
 
 async def test_checkpoints_come_between_leases_every_save_freq_steps() -> None:
-    rig = Rig(total_steps=9, samples_per_lease=4, samples_per_version=4, save_freq=3)
-    await feed(rig.queue, 18)
-    await rig.run()
+    rig = TrainerRig(total_steps=9, samples_per_lease=4, samples_per_version=4, save_freq=3)
+    await rig.run(18)
     assert [progress.step for progress, _ in rig.checkpoints.saved] == [4, 6, 9]
-    assert all(snapshot.books.leased == 0 for _, snapshot in rig.checkpoints.saved)
+    assert all(snapshot.counts.leased == 0 for _, snapshot in rig.checkpoints.saved)
 
 
-async def test_no_last_checkpoint_when_none_is_wanted() -> None:
-    rig = Rig(save_last=False)
-    await feed(rig.queue, 8)
-    await rig.run()
+async def test_save_last_false_writes_no_last_checkpoint() -> None:
+    rig = TrainerRig(save_last=False)
+    await rig.run(8)
     assert rig.checkpoints.saved == []
 
 
 # ------------------------------------------------------------------------------------------------ the stream ends
 
 
-async def test_an_ended_stream_trains_what_is_there() -> None:
-    rig = Rig(total_steps=100, samples_per_lease=4, samples_per_version=4, total_samples=7)
-    await feed(rig.queue, 7)
-    records = await rig.run()
+async def test_the_last_partial_batch_is_trained() -> None:
+    rig = TrainerRig(total_steps=100, samples_per_lease=4, samples_per_version=4, total_samples=7)
+    records = await rig.run(7)
     assert [len(record.rewards) for record in records] == [2, 2, 2, 1]
     assert rig.actor.published == [(1, 2, 2, False), (2, 4, 4, True)]
-    assert (await rig.books()).trained == 7
+    assert (await rig.counts()).trained == 7
 
 
 @pytest.mark.parametrize(("num_fed", "trained"), [(3, 0), (4, 4), (7, 4), (8, 8)])
-async def test_what_does_not_fill_the_last_lease_is_given_back_where_it_is_not_wanted(
-    num_fed: int, trained: int
-) -> None:
+async def test_a_partial_last_batch_is_given_back_with_drop(num_fed: int, trained: int) -> None:
     lease: dict[str, Any] = {"samples_per_lease": 4, "samples_per_version": 4, "drop_partial": True}
-    rig = Rig(total_steps=100, has_validation=False, total_samples=num_fed, **lease)
-    await feed(rig.queue, num_fed)
-    records = await rig.run()
+    rig = TrainerRig(total_steps=100, has_validation=False, total_samples=num_fed, **lease)
+    records = await rig.run(num_fed)
     assert [len(record.rewards) for record in records] == [2] * (trained // 2)
-    books = await rig.books()
-    assert (books.trained, books.leased, books.dropped["shutdown"]) == (trained, 0, num_fed - trained)
+    counts = await rig.counts()
+    assert (counts.trained, counts.leased, counts.dropped["shutdown"]) == (trained, 0, num_fed - trained)
     assert rig.loop.progress.version == trained // 4
 
 
 @pytest.mark.parametrize("num_samples", range(1, 13))
-async def test_epochs_end_with_what_there_is(num_samples: int) -> None:
-    """`config.plan` counts the steps, pacing admits no more samples, and nobody ends the stream."""
-    rig = Rig(
+async def test_passes_over_a_partial_last_batch(num_samples: int) -> None:
+    """`config.plan` counts the steps, pacing admits no more samples, and the stream stays open."""
+    rig = TrainerRig(
         total_samples=num_samples, total_steps=2 * math.ceil(num_samples / 2), ppo_epochs=2, samples_per_lease=4,
         samples_per_version=8,
     )  # fmt: skip
-    await feed(rig.queue, num_samples)
-    records = await rig.run()
+    records = await rig.run(num_samples)
     assert [record.step for record in records] == list(range(1, rig.settings.total_steps + 1))
     assert [index for _, _, indices in rig.trained.steps for index in indices] == list(range(1, num_samples + 1))
-    books = await rig.books()
-    assert (books.trained, books.num_dropped, books.leased) == (num_samples, 0, 0)
+    counts = await rig.counts()
+    assert (counts.trained, counts.num_dropped, counts.leased) == (num_samples, 0, 0)
     assert rig.loop.progress.version == math.ceil(num_samples / 8)
     assert rig.actor.published[-1][1] == rig.settings.total_steps
 
 
 async def test_a_stream_that_ends_right_after_a_publication_still_has_its_last_version_validated() -> None:
-    rig = Rig(total_steps=100, total_samples=4)
-    await feed(rig.queue, 4)
-    await rig.run()
+    rig = TrainerRig(total_steps=100, total_samples=4)
+    await rig.run(4)
     assert rig.actor.published == [(1, 1, 1, False), (2, 2, 2, False), (3, 2, 2, True)]
 
 
 @pytest.mark.parametrize(("validated_step", "published"), [(4, []), (2, [(5, 4, 0, True)]), (0, [(5, 4, 0, True)])])
-async def test_what_is_the_end_already_is_published_again_if_its_validation_is_owed(
+async def test_a_finished_run_publishes_again_if_its_validation_is_missing(
     validated_step: int, published: list[Any]
 ) -> None:
     """Training went back to the last checkpoint of all, or was resumed from it."""
     at_end = Progress(step=4, version=4, published_step=4, leases=4, trained_samples=8)
-    rig = Rig(at_end, validated_step=validated_step)
+    rig = TrainerRig(at_end, validated_step=validated_step)
     assert await rig.run() == []
     assert rig.actor.published == published
     assert rig.checkpoints.saved == []
@@ -194,43 +180,44 @@ async def test_what_is_the_end_already_is_published_again_if_its_validation_is_o
 
 
 @pytest.mark.parametrize(("validated_step", "expected"), [(2, [6, 10]), (6, [10])])
-async def test_a_resumed_loop_counts_from_what_was_validated(validated_step: int, expected: list[int]) -> None:
+async def test_a_resumed_loop_counts_from_the_validated_step(validated_step: int, expected: list[int]) -> None:
     """The checkpoint of step 5 is beyond the publication of step 4, which is beyond the multiple that is due."""
     progress = Progress(step=5, version=2, published_step=4, leases=5, trained_samples=10)
-    rig = Rig(progress, validated_step=validated_step, total_steps=10, samples_per_version=4, test_freq=3)
-    await feed(rig.queue, 10)
-    await rig.run()
+    rig = TrainerRig(progress, validated_step=validated_step, total_steps=10, samples_per_version=4, test_freq=3)
+    await rig.run(10)
     assert [step for _, step, _, validate in rig.actor.published if validate] == expected
-
-
-async def test_an_empty_stream() -> None:
-    rig = Rig()
-    await rig.queue.close()
-    assert await rig.run() == []
-    assert rig.actor.published == []
-    assert rig.checkpoints.saved == []
 
 
 # ------------------------------------------------------------------------------------------------ stop
 
 
+@pytest.mark.parametrize("stop", [True, False], ids=["stopped", "closed queue"])
+async def test_a_run_without_a_step_publishes_and_saves_nothing(stop: bool) -> None:
+    rig = TrainerRig()
+    if stop:
+        rig.loop.stop()
+    else:
+        await rig.queue.close()
+    assert await rig.run(8 if stop else 0) == []
+    assert (rig.actor.published, rig.checkpoints.saved) == ([], [])
+
+
 async def test_stop_finishes_the_step_releases_the_rest_and_saves() -> None:
-    rig = Rig(total_steps=8, samples_per_lease=6, samples_per_version=6)
+    rig = TrainerRig(total_steps=8, samples_per_lease=6, samples_per_version=6)
     rig.actor.on_step = lambda step: rig.loop.stop() if step == 2 else None
-    await feed(rig.queue, 16)
-    records = await rig.run()
+    records = await rig.run(16)
     assert [record.step for record in records] == [1, 2]
     assert rig.actor.published == []
     [(progress, snapshot)] = rig.checkpoints.saved
     assert (progress.step, progress.trained_samples) == (2, 4)
-    assert snapshot.books.leased == 0
+    assert snapshot.counts.leased == 0
     assert [sample_id.index for sample_id in snapshot.outstanding] == list(range(5, 17))
-    books = await rig.books()
-    assert (books.trained, books.dropped["shutdown"]) == (4, 12)
+    counts = await rig.counts()
+    assert (counts.trained, counts.dropped["shutdown"]) == (4, 12)
 
 
 async def test_stop_ends_a_wait_for_samples_at_once_and_leaves_nothing_leased() -> None:
-    rig = Rig(call_s=1000.0)
+    rig = TrainerRig(call_s=1000.0)
     await feed(rig.queue, 3)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
@@ -244,14 +231,6 @@ async def test_stop_ends_a_wait_for_samples_at_once_and_leaves_nothing_leased() 
     assert [sample_id.index for sample_id in snapshot.outstanding] == [3]
 
 
-async def test_stop_before_the_run() -> None:
-    rig = Rig()
-    await feed(rig.queue, 8)
-    rig.loop.stop()
-    assert await rig.run() == []
-    assert rig.checkpoints.saved == []
-
-
 # ------------------------------------------------------------------------------------------------ failure
 
 
@@ -260,60 +239,62 @@ def diverge(step: int) -> None:
         raise DivergenceError("nan")
 
 
-async def test_a_failed_step_gives_back_its_lease_and_is_raised() -> None:
-    rig = Rig(total_steps=8, samples_per_lease=6, samples_per_version=6)
+async def test_a_failed_step_releases_its_lease_and_is_raised() -> None:
+    rig = TrainerRig(total_steps=8, samples_per_lease=6, samples_per_version=6)
     rig.actor.on_step = diverge
-    await feed(rig.queue, 6)
     with pytest.raises(DivergenceError):
-        await rig.run()
-    books = await rig.books()
-    assert (books.trained, books.leased, books.ready) == (2, 0, 4)
+        await rig.run(6)
+    counts = await rig.counts()
+    assert (counts.trained, counts.leased, counts.ready) == (2, 0, 4)
     assert rig.checkpoints.saved == []
 
 
-async def test_a_failed_publication_is_raised() -> None:
-    async def fail() -> None:
-        raise InfraError("no room")
+@pytest.mark.parametrize("part", ["publication", "trained steps", "beginning of a checkpoint"])
+async def test_a_failure_after_the_commit_is_raised(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*args: Any, **kwargs: Any) -> None:
+        raise DiskFullError("the disk is full")
 
-    rig = Rig()
-    rig.actor.on_publish = lambda version: fail()
-    await feed(rig.queue, 2)
-    with pytest.raises(InfraError, match="no room"):
-        await rig.run()
-    assert (await rig.books()).trained == 2
+    rig = TrainerRig(save_freq=1, call_limit_s=1000.0)
+    owner, method = {
+        "publication": (rig.actor, "publish"),
+        "trained steps": (rig.trained, "append"),
+        "beginning of a checkpoint": (rig.checkpoints, "begin"),
+    }[part]
+    monkeypatch.setattr(owner, method, fail)
+    with pytest.raises(DiskFullError, match="the disk is full"):
+        await rig.run(2)
+    assert (await rig.counts()).trained == 2
 
 
-async def test_a_queue_that_is_gone_does_not_hide_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_queue_does_not_hide_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async def gone(lease_id: int) -> None:
         raise InfraError("the queue is gone")
 
-    rig = Rig()
+    rig = TrainerRig()
     rig.actor.on_step = lambda step: diverge(2)
     monkeypatch.setattr(rig.queue, "release", gone)
-    await feed(rig.queue, 2)
     with pytest.raises(DivergenceError):
-        await rig.run()
+        await rig.run(2)
 
 
-async def test_a_cancelled_run_commits_the_step_it_was_in_and_gives_back_the_rest() -> None:
-    rig = Rig(samples_per_lease=4, samples_per_version=4)
+async def test_a_cancelled_run_commits_its_step_and_releases_the_rest() -> None:
+    rig = TrainerRig(samples_per_lease=4, samples_per_version=4)
     await feed(rig.queue, 4)
     scope = anyio.CancelScope()
     rig.actor.on_step = lambda step: scope.cancel()
     with scope:
         await rig.run()
     assert scope.cancelled_caught
-    books = await rig.books()
-    assert (books.trained, books.leased, books.ready) == (2, 0, 2)
+    counts = await rig.counts()
+    assert (counts.trained, counts.leased, counts.ready) == (2, 0, 2)
 
 
-async def test_a_lease_rejected_whole_is_an_error_that_names_the_thresholds() -> None:
-    rig = Rig()
+async def test_a_fully_rejected_lease_is_an_error_that_names_the_thresholds() -> None:
+    rig = TrainerRig()
     rig.experience.change = lambda batch: batch["loss_mask"].zero_()
-    await feed(rig.queue, 2)
     with pytest.raises(DataError, match="rollout_rs_threshold"):
-        await rig.run()
-    assert (await rig.books()).ready == 2
+        await rig.run(2)
+    assert (await rig.counts()).ready == 2
 
 
 def reject(*indices: int) -> Callable[[TensorDict], None]:
@@ -326,52 +307,68 @@ def reject(*indices: int) -> Callable[[TensorDict], None]:
     return change
 
 
-async def test_samples_rejected_whole_are_filtered_and_no_step_is_taken_for_them() -> None:
-    rig = Rig(total_steps=3, samples_per_lease=4, samples_per_version=4, with_critic=True)
+async def test_fully_rejected_samples_are_filtered_without_a_step() -> None:
+    rig = TrainerRig(total_steps=3, samples_per_lease=4, samples_per_version=4, with_critic=True)
     assert rig.critic is not None
     rig.experience.change = reject(1, 3, 4)
     rewards = {2: (0.0, 4.0), 5: (0.0, 6.0)}
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 9, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
+    await rig.run_while_feeding(9, lambda sample_id: make_sample(sample_id, rewards.get(sample_id.index, (0.0, 1.0))))
     # Of the first lease one sample is left; the version still takes four.
     assert rig.actor.steps == rig.critic.steps == [[2], [5, 6], [7]]
     assert [record.version for record in rig.records] == [0, 0, 1]
     assert [record.rewards for record in rig.records] == [(2.0,), (3.0, 0.5), (0.5,)]
     assert all(record.metrics["tokens/trained"] > 0 for record in rig.records)
-    books = await rig.books()
-    assert (books.trained, books.dropped["filtered"], books.leased) == (4, 3, 0)
+    counts = await rig.counts()
+    assert (counts.trained, counts.dropped["filtered"], counts.leased) == (4, 3, 0)
 
 
-async def test_a_rejected_sample_behind_the_end_of_the_stream_has_a_replacement() -> None:
-    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4)
-    rig.experience.change = reject(3, 4)
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 6)
-    assert rig.actor.steps == [[1, 2], [5, 6]]
-    assert (await rig.books()).trained == 4
+@pytest.mark.parametrize(
+    ("total_steps", "rejected", "num_fed", "steps"),
+    [(2, (3, 4), 6, [[1, 2], [5, 6]]), (3, (1, 5, 6), 7, [[2, 3], [4], [7]])],
+    ids=["the last of a lease", "a whole lease"],
+)
+async def test_rejected_samples_at_the_end_of_the_stream_are_replaced(
+    total_steps: int, rejected: tuple[int, ...], num_fed: int, steps: list[list[int]]
+) -> None:
+    rig = TrainerRig(total_steps=total_steps, samples_per_lease=4, samples_per_version=4)
+    rig.experience.change = reject(*rejected)
+    await rig.run_while_feeding(num_fed)
+    assert rig.actor.steps == steps
+    assert (await rig.counts()).trained == 4
 
 
-async def test_a_short_turn_rejected_whole_is_not_yet_an_error() -> None:
-    rig = Rig(total_steps=3, samples_per_lease=4, samples_per_version=4)
-    rig.experience.change = reject(1, 5, 6)
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 7)
-    assert rig.actor.steps == [[2, 3], [4], [7]]  # the fourth sample of the version came in a turn of its own
-    assert (await rig.books()).trained == 4
+async def test_a_sample_rejected_after_the_end_of_the_stream_is_replaced() -> None:
+    """The lease that ended the stream was not full."""
+    rig = TrainerRig(total_steps=100, total_samples=3, samples_per_lease=4, samples_per_version=4)
+    rig.experience.change = reject(3)
+    await rig.run_while_feeding(4)
+    assert rig.actor.steps == [[1, 2], [4]]
+    assert (await rig.counts()).trained == 3
+
+
+async def test_only_consecutive_rejections_are_an_error() -> None:
+    rig = TrainerRig(samples_per_version=3)
+    rig.experience.change = reject(3, 7)
+    await rig.run_while_feeding(8)
+    assert rig.actor.steps == [[1, 2], [4], [5, 6], [8]]
+
+
+async def test_the_adaptive_kl_coefficient_is_carried_from_batch_to_batch() -> None:
+    rig = TrainerRig(Progress(kl_coef=8.0))
+    await rig.run(8)
+    assert rig.experience.kl_coefs == [8.0, 4.0, 2.0, 1.0]
+    [(progress, _)] = rig.checkpoints.saved
+    assert progress.kl_coef == 0.5
 
 
 # ------------------------------------------------------------------------------------------------ passes
 
 
 async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first() -> None:
-    rig = Rig(total_steps=12, ppo_epochs=3, samples_per_lease=4, samples_per_version=4)
+    rig = TrainerRig(total_steps=12, ppo_epochs=3, samples_per_lease=4, samples_per_version=4)
     trained: list[int] = []
-    rig.actor.on_step = lambda step: trained.append(rig.queue._ledger.books().trained)
-    await feed(rig.queue, 8)
-    records = await rig.run()
+    rig.actor.on_step = lambda step: trained.append(rig.queue.state.trained)
+    records = await rig.run(8)
     assert [record.version for record in records] == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2]
     assert [len(record.rewards) for record in records] == [2, 2, 0, 0, 0, 0] * 2
     assert [len(record.staleness) for record in records] == [2, 2, 0, 0, 0, 0] * 2
@@ -385,21 +382,20 @@ async def test_every_pass_is_a_step_and_a_sample_is_committed_with_its_first() -
 
 
 @pytest.mark.parametrize("stop_after", range(1, 8))
-async def test_a_stop_between_passes_leaves_a_run_that_can_go_on(stop_after: int) -> None:
+async def test_a_run_stopped_between_passes_can_resume(stop_after: int) -> None:
     settings: dict[str, Any] = {"total_steps": 8, "ppo_epochs": 2, "samples_per_lease": 4, "samples_per_version": 4}
-    first = Rig(**settings)
+    first = TrainerRig(**settings)
     first.actor.on_step = lambda step: first.loop.stop() if step == stop_after else None
-    await feed(first.queue, 8)
-    await first.run()
+    await first.run(8)
     [(progress, snapshot)] = first.checkpoints.saved
     assert progress.step == stop_after
-    second = Rig(progress=progress, restore=snapshot, **settings)
+    second = TrainerRig(progress=progress, restore=snapshot, **settings)
     # Two steps (passes over two samples) for each mini-batch that is still to come, the last of which may be left out.
     wanted = math.ceil((8 - stop_after) / 2) * 2
     await feed(second.queue, wanted)
     await second.run()
-    books = await second.books()
-    assert (books.trained, books.num_dropped) == (snapshot.books.trained + wanted, 0)
+    counts = await second.counts()
+    assert (counts.trained, counts.num_dropped) == (snapshot.counts.trained + wanted, 0)
     assert second.loop.progress.version >= 2
     assert second.loop.progress.published_step == second.loop.progress.step == 8
 
@@ -407,14 +403,13 @@ async def test_a_stop_between_passes_leaves_a_run_that_can_go_on(stop_after: int
 # ------------------------------------------------------------------------------------------------ critic
 
 
-async def test_the_critic_learns_from_a_whole_lease_before_the_policy() -> None:
-    rig = Rig(total_steps=2, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=2)
+async def test_the_critic_trains_on_the_whole_batch_before_the_policy() -> None:
+    rig = TrainerRig(total_steps=2, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=2)
     assert rig.critic is not None
     order: list[str] = []
     rig.critic.on_step = lambda step: order.append("critic")
     rig.actor.on_step = lambda step: order.append("actor")
-    await feed(rig.queue, 4)
-    records = await rig.run()
+    records = await rig.run(4)
     assert order == ["critic"] * 4 + ["actor"] * 2
     assert rig.critic.steps[:2] == [[1, 2], [3, 4]]
     assert [("critic/loss" in record.metrics, "actor/loss" in record.metrics) for record in records] == [
@@ -423,34 +418,32 @@ async def test_the_critic_learns_from_a_whole_lease_before_the_policy() -> None:
     ]
 
 
-async def test_the_first_steps_leave_the_policy_as_it_is() -> None:
-    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_warmup_steps=3)
+async def test_critic_warmup_steps_leave_the_policy_unchanged() -> None:
+    rig = TrainerRig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_warmup_steps=3)
     assert rig.critic is not None
-    await feed(rig.queue, 8)
-    records = await rig.run()
+    records = await rig.run(8)
     assert [record.step for record in records] == [1, 2, 3, 4]
     assert rig.critic.steps == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert rig.actor.steps == [[7, 8]]
     assert rig.actor.published == [(1, 2, 0, False), (2, 4, 1, True)]
-    assert (await rig.books()).trained == 8
+    assert (await rig.counts()).trained == 8
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-async def test_training_goes_on_while_a_checkpoint_is_written_and_it_tells_of_the_moment_it_was_begun() -> None:
-    rig = Rig(total_steps=4, save_freq=1)
+async def test_training_continues_while_a_checkpoint_of_an_earlier_moment_is_written() -> None:
+    rig = TrainerRig(total_steps=4, save_freq=1)
     release = anyio.Event()
     rig.actor.on_step = lambda step: release.set() if step == 2 else None
     rig.checkpoints.on_finish = release.wait
-    await feed(rig.queue, 8)
-    await rig.run()
+    await rig.run(8)
     assert [progress.step for progress, _ in rig.checkpoints.saved] == [1, 2, 3, 4]
-    assert [snapshot.books.trained for _, snapshot in rig.checkpoints.saved] == [2, 4, 6, 8]
+    assert [snapshot.counts.trained for _, snapshot in rig.checkpoints.saved] == [2, 4, 6, 8]
 
 
-async def test_the_run_ends_only_when_the_last_checkpoint_is_written() -> None:
-    rig = Rig()
+async def test_the_run_ends_after_the_last_checkpoint() -> None:
+    rig = TrainerRig()
     release = anyio.Event()
     rig.checkpoints.on_finish = release.wait
     await feed(rig.queue, 8)
@@ -466,8 +459,8 @@ async def test_the_run_ends_only_when_the_last_checkpoint_is_written() -> None:
     assert (await rig.queue.admit(1, timeout_s=0.1)).closed
 
 
-async def test_payloads_may_go_once_the_checkpoint_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(save_freq=2)
+async def test_payloads_are_deleted_after_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = TrainerRig(save_freq=2)
     events: list[tuple[str, int]] = []
     mark = rig.queue.mark
 
@@ -481,43 +474,29 @@ async def test_payloads_may_go_once_the_checkpoint_has_its_name(monkeypatch: pyt
     rig.checkpoints.on_finish = lambda: events.append(("named", rig.checkpoints.begun[-1][0].step))
     monkeypatch.setattr(rig.queue, "mark", marked)
     monkeypatch.setattr(rig.queue, "covered", covered)
-    await feed(rig.queue, 8)
-    await rig.run()
+    await rig.run(8)
     for step in (2, 4):
         assert [what for what, number in events if number == step] == ["mark", "named", "covered"]
 
 
-async def test_payloads_are_kept_where_no_checkpoint_came_about(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_payloads_stay_after_a_failed_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     async def full() -> None:
         raise DiskFullError("the disk is full")
 
     async def covered(step: int) -> None:
         raise AssertionError(step)
 
-    rig = Rig()
+    rig = TrainerRig()
     rig.checkpoints.on_finish = full
     monkeypatch.setattr(rig.queue, "covered", covered)
-    await feed(rig.queue, 8)
     with pytest.raises(DiskFullError):
-        await rig.run()
-    assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "whoever goes on from here finds the queue open"
-
-
-async def test_a_record_that_cannot_be_written_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*args: Any) -> None:
-        raise DiskFullError("the disk is full")
-
-    rig = Rig()
-    monkeypatch.setattr(rig.trained, "put", full)
-    await feed(rig.queue, 2)
-    with pytest.raises(DiskFullError):
-        await rig.run()
-    assert (await rig.books()).trained == 2
+        await rig.run(8)
+    assert not (await rig.queue.admit(1, timeout_s=0.01)).closed, "a resumed run needs the open queue"
 
 
 @pytest.mark.parametrize("written", [True, False])
-async def test_a_failure_waits_for_the_checkpoint_that_is_being_written(written: bool) -> None:
-    rig = Rig(total_steps=4, save_freq=1)
+async def test_a_failure_waits_for_a_running_checkpoint(written: bool) -> None:
+    rig = TrainerRig(total_steps=4, save_freq=1)
     failed = anyio.Event()
 
     def fail(step: int) -> None:
@@ -534,35 +513,23 @@ async def test_a_failure_waits_for_the_checkpoint_that_is_being_written(written:
 
     rig.actor.on_step = fail
     rig.checkpoints.on_finish = write
-    await feed(rig.queue, 8)
     with pytest.raises(DivergenceError):
-        await rig.run()
+        await rig.run(8)
     assert [progress.step for progress, _ in rig.checkpoints.saved] == [1] * written
 
 
-async def test_a_checkpoint_that_cannot_be_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*args: Any) -> None:
-        raise InfraError("the disk is full")
-
-    rig = Rig(save_freq=1, call_limit_s=1000.0)
-    monkeypatch.setattr(rig.checkpoints, "begin", full)
-    await feed(rig.queue, 2)
-    with pytest.raises(InfraError, match="the disk is full"):
-        await rig.run()
-
-
-async def test_a_stop_ends_the_critics_passes_after_the_step_it_is_in() -> None:
-    rig = Rig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=50)
+async def test_stop_ends_the_critics_passes_after_the_current_step() -> None:
+    rig = TrainerRig(total_steps=4, samples_per_lease=4, samples_per_version=4, with_critic=True, critic_epochs=50)
     assert rig.critic is not None
     rig.critic.on_step = lambda step: rig.loop.stop() if step == 3 else None
     await feed(rig.queue, 4)
     assert await rig.run() == []
     assert (len(rig.critic.steps), rig.actor.steps) == (3, [])
-    assert (await rig.books()).dropped["shutdown"] == 4
+    assert (await rig.counts()).dropped["shutdown"] == 4
 
 
-async def test_what_the_ranks_do_is_bounded_by_their_deadline_and_a_wait_for_samples_is_not() -> None:
-    rig = Rig(total_steps=1, call_s=1000.0, with_critic=True)
+async def test_calls_to_ranks_have_a_time_limit_and_waits_for_samples_have_none() -> None:
+    rig = TrainerRig(total_steps=1, call_s=1000.0, with_critic=True)
     assert rig.critic is not None
     seen: dict[str, bool] = {}
 
@@ -588,17 +555,16 @@ async def test_what_the_ranks_do_is_bounded_by_their_deadline_and_a_wait_for_sam
     assert seen == {"samples": False} | bounded
 
 
-async def test_a_checkpoint_that_cannot_be_written_ends_the_run_even_while_it_waits_for_samples() -> None:
+async def test_a_failed_checkpoint_ends_a_run_that_waits_for_samples() -> None:
     async def fail() -> None:
         raise InfraError("the disk is full")
 
-    rig = Rig(call_s=1000.0, save_freq=1)
+    rig = TrainerRig(call_s=1000.0, save_freq=1)
     rig.checkpoints.on_finish = fail
-    await feed(rig.queue, 3)
     with pytest.raises(InfraError, match="the disk is full"):
-        await rig.run()
-    books = await rig.books()
-    assert (books.trained, books.leased, books.ready) == (2, 0, 1)
+        await rig.run(3)
+    counts = await rig.counts()
+    assert (counts.trained, counts.leased, counts.ready) == (2, 0, 1)
 
 
 def test_settings_from_the_configuration() -> None:
@@ -637,6 +603,6 @@ def test_settings_from_the_configuration() -> None:
         call_limit_s=7.0,
         lineage=2,
     )
-    assert LoopSettings.of(config, total_steps=9, lineage=2) == expected
+    assert LoopSettings.from_config(config, total_steps=9, lineage=2) == expected
     without = config.model_copy(update={"algorithm": AlgorithmConfig()})
-    assert LoopSettings.of(without, total_steps=9).critic_warmup_steps == 0
+    assert LoopSettings.from_config(without, total_steps=9).critic_warmup_steps == 0

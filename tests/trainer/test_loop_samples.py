@@ -1,4 +1,4 @@
-"""What the loop does with old and empty samples, and how a resumed loop goes on."""
+"""Stale and empty samples in the loop, and a resumed loop."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
-from asyncrl.failures import BugError, DataError, InfraError
-from asyncrl.manifest import Progress
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.types import SampleId, Span
+from asyncrl.core.failures import DataError, InfraError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.types import SampleId, Span
+from asyncrl.storage.checkpoint_manifest import Progress
 from tests.fakes.trainer_parts import feed, make_sample
-from tests.fakes.trainer_rig import RULES, Rig
+from tests.fakes.trainer_rig import RULES, TrainerRig
 
 # ------------------------------------------------------------------------------------------------ staleness
 
 
 async def test_staleness_counts_from_the_version_at_lease() -> None:
-    rig = Rig()
+    rig = TrainerRig()
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, spans=[Span(0, (sample_id.index - 1) // 4)])
@@ -33,15 +32,8 @@ async def test_staleness_counts_from_the_version_at_lease() -> None:
     assert records[3].metrics["staleness/max"] == 2.0
 
 
-async def test_a_token_from_the_future_is_a_bug() -> None:
-    rig = Rig()
-    await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=[Span(0, 1)]))
-    with pytest.raises(BugError, match="version 1"):
-        await rig.run()
-
-
 async def test_after_a_rewind_tokens_from_the_future_are_as_fresh_as_can_be() -> None:
-    rig = Rig(rules=replace(RULES, mask_beyond=0, rewound=True), lineage=2)
+    rig = TrainerRig(rules=replace(RULES, mask_beyond=0, rewound=True), lineage=2)
     spans = {1: [Span(0, 3)], 2: [Span(0, 0), Span(2, 3)]}
     await feed(rig.queue, 2, lambda sample_id: make_sample(sample_id, spans=spans[sample_id.index]))
     await rig.queue.rewind(0, version=0, lineage=2, total_samples=2)
@@ -50,18 +42,19 @@ async def test_after_a_rewind_tokens_from_the_future_are_as_fresh_as_can_be() ->
     assert record.metrics["tokens/trained"] == 16, "no token is too old"
 
 
-async def test_too_old_tokens_leave_the_loss() -> None:
-    rig = Rig(rules=replace(RULES, mask_beyond=1), total_steps=3)
-    await feed(
-        rig.queue, 6, lambda sample_id: make_sample(sample_id, spans=[Span(0, 0), Span(3, int(sample_id.index > 4))])
-    )
-    records = await rig.run()
+async def test_stale_tokens_are_masked() -> None:
+    rig = TrainerRig(rules=replace(RULES, mask_beyond=1), total_steps=3)
+
+    def make(sample_id: SampleId) -> Any:
+        return make_sample(sample_id, spans=[Span(0, 0), Span(3, int(sample_id.index > 4))])
+
+    records = await rig.run(6, make)
     assert [record.metrics["tokens/trained"] for record in records] == [16, 16, 4]
     assert rig.actor.batches[2]["loss_mask"][0].tolist() == [False, False, False, True]
 
 
-async def test_a_sample_masked_whole_is_dropped_and_another_taken_in_its_place() -> None:
-    rig = Rig(rules=replace(RULES, mask_beyond=0), total_steps=2)
+async def test_a_fully_masked_sample_is_replaced() -> None:
+    rig = TrainerRig(rules=replace(RULES, mask_beyond=0), total_steps=2)
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, spans=[Span(0, 1 if sample_id.index in (1, 4, 6) else 0)])
@@ -77,30 +70,13 @@ async def test_a_sample_masked_whole_is_dropped_and_another_taken_in_its_place()
                 await anyio.lowlevel.checkpoint()
         rig.loop.stop()
     assert rig.actor.steps == [[1, 4]]
-    books = await rig.books()
-    assert books.trained == 2
-    assert books.dropped["stale"] >= 2
+    counts = await rig.counts()
+    assert counts.trained == 2
+    assert counts.dropped["stale"] >= 2
 
 
-async def test_a_sample_without_policy_tokens_is_filtered() -> None:
-    rig = Rig(total_steps=1)
-
-    def make(sample_id: SampleId) -> Any:
-        sample = make_sample(sample_id)
-        if sample_id.index != 1:
-            return sample
-        rows = [replace(row, response_mask=np.zeros(4, dtype=np.bool_)) for row in sample.rows]
-        return replace(sample, rows=tuple(rows))
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 3, make)
-    assert rig.actor.steps == [[2, 3]]
-    assert (await rig.books()).dropped["filtered"] == 1
-
-
-async def test_a_lost_payload_is_made_anew_and_the_turn_takes_others_meanwhile() -> None:
-    rig = Rig(total_steps=2)
+async def test_a_lost_payload_is_generated_again_while_others_train() -> None:
+    rig = TrainerRig(total_steps=2)
     fed = await feed(rig.queue, 4)
     rig.payloads.lost = {fed[1]}
     async with anyio.create_task_group() as group:
@@ -110,26 +86,26 @@ async def test_a_lost_payload_is_made_anew_and_the_turn_takes_others_meanwhile()
         rig.payloads.lost = set()
         assert await feed(rig.queue, 1) == [fed[1]], "under the same id"
     assert rig.actor.steps == [[1, 3], [4, 2]]
-    books = await rig.books()
-    assert (books.fed, books.trained, books.num_dropped) == (4, 4, 0)
+    counts = await rig.counts()
+    assert (counts.fed, counts.trained, counts.num_dropped) == (4, 4, 0)
 
 
-async def test_many_payloads_that_are_lost_at_once_are_made_anew() -> None:
-    """A process or a file takes all of its samples along, and that is one loss."""
-    rig = Rig(total_steps=10)
+async def test_many_payloads_lost_at_once_are_generated_again() -> None:
+    """The loss of a process or a file loses all of its samples at once."""
+    rig = TrainerRig(total_steps=10)
     rig.payloads.lost = set(await feed(rig.queue, 20))
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while (await rig.books()).fed:  # each is given back once
+        while (await rig.counts()).fed:  # each is given back once
             await anyio.lowlevel.checkpoint()
         rig.payloads.lost = set()
         await feed(rig.queue, 20)
-    books = await rig.books()
-    assert (books.fed, books.trained, books.num_dropped) == (20, 20, 0)
+    counts = await rig.counts()
+    assert (counts.fed, counts.trained, counts.num_dropped) == (20, 20, 0)
 
 
-async def test_a_payload_that_is_lost_again_and_again_is_an_error() -> None:
-    rig = Rig(total_steps=2)
+async def test_a_payload_lost_repeatedly_is_an_error() -> None:
+    rig = TrainerRig(total_steps=2)
     rig.payloads.lost = {SampleId(0, index) for index in range(1, 5)}
 
     async def keep_feeding() -> None:
@@ -138,11 +114,11 @@ async def test_a_payload_that_is_lost_again_and_again_is_an_error() -> None:
 
     async with anyio.create_task_group() as group:
         group.start_soon(keep_feeding)
-        with pytest.raises(InfraError, match=r"the payload of sample_0_\d was lost or damaged 3 times, and made anew"):
+        with pytest.raises(InfraError, match=r"the payload of sample_0_\d was lost or damaged 3 times"):
             await rig.run()
         group.cancel_scope.cancel()
-    books = await rig.books()
-    assert (books.trained, books.leased) == (0, 0)
+    counts = await rig.counts()
+    assert (counts.trained, counts.leased) == (0, 0)
 
 
 def broken(sample_id: SampleId, kind: str) -> Any:
@@ -154,118 +130,108 @@ def broken(sample_id: SampleId, kind: str) -> Any:
     return replace(sample, rows=tuple(rows))
 
 
-async def test_a_sample_that_cannot_be_used_is_dropped_and_told_once_for_each_kind(
+async def test_an_unusable_sample_is_dropped_and_logged_once_per_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kinds = {1: "reward", 2: "tokens", 4: "reward", 5: "reward", 6: "tokens"}
-    rig = Rig(total_steps=2)
+    rig = TrainerRig(total_steps=2)
 
     def make(sample_id: SampleId) -> Any:
         kind = kinds.get(sample_id.index)
         return make_sample(sample_id) if kind is None else broken(sample_id, kind)
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 9, make)
+    await rig.run_while_feeding(9, make)
     assert rig.actor.steps == [[3, 7], [8, 9]]
-    books = await rig.books()
-    assert (books.dropped["failed"], books.trained, books.leased) == (5, 4, 0)
-    told = [record.message for record in caplog.records if record.name == "trainer.intake"]
-    assert len(told) == 2
-    assert "sample_0_1 cannot be trained on: a reward of nan" in told[0]
-    assert "token id" in told[1]
+    counts = await rig.counts()
+    assert (counts.dropped["failed"], counts.trained, counts.leased) == (5, 4, 0)
+    messages = [record.message for record in caplog.records if record.name == "trainer.batches"]
+    assert len(messages) == 2
+    assert "sample_0_1 cannot be trained on: a reward of nan" in messages[0]
+    assert "token id" in messages[1]
 
 
-async def test_nothing_but_samples_that_cannot_be_used_stops_the_run() -> None:
-    rig = Rig()
+async def test_a_sample_dropped_at_the_end_of_the_stream_is_replaced() -> None:
+    rig = TrainerRig(total_steps=100, total_samples=3, samples_per_lease=4, samples_per_version=4)
+    await rig.run_while_feeding(
+        4, lambda sample_id: make_sample(sample_id, (0.0, math.nan if sample_id.index == 3 else 1.0))
+    )
+    assert rig.actor.steps == [[1, 2], [4]]
+    assert (await rig.counts()).trained == 3
+
+
+async def test_only_unusable_samples_stop_the_run() -> None:
+    rig = TrainerRig()
     with pytest.raises(ExceptionGroup) as caught:
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.run)
-            await feed(rig.queue, 20, lambda sample_id: broken(sample_id, "reward"))
+        await rig.run_while_feeding(20, lambda sample_id: broken(sample_id, "reward"))
     [error] = caught.value.exceptions
     assert isinstance(error, DataError)
     assert "4 samples in a row could not be trained on" in str(error)
     assert "sample_0_4 cannot be trained on: a reward of nan" in str(error)
 
 
-async def test_groups_that_teach_nothing_are_replaced() -> None:
-    rig = Rig(rules=replace(RULES, filter_groups=True), total_steps=1)
+async def test_groups_of_equal_rewards_are_replaced() -> None:
+    rig = TrainerRig(rules=replace(RULES, filter_groups=True), total_steps=1)
 
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, (1.0, 1.0) if sample_id.index in (1, 3) else (0.0, 1.0))
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 4, make)
+    await rig.run_while_feeding(4, make)
     assert rig.actor.steps == [[2, 4]]
-    books = await rig.books()
-    assert (books.dropped["filtered"], books.trained) == (2, 2)
+    counts = await rig.counts()
+    assert (counts.dropped["filtered"], counts.trained) == (2, 2)
 
 
-async def test_too_many_of_them_in_a_row_stop_the_run() -> None:
+async def test_too_many_filtered_samples_in_a_row_stop_the_run() -> None:
     def make(sample_id: SampleId) -> Any:
         return make_sample(sample_id, (1.0, 1.0) if sample_id.index != 3 else (0.0, 1.0))
 
-    rig = Rig(rules=replace(RULES, filter_groups=True), max_consecutive_filtered=3)
+    rig = TrainerRig(rules=replace(RULES, filter_groups=True), max_consecutive_filtered=3)
     with pytest.raises(ExceptionGroup) as caught:
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.run)
-            await feed(rig.queue, 20, make)
+        await rig.run_while_feeding(20, make)
     assert isinstance(caught.value.exceptions[0], DataError)
     message = str(caught.value.exceptions[0])
     assert "3 samples in a row were filtered (algorithm.filter_groups.max_consecutive = 3)" in message
     assert "sample_0_6 with rewards 1, 1" in message
-    books = await rig.books()
-    assert (books.leased, books.trained) == (0, 0)
+    counts = await rig.counts()
+    assert (counts.leased, counts.trained) == (0, 0)
 
 
 async def test_a_queue_that_is_closed_before_anything_trainable_came() -> None:
-    rig = Rig(rules=replace(RULES, mask_beyond=0))
+    rig = TrainerRig(rules=replace(RULES, mask_beyond=0))
     rig.loop.progress.version = 1
     await feed(rig.queue, 3)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.run)
-        while (await rig.books()).dropped["stale"] < 2:  # a lease; one more is READY
+        while (await rig.counts()).dropped["stale"] < 2:  # a lease; one more is READY
             await anyio.lowlevel.checkpoint()
         await rig.queue.close()
     assert rig.records == []
-    assert (await rig.books()).dropped["shutdown"] == 1
+    assert (await rig.counts()).dropped["shutdown"] == 1
 
 
 # ------------------------------------------------------------------------------------------------ resume
 
 
-async def run_in_two_parts(stop_after: int, **changes: Any) -> tuple[Rig, Rig]:
-    first = Rig(**changes)
+async def run_in_two_parts(stop_after: int, **changes: Any) -> tuple[TrainerRig, TrainerRig]:
+    first = TrainerRig(**changes)
     first.actor.on_step = lambda step: first.loop.stop() if step == stop_after else None
-    await feed(first.queue, 16)
-    await first.run()
+    await first.run(16)
     [(progress, snapshot)] = first.checkpoints.saved
-    second = Rig(progress=progress, restore=snapshot, **changes)
-    async with anyio.create_task_group() as group:
-        group.start_soon(second.run)
-        await feed(second.queue, 2 * second.settings.total_steps - snapshot.books.trained)
+    second = TrainerRig(progress=progress, restore=snapshot, **changes)
+    await second.run_while_feeding(2 * second.settings.total_steps - snapshot.counts.trained)
     return first, second
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 5, 6, 7])
-async def test_a_resumed_run_goes_on_in_step_version_and_feed_index(stop_after: int) -> None:
+async def test_a_resumed_run_continues_step_version_and_feed_index(stop_after: int) -> None:
     first, second = await run_in_two_parts(stop_after, total_steps=10, samples_per_lease=4, samples_per_version=8)
     records = [*first.records, *second.records]
     assert [record.step for record in records] == list(range(1, 11))
     assert [record.version for record in records] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
     trained = [index for rig in (first, second) for step in rig.actor.steps for index in step]
     assert sorted(trained) == list(range(1, 21))
-    books = await second.books()
-    assert (books.fed, books.trained) == (20, 20)
-
-
-async def test_a_resume_of_a_complete_run_does_nothing() -> None:
-    done = Progress(step=4, version=4, published_step=4, trained_samples=8)
-    rig = Rig(progress=done)
-    assert await rig.run() == []
-    assert rig.actor.published == []
-    assert rig.checkpoints.saved == []
+    counts = await second.counts()
+    assert (counts.fed, counts.trained) == (20, 20)
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3])
@@ -275,13 +241,11 @@ async def test_a_resume_in_the_middle_of_a_version_does_not_wait_for_permits_tha
     snapshot = QueueSnapshot(
         next_index=9,
         outstanding=tuple(SampleId(0, index) for index in range(2 * stop_after + 1, 9)),
-        books=Books(fed=8, trained=2 * stop_after, ready=8 - 2 * stop_after),
+        counts=SampleCounts(fed=8, trained=2 * stop_after, ready=8 - 2 * stop_after),
         version=0,
     )
     progress = Progress(step=stop_after, trained_samples=2 * stop_after)
-    rig = Rig(progress=progress, restore=snapshot, staleness_threshold=0, **settings)
+    rig = TrainerRig(progress=progress, restore=snapshot, staleness_threshold=0, **settings)
     rig.actor.on_publish = lambda version: rig.queue.set_applied_version(version)
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.run)
-        await feed(rig.queue, 16 - 2 * stop_after)
+    await rig.run_while_feeding(16 - 2 * stop_after)
     assert [record.step for record in rig.records] == list(range(stop_after + 1, 9))

@@ -1,4 +1,4 @@
-"""Rows with images through the Trainer: what the model sees, and what it must not take for an image."""
+"""Rows with images in the Trainer: images reach the model, and sampled placeholders are plain tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch
 from torch import multiprocessing
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from asyncrl.failures import ConfigError, DataError
-from asyncrl.media import join, split
-from asyncrl.types import FinishReason, Media, Row, Sample, SampleId, Span
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.types import FinishReason, Media, Row, Sample, SampleId, Span
+from asyncrl.storage.media import join, split
 from tests.fakes.losses import Likelihood
 from tests.fakes.trainer_model import write_model
 from tests.fakes.vision_model import picture, png, write_vision_model
-from trainer.engine.base import BaseEngine, EngineSpec
-from trainer.engine.registry import EngineRegistry
-from trainer.rows import RowRules, TrainRow, prepare
-from trainer.tensors import to_batch
+from trainer.batches import RowRules, TrainRow, prepare_sample
+from trainer.engines.base import BaseEngine, EngineSpec
+from trainer.engines.registry import EngineRegistry
+from trainer.workers.tensors import to_batch
 
 STRATEGIES = ("ddp", "fsdp", "fsdp2")
 ONE, TWO = Media("image", png(1)), Media("image", png(2))
@@ -59,7 +60,7 @@ def rows_of(
     )
     sample = Sample(SampleId(0, 1), (row,), media=tuple(media))
     rules = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
-    return list(prepare(sample, lease_id=1, trainer_version=0, rules=rules).rows)
+    return list(prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows)
 
 
 def make_engine(path: Path, **engine: Any) -> BaseEngine:
@@ -76,8 +77,8 @@ def expected(path: Path, row: TrainRow, *seeds: int) -> torch.Tensor:
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
     seen = {}
     if seeds:
-        told = processor(text=["<image>" * len(seeds)], images=[[picture(s) for s in seeds]], return_tensors="pt")
-        seen = {key: value for key, value in told.items() if key.startswith("pixel")}
+        inputs = processor(text=["<image>" * len(seeds)], images=[[picture(s) for s in seeds]], return_tensors="pt")
+        seen = {key: value for key, value in inputs.items() if key.startswith("pixel")}
     log_p = model(input_ids=ids, **seen).logits[0].log_softmax(-1)
     places = torch.arange(len(row.prompt_ids), ids.shape[1])
     return log_p[places - 1, ids[0, places]]
@@ -97,7 +98,7 @@ def test_a_batch_without_media_has_no_column_for_them(path: Path) -> None:
     assert "media" not in to_batch(rows_of(path, media=()))
 
 
-def test_joined_media_are_told_apart() -> None:
+def test_joined_media_can_be_split() -> None:
     media = (ONE, Media("video", b"\0frames\0"), TWO)
     assert split(join(media) + b"\0\0\0") == media
     assert split(join(())) == split(b"\0" * 9) == ()
@@ -137,7 +138,7 @@ def test_a_placeholder_that_the_policy_sampled_is_a_word_to_the_model(path: Path
     assert (beside[0, 2:] - other[0, 2:]).abs().max() > 1e-3, "it was embedded as another token"
 
 
-def test_training_reaches_what_sees(path: Path) -> None:
+def test_training_reaches_the_vision_weights(path: Path) -> None:
     engine = make_engine(path)
     engine.plan(2)
     batch = to_batch(rows_of(path))
@@ -153,7 +154,7 @@ def test_training_reaches_what_sees(path: Path) -> None:
     assert any("vision" in name for name in moved) and any("text_model" in name for name in moved)
 
 
-def test_a_model_without_eyes_says_so(tmp_path: Path, path: Path) -> None:
+def test_media_for_a_text_model_are_refused(tmp_path: Path, path: Path) -> None:
     batch = to_batch(rows_of(path))
     batch["input_ids"] = torch.zeros_like(batch["input_ids"])
     engine = make_engine(write_model(tmp_path / "text"))
@@ -197,8 +198,8 @@ def on_rank(rank: int, directory: str, rows: list[TrainRow]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_ranks_without_an_image_keep_the_others_company(tmp_path: Path) -> None:
-    """Rank 0 has the image, rank 1 has text only: both have to call what sees, or one waits for ever."""
+def test_ranks_without_an_image_run_the_vision_layers_too(tmp_path: Path) -> None:
+    """Rank 0 has the image, rank 1 has text only: both have to run the vision layers, or one waits in a collective."""
     model = write_vision_model(tmp_path / "model")
     rows = [*rows_of(model), *rows_of(model, media=(), response=(9, 10))]
     expected = a_step(make_engine(model), rows, slice(None))

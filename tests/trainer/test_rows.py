@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError, DataError
-from asyncrl.telemetry.registry import describe
-from asyncrl.types import DropReason, FinishReason, Sample, SampleId, Span
+from asyncrl.core.failures import BugError, DataError
+from asyncrl.core.types import DropReason, FinishReason, Sample, SampleId, Span
+from asyncrl.observe.metrics.registry import describe
 from tests.fakes.trainer_parts import forked, make_sample
-from trainer.rows import RowRules, TrainRow, TrainSample, check_row, prepare, sample_metrics
+from trainer.batches import RowRules, TrainRow, TrainSample, check_row, prepare_sample, sample_metrics
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 VOCAB = 24
 
 
 def prepared(sample: Sample, *, version: int = 3, rules: RowRules = RULES) -> TrainSample:
-    return prepare(sample, lease_id=7, trainer_version=version, rules=rules)
+    return prepare_sample(sample, lease_id=7, trainer_version=version, rules=rules)
 
 
-def test_a_row_says_what_was_sampled_when_and_for_which_reward() -> None:
+def test_a_row_has_masks_versions_and_reward() -> None:
     sample = make_sample(SampleId(0, 5), (0.25, 1.0), spans=[Span(0, 1), Span(3, 2)])
     mask = np.array([True, False, True, True])
     sample = replace(
@@ -128,7 +128,7 @@ def test_a_forked_trajectory_is_one_to_its_sample() -> None:
 
 
 @pytest.mark.parametrize(("rewards", "flat"), [((1.0,), True), ((1.0, 1.0), True), ((1.0, 0.0), False)])
-def test_a_group_is_flat_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
+def test_a_rewards_are_equal_by_trajectory(rewards: tuple[float, ...], flat: bool) -> None:
     sample = forked(make_sample(SampleId(0, 1), rewards), 0, [1, 1], [1], [0, 1])
     found = prepared(sample, rules=replace(RULES, filter_groups=True))
     assert found.untrainable is (DropReason.FILTERED if flat else None)
@@ -148,7 +148,7 @@ def test_rows_that_are_no_trajectories_are_refused() -> None:
     sample = make_sample(SampleId(0, 1))
     with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 have rewards of 0\.0 and 0\.5"):
         prepared(replace(sample, rows=(first, replace(second, reward=0.5), third)))
-    with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 are not neighbours"):
+    with pytest.raises(DataError, match=r"sample_0_1 .*trajectory 0 are not adjacent"):
         prepared(replace(sample, rows=(first, third, second)))
 
 

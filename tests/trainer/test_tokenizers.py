@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from tests.fakes.reward_model import QUICKSTART
-from trainer.tokenizers import check_tokenizers
+from trainer.tokenizer_checks import check_tokenizers
 
 
 def tokenizer_like_the_policys(directory: Path, *, swapped: bool = False, added: bool = False) -> str:
-    """The quickstart's, as it is, with two ids swapped, or with a token more."""
+    """Write the quickstart's tokenizer, unchanged, with two ids swapped, or with one more token."""
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copyfile(Path(QUICKSTART) / name, directory / name)
     file = directory / "tokenizer.json"
-    told = json.loads(file.read_text())
-    vocabulary = told["model"]["vocab"]
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
     if swapped:
         first, second, *_ = (token for token in vocabulary if token.isdigit())
         vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     if added:
         vocabulary["a token more"] = 1 + max(
-            *vocabulary.values(), *(token["id"] for token in told.get("added_tokens", []))
+            *vocabulary.values(), *(token["id"] for token in content.get("added_tokens", []))
         )
-    file.write_text(json.dumps(told))
+    file.write_text(json.dumps(content))
     return str(directory)
 
 
@@ -43,14 +43,14 @@ def with_reward_model(path: str, placement: str = "worker") -> Config:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_the_same_tokenizer_is_fine_and_so_are_more_tokens(
+def test_the_same_tokenizer_and_more_tokens_are_accepted(
     tmp_path: Path, added: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_tokenizers(with_reward_model(tokenizer_like_the_policys(tmp_path / "model", added=added)))
     assert caplog.records == []
 
 
-def test_another_one_is_refused(tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tokenizer_like_the_policys(tmp_path / "model", swapped=True)
     with pytest.raises(ConfigError, match=r"reward_model.path=.*2 of \d+ tokens differ.*placement=serve"):
         check_tokenizers(with_reward_model(path))
@@ -59,7 +59,7 @@ def test_another_one_is_refused(tmp_path: Path) -> None:
         check_tokenizers(config_of(critic={"path": path}, algorithm={"adv_estimator": "gae"}))
 
 
-def test_none_at_all_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_tokenizers_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check_tokenizers(with_reward_model(str(tmp_path)))
     [record] = caplog.records
     assert f"no tokenizer can be loaded from {tmp_path}" in record.message

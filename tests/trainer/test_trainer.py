@@ -1,4 +1,4 @@
-"""The Trainer's start, as far as it goes without ranks."""
+"""The start and the watching of a Trainer without ranks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ import anyio.lowlevel
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, InfraError
-from asyncrl.lineage import NO_REWINDS
-from asyncrl.manifest import Manifest, Progress
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.resume import Resume, run_identity
-from asyncrl.run_dir import RunDir
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.waits import WaitBoard
+from asyncrl.core.failures import ConfigError, InfraError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.waits import WaitBoard
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Manifest, Progress, Resume, run_identity
+from asyncrl.storage.run_dir import RunDir
 from tests.fakes.parts import MemoryPayloads
-from tests.fakes.trainer_parts import FakeGroup, Records, feed
+from tests.fakes.trainer_parts import FakeGroup, TrainerRecords, feed
 from trainer import trainer as trainer_module
-from trainer.checkpoint import Checkpointer
-from trainer.groups import TrainerGroups
-from trainer.record import TrainedFile, read_trained
+from trainer.checkpoints import CheckpointDirectory
+from trainer.trained_steps import TrainedStepsFile, read_trained
 from trainer.trainer import Trainer
+from trainer.workers.group import TrainerGroups
 
-NO_SAMPLES = Manifest(Progress(step=2), QueueSnapshot(1, (), Books(), 0), {})
+NO_SAMPLES = Manifest(Progress(step=2), QueueSnapshot(1, (), SampleCounts(), 0), {})
 
 
 def make(
     run_dir: Path, lineage: int = 0, *, config: Config | None = None, validated_step: int | None = None
 ) -> Trainer:
     config = config or Config()
-    files = Checkpointer(run_dir, identity=run_identity(config), keep=1)
-    record = TrainedFile(run_dir, lineage)
+    files = CheckpointDirectory(run_dir, identity=run_identity(config), keep=1)
+    record = TrainedStepsFile(run_dir, lineage)
     return Trainer(
         config, TrainerGroups([]), files, record, WaitBoard(), lineage=lineage, validated_step=validated_step
     )
@@ -52,14 +50,14 @@ def make(
         (0, None, []),  # which replicas have by themselves
     ],
 )
-async def test_what_training_goes_back_to_is_published_and_noted(
+async def test_the_version_of_a_rewind_is_published_and_logged(
     tmp_path: Path, lineage: int, progress: Progress | None, published: list[Any]
 ) -> None:
     trainer, actor = make(tmp_path, lineage), FakeGroup()
     trainer._trained["actor"] = actor
     if progress is not None:
         await trainer._resume(Resume(tmp_path, None, replace(NO_SAMPLES, progress=progress)))
-    await trainer._begin(anew=progress is None and lineage == 0)
+    await trainer._publish_start(new_run=progress is None and lineage == 0)
     assert actor.published == published
     lines = [{"lineage": lineage, "rewound_to_step": progress.step if progress else 0}]
     assert list(read_trained(tmp_path)) == (lines if published else [])
@@ -79,25 +77,25 @@ async def test_what_training_goes_back_to_is_published_and_noted(
         (0, None, {"test_freq": -1, "val_before_train": False}, False),
     ],
 )
-async def test_the_validation_of_what_training_goes_back_to_is_asked_for_if_it_is_owed(
+async def test_a_missing_validation_is_requested_after_a_rewind(
     tmp_path: Path, step: int, validated_step: int | None, section: dict[str, Any], owed: bool
 ) -> None:
     config = Config.model_validate({"data": {"val_files": ["val.jsonl"]}, "trainer": section})
     trainer, actor = make(tmp_path, 1, config=config, validated_step=validated_step), FakeGroup()
     trainer._trained["actor"], trainer._groups.roles = actor, {"actor": actor}
     trainer.progress = Progress(step=step, version=step // 5, published_step=step)
-    await trainer._begin(anew=False)
+    await trainer._publish_start(new_run=False)
     assert actor.published == [(step // 5, step, 0, owed)]
-    # Asked for, it is not asked for once more when the run ends there.
+    # The end of the run does not request the validation again.
     queue = LocalSampleQueue(QueueOptions(10, Pacing(config.samples_per_version, 0)))
     with anyio.fail_after(5):
-        await trainer.run(queue, MemoryPayloads(), step, Records())
+        await trainer.run(queue, MemoryPayloads(), step, TrainerRecords())
     at_end = owed or validated_step == step or step == 0
     assert len(actor.published) == (1 if at_end else 2)
 
 
 class OneGroup(TrainerGroups):
-    """Of one role, whose ranks hang when the test says so."""
+    """One role, whose ranks hang after `hangs` is set."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -122,7 +120,7 @@ async def test_a_rank_that_hangs_ends_a_run_that_waits_for_samples(tmp_path: Pat
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(hang_once_it_waits, queue, groups)
         with anyio.fail_after(5), pytest.raises(InfraError, match="rank 1 of the actor group did not answer"):
-            await trainer.run(queue, MemoryPayloads(), 4, Records())
+            await trainer.run(queue, MemoryPayloads(), 4, TrainerRecords())
     assert groups.closed
     assert (await queue.status()).waiting == {}
 
@@ -133,20 +131,20 @@ async def hang_once_it_waits(queue: LocalSampleQueue, groups: OneGroup) -> None:
     groups.hangs.set()
 
 
-async def test_ranks_are_watched_no_longer_than_the_run(tmp_path: Path) -> None:
+async def test_ranks_are_watched_until_the_run_ends(tmp_path: Path) -> None:
     trainer, groups = make(tmp_path), OneGroup()
     trainer._groups, trainer._trained = groups, dict(groups.roles)
     queue = LocalSampleQueue(QueueOptions(10, Pacing(Config().samples_per_version, 0)))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(trainer.run, queue, MemoryPayloads(), 4, Records())
+        tasks.start_soon(trainer.run, queue, MemoryPayloads(), 4, TrainerRecords())
         while not ((await queue.status()).waiting and groups.watched):
             await anyio.lowlevel.checkpoint()
         await queue.close()
     assert (await queue.admit(1, timeout_s=1.0)).closed
-    assert not groups.closed, "and what they published could not be fetched any more"
+    assert not groups.closed
 
 
-async def test_a_resumed_trainer_counts_on_without_touching_the_manifest(tmp_path: Path) -> None:
+async def test_a_resumed_trainer_does_not_change_the_manifest(tmp_path: Path) -> None:
     resume = Resume(tmp_path, tmp_path / "step_000002", NO_SAMPLES)
     trainer = make(tmp_path)
     await trainer._resume(resume)
@@ -172,7 +170,7 @@ async def test_tokenizers_are_compared_before_a_rank_is_started(
             Config(),
             RunDir(tmp_path),
             None,
-            line=NO_REWINDS,
+            history=NO_REWINDS,
             validated_step=None,
             publisher=publisher,
             waits=WaitBoard(),

@@ -1,4 +1,4 @@
-"""What is learned from: rewards, advantages, corrections, losses. Plain functions of tensors, no state.
+"""Rewards, advantages, off-policy corrections and losses: plain functions of tensors, without state.
 
 scores ─▶ shaping ─▶ advantages ─▶ corrections ─▶ objective (losses, kl), which the engines differentiate
 """

@@ -1,11 +1,12 @@
-"""Token rewards → advantages and returns, by the name of `algorithm.adv_estimator`. Pure torch.
+"""Compute advantages and returns from token rewards, with the estimator that `algorithm.adv_estimator` names. Pure
+torch.
 
-Everything is computed in the dtype of the rewards: give float64, round the result.
+Everything is computed in the dtype of the rewards; callers pass float64 and round the result.
 
-Outcome estimators compare the scores of whole trajectories, each once however many rows it is, and every row of a
-trajectory gets its advantage. A KL penalty in the rewards counts in the score, as in verl. The others go token by token
-within a row: nothing is bootstrapped from one row to the next, whose rewards are on this one's last sampled token
-already (`shaping.laid_out`).
+Outcome estimators compare the scores of whole trajectories. A trajectory counts once, however many rows it has, and all
+its rows get the same advantage. A KL penalty in the rewards is part of the score, as in verl. The other estimators
+compute one advantage per token within each row. They don't bootstrap across the rows of a trajectory, because the last
+sampled token of a row already includes the rewards of later rows (`rewards.laid_out`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.failures import BugError, ConfigError
-from trainer.algorithms.trajectories import Trajectories
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import BugError, ConfigError
+from trainer.algorithms.rewards import Trajectories
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation."""
@@ -27,40 +28,40 @@ WHITEN_EPSILON = 1e-8
 
 
 class AdvantageInputs(NamedTuple):
-    """A whole lease: whitening spans it, and groups are complete."""
+    """The tensors of a whole lease, because whitening spans it and groups must be complete."""
 
     token_rewards: Tensor
-    """`[B, R]`, 0 where `response_mask` is False (`shaping.Rewards.tokens`)."""
+    """`[B, R]`, 0 where `response_mask` is False (`rewards.Rewards.tokens`)."""
     scores: Tensor
-    """`[T]`: of whole trajectories (`shaping.scores_of`)."""
+    """`[T]`: scores of whole trajectories (`rewards.scores_of`)."""
     response_mask: Tensor
-    """bool `[B, R]`: tokens sampled by the policy. Tokens masked as stale count: they were sampled."""
+    """bool `[B, R]`: tokens sampled by the policy, including those masked as stale."""
     groups: Tensor
     """int64 `[B]`, from 0: the sample of each row."""
     trajectories: Trajectories
-    """`T` of the `B` rows."""
+    """The `T` trajectories that the `B` rows belong to."""
     values: Tensor | None = None
-    """`[B, R]`, before each response token; `gae` only."""
+    """`[B, R]`: the critic's value before each response token; `gae` only."""
     baseline_rewards: Tensor | None = None
     """`[B]`: score of the greedy response; `remax` only."""
 
 
 class Advantages(NamedTuple):
-    """Both `[B, R]`, 0 where `response_mask` is False."""
+    """Advantages and returns, both `[B, R]`, 0 where `response_mask` is False."""
 
     advantages: Tensor
     returns: Tensor
-    """What a critic should have said before each token; without a critic, the rewards still to come."""
+    """The target of the critic's value before each token; without a critic, the sum of later rewards."""
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
 
 
 def advantage_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
-    """The estimator that `algorithm.adv_estimator` names.
+    """Return the estimator that `algorithm.adv_estimator` names.
 
-    It raises:
-        ConfigError: groups of one, for an estimator whose baseline is the rest of the group.
+    The estimator raises:
+        ConfigError: a group has one response, and the estimator's baseline is the rest of the group.
         BugError: values or greedy baselines are missing.
     """
     estimate = ESTIMATORS[algorithm.adv_estimator]
@@ -83,7 +84,8 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     """Only the best of a group gets an advantage: `r_max - r_second`, over `std(r) + 1e-6` as in GRPO.
 
-    Leave-one-out gradient of max(r), https://arxiv.org/abs/2503.19595; two equally good best ones: 0.
+    This is the leave-one-out gradient of max(r), https://arxiv.org/abs/2503.19595. If two responses tie for the
+    best, all advantages are 0.
     """
     group = _Groups(inputs, algorithm)
     advantages = torch.zeros_like(group.scores)
@@ -114,7 +116,8 @@ def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     """`r_i - mean(r)` of the group, then whitened over all tokens of the batch.
 
-    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Whitening shifts: a group of equal rewards is not at 0.
+    REINFORCE++-baseline (https://arxiv.org/abs/2501.03262). Whitening also shifts, so a group of equal rewards may have
+    advantages other than 0.
     """
     group = _Groups(inputs, algorithm)
     plain = _outcome(inputs, group.centre(group.mean(group.scores)))
@@ -122,16 +125,17 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmCo
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """Discounted rewards to come, whitened over all tokens of the batch. REINFORCE++ (https://arxiv.org/abs/2501.03262).
+    """Discounted later rewards, whitened over all tokens of the batch. REINFORCE++ (https://arxiv.org/abs/2501.03262).
 
-    The discount counts sampled tokens: a tool's tokens are skipped, so rewards behind them still reach what is before.
+    The discount counts sampled tokens only. Tool tokens are skipped, so later rewards still reach the tokens before
+    them.
     """
     returns = discounted(inputs.token_rewards, inputs.response_mask, algorithm.gamma)
     return Advantages(whiten(returns, inputs.response_mask), returns)
 
 
 def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
-    """Rewards to come minus the score of the greedy response. ReMax (https://arxiv.org/abs/2310.10505)."""
+    """Sum of later rewards minus the score of the greedy response. ReMax (https://arxiv.org/abs/2310.10505)."""
     if inputs.baseline_rewards is None:
         raise BugError("algorithm.adv_estimator=remax without baseline_rewards: no greedy response was scored")
     returns = discounted(inputs.token_rewards, inputs.response_mask, 1.0)
@@ -146,7 +150,7 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages:
     the policy: tool tokens are skipped.
     """
     if inputs.values is None:
-        raise BugError("algorithm.adv_estimator=gae without values: the critic was not asked")
+        raise BugError("algorithm.adv_estimator=gae without values: the critic did not compute any")
     rewards, values = inputs.token_rewards, inputs.values.to(inputs.token_rewards)
     advantages = torch.zeros_like(rewards)
     next_value, running = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
@@ -187,7 +191,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Rewards from each sampled token on, discounted by `gamma` per sampled token; 0 elsewhere. `[B, R]`."""
+    """Return the sum of the rewards from each sampled token on, discounted by `gamma` per sampled token; 0
+    elsewhere. `[B, R]`."""
     if gamma == 1.0:
         return token_rewards.flip(1).cumsum(1).flip(1) * response_mask
     returns = torch.zeros_like(token_rewards)
@@ -199,16 +204,16 @@ def discounted(token_rewards: Tensor, response_mask: Tensor, gamma: float) -> Te
 
 
 def _outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:
-    """One advantage for all tokens of a trajectory: `[T]` → `[B, R]`."""
+    """Give all sampled tokens of a trajectory its advantage: `[T]` → `[B, R]`."""
     spread = inputs.trajectories.spread(advantages).unsqueeze(1) * inputs.response_mask
     return Advantages(spread, discounted(inputs.token_rewards, inputs.response_mask, 1.0))
 
 
 class _Groups:
-    """Scores `[T]` and sums over their groups `[G]`.
+    """Scores `[T]` with sums over their groups `[G]`.
 
     Raises:
-        ConfigError: a group of one.
+        ConfigError: a group has only one response.
     """
 
     def __init__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> None:
@@ -226,7 +231,7 @@ class _Groups:
         return values.new_zeros(self._num_groups).index_add(0, self._groups, values)
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """`[G]` → `[T]`: each trajectory gets its group's."""
+        """Give each trajectory the value of its group: `[G]` → `[T]`."""
         return per_group[self._groups]
 
     def mean(self, values: Tensor) -> Tensor:
@@ -241,6 +246,7 @@ class _Groups:
         return start.scatter_reduce(0, self._groups, values, which, include_self=False)
 
     def centre(self, baselines: Tensor) -> Tensor:
-        """Scores minus their group's baseline `[G]`; exactly 0 in a group of equal scores, whose mean may not be it."""
+        """Return scores minus the baselines `[G]` of their groups. In a group of equal scores the result is exactly
+        0, although rounding may make their mean differ from them."""
         flat = self.extreme(self.scores, "amax") == self.extreme(self.scores, "amin")
         return (self.scores - self.spread(baselines)).masked_fill(self.spread(flat), 0.0)

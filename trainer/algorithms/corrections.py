@@ -1,8 +1,9 @@
-"""Off-policy correction: importance weights, masking, rejection, and how far the policies are apart. Pure torch.
+"""Off-policy correction: importance weights, masking, rejection, and the gap between the policies. Pure torch.
 
-Tokens come from the behaviour policy (`rollout_log_probs`); the proximal policy (`old_log_probs`) is where the step
-starts. They differ because the weights moved on since a token was sampled and because the engine that sampled it
-computes differently. `log_ratio = old_log_probs - rollout_log_probs`, in nats, of tokens laid out flat (`losses.Rows`).
+The behaviour policy sampled the tokens (`rollout_log_probs`); the step starts from the proximal policy
+(`old_log_probs`). The two differ because the weights have changed since a token was sampled, and because the inference
+engine computes differently from the Trainer. `log_ratio = old_log_probs - rollout_log_probs`, in nats, for tokens in a
+flat layout (`losses.Rows`).
 
 Sources: AReaL's decoupled PPO (https://arxiv.org/abs/2505.24298), "When Speed Kills Stability"
 (https://richardli.xyz/rl-collapse) for truncated and masked weights and geometric rejection, and verl's
@@ -17,34 +18,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import RolloutCorrectionConfig
-from asyncrl.records import Metrics
-from trainer.algorithms.kl import mismatch_kl, probability_ratio
-from trainer.algorithms.losses import Rows
+from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
+from asyncrl.core.records import Metrics
+from trainer.algorithms.losses import Rows, mismatch_kl, probability_ratio
 
 MAX_AGE = 3
-"""Versions from which token ages are counted together."""
+"""Tokens of this age in versions, and older ones, are counted together."""
 
 _EPSILON = 1e-8
-"""A mean weight below this is not divided by."""
+"""Normalization divides by the mean weight, or by this if the mean is smaller."""
 
 
 class Weighted(NamedTuple):
-    """Of the trained tokens, `[N]`."""
+    """Importance weights of the trained tokens, `[N]`."""
 
     weights: Tensor
-    """As they multiply the loss."""
+    """The weights that multiply the loss."""
     clipped: Tensor
-    """bool: cut to the upper threshold."""
+    """bool: weights truncated to the upper threshold."""
     masked: Tensor
-    """bool: set to 0."""
+    """bool: weights set to 0."""
 
 
 class Correction(NamedTuple):
     is_weights: Tensor | None
-    """`[B, R]`, 0 where `loss_mask` was False; None: no weights."""
+    """`[B, R]`, 0 where `loss_mask` was False; None if no weights are configured."""
     loss_mask: Tensor
-    """bool `[B, R]`: what is left to train."""
+    """bool `[B, R]`: the tokens that remain to be trained."""
     metrics: Metrics
 
 
@@ -57,16 +57,16 @@ def correct(
 ) -> Correction:
     """Correct a lease whose proximal log-probs were recomputed.
 
-    Products and means over a response take its trained tokens: what was masked as too stale has no say. Weights are
-    those of all tokens that came in, before rejection, and normalization counts them all, as in verl.
+    Products and means over a response use its trained tokens, without those masked as too stale. Weights are computed
+    before rejection, and their normalization includes the tokens that are then rejected, as in verl.
 
     Args:
-        old_log_probs: of the proximal policy, `[B, R]`.
-        rollout_log_probs: of the behaviour policy.
-        loss_mask: bool, the tokens that would be trained.
+        old_log_probs: log-probs of the proximal policy, `[B, R]`.
+        rollout_log_probs: log-probs of the behaviour policy, `[B, R]`.
+        loss_mask: bool `[B, R]`, the tokens to be trained.
         token_ages: int64, versions between the Trainer and the weights that sampled each token.
-        config: with `bypass_mode` nothing is done here: proximal and behaviour policy are one, and the loss
-            (`objective.PolicyLoss`) compares with the current policy.
+        config: with `bypass_mode` nothing is corrected here, because the behaviour policy is used as the proximal one
+            and the loss (`objective.PolicyLoss`) corrects for the current policy.
     """
     if config.bypass_mode:
         return Correction(None, loss_mask, {})
@@ -82,7 +82,7 @@ def correct(
         metrics |= with_sample_size({name: _mean(values) for name, values in weight_means(weighted).items()})
         lost = lost | weighted.masked
     if config.rollout_rs != "none":
-        keep = kept(log_ratio, rows, config)
+        keep = rejection_mask(log_ratio, rows, config)
         new_mask = torch.zeros_like(loss_mask).masked_scatter(loss_mask, keep)
         metrics["correction/rejected_share"] = _mean(~keep)
         lost = lost | ~keep
@@ -91,11 +91,13 @@ def correct(
 
 
 def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Weighted:
-    """Weights proximal / behaviour of each token, or of its whole row (`rollout_is: sequence`), within thresholds.
+    """Return the importance weight proximal / behaviour of each token, or of its row (`rollout_is: sequence`), within
+    thresholds.
 
-    `truncate` cuts to the upper one: TIS, `min(ρ, C)`. `mask` sets to 0 what is outside: MIS `ρ · [ρ ≤ C]`, or, with a
-    lower threshold, IcePop's `ρ · [low ≤ ρ ≤ C]`; a token of weight 0 still counts in the loss's denominators.
-    `rollout_is_batch_normalize` then divides by their mean over tokens, or over rows for sequence weights.
+    `truncate` bounds weights by the upper threshold: TIS, `min(ρ, C)`. `mask` sets weights outside the thresholds to 0:
+    MIS `ρ · [ρ ≤ C]` or, with a lower threshold, IcePop's `ρ · [low ≤ ρ ≤ C]`. A token of weight 0 still counts in the
+    denominators of the loss. `rollout_is_batch_normalize` then divides the weights by their mean over tokens, or
+    over rows for sequence weights.
     """
     if config.rollout_is == "sequence":
         log_ratio = rows.spread(rows.sum(log_ratio))
@@ -117,13 +119,13 @@ def importance_weights(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionC
     return Weighted(weights, clipped, masked)
 
 
-def kept(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Tensor:
-    """bool `[N]`: tokens that `rollout_rs` lets through.
+def rejection_mask(log_ratio: Tensor, rows: Rows, config: RolloutCorrectionConfig) -> Tensor:
+    """Return which tokens `rollout_rs` keeps, bool `[N]`.
 
-    geometric: whole rows whose `exp(mean log_ratio)` is within [low, high]. Otherwise a statistic of each token,
-    `k1 = |log_ratio|`, `k2 = log_ratio² / 2`, `k3 = e^log_ratio - 1 - log_ratio`, bounded by the threshold: for itself
-    (`token_*`, which drops the token) or as the row's sum, mean or maximum (`seq_*_*`, which drop the row). For k1, sum
-    and mean are taken before the absolute value: there, errors of opposite sign cancel.
+    `geometric` keeps the rows whose `exp(mean log_ratio)` is within [low, high]. The other modes compare a statistic
+    with the threshold: `k1 = |log_ratio|`, `k2 = log_ratio² / 2` or `k3 = e^log_ratio - 1 - log_ratio`. `token_*`
+    reject a token by its own statistic; `seq_*_*` reject a row by the sum, mean or maximum over its tokens. Sum and
+    mean of k1 are taken before the absolute value, so that deviations of opposite sign cancel.
     """
     name, threshold = config.rollout_rs, config.rejection_bound
     if name == "geometric":
@@ -150,7 +152,7 @@ _LEVELS: dict[str, Callable[[Rows, Tensor], Tensor]] = {
 
 
 def weight_means(weighted: Weighted) -> dict[str, Tensor]:
-    """What to average over tokens, `[N]`. The mean square is for `with_sample_size`."""
+    """Return values `[N]` to average over tokens; `with_sample_size` needs the mean square."""
     return {
         "correction/is_weight_mean": weighted.weights,
         "correction/is_weight_mean_square": weighted.weights.square(),
@@ -160,8 +162,8 @@ def weight_means(weighted: Weighted) -> dict[str, Tensor]:
 
 
 def with_sample_size(metrics: Metrics) -> Metrics:
-    """The mean square weight replaced by `effective_sample_size = mean(w)² / mean(w²)`: the share of the tokens that
-    equal weights would need for the same variance. Without weights: unchanged."""
+    """Replace the mean square weight by `effective_sample_size = mean(w)² / mean(w²)`: the share of the tokens that
+    would have the same variance with equal weights. Without weights, return `metrics` unchanged."""
     if "correction/is_weight_mean_square" not in metrics:
         return metrics
     rest = {name: value for name, value in metrics.items() if name != "correction/is_weight_mean_square"}
@@ -176,10 +178,11 @@ def by_age(values: Tensor, token_ages: Tensor) -> dict[str, Tensor]:
 
 
 def gap_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, token_ages: Tensor) -> Metrics:
-    """How far proximal and behaviour policy are apart, over trained tokens `[N]`.
+    """Metrics of the gap between proximal and behaviour policy, over trained tokens `[N]`.
 
-    `mismatch_kl`: KL(behaviour ‖ proximal) in nats per token, also by the token's age in versions (`age_3`: 3 and
-    more; ages that don't occur are left out). `prob_gap`: |difference of the two probabilities|, mean and maximum.
+    `mismatch_kl` is KL(behaviour ‖ proximal) in nats per token, also by the token's age in versions (`age_3`: 3 or
+    more; ages that don't occur are left out). `prob_gap` is the absolute difference of the two probabilities, as
+    mean and maximum.
     """
     if not len(old_log_probs):
         return {}

@@ -1,8 +1,8 @@
-"""Policy objectives and the value loss, per trained token. Pure torch.
+"""Estimates of the KL divergence, policy objectives and the value loss, per trained token. Pure torch.
 
-Tensors are flat: `[N]`, the trained tokens of a micro-batch one after another; prompt, tool and padding tokens never
-get here. Losses are per token and unreduced: the engine's weights (`trainer.engine.base.Tokens.weight`) hold the
-denominators, as `algorithm.loss_agg_mode` says.
+Tensors are flat, `[N]`: the trained tokens of a micro-batch one after another, without prompt, tool and padding tokens.
+Losses are per token and unreduced. The engine multiplies them by weights (`trainer.engines.base.Tokens.weight`) that
+include the denominators of `algorithm.loss_agg_mode`.
 """
 
 from __future__ import annotations
@@ -14,36 +14,97 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.config.schema import AlgorithmConfig
-from trainer.algorithms.kl import MAX_LOG_RATIO, probability_ratio
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ± this value before `exp`: e^20 is far outside any clip range, and inf · 0 would be nan."""
+
+MAX_LOW_VAR_KL = 10.0
+"""Upper bound of `low_var_kl` in nats per token, as in verl, so that a single extreme token cannot dominate the
+loss."""
+
+
+def probability_ratio(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)`, bounded by e^±20. A bounded ratio has no gradient."""
+    return torch.exp(torch.clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    bounded = torch.clamp(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
+
+
+def _low_var_kl(difference: Tensor) -> Tensor:
+    return torch.clamp(_k3(difference), max=MAX_LOW_VAR_KL)
+
+
+def _abs(difference: Tensor) -> Tensor:
+    return difference.abs()
+
+
+KL_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "low_var_kl": _low_var_kl,
+    "abs": _abs,
+}
+"""Names of `algorithm.kl_loss_type` and `algorithm.kl_penalty`."""
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL(current ‖ reference) in nats, elementwise, from tokens of the current policy; differentiable in `log_probs`.
+
+    Schulman, http://joschu.net/blog/kl-approx.html. With `d = log_probs - ref_log_probs`:
+
+    - k1: d. Unbiased, noisy; as a loss its expected gradient is 0 on-policy.
+    - k2: d²/2. Biased, but on-policy its expected gradient is the KL's.
+    - k3: e^-d - 1 + d. Never negative, unbiased, low variance; |d| is bounded by 20.
+    - low_var_kl: k3, at most 10 (verl's name and bound).
+    - abs: |d|. No KL, a penalty on any difference.
+    """
+    return KL_ESTIMATES[kind](log_probs - ref_log_probs)
+
+
+def mismatch_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """k3 estimate of KL(behaviour ‖ `log_probs`' policy), from tokens of the behaviour policy. Elementwise, nats."""
+    return kl_estimate(rollout_log_probs, log_probs, "k3")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which row each token belongs to."""
+    """The row that each token of a flat layout belongs to."""
 
     row: Tensor
     """int64 `[N]`."""
     num_rows: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """`[num_rows]`: sum over each row's tokens."""
+        """Sum over each row's tokens, `[num_rows]`."""
         return values.new_zeros(self.num_rows).index_add(0, self.row, values)
 
     def count(self, like: Tensor) -> Tensor:
-        """`[num_rows]` in the dtype of `like`: tokens of each row, at least 1."""
+        """Number of tokens of each row, at least 1, `[num_rows]` in the dtype of `like`."""
         return self.sum(torch.ones_like(like)).clamp(min=1.0)
 
     def mean(self, values: Tensor) -> Tensor:
-        """`[num_rows]`; 0 for a row without a token."""
+        """Mean over each row's tokens, `[num_rows]`; 0 for a row without a token."""
         return self.sum(values) / self.count(values)
 
     def max(self, values: Tensor) -> Tensor:
-        """`[num_rows]` of values ≥ 0; 0 for a row without a token."""
+        """Maximum over each row's tokens of values ≥ 0, `[num_rows]`; 0 for a row without a token."""
         return values.new_zeros(self.num_rows).scatter_reduce(0, self.row, values, "amax")
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """`[num_rows]` → `[N]`: each token gets its row's."""
+        """Give each token the value of its row: `[num_rows]` → `[N]`."""
         return per_row[self.row]
 
 
@@ -51,11 +112,12 @@ class PolicyTerms(NamedTuple):
     loss: Tensor
     """`[N]`, differentiable in `log_probs`."""
     ratio: Tensor
-    """`[N]`, what the objective clips: current over proximal probability, of the token or (GSPO) the row. Detached."""
+    """`[N]`: the ratio that the objective clips, current over proximal probability of the token or (GSPO) the row.
+    Detached."""
     clipped: Tensor
-    """bool `[N]`: the clip range decided this token's loss or (CISPO) weight."""
+    """bool `[N]`: clipping changed this token's loss or (CISPO) weight."""
     dual_clipped: Tensor
-    """bool `[N]`: the dual clip did, so it has no gradient."""
+    """bool `[N]`: the dual clip bounded this token's loss, so it has no gradient."""
 
 
 Objective = Callable[[Tensor, Tensor, Tensor, Rows, AlgorithmConfig], PolicyTerms]
@@ -83,9 +145,9 @@ def gspo(
 ) -> PolicyTerms:
     """PPO's clip on one ratio per row, the geometric mean of its tokens'. GSPO (https://arxiv.org/abs/2507.18071).
 
-    `s_i = exp(mean_t(log_probs - old_log_probs))` over the row's trained tokens; each token takes `sg[s_i] · π/sg[π]`
-    (GSPO-token, eq. 14), which has GSPO's value and, where the tokens of a row share one advantage and are averaged
-    (`seq-mean-token-mean`), its gradient. No dual clip.
+    `s_i = exp(mean_t(log_probs - old_log_probs))` over the row's trained tokens. Each token's ratio is `sg[s_i] ·
+    π/sg[π]` (GSPO-token, eq. 14). Its value is GSPO's; its gradient is GSPO's too if the tokens of a row share one
+    advantage and are averaged (`seq-mean-token-mean`). There is no dual clip.
     """
     sequence = rows.mean((log_probs - old_log_probs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # sg[log s] last: log_probs - sg[log_probs] is exactly 0 and must not round the ratio.
@@ -109,7 +171,7 @@ def reinforce(
 ) -> PolicyTerms:
     """`-A · log_probs`: Williams 1992 (https://doi.org/10.1007/BF00992696); nothing is clipped.
 
-    Off-policy it is only right with importance weights (`algorithm.rollout_correction.rollout_is`).
+    On off-policy samples it is unbiased only with importance weights (`algorithm.rollout_correction.rollout_is`).
     """
     ratio = probability_ratio(log_probs - old_log_probs).detach()
     nothing = torch.zeros_like(ratio).bool()
@@ -124,17 +186,17 @@ class ValueTerms(NamedTuple):
     loss: Tensor
     """`[N]`, differentiable in `predicted`."""
     clipped: Tensor
-    """bool `[N]`: the clip decided this token's loss, so it has no gradient."""
+    """bool `[N]`: clipping changed this token's loss, so it has no gradient."""
 
 
 def value_loss(predicted: Tensor, values: Tensor, returns: Tensor, *, cliprange: float | None) -> ValueTerms:
     """`½ max((V - R)², (clip(V, V_old - ε, V_old + ε) - R)²)`: PPO's value clipping, as in verl and OpenAI baselines.
 
     Args:
-        predicted: of the critic being trained, `[N]`.
-        values: of the critic when the lease started.
-        returns: what it should have said.
-        cliprange: ε, in units of reward; None: no clipping.
+        predicted: values of the critic being trained, `[N]`.
+        values: values of the critic when the lease started.
+        returns: the targets of the critic.
+        cliprange: ε in units of reward; None disables clipping.
     """
     plain = (predicted - returns).square()
     if cliprange is None:

@@ -1,4 +1,4 @@
-"""What the engines are trained with: the `trainer.engine.base.Loss` of the policy and of the critic. Picklable."""
+"""The losses of the policy and of the critic, as `trainer.engines.base.Loss`. Picklable."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.failures import BugError
-from asyncrl.records import Metrics
-from trainer.algorithms.corrections import by_age, importance_weights, kept, weight_means, with_sample_size
-from trainer.algorithms.kl import kl_estimate, mismatch_kl
-from trainer.algorithms.losses import POLICY_OBJECTIVES, Rows, value_loss
-from trainer.engine.base import AggMode, LossParts, Tokens, TokenScores
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import BugError
+from asyncrl.core.records import Metrics
+from trainer.algorithms.corrections import by_age, importance_weights, rejection_mask, weight_means, with_sample_size
+from trainer.algorithms.losses import POLICY_OBJECTIVES, Rows, kl_estimate, mismatch_kl, value_loss
+from trainer.engines.base import AggMode, LossParts, Tokens, TokenScores
 
 
 class PolicyLoss:
     """`policy objective + kl_loss_coef · KL(current ‖ reference) - entropy_coeff · entropy`.
 
-    All three are aggregated as `algorithm.loss_agg_mode` says. Fields it reads: `advantages`, `old_log_probs`,
-    `rollout_log_probs`, with a KL loss `ref_log_probs`; `is_weights`, where the batch has them, multiply the objective
-    alone; `token_ages`, where it has them, split the mismatch by age.
+    All three terms are aggregated as `algorithm.loss_agg_mode` says. The loss reads the fields `advantages`,
+    `old_log_probs`, `rollout_log_probs` and, with a KL loss, `ref_log_probs`. If the batch has `is_weights`, they
+    multiply the policy objective only; if it has `token_ages`, the mismatch metrics are also split by age.
 
-    With `rollout_correction.bypass_mode` there are no weights in the batch: rejection, and for `reinforce` the weights,
-    are taken between the current and the behaviour policy in here, without a gradient, as verl's bypass mode does. What
-    is rejected here still counts in the denominators, which are fixed before the loss is known.
+    With `rollout_correction.bypass_mode` the batch has no weights. Instead, this loss computes rejection, and for
+    `reinforce` the weights, between the current and the behaviour policy, without a gradient, as in verl's bypass mode.
+    Rejected tokens still count in the denominators, which are computed before the loss.
 
     Args:
-        response_length: `rollout.response_length`, in tokens: what `seq-mean-token-sum-norm` divides by, unless
-            `algorithm.loss_scale_factor` says otherwise.
+        response_length: `rollout.response_length` in tokens, the divisor of `seq-mean-token-sum-norm` unless
+            `algorithm.loss_scale_factor` is set.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, response_length: int) -> None:
@@ -40,9 +39,10 @@ class PolicyLoss:
         self._algorithm = algorithm
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
-        """bool `[B]`: rows with a trained token whose advantage, times its weight, is not 0.
+        """Return the rows that may have a gradient, bool `[B]`.
 
-        With a KL loss or an entropy bonus: every row with a trained token.
+        These are the rows with a trained token whose advantage times its weight is not 0; with a KL loss or an entropy
+        bonus, all rows with a trained token.
         """
         algorithm, mask = self._algorithm, batch["loss_mask"]
         if self.entropy_gradient or (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0):
@@ -88,7 +88,7 @@ class PolicyLoss:
         return LossParts(loss, sums, means | corrected)
 
     def _weights(self, log_probs: Tensor, tokens: Tokens) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What multiplies the objective of each token, and what to tell of it."""
+        """Return the factor of each token's objective, and its metrics."""
         correction = self._algorithm.rollout_correction
         if not correction.bypass_mode:
             return tokens.fields.get("is_weights"), {}
@@ -99,7 +99,7 @@ class PolicyLoss:
             weighted = importance_weights(log_ratio, rows, correction)
             weights, means = weighted.weights, weight_means(weighted)
         if correction.rollout_rs != "none":
-            keep = kept(log_ratio, rows, correction).to(log_ratio)
+            keep = rejection_mask(log_ratio, rows, correction).to(log_ratio)
             weights = keep if weights is None else weights * keep
             means["correction/rejected_share"] = 1.0 - keep
         if weights is not None:
@@ -108,7 +108,7 @@ class PolicyLoss:
 
 
 class ValueLoss:
-    """The critic's: squared error against `returns`, clipped around `values`. See `losses.value_loss`."""
+    """The loss of the critic: squared error against `returns`, clipped around `values`. See `losses.value_loss`."""
 
     entropy_gradient = False
 
@@ -120,7 +120,7 @@ class ValueLoss:
         self._cliprange = cliprange_value
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
-        """bool `[B]`: rows with a trained token."""
+        """Return the rows with a trained token, bool `[B]`."""
         return batch["loss_mask"].any(dim=1)
 
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts:
@@ -136,8 +136,10 @@ class ValueLoss:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """`1 - var(returns - values) / var(returns)` over the masked tokens of a lease: 1 is a perfect critic, 0 one that
-    knows only the mean. 0 when the returns are all equal. Tensors `[B, R]`."""
+    """Return `1 - var(returns - values) / var(returns)` over the tokens of a lease where `mask` is True. Tensors are
+    `[B, R]`.
+
+    1 is a perfect critic, 0 a critic that predicts only the mean. If all returns are equal, the result is 0."""
     wanted, error = returns[mask].double(), (returns - values)[mask].double()
     spread = wanted.var(correction=0)
     if not bool(spread > 0):
@@ -145,11 +147,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1.0 - error.var(correction=0) / spread)
 
 
-def finish(metrics: Metrics) -> Metrics:
-    """Figures of a step that are neither sums nor means, made of those that are, once these span all ranks.
+def finish_metrics(metrics: Metrics) -> Metrics:
+    """Compute the metrics of a step that are neither sums nor means, from sums and means over all ranks.
 
-    `rollout/mismatch_kl_age_*` become means over the tokens of that age (none: left out), and the weights' mean square
-    becomes `correction/effective_sample_size`.
+    `rollout/mismatch_kl_age_*` become means over the tokens of that age and are left out if there are none; the mean
+    square of the weights becomes `correction/effective_sample_size`.
     """
     finished = dict(with_sample_size(metrics))
     for name in [name for name in finished if name.startswith("rollout/mismatch_kl_age_")]:
@@ -161,5 +163,5 @@ def finish(metrics: Metrics) -> Metrics:
 
 def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in fields:
-        raise BugError(f"a batch without {name!r} reached the loss; it has {', '.join(sorted(fields))}")
+        raise BugError(f"the loss needs {name!r}, but its batch has only {', '.join(sorted(fields))}")
     return fields[name]

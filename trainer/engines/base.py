@@ -1,7 +1,8 @@
-"""What an engine is: one model on all ranks of a process group, and the loss it is trained with.
+"""The interface of engines, which train one model on all ranks of a process group, and of their losses.
 
-Engines know neither Ray nor vLLM. Every rank of a group makes the same calls in the same order; what is collective says
-so. A rank gets the rows of its data group (`Layout.data_rank`): ranks that share a sequence or a tensor get the same.
+Engines use neither Ray nor vLLM. Every rank of a group makes the same calls in the same order; docstrings mark
+collective methods. A rank gets the rows of its data group (`Layout.data_rank`); ranks that share sequences or tensors
+get the same rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tensordict import TensorDict
 from torch import Tensor
 
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
 AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
@@ -24,53 +26,54 @@ AggMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "se
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything an engine is made from."""
+    """Everything needed to create an engine."""
 
     model_type: ModelType
     model: ModelConfig
     engine: EngineConfig
     optim: OptimConfig | None = None
-    """None: forward only, no optimizer."""
+    """Optimizer settings; None: forward passes only."""
     temperature: float = 1.0
-    """Log-probs are of softmax(logits / temperature)."""
+    """Log-probs are those of softmax(logits / temperature)."""
     seed: int = 0
     float64: bool = False
     """Weights and arithmetic in float64, for comparisons."""
     collective_s: float = 300.0
-    """Deadline of one collective operation, if the engine has to make the process group."""
+    """Deadline of one collective operation, if the engine has to create the process group."""
     path_key: str = "model.path"
-    """The key that `model.path` was given under, which messages name."""
+    """The configuration key of the model's path, for messages."""
 
 
 class Layout(NamedTuple):
-    """Where this process is."""
+    """The position of this process among the ranks."""
 
     rank: int
     world_size: int
     data_rank: int
-    """Which share of a batch's rows this rank gets."""
+    """Number of this rank's data group, which determines its share of a batch's rows."""
     data_size: int
     reports: bool
-    """Whether this rank's results are the ones to collect: one rank of each data group."""
+    """Whether this rank's results are collected, which is true of one rank of each data group."""
 
 
 class TokenScores(NamedTuple):
-    """Of the scored tokens of a micro-batch, in row order. float32 `[N]`."""
+    """Scores of the tokens of a micro-batch, in row order. float32 `[N]`."""
 
     log_probs: Tensor
-    """Nats; of a value or reward model: the values."""
+    """Log-probs in nats; for a value or reward model, its values."""
     entropy: Tensor
-    """Nats, of the distribution each token was drawn from; detached unless `Loss.entropy_gradient`; of a value or
-    reward model: zeros."""
+    """Entropy in nats of the distribution that each token was drawn from, detached unless `Loss.entropy_gradient`;
+    zeros for a value or reward model."""
 
 
 class Tokens(NamedTuple):
-    """What a loss sees besides the scores: the trained tokens of a micro-batch, one after another."""
+    """Input of a loss besides the scores: the trained tokens of a micro-batch, one after another."""
 
     fields: Mapping[str, Tensor]
-    """Every float32 `[B, R]` key of the batch (`trainer.tensors`), as float32 `[N]`."""
+    """All float32 `[B, R]` keys of the batch (`trainer.workers.tensors`), as float32 `[N]`."""
     weight: Tensor
-    """float32 `[N]`: what the token counts in the loss. The loss is a plain sum over all micro-batches and ranks."""
+    """float32 `[N]`: weight of each token. It includes the denominators, so the loss is a sum over micro-batches and
+    ranks."""
     row: Tensor
     """int64 `[N]`: number of the token's row within the micro-batch."""
     num_rows: int
@@ -78,24 +81,24 @@ class Tokens(NamedTuple):
 
 class LossParts(NamedTuple):
     loss: Tensor
-    """Scalar: sum over these tokens, weights applied."""
+    """Scalar: weighted sum over these tokens."""
     sums: Mapping[str, Tensor]
-    """Detached scalars, weights applied: added up over micro-batches and ranks."""
+    """Detached scalars with weights applied, which are summed over micro-batches and ranks."""
     means: Mapping[str, Tensor]
-    """Detached `[N]`: averaged over all trained tokens of the step."""
+    """Detached `[N]`, which are averaged over all trained tokens of the step."""
 
 
 class Loss(Protocol):
-    """Picklable. `trainer.algorithms.objective` has the ones of this project."""
+    """The interface of losses. Picklable. See `trainer.algorithms.objective`."""
 
     agg_mode: AggMode
     agg_scale: float
     """Divisor of `seq-mean-token-sum-norm`, in tokens."""
     entropy_gradient: bool
-    """Whether the loss is differentiated through the entropies, which costs the backward pass another `[N, V]`."""
+    """Whether the loss depends on the gradient of the entropies, for which the backward pass needs another `[N, V]`."""
 
     def needs_gradient(self, batch: TensorDict) -> Tensor:
-        """bool `[B]`: False where the gradient is exactly 0, so that no backward pass is needed."""
+        """Return bool `[B]`: False where the gradient is exactly 0, so that no backward pass is needed."""
 
     def __call__(self, scores: TokenScores, tokens: Tokens) -> LossParts: ...
 
@@ -108,21 +111,21 @@ class StepOutcome(NamedTuple):
 
 
 class BaseEngine(ABC):
-    """One model, its optimizer and its schedule. One call at a time.
+    """One model with its optimizer and learning rate schedule. Calls must not overlap.
 
-    Defining a subclass that leaves something abstract fails with a TypeError, unless it says `abstract=True` and is
-    meant to be subclassed again: `class TorchEngine(BaseEngine, abstract=True)`. Subclasses of the torch backends
-    (`trainer.engine.torch_engine`) only have to wrap the model.
+    Defining a subclass with abstract methods raises a TypeError, unless it is declared with `abstract=True` to be
+    subclassed again: `class TorchEngine(BaseEngine, abstract=True)`. Subclasses of the torch backends
+    (`trainer.engines.torch_engine`) only have to wrap the model.
 
     Raises (on construction):
-        ConfigError: the model cannot be loaded, or the configuration asks for what this backend cannot do.
+        ConfigError: the model cannot be loaded, or the backend does not support the configuration.
     """
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        missing = missing_methods(cls)  # __abstractmethods__ is set after this hook runs, so it is worked out here
+        missing = missing_methods(cls)  # __abstractmethods__ is set after this hook runs, so it is computed here
         if missing and not abstract:
-            raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}: an engine implements all of BaseEngine")
+            raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}: an engine must implement all of BaseEngine")
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -134,22 +137,24 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Optimizer steps taken, over resumes."""
+        """Number of optimizer steps taken, including those before a resume."""
 
     @abstractmethod
     def plan(self, total_steps: int) -> None:
-        """Before the first step: how many there will be, which is where the learning rate's decay ends."""
+        """Set the total number of steps, at which the learning rate's decay ends. Call it before the first step."""
 
     @abstractmethod
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move what is named to `device` ("cpu", or "cuda" for this rank's GPU); a batch moves it back as needed."""
+        """Move the named parts to `device` ("cpu", or "cuda" for this rank's GPU); a batch moves them back as
+        needed."""
 
     @abstractmethod
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
-        """Add this batch's gradient to what has accumulated. Collective.
+        """Add the gradient of this batch to the accumulated one. Collective.
 
-        Denominators span the rows of all ranks, and count a trajectory of several rows once
-        (`trainer.engine.packing.token_weights`). Returns the loss's sums and means over all ranks, and `tokens`.
+        Denominators cover the rows of all ranks and count a trajectory of several rows once
+        (`trainer.engines.compute.packing.token_weights`). Returns the sums and means of the loss over all ranks, and
+        `tokens`.
         """
 
     @abstractmethod
@@ -158,57 +163,61 @@ class BaseEngine(ABC):
 
         Raises (on every rank):
             BugError: nothing has accumulated since the last step.
-            DivergenceError: `loss` or the gradient is not finite; weights and optimizer are as they were.
+            DivergenceError: `loss` or the gradient is not finite; weights and optimizer are unchanged.
         """
 
     def utilization(self, since: float) -> float | None:
-        """Right after a step: what its `forward_backward` calls were of this rank's device at its peak, if they and the
-        step took from `since` (`time.perf_counter`) until now. None: not known."""
+        """Return the share of this rank's peak FLOPs that its `forward_backward` calls used, or None if it is
+        unknown. Call it right after a step; the calls and the step lasted from `since` (`time.perf_counter`) until
+        now."""
         return None
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
 
     @abstractmethod
     def infer(self, batch: TensorDict) -> TensorDict:
-        """Forward only. Collective. float32, for this rank's rows:
+        """Run the forward pass only. Collective. Returns float32 tensors for this rank's rows.
 
-        language model: `log_probs [B, R]`, `entropy [B, R]` of every response token, masked ones too; value model:
-        `values [B, R]`, before each response token; reward model: `scores [B]`, at the last response token.
+        A language model returns `log_probs [B, R]` and `entropy [B, R]` of every response token, including masked
+        ones; a value model `values [B, R]`, before each response token; a reward model `scores [B]`, at the last
+        response token.
         """
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within: the model without its LoRA adapters. Without LoRA: ConfigError."""
+        """Switch the LoRA adapters off within the context. ConfigError without LoRA."""
 
     @abstractmethod
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face checkpoint names and whole contiguous CPU tensors on rank 0; other ranks: empty tensors. LoRA is
-        merged in. A tied head appears once, under the embedding's name. Collective: run it to its end on every rank.
+        """Yield Hugging Face checkpoint names and full contiguous CPU tensors on rank 0, empty tensors on other
+        ranks. LoRA is merged. A tied head appears once, under the embedding's name. Collective: iterate to the end
+        on every rank.
 
-        On CPU these may be the live weights: use them before the next optimizer step.
+        On CPU these may be the live weights, so use them before the next optimizer step.
         """
 
     @abstractmethod
     def save(self, directory: Path, *, hf: Path | None = None) -> None:
-        """Begin a checkpoint: copy the state, so that training may go on, and write it in the background. Collective.
+        """Begin a checkpoint: copy the state, so that training may continue, and write the copy in the background.
+        Collective.
 
-        Waits for the one before. `directory` exists and all ranks see it. `hf`: where rank 0 writes the whole model in
-        Hugging Face format too.
+        Waits for the previous one. `directory` exists and is visible to all ranks. In `hf`, rank 0 also writes the full
+        model in Hugging Face format.
         """
 
     def wait_for_files(self) -> None:
-        """Wait until this rank has written, well or not, what it has to of the checkpoint begun.
+        """Wait until this rank has written its part of the current checkpoint, or failed to.
 
-        Not collective. Alone of all methods it may be called beside another, from any thread: after it, `finish_save`
-        holds up nobody.
+        Not collective. This is the only method that may run concurrently with another one, in any thread. After it,
+        `finish_save` returns at once.
         """
-        return  # an engine that writes in `save` has nothing left to do
+        return  # an engine that writes within `save` has nothing to wait for
 
     @abstractmethod
     def finish_save(self) -> None:
-        """Wait until the checkpoint begun is written. Collective.
+        """Wait until the current checkpoint is written. Collective.
 
         Raises:
             InfraError: it could not be written (disk full, …), or a rank died; DeadlineError if not in time.
@@ -216,7 +225,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Put back what `save` wrote, on this or another number of ranks; forget the accumulated gradient. Collective.
+        """Load the state that `save` wrote, on this or another number of ranks; discard the gradient. Collective.
 
         Raises:
             ConfigError: files are missing or damaged, or belong to another model; nothing else was changed.
@@ -224,13 +233,15 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to the model files, with a fresh optimizer, step 0. If it fails, only `reset` and `close` are left."""
+        """Reload the model files, with a fresh optimizer and step 0. If it fails, only `reset` and `close` may be
+        called."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for a checkpoint begun, as `finish_save` does, and give up the process group, if it is this engine's."""
+        """Wait for a current checkpoint as `finish_save` does, and leave the process group if this engine created
+        it."""
 
 
 def missing_methods(engine: type[BaseEngine]) -> list[str]:
-    """Names that `engine` leaves abstract."""
+    """Names of the methods that `engine` leaves abstract."""
     return sorted(name for name in dir(engine) if getattr(getattr(engine, name, None), "__isabstractmethod__", False))

@@ -1,4 +1,4 @@
-"""The process group, seen by an engine: who is in it, sums over it, and what to say when it breaks."""
+"""The process group of an engine: joining it, sums over it, and typed errors when it breaks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl.failures import ConfigError, DeadlineError, InfraError
+from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
-"""What torch's plain RuntimeErrors of a failed collective say; it has no type of its own for most of them."""
+"""Words in torch's RuntimeErrors of failed collectives, most of which have no type of their own."""
 _joins = count()
-"""Every rank joins as often, so that each group they make has a number of its own."""
+"""Counts the process groups; every rank joins equally often."""
 _stores: dict[tuple[str, ...], tuple[dist.Store, int, int]] = {}
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto`: a GPU when torch sees one; of several, the one of this process's LOCAL_RANK."""
+    """Return the device; `auto` is the GPU of this process's LOCAL_RANK if torch sees a GPU, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda: torch sees no GPU here; use trainer.device=auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
@@ -33,23 +33,23 @@ def pick_device(name: str) -> torch.device:
 
 
 def join(device: torch.device, *, timeout_s: float) -> bool:
-    """Be in a process group: the one there is, the one torchrun's variables describe, or one of this process alone.
+    """Join the existing process group, the one that torchrun's variables describe, or one of this process alone.
 
-    Returns whether it was made here, and so is the caller's to leave.
+    Returns whether it was created here, in which case the caller has to leave it.
 
     Raises:
-        InfraError: the other ranks did not come within `timeout_s`.
+        InfraError: the other ranks did not join within `timeout_s`.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # whoever made the group: NCCL uses the current one
+        torch.cuda.set_device(device)  # NCCL uses the current device
     if dist.is_initialized():
         return False
     backend, timeout = BACKENDS[device.type], timedelta(seconds=timeout_s)
     try:
         if "WORLD_SIZE" in os.environ:
-            store, number, size = _meeting_place(timeout)
+            store, number, size = _rendezvous_store(timeout)
             store.set_timeout(timeout)
-            # A prefix of its own: addresses that the ranks left for an earlier group are not to be found again.
+            # Its own prefix, so that the ranks do not find addresses of an earlier group.
             store = dist.PrefixStore(f"engines/{next(_joins)}", store)
         else:
             store, number, size = dist.HashStore(), 0, 1
@@ -63,10 +63,11 @@ def join(device: torch.device, *, timeout_s: float) -> bool:
     return True
 
 
-def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _rendezvous_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The store of torchrun's variables, this rank and the number of ranks.
 
-    Kept for good: rank 0 may be its server, and a second one at the same port would find ranks still at the first.
+    It is never closed, because rank 0 may be its server: ranks that are still connected to the first store would
+    conflict with a second one at the same port.
     """
     where = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
     if where not in _stores:
@@ -88,14 +89,14 @@ def leave() -> None:
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """Of all ranks, in place. Nothing to do for one."""
+    """Sum over all ranks, in place."""
     if world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
 def all_max(value: int, device: torch.device) -> int:
-    """Of all ranks."""
+    """Maximum over all ranks."""
     if world_size() == 1:
         return value
     reduced = torch.tensor(value, dtype=torch.int64, device=device)
@@ -105,9 +106,9 @@ def all_max(value: int, device: torch.device) -> int:
 
 @contextmanager
 def guarded(what: str) -> Iterator[None]:
-    """Turn torch's errors of a broken collective into InfraError, DeadlineError if it was for lack of an answer.
+    """Turn torch's errors of a broken collective into InfraError, or DeadlineError after a timeout.
 
-    After one, the process group is of no more use.
+    The process group cannot be used after one.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Language models of other libraries, with the face that the torch backends know: a Hugging Face model's."""
+"""Language models of other libraries behind the interface of a Hugging Face model, which torch backends use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from asyncrl.failures import ConfigError
-from trainer.engine.base import EngineSpec
+from asyncrl.core.failures import ConfigError
+from trainer.engines.base import EngineSpec
 
 INNER = "inner."
 
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Of one attention head."""
+    """Return the size of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.failures import ConfigError
-from trainer.engine.base import EngineSpec
-from trainer.engine.ddp import DdpEngine
-from trainer.engine.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
-from trainer.engine.registry import EngineRegistry
+from asyncrl.core.failures import ConfigError
+from trainer.engines.base import EngineSpec
+from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
+from trainer.engines.registry import EngineRegistry
+from trainer.engines.replicated import DdpEngine
 
 BACKEND = "megatron"
 MODELS = ("llama", "qwen2", "qwen3")
@@ -45,7 +45,7 @@ LAYER_NAMES = {
 
 @EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
 class MegatronEngine(DdpEngine):
-    """Raises ConfigError: megatron-core is not installed, or the model is none that is mapped to it here."""
+    """Raises ConfigError: megatron-core is not installed, or the model type is not supported."""
 
     def __init__(self, spec: EngineSpec) -> None:
         with warnings.catch_warnings():
@@ -162,7 +162,7 @@ class _HiddenStates(nn.Module):
 
 
 class _Positions:
-    """Of the forward pass that runs."""
+    """The positions of the current forward pass."""
 
     ids = torch.zeros(1, 1, dtype=torch.int64)
     """`[B, T]`."""

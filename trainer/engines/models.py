@@ -23,9 +23,9 @@ from transformers import (
 from transformers.utils import logging
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import EngineConfig
-from asyncrl.failures import ConfigError
-from trainer.engine.base import ModelType
+from asyncrl.config.sections.trainer import EngineConfig
+from asyncrl.core.failures import ConfigError
+from trainer.engines.base import ModelType
 
 CLASSES = {
     "language_model": (AutoModelForCausalLM, "causal language model"),
@@ -194,7 +194,7 @@ def _check_shapes(where: str, mismatched: Iterable[tuple[str, Sequence[int], Seq
     for name, stored, wanted in sorted(mismatched):
         if name.partition(".")[0] in HEADS:
             raise ConfigError(
-                f"{where}: its head has {stored[0]} outputs ({name}) and is to have one, so it is no {kind}; give one "
+                f"{where}: its head has {stored[0]} outputs ({name}) and must have one, so it is no {kind}; give one "
                 "that was trained with num_labels=1"
             )
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Backends by name: those of this project, and those that a package announces under an entry point."""
+"""Backends by name: built-in ones, and those that other packages announce by an entry point."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Literal, TypeVar, get_args
 
-from asyncrl.failures import AsyncRLError, ConfigError
-from trainer.engine.base import BaseEngine, EngineSpec, ModelType, missing_methods
-from trainer.engine.dist import pick_device
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from trainer.engines.base import BaseEngine, EngineSpec, ModelType, missing_methods
+from trainer.engines.dist import pick_device
 
 DeviceType = Literal["cpu", "cuda"]
 Engine = TypeVar("Engine", bound=type[BaseEngine])
 
 ENTRY_POINTS = "asyncrl.engines"
-"""Group of the entry points. One is named as its backend and refers to the module that registers it."""
-BUILT_IN = {name: f"trainer.engine.{name}" for name in ("local", "ddp", "fsdp", "fsdp2")}
+"""Group of the entry points. Each is named after its backend and refers to the module that registers it."""
+BUILT_IN = {
+    "local": "trainer.engines.replicated",
+    "ddp": "trainer.engines.replicated",
+    "fsdp": "trainer.engines.sharded",
+    "fsdp2": "trainer.engines.sharded",
+}
 
 
 class EngineRegistry:
-    """(backend, model type, device) → engine class. A backend's module is imported when it is first asked for."""
+    """(backend, model type, device) → engine class. A backend's module is imported on its first use."""
 
     _engines: ClassVar[dict[tuple[str, ModelType, DeviceType], type[BaseEngine]]] = {}
 
@@ -65,7 +70,7 @@ class EngineRegistry:
 
     @classmethod
     def find(cls, backend: str, model_type: ModelType, device: str) -> type[BaseEngine]:
-        """The class, its module imported if need be. Raises as `new` does."""
+        """The engine class. Imports its module if needed. Raises as `new` does."""
         _load(backend)
         combinations = {key[1:]: engine for key, engine in cls._engines.items() if key[0] == backend}
         for key, engine in combinations.items():
@@ -78,14 +83,14 @@ class EngineRegistry:
 
     @classmethod
     def model_types(cls, backend: str, device: str) -> set[ModelType]:
-        """What a backend runs on a device, its module imported if need be. Raises as `new` does."""
+        """Model types that a backend runs on a device. Imports its module if needed. Raises as `new` does."""
         _load(backend)
         return {key[1] for key in cls._engines if key[0] == backend and key[2] == device}
 
     @classmethod
     def backends(cls) -> list[str]:
-        """Names that `trainer.strategy` may have here."""
-        return sorted(BUILT_IN | _outside() | {key[0]: "" for key in cls._engines})
+        """Valid values of `trainer.strategy`."""
+        return sorted(BUILT_IN | _entry_points() | {key[0]: "" for key in cls._engines})
 
 
 def _load(backend: str) -> None:
@@ -94,7 +99,7 @@ def _load(backend: str) -> None:
     if backend in BUILT_IN:
         importlib.import_module(BUILT_IN[backend])
         return
-    point = _outside().get(backend)
+    point = _entry_points().get(backend)
     if point is None:
         known = EngineRegistry.backends()
         word = backend.lower()
@@ -106,7 +111,7 @@ def _load(backend: str) -> None:
         point.load()
     except AsyncRLError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever its module does when it is imported
+    except Exception as error:  # noqa: BLE001 - importing the module may fail in any way
         raise ConfigError.wrap(
             f"trainer.strategy={backend}: its entry point {point.value} cannot be loaded "
             f"({type(error).__name__}: {error}); install what it needs",
@@ -114,5 +119,5 @@ def _load(backend: str) -> None:
         ) from None
 
 
-def _outside() -> dict[str, EntryPoint]:
+def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

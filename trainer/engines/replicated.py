@@ -1,4 +1,6 @@
-"""`DistributedDataParallel`: every rank has the whole model; gradients are summed while the backward pass runs."""
+"""Backends that keep the full model on every rank: one process (`local`), or `DistributedDataParallel` (`ddp`),
+which sums gradients while the backward pass runs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,29 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engine.registry import EngineRegistry
-from trainer.engine.torch_engine import TorchEngine
+from asyncrl.core.failures import ConfigError
+from trainer.engines import dist
+from trainer.engines.base import EngineSpec
+from trainer.engines.registry import EngineRegistry
+from trainer.engines.torch_engine import TorchEngine
+
+
+@EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="local", device=("cpu", "cuda"))
+class LocalEngine(TorchEngine):
+    distributed: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
+
+    def __init__(self, spec: EngineSpec) -> None:
+        ranks = max(dist.world_size(), spec.engine.num_workers)
+        if ranks > 1:
+            raise ConfigError(
+                f"trainer.strategy=local with {ranks} ranks: it runs in one process; use trainer.strategy=fsdp2, or "
+                "trainer.num_workers=1"
+            )
+        super().__init__(spec)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return model.to(self.device)
 
 
 @EngineRegistry.register(("language_model", "value_model", "reward_model"), backend="ddp", device=("cpu", "cuda"))

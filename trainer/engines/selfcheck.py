@@ -1,7 +1,7 @@
-"""Run the contract of `trainer.engine.contract` on backends, on this machine.
+"""Run the contract of `trainer.engines.contract` on backends, on this machine.
 
-    torchrun --nproc_per_node 2 -m trainer.engine.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
-    python -m trainer.engine.selfcheck
+    torchrun --nproc_per_node 2 -m trainer.engines.selfcheck [--backend fsdp2 | all] [--device cpu] [--json]
+    python -m trainer.engines.selfcheck
 
 It makes its own tiny models. Exit code 1 if a check fails, 2 if a backend cannot run at all, with one line that says
 why; torchrun itself ends with 1 in both cases.
@@ -26,20 +26,19 @@ from typing import TypeVar
 import torch
 import torch.distributed
 
-from asyncrl.failures import AsyncRLError, ConfigError, InfraError
-from trainer.engine import dist
-from trainer.engine.contract import Check, checks_of
-from trainer.engine.contract.reference import write_models
-from trainer.engine.contract.setting import Setting
-from trainer.engine.registry import BUILT_IN
+from asyncrl.core.failures import AsyncRLError, ConfigError, InfraError
+from trainer.engines import dist
+from trainer.engines.contract.checks import checks_of
+from trainer.engines.contract.setting import Check, Setting, write_models
+from trainer.engines.registry import BUILT_IN
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 COLLECTIVE_S = 60.0
-"""After a rank has failed alone the others wait so long, and what follows is not run."""
-SKIPPED_LOCAL = "it runs in one process: python -m trainer.engine.selfcheck --backend local"
+"""How long other ranks wait after one has failed alone; the remaining checks are then skipped."""
+SKIPPED_LOCAL = "it runs in one process: python -m trainer.engines.selfcheck --backend local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Result:
     passed: bool
     seconds: float
     detail: str
-    """Of the first rank that failed; empty if none did."""
+    """Problem of the first rank that failed; empty if none did."""
 
 
 def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
@@ -95,7 +94,7 @@ def _run(check: Check, setting: Setting) -> Result:
 
 
 def _of_all_ranks(what: str, value: T) -> list[T]:
-    """By rank. Collective."""
+    """Gather a value from every rank, in the order of ranks. Collective."""
     values: list[T] = [value] * dist.world_size()
     if dist.world_size() > 1:
         with dist.guarded(what):
@@ -104,7 +103,7 @@ def _of_all_ranks(what: str, value: T) -> list[T]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer.engine.selfcheck", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainer.engines.selfcheck", description=__doc__)
     parser.add_argument("--backend", default="all", help="a name that trainer.strategy takes, or all built-in ones")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")

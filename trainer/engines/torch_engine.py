@@ -1,10 +1,10 @@
-"""What the torch backends share: all but how a model is spread over the ranks.
+"""The base of the torch backends: everything except how a model is distributed over the ranks.
 
     batch ─ micro-batches of this rank, as many as any rank has ─▶ scores ─▶ loss · weights ─▶ gradient over all ranks
           └ tokens and rows of all ranks ─▶ each token's weight ───────────────┘
 
-Ranks meet in fixed places: the totals of a batch, the number of its micro-batches, the model's own collectives, the
-figures at its end, and the norm before a step. Whatever makes one rank stop is decided on numbers all ranks have.
+Collective operations are the totals of a batch, the number of its micro-batches, those of the model itself, the sums
+at the end of a batch, and the norm before a step. A rank raises an error only for reasons that all ranks see.
 """
 
 from __future__ import annotations
@@ -23,42 +23,50 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
-from trainer.engine import dist, export, lora, offload, state
-from trainer.engine.attention import enable_packing
-from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
-from trainer.engine.figures import Figures
-from trainer.engine.flops import ModelShape, Utilization, peak_flops
-from trainer.engine.media import Eyes
-from trainer.engine.micro_batches import MicroBatches
-from trainer.engine.models import head_of, keep_float32, load_model, speed_up
-from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
-from trainer.engine.packing import token_weights
-from trainer.engine.scorer import Scorer
-from trainer.engine.ulysses import make_mesh
-from trainer.tensors import input_lengths
+from asyncrl.config.sections.trainer import OptimConfig
+from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
+from trainer.engines import dist
+from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss, StepOutcome
+from trainer.engines.compute import lora
+from trainer.engines.compute.attention import enable_packing, make_mesh
+from trainer.engines.compute.flops import ModelShape, Utilization, peak_flops
+from trainer.engines.compute.media import MediaEncoder
+from trainer.engines.compute.micro_batches import MetricSums, MicroBatches
+from trainer.engines.compute.optim import (
+    adamw,
+    clip_,
+    gradients,
+    learning_rate,
+    move_gradients,
+    move_optimizer,
+    squared_norm,
+)
+from trainer.engines.compute.packing import input_lengths, token_weights
+from trainer.engines.compute.scorer import Scorer
+from trainer.engines.models import head_of, keep_float32, load_model, speed_up
+from trainer.engines.state import checkpoint as state
+from trainer.engines.state.weights import full_weights
 
 
-class Live(NamedTuple):
-    """What a reset makes anew."""
+class LoadedModel(NamedTuple):
+    """The model, its optimizer and everything else that a reset replaces."""
 
     model: nn.Module
-    """As it is called in a forward pass."""
+    """The module that forward passes call."""
     scorer: Scorer
     passes: MicroBatches
     optimizer: torch.optim.Optimizer | None
 
 
 class TorchEngine(BaseEngine, abstract=True):
-    """A Hugging Face model on one process group. A subclass says how: `_wrap`, and the class variables."""
+    """A Hugging Face model on one process group. A subclass defines `_wrap` and the class variables."""
 
     distributed: ClassVar[bool] = True
-    """Uses a process group, of one rank too."""
+    """Uses a process group, even on one rank."""
     sharded: ClassVar[bool] = True
-    """A rank holds a part of each gradient; otherwise all of it."""
+    """A rank holds a part of each gradient instead of all of it."""
     averages: ClassVar[bool] = False
-    """The wrapper divides gradients by the number of ranks; ours are sums."""
+    """The wrapper divides gradients by the number of ranks, which `gradient_scale` undoes."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -69,7 +77,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self._owns_group = self.distributed and dist.join(self.device, timeout_s=spec.collective_s)
         self._total_steps: int | None = None
         self._pending: state.PendingSave | None = None
-        self._live: Live | None = None
+        self._loaded: LoadedModel | None = None
         self._accumulated = False
         self._meter: Utilization | None = None
         try:
@@ -93,25 +101,25 @@ class TorchEngine(BaseEngine, abstract=True):
 
     @property
     def model(self) -> nn.Module:
-        """As it is called in a forward pass."""
+        """The module that forward passes call."""
         return self._model
 
     @property
     def _model(self) -> nn.Module:
-        return self._parts.model
+        return self._current.model
 
     @property
-    def _parts(self) -> Live:
-        if self._live is None:
+    def _current(self) -> LoadedModel:
+        if self._loaded is None:
             raise InfraError(
                 "this engine has no model since a reset failed (the failure was raised then); reset it again, or make "
                 "a new one"
             )
-        return self._live
+        return self._loaded
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        if (optimizer := self._parts.optimizer) is None:
+        if (optimizer := self._current.optimizer) is None:
             raise BugError("this engine was made forward only (EngineSpec.optim is None); it cannot train")
         return optimizer
 
@@ -128,7 +136,7 @@ class TorchEngine(BaseEngine, abstract=True):
     def forward_backward(self, batch: TensorDict, loss: Loss) -> dict[str, float]:
         self.optimizer  # noqa: B018 - a forward-only engine refuses
         self.to(self.device.type, optimizer=False)
-        passes, counts = self._parts.passes, self.layout.reports
+        passes, counts = self._current.passes, self.layout.reports
         if not self._accumulated and self._meter is not None:
             self._meter.reset()
         with dist.guarded("forward_backward"), self._settled(), passes.timed():
@@ -138,17 +146,17 @@ class TorchEngine(BaseEngine, abstract=True):
             weights = token_weights(batch, totals, loss.agg_mode, loss.agg_scale)
             trained = batch["loss_mask"].any(dim=1)
             learns = trained & loss.needs_gradient(batch)
-            figures = Figures(self.device)
+            sums = MetricSums(self.device)
             with_gradient = passes.cut(batch, learns)
             for number, rows in enumerate(with_gradient, start=1):
                 with self._sync(number == len(with_gradient)):
-                    passes.train(batch, rows, weights, loss, figures)
+                    passes.train(batch, rows, weights, loss, sums)
             with torch.no_grad():
                 for rows in passes.cut(batch, trained & ~learns):
-                    passes.train(batch, rows, weights, loss, figures)
+                    passes.train(batch, rows, weights, loss, sums)
             self._count(batch, learns, backward=True)
             self._count(batch, trained & ~learns, backward=False)
-            summed = figures.over_ranks(dist.all_sum, num_tokens=totals[0], counts=counts)
+            summed = sums.over_ranks(dist.all_sum, num_tokens=totals[0], counts=counts)
         self._accumulated = True
         return summed | {"tokens": totals[0]}
 
@@ -170,14 +178,14 @@ class TorchEngine(BaseEngine, abstract=True):
                 optimizer.step()
         finally:
             self.zero_grad()
-            self._rest()
+            self._offload()
         self._step += 1
         return StepOutcome(self._step, norm, rate)
 
     def utilization(self, since: float) -> float | None:
         if self._meter is None:
             return None
-        torch.cuda.synchronize(self.device)  # the optimizer may still be at it
+        torch.cuda.synchronize(self.device)  # the optimizer may still be running
         return self._meter.of(time.perf_counter() - since)
 
     def zero_grad(self) -> None:
@@ -185,7 +193,7 @@ class TorchEngine(BaseEngine, abstract=True):
         self._accumulated = False
 
     def infer(self, batch: TensorDict) -> TensorDict:
-        passes = self._parts.passes
+        passes = self._current.passes
         results = passes.empty_results(batch)
         self.to(self.device.type, optimizer=False, grad=False)
         try:
@@ -194,20 +202,20 @@ class TorchEngine(BaseEngine, abstract=True):
                 for rows in passes.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
                     passes.infer(batch, rows, results)
         finally:
-            self._rest()
+            self._offload()
         return results
 
     def adapters_off(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self._model)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> Iterator[tuple[str, Tensor]]:
-        with dist.guarded("weights"), self._at_hand(optimizer=False):
-            yield from export.full_weights(self._model, dtype)
+        with dist.guarded("weights"), self._on_device(optimizer=False):
+            yield from full_weights(self._model, dtype)
 
     def save(self, directory: Path, *, hf: Path | None = None) -> None:
         self.finish_save()
-        with dist.guarded("save"), self._at_hand(optimizer=True):
-            optimizer = self._parts.optimizer
+        with dist.guarded("save"), self._on_device(optimizer=True):
+            optimizer = self._current.optimizer
             self._pending = state.begin_save(directory, self._model, optimizer, self._step, self.spec, hf=hf)
 
     def wait_for_files(self) -> None:
@@ -222,14 +230,14 @@ class TorchEngine(BaseEngine, abstract=True):
 
     def load(self, directory: Path) -> None:
         self.finish_save()
-        if self._parts.optimizer is not None:
+        if self._current.optimizer is not None:
             self.zero_grad()
         self.to(self.device.type)
         try:
             with dist.guarded("load"):
-                self._step = state.load(directory, self._model, self._parts.optimizer, self.spec)
+                self._step = state.load(directory, self._model, self._current.optimizer, self.spec)
         finally:
-            self._rest()
+            self._offload()
 
     def reset(self) -> None:
         self.finish_save()
@@ -241,12 +249,12 @@ class TorchEngine(BaseEngine, abstract=True):
         try:
             self.finish_save()
         finally:
-            if self._live is not None:
-                state.release(self._live.model)
+            if self._loaded is not None:
+                state.release(self._loaded.model)
             self._leave()
 
     def _load(self) -> PreTrainedModel:
-        """On CPU, whole, in the master weights' dtype."""
+        """Load the full model on CPU, in the master weights' dtype."""
         spec = self.spec
         return load_model(
             spec.model.path,
@@ -258,7 +266,8 @@ class TorchEngine(BaseEngine, abstract=True):
 
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
-        """Spread `model`, which is on CPU, over the ranks, each part on `self.device`. Returns what is to be called."""
+        """Distribute `model`, which is on CPU, over the ranks, each part on `self.device`. Return the module to
+        call."""
 
     def _leave(self) -> None:
         if self._owns_group:
@@ -266,17 +275,18 @@ class TorchEngine(BaseEngine, abstract=True):
             self._owns_group = False
 
     def _sync(self, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch: gradients have to be summed over the ranks by the end of the last one."""
+        """Return the context of one micro-batch; by the end of the last one, gradients must be summed over the
+        ranks."""
         return nullcontext()
 
     def _settle(self) -> None:
-        """After the passes of a call: the model's parameters are what the optimizer steps and checkpoints hold."""
+        """Called after the passes of a call: restore the parameters that the optimizer and checkpoints use."""
 
     def _move_model(self, device: torch.device) -> None:
         self._model.to(device)
 
     def _autocast(self) -> torch.dtype | None:
-        """What the scorer has to cast to, if the wrapper does not."""
+        """Return the dtype that the scorer has to cast to, if the wrapper does not cast."""
         return self._compute_dtype()
 
     @property
@@ -310,7 +320,7 @@ class TorchEngine(BaseEngine, abstract=True):
             temperature=spec.temperature,
             packed=packed,
             sp_group=self._mesh.get_group("sequence") if self._mesh is not None else None,
-            eyes=Eyes(hf, spec.model, spec.path_key) if spec.model_type == "language_model" else None,
+            media_encoder=MediaEncoder(hf, spec.model, spec.path_key) if spec.model_type == "language_model" else None,
         )
         passes = MicroBatches(
             scorer,
@@ -321,16 +331,17 @@ class TorchEngine(BaseEngine, abstract=True):
             gradient_scale=self.layout.world_size if self.averages else 1,
             copied_weights=shapes if self._autocast() is not None else frozenset(),
         )
-        self._live = Live(model, scorer, passes, None if spec.optim is None else adamw(model, spec.optim))
+        self._loaded = LoadedModel(model, scorer, passes, None if spec.optim is None else adamw(model, spec.optim))
         self._places = dict.fromkeys(("model", "grad", "optimizer"), self.device)
-        self._rest()
+        self._offload()
 
     def _discard(self) -> None:
-        """Or there would be two models for a while: modules, hooks and wrappers refer to each other in circles."""
-        if self._live is not None:
-            state.release(self._live.model)
-            self._live.scorer.detach()
-            self._live = None
+        """Free the old model before the next one is loaded: modules, hooks and wrappers refer to each other in
+        cycles."""
+        if self._loaded is not None:
+            state.release(self._loaded.model)
+            self._loaded.scorer.detach()
+            self._loaded = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -343,7 +354,7 @@ class TorchEngine(BaseEngine, abstract=True):
         return torch.bfloat16 if self.spec.engine.dtype == "bfloat16" and not self.spec.float64 else None
 
     def _float32_head(self, model: nn.Module) -> nn.Module | None:
-        """The head that computes in float32 while the rest does not: that of a value or reward model."""
+        """The head of a value or reward model, if it computes in float32 and the rest does not."""
         if self._compute_dtype() is None or self.spec.model_type == "language_model":
             return None
         return head_of(model)
@@ -360,14 +371,14 @@ class TorchEngine(BaseEngine, abstract=True):
             if part == "model":
                 self._move_model(target)
             elif part == "grad":
-                offload.move_gradients(self._model, target)
-            elif self._parts.optimizer is not None:
-                offload.move_optimizer(self._parts.optimizer, target)
+                move_gradients(self._model, target)
+            elif self._current.optimizer is not None:
+                move_optimizer(self._current.optimizer, target)
             self._places[part] = target
 
     @contextmanager
-    def _at_hand(self, *, optimizer: bool) -> Iterator[None]:
-        """Weights, and the optimizer's state, where collectives can reach them; afterwards where they were."""
+    def _on_device(self, *, optimizer: bool) -> Iterator[None]:
+        """Move weights and optimizer state to a device that collectives support, and back afterwards."""
         before = self._places.copy()
         try:
             if self.sharded:
@@ -383,8 +394,8 @@ class TorchEngine(BaseEngine, abstract=True):
         finally:
             self._settle()
 
-    def _rest(self) -> None:
-        """Between steps: what is configured to is kept on CPU."""
+    def _offload(self) -> None:
+        """Move offloaded parts to CPU between calls."""
         engine = self.spec.engine
         if engine.param_offload or engine.optimizer_offload:
             self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=False)
@@ -393,7 +404,7 @@ class TorchEngine(BaseEngine, abstract=True):
         """The gradient's global norm, and whether it and every rank's `loss` are finite. The same on all ranks."""
         square = squared_norm(parts).to(self.device)
         if not self.sharded:
-            square = square / self.layout.world_size  # all ranks have the whole; they are added up below
+            square = square / self.layout.world_size  # every rank has all of it, and they are summed below
         bad = torch.tensor(float(not math.isfinite(loss)), dtype=torch.float64, device=self.device)
         total, num_bad = dist.all_sum(torch.stack([square, bad])).tolist()
         norm = math.sqrt(total) if total >= 0 else math.nan
@@ -408,7 +419,7 @@ class TorchEngine(BaseEngine, abstract=True):
 
 
 def _meter(model: PreTrainedModel, spec: EngineSpec, device: torch.device) -> Utilization | None:
-    """None where the device's peak or the work is not known, or nothing is trained."""
+    """None if the device's peak or the work is unknown, or nothing is trained."""
     if device.type != "cuda" or spec.engine.dtype != "bfloat16" or spec.float64 or spec.optim is None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(device))

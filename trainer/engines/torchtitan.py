@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.failures import ConfigError
-from trainer.engine.base import EngineSpec
-from trainer.engine.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
-from trainer.engine.fsdp2 import Fsdp2Engine, sum_gradients
-from trainer.engine.registry import EngineRegistry
+from asyncrl.core.failures import ConfigError
+from trainer.engines.base import EngineSpec
+from trainer.engines.foreign import Attention, ForeignModel, check_ready, check_settings, check_weights, head_dim
+from trainer.engines.registry import EngineRegistry
+from trainer.engines.sharded import Fsdp2Engine, sum_gradients
 
 BACKEND = "torchtitan"
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}

@@ -1,10 +1,10 @@
-"""Who gets what of a call to all ranks, and how their results become one. A method says so where it is defined:
+"""Scatter a call on a group over its ranks, and collect the results. Each method declares how:
 
     scatter   all           the same arguments on every rank
-              rows          the first argument is a batch, whose rows are shared out over the data ranks
-              mini_batches  so too, and the second one lists the rows of each mini-batch: each is shared out by itself
+              rows          the first argument is a batch, whose rows are split over the data ranks
+              mini_batches  as `rows`; the second argument has the rows of each mini-batch, which are split separately
               rank_zero     only rank 0 is called
-    collect   first         rank 0's result: all have the same
+    collect   first         rank 0's result, which all ranks have
               rows          results of the ranks that report, back in the order of the batch's rows
 
 Ranks of one data group (`Layout.data_rank`: they share sequences or tensors) get the same rows.
@@ -21,10 +21,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from asyncrl.failures import BugError, DataError
-from trainer.batching import balance
-from trainer.engine.base import Layout
-from trainer.tensors import input_lengths
+from asyncrl.core.failures import BugError, DataError
+from trainer.engines.base import Layout
+from trainer.engines.compute.packing import balance, input_lengths
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -35,17 +34,17 @@ class Dispatch(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one data rank computes."""
+    """The rows that one data rank computes."""
 
     rows: list[int]
-    """Row numbers of the whole batch, ascending."""
+    """Row numbers within the whole batch, ascending."""
     padding: list[int]
-    """Rows that are given to this rank once more, with nothing to train in them, behind `rows`."""
+    """Rows without a trained token that follow `rows`, so that every mini-batch has a row on this rank."""
     mini_batches: list[list[int]]
-    """Of each mini-batch, positions in `rows + padding`."""
+    """Positions of each mini-batch in `rows + padding`."""
 
 
-class Call(NamedTuple):
+class RankCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -63,10 +62,10 @@ def dispatched(
 
 
 def dispatch_of(worker: type, method: str) -> Dispatch:
-    """What `method` has declared.
+    """Return the declared dispatch of `method`.
 
     Raises:
-        BugError: there is no such method, or it declares nothing; the nearest one is named.
+        BugError: there is no such method, or it has no dispatch; the nearest one is named.
     """
     declared = getattr(getattr(worker, method, None), "dispatch", None)
     if declared is None:
@@ -77,15 +76,16 @@ def dispatch_of(worker: type, method: str) -> Dispatch:
 
 
 def share_rows(lengths: Sequence[int], num_ranks: int) -> list[Share]:
-    """Every row once, at like cost for each data rank; a rank that would get none is given the shortest row to pad."""
+    """Assign every row to one data rank, at similar cost for each; a rank without rows gets the shortest row as
+    padding."""
     return share_mini_batches(lengths, [range(len(lengths))], num_ranks)
 
 
 def share_mini_batches(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_ranks: int) -> list[Share]:
-    """Each mini-batch at like cost for each data rank, so that a step takes all of them equally long.
+    """Split each mini-batch at similar cost for each data rank, so that a step takes equally long on all of them.
 
-    A row may be in several mini-batches (epochs), on other ranks each time; a rank gets it once. In a mini-batch of
-    fewer rows than ranks the ranks that go without compute a padding row.
+    A row may be in several mini-batches (epochs), on a different rank each time; a rank receives it once. If a
+    mini-batch has fewer rows than there are ranks, the ranks without a row compute a padding row.
     """
     members: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for rows in mini_batches:
@@ -102,11 +102,11 @@ def _share(parts: Sequence[Sequence[int]], shortest: int) -> Share:
     return Share(rows, padding, [[place[row] for row in part] or [len(rows)] for part in parts])
 
 
-def scatter(mode: Dispatch, layouts: Sequence[Layout], call: Call) -> tuple[dict[int, Call], list[Share]]:
-    """Each rank's arguments (ranks of a data group share the object), and for `rows` each data rank's share.
+def scatter(mode: Dispatch, layouts: Sequence[Layout], call: RankCall) -> tuple[dict[int, RankCall], list[Share]]:
+    """Return each rank's arguments (ranks of a data group share the object), and for `rows` each data rank's share.
 
     Raises:
-        DataError: a batch without rows, or a mini-batch without, or row numbers that are none of the batch's.
+        DataError: the batch or a mini-batch has no rows, or a row number is not in the batch.
     """
     if mode.scatter == "rank_zero":
         return {0: call}, []
@@ -116,19 +116,19 @@ def scatter(mode: Dispatch, layouts: Sequence[Layout], call: Call) -> tuple[dict
     num_ranks = layouts[0].data_size
     lengths = input_lengths(batch)
     if not lengths:
-        raise DataError("a batch without rows: nothing to compute; look at what dropped all of its samples")
+        raise DataError("the batch has no rows, so there is nothing to compute; find out why its samples were dropped")
     if mode.scatter == "rows":
         shares = share_rows(lengths, num_ranks)
-        calls = [Call((_take(batch, share), *rest), call.kwargs) for share in shares]
+        calls = [RankCall((_take(batch, share), *rest), call.kwargs) for share in shares]
     else:
         _check_mini_batches(rest[0], len(lengths))
         shares = share_mini_batches(lengths, rest[0], num_ranks)
-        calls = [Call((_take(batch, share), share.mini_batches, *rest[1:]), call.kwargs) for share in shares]
+        calls = [RankCall((_take(batch, share), share.mini_batches, *rest[1:]), call.kwargs) for share in shares]
     return {layout.rank: calls[layout.data_rank] for layout in layouts}, shares
 
 
 def collect(mode: Dispatch, layouts: Sequence[Layout], shares: Sequence[Share], results: Mapping[int, Any]) -> Any:
-    """One result of all ranks'; padding rows are gone."""
+    """Combine the ranks' results into one, without padding rows."""
     if mode.collect == "first":
         return results[0]
     reporting = [layout for layout in layouts if layout.reports and shares[layout.data_rank].rows]
@@ -154,21 +154,21 @@ def _take(batch: TensorDict, share: Share) -> TensorDict:
 
 
 class Arrays(NamedTuple):
-    """A TensorDict on its way: arrays travel through shared memory, where tensors would be pickled."""
+    """A TensorDict for Ray: arrays go through shared memory, where tensors would be pickled."""
 
     values: dict[str, NDArray[Any]]
     num_rows: int
 
 
 def to_wire(value: Any) -> Any:
-    """A TensorDict as `Arrays`; anything else as it is."""
+    """Convert a TensorDict to `Arrays`; return anything else unchanged."""
     if not isinstance(value, TensorDict):
         return value
     return Arrays({key: tensor.cpu().numpy() for key, tensor in value.items()}, len(value))
 
 
 def from_wire(value: Any) -> Any:
-    """The reverse. What arrives is read-only, so it is copied."""
+    """Convert back. The arrays received are read-only, so they are copied."""
     if not isinstance(value, Arrays):
         return value
     tensors = {key: torch.from_numpy(np.array(array)) for key, array in value.values.items()}

@@ -6,20 +6,20 @@ from typing import Any, Self
 
 import anyio
 
-from asyncrl.config.schema import Dtype
-from asyncrl.ports import WeightPublisher
-from trainer.engine.base import EngineSpec, Layout
-from trainer.outcomes import Answer
-from trainer.placement import Role
-from trainer.rank import Rank
-from trainer.roles import Published, RoleCalls
-from trainer.tracing import NO_PROFILING, RankProfiling
+from asyncrl.config.sections.base import Dtype
+from asyncrl.core.ports import WeightPublisher
+from trainer.engines.base import EngineSpec, Layout
+from trainer.workers.outcomes import Answer
+from trainer.workers.placement import Role
+from trainer.workers.rank import Rank
+from trainer.workers.tracing import NO_PROFILING, RankProfiling
+from trainer.workers.worker import Published, RoleGroup
 
 
-class InlineGroup(RoleCalls):
-    """`RoleGroup` of one worker on a thread of this process. `await InlineGroup.start(spec)` makes one.
+class InlineGroup(RoleGroup):
+    """A `RoleGroup` of one worker, on a thread of this process. Created by `await InlineGroup.start(spec)`.
 
-    One call at a time; others wait. Under torchrun every process has one, and gives it its own rows.
+    One call runs at a time and others wait. Under torchrun every process creates one and passes its own rows to it.
     """
 
     def __init__(self, rank: Rank, role: Role, layout: Layout, weights_dtype: Dtype) -> None:
@@ -27,7 +27,7 @@ class InlineGroup(RoleCalls):
         self._role: Role = role
         self._weights_dtype = weights_dtype
         self.layout = layout
-        # Published weights may be the live ones: no step until the publisher has copied them.
+        # Published weights may be the live ones, so no step may run until the publisher has copied them.
         self._lock = anyio.Lock()
 
     @classmethod
@@ -43,8 +43,8 @@ class InlineGroup(RoleCalls):
         """Load the model.
 
         Args:
-            publisher: where `publish` puts weights, in `weights_dtype`.
-            profiling: what to trace. Events go where those of this process go, whatever it says.
+            publisher: receives the weights in `publish`, in `weights_dtype`.
+            profiling: the steps to trace. Events are always recorded by this process.
 
         Raises:
             ConfigError: see `EngineRegistry.new`.
@@ -70,18 +70,18 @@ class InlineGroup(RoleCalls):
         _value(await self._rank.republish())
 
     async def end_traces(self, step: int) -> str:
-        """`step` is over: see `Tracer.end`."""
+        """See `Tracer.end`."""
         async with self._lock:
             return _value(await self._rank.end_trace(step))
 
-    async def written(self) -> None:
-        await self._rank.written(self._role)
+    async def wait_for_files(self) -> None:
+        await self._rank.wait_for_files(self._role)
 
     async def close(self) -> None:
-        """Give up the engine and its thread, once what runs has ended.
+        """Close the engine and its thread, after running calls.
 
         Raises:
-            InfraError: a checkpoint begun could not be written. All is given up nevertheless.
+            InfraError: an unfinished checkpoint could not be written. Everything is closed nevertheless.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:

@@ -1,7 +1,7 @@
-"""What the ranks of a group say to one call, and what follows from it when they do not all succeed. No Ray, no torch.
+"""Combine the outcomes of one call on the ranks of a group: which failure to raise, and whether the group stays usable.
 
-A death explains the failures of the others, a failure explains their silence; so the cause that counts is a death, else
-the first failure, else the silence.
+A rank that died explains the failures of the others, and a failed rank explains why others don't answer. So the failure
+to raise is a death, or else the first failure, or else a deadline.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from asyncrl.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError, DeadlineError, DivergenceError
 
 GRACE_S = 5.0
-"""What the other ranks may take to report the failure that one of them has reported."""
+"""How long the other ranks have to report their failure after the first one."""
 AGREED = (DataError, DivergenceError, ConfigError)
-"""Failures that ranks decide on together, and that leave them as they were."""
+"""Failures that ranks decide on together, and that leave them unchanged."""
 
 
 class Answer(NamedTuple):
-    """What became of a call. A failure is a value: it reaches the caller as it is, whatever the transport."""
+    """The result of a call. A failure is a value, so that it reaches the caller unchanged over any transport."""
 
     value: Any
     error: AsyncRLError | None
-    apart: bool = False
-    """The failure is this rank's own business: its model and its collective operations went as those of the others."""
+    local: bool = False
+    """Whether the failure concerns this rank only, and its model and collective operations still agree with the
+    others."""
     events: Sequence[Mapping[str, Any]] = ()
-    """What the rank recorded until then (`asyncrl.profiling`); none of a rank that writes them itself."""
+    """Events that the rank recorded (`asyncrl.profiling`); empty if it writes them itself."""
 
 
-class Lost(NamedTuple):
-    """No answer will come."""
+class LostRank(NamedTuple):
+    """The outcome of a rank that will not answer, because it died or could not be called."""
 
     error: AsyncRLError
-    """Its message goes on behind "rank N of the … group "."""
+    """Its message continues "rank N of the … group "."""
 
 
-Outcome = Answer | Lost
+Outcome = Answer | LostRank
 
 
-async def gather(answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> dict[int, Outcome]:
-    """By rank, in the order in which they came: all of them, or up to the first loss, or what came within `limit_s` or
-    within `GRACE_S` of the first failure."""
+async def gather_outcomes(answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> dict[int, Outcome]:
+    """Collect outcomes by rank, in the order of arrival: all of them, or those up to the first lost rank, within
+    `limit_s` or within `GRACE_S` of the first failure."""
     outcomes: dict[int, Outcome] = {}
     send, receive = anyio.create_memory_object_stream[tuple[int, Outcome]](len(answers))
 
@@ -56,7 +57,7 @@ async def gather(answers: Mapping[int, Awaitable[Outcome]], limit_s: float) -> d
             while len(outcomes) < len(answers):
                 rank, outcome = await receive.receive()
                 outcomes[rank] = outcome
-                if isinstance(outcome, Lost):
+                if isinstance(outcome, LostRank):
                     break
                 if outcome.error is not None:
                     scope.deadline = min(scope.deadline, anyio.current_time() + GRACE_S)
@@ -68,16 +69,16 @@ def values_of(outcomes: Mapping[int, Outcome]) -> dict[int, Any]:
     return {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Answer)}
 
 
-def failure(
+def find_failure(
     group: str, what: str, ranks: Collection[int], outcomes: Mapping[int, Outcome], limit_s: float
 ) -> AsyncRLError | None:
-    """The cause that counts, with the rank it comes from; None: all have succeeded.
+    """Return the failure to raise, with its rank, or None if every rank succeeded.
 
-    What the ranks agree on is about all of them and stays as it was raised.
+    A failure on which the ranks agree is returned unchanged.
     """
-    alike = _alike(ranks, outcomes)
+    alike = _all_agree(ranks, outcomes)
     for rank, outcome in outcomes.items():
-        if isinstance(outcome, Lost):
+        if isinstance(outcome, LostRank):
             return type(outcome.error)(
                 f"{what}: rank {rank} of the {group} group {outcome.error.message}", outcome.error.cause
             )
@@ -86,8 +87,8 @@ def failure(
             continue
         if alike:
             return outcome.error
-        alone = isinstance(outcome.error, AGREED) and not _apart(outcome)
-        end = "; the other ranks say otherwise, so the group is of no more use" if alone else ""
+        alone = isinstance(outcome.error, AGREED) and not _is_local(outcome)
+        end = "; the other ranks did not fail alike, so the group cannot be used any more" if alone else ""
         return type(outcome.error)(
             f"rank {rank} of the {group} group: {outcome.error.message}{end}", outcome.error.cause
         )
@@ -100,26 +101,26 @@ def failure(
     return None
 
 
-def usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool) -> bool:
-    """Whether the ranks can go on after a failure.
+def group_is_usable(ranks: Collection[int], outcomes: Mapping[int, Outcome], *, changes_model: bool) -> bool:
+    """Return whether the ranks can be used after a failure.
 
-    None may be lost or still at it. Ranks that have refused alike are as they were; and so is a lone one of which only
-    was read. In any other failure some rank may have left the others alone in a collective operation, and the process
-    group with it.
+    No rank may be lost or still computing. Ranks that have refused a call alike are unchanged, and so is a single rank
+    after a read-only call. After any other failure, ranks may be waiting in a collective operation that a failed
+    rank left.
     """
-    if len(outcomes) < len(ranks) or any(isinstance(outcome, Lost) for outcome in outcomes.values()):
+    if len(outcomes) < len(ranks) or any(isinstance(outcome, LostRank) for outcome in outcomes.values()):
         return False
-    if all(outcome.error is None or _apart(outcome) for outcome in outcomes.values()):
+    if all(outcome.error is None or _is_local(outcome) for outcome in outcomes.values()):
         return True
-    return _alike(ranks, outcomes) or (len(ranks) == 1 and not changes_model)
+    return _all_agree(ranks, outcomes) or (len(ranks) == 1 and not changes_model)
 
 
-def _alike(ranks: Collection[int], outcomes: Mapping[int, Outcome]) -> bool:
-    """Whether all ranks have answered with the same of the failures that they decide on together."""
+def _all_agree(ranks: Collection[int], outcomes: Mapping[int, Outcome]) -> bool:
+    """Return whether all ranks have answered with the same kind of `AGREED` failure."""
     kinds = {type(outcome.error) for outcome in outcomes.values()}
     answered = len(outcomes) == len(ranks) and all(isinstance(outcome, Answer) for outcome in outcomes.values())
     return answered and len(kinds) == 1 and kinds.pop() in AGREED
 
 
-def _apart(outcome: Outcome) -> bool:
-    return isinstance(outcome, Answer) and outcome.apart
+def _is_local(outcome: Outcome) -> bool:
+    return isinstance(outcome, Answer) and outcome.local

@@ -1,4 +1,4 @@
-"""Which models the Trainer runs, and in which processes. Pure: a configuration in, plans out."""
+"""Plan from the configuration which models the Trainer runs, and in which processes. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncrl.config.schema import Config, Dtype, EngineConfig, ModelConfig, OptimConfig, RoleConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.base import Dtype
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig, RoleConfig
 
 Role = Literal["actor", "ref", "critic", "reward_model"]
 
@@ -20,19 +23,19 @@ _MODEL_TYPES: dict[Role, Literal["language_model", "value_model", "reward_model"
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """One model, on every rank of its group: the fields of `trainer.engine.base.EngineSpec`, without torch."""
+    """A model that runs on every rank of its group: the fields of `trainer.engines.base.EngineSpec`, without torch."""
 
     role: Role
     model: ModelConfig
     path_key: str
-    """The key that `model.path` was given under."""
+    """The configuration key of the model's path."""
     engine: EngineConfig
     optim: OptimConfig | None
     """None: forward only."""
     temperature: float
     seed: int
     weights_dtype: Dtype
-    """Of published weights."""
+    """Dtype of published weights."""
 
     @property
     def model_type(self) -> Literal["language_model", "value_model", "reward_model"]:
@@ -47,17 +50,17 @@ class GroupPlan:
     num_ranks: int
     device: Literal["auto", "cpu", "cuda"]
     cpu_threads: int
-    """Of each rank on CPU: the most that any of its models asks for."""
+    """CPUs of each rank on CPU: the maximum over its models."""
     roles: tuple[RolePlan, ...]
 
     @property
     def section(self) -> str:
-        """Where `num_workers` and `device` of this group are set."""
+        """The configuration section with `num_workers` and `device` of this group."""
         return {"actor": "trainer", "reward_model": "reward_model.worker"}.get(self.name, self.name)
 
 
 def plan_groups(config: Config) -> list[GroupPlan]:
-    """The actor's group first, then a group for each role with `placement: own`."""
+    """Return the actor's group, then a group for each role with `placement: own`."""
     others = _other_roles(config)
     inside = [plan for plan, settings in others if settings.placement == "actor"]
     outside = [plan for plan, settings in others if settings.placement == "own"]
@@ -65,7 +68,8 @@ def plan_groups(config: Config) -> list[GroupPlan]:
 
 
 def reference_is_actor(config: Config) -> bool:
-    """Whether reference log-probs come from the policy without its LoRA adapters, so that no second model is loaded."""
+    """Return whether reference log-probs come from the policy without its LoRA adapters, so that no second model is
+    loaded."""
     return config.needs_reference and config.model.lora_rank > 0 and config.ref.placement == "actor"
 
 
@@ -92,14 +96,15 @@ def _actor(config: Config) -> RolePlan:
 
 
 def _critic(config: Config) -> RolePlan:
-    """LoRA is the policy's: of the critic all weights are trained, as a value head needs more than adapters."""
+    """Only the policy uses LoRA. All weights of the critic are trained, because a value head needs more than
+    adapters."""
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora_rank": 0})
     plan = _plan("critic", config, model, _role_engine(config, config.critic), config.critic.optim)
     return plan if config.critic.path is None else replace(plan, path_key="critic.path")
 
 
 def _forward_only(role: Role, config: Config, settings: RoleConfig, path: str | None) -> RolePlan:
-    """`path`: the role's own; None: the policy's."""
+    """`path`: the path of the role's model; None: the policy's."""
     changes: dict[str, Any] = {"path": path or config.model.path, "lora_rank": 0}
     if role == "reward_model":
         changes["trust_remote_code"] = config.reward_model.trust_remote_code
@@ -120,8 +125,8 @@ def _trainer_engine(config: Config) -> EngineConfig:
 
 
 def _role_engine(config: Config, settings: RoleConfig) -> EngineConfig:
-    """The trainer's engine, with what the role sets for itself. In the actor's ranks their number, device and threads
-    are the actor's."""
+    """The trainer's engine with the role's own settings. In the actor's ranks, number, device and threads are the
+    actor's."""
     engine = _trainer_engine(config)
     own = settings.model_dump(include=set(EngineConfig.model_fields), exclude_none=True)
     if settings.placement == "actor":

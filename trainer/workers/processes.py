@@ -1,4 +1,4 @@
-"""The processes of a group, as Ray actors: what they reserve, where they run, and how they end."""
+"""The processes of a group, as Ray actors: reserve their resources, start them and kill them."""
 
 from __future__ import annotations
 
@@ -22,83 +22,85 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl.config.schema import Dtype
-from asyncrl.failures import ConfigError, DeadlineError
-from asyncrl.ports import WeightPublisher
+from asyncrl.config.sections.base import Dtype
+from asyncrl.core.failures import ConfigError, DeadlineError
+from asyncrl.core.ports import WeightPublisher
 from asyncrl.profiling import profile
-from trainer.dispatch import Call, from_wire, to_wire
-from trainer.outcomes import Answer
-from trainer.placement import GroupPlan, Role
-from trainer.rank import Rank
-from trainer.tracing import DIRECTORY, NO_PROFILING, RankProfiling, nsight_options
+from trainer.workers.dispatch import RankCall, from_wire, to_wire
+from trainer.workers.outcomes import Answer
+from trainer.workers.placement import GroupPlan, Role
+from trainer.workers.rank import Rank
+from trainer.workers.tracing import DIRECTORY, NO_PROFILING, RankProfiling, nsight_options
 
 logger = logging.getLogger(__name__)
 
-ASKED_S = 1.0
-"""For processes to end by themselves when Ray tells them to, which a stopped one does not hear."""
+TERMINATE_S = 1.0
+"""How long processes have to end on Ray's signal, which a stopped process does not receive."""
 CLOSE_S = 10.0
-"""For processes to be gone."""
+"""How long killed processes have to end."""
 _numbers = itertools.count()
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     node_id: str
     address: str
     pid: int
     gpu: int
-    """Which of the GPUs that the process sees is its own; 0 on CPU."""
+    """Index of the rank's GPU among those that the process sees; 0 on CPU."""
 
 
-At = tuple[int | None, int | None]
-"""Step and version that a call belongs to; None: not known."""
+StepAndVersion = tuple[int | None, int | None]
+"""Step and version that a call belongs to; None if unknown."""
 
 
 class RankActor(Rank):
-    """`trainer.rank.Rank` in an actor."""
+    """A `Rank` as a Ray actor."""
 
     def __init__(self, publisher: WeightPublisher | None, profiling: RankProfiling, group: str) -> None:
         super().__init__(publisher, profiling, group)
         profile.configure("rank", profiling.setup)
 
-    async def locate(self) -> Place:
+    async def locate(self) -> RankLocation:
         context = ray.get_runtime_context()
         gpu = own_gpu(context.get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu)
+        return RankLocation(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpu)
 
-    async def call_on_wire(self, at: At, role: Role, method: str, call: Call) -> Answer:
+    async def call_at(self, at: StepAndVersion, role: Role, method: str, call: RankCall) -> Answer:
         def run() -> Any:
             args = [from_wire(value) for value in call.args]
             return to_wire(getattr(self._workers[role], method)(*args, **call.kwargs))
 
-        profile.at(step=at[0], version=at[1])
+        profile.set_position(step=at[0], version=at[1])
         return await self._call(role, method, run)
 
-    async def publish_at(self, at: At, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> Answer:
-        profile.at(step=at[0], version=at[1])
+    async def publish_at(
+        self, at: StepAndVersion, role: Role, dtype: Dtype, version: int, step: int, validate: bool
+    ) -> Answer:
+        profile.set_position(step=at[0], version=at[1])
         return await self.publish(role, dtype, version, step, validate)
 
 
 class Processes:
-    """One actor for each rank of `plan`, in this order: `reserve`, `start`, and in the end `kill`."""
+    """One actor for each rank of `plan`. Call `reserve`, `start` and finally `kill`."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
         self.device: Literal["cpu", "cuda"] = _device(plan)
         self.actors: list[Any] = []
-        """By rank; empty after `kill`."""
+        """The actors by rank; empty after `kill`."""
         self._bundles: PlacementGroup | None = None
 
     async def reserve(self, *, cpus: bool, limit_s: float, until: float) -> None:
-        """A bundle for each rank, near each other. Ranks on CPU need none unless their `cpus` are reserved.
+        """Reserve a bundle for each rank, packed closely. Ranks on CPU need none unless their `cpus` are reserved.
 
-        What a Trainer of this run that is gone had reserved is freed: Ray keeps it for as long as the driver lives, and
-        on a full cluster its successor would wait for it for ever.
+        Reservations of an earlier Trainer of this run are freed. Otherwise Ray would keep them as long as the driver
+        lives, and on a full cluster the new Trainer would wait for them forever.
 
         Args:
             until: when `limit_s` ends, by `anyio.current_time`.
 
         Raises:
-            DeadlineError: the cluster had no room in time.
+            DeadlineError: the cluster did not have enough free resources in time.
         """
         bundle = {"CPU": float(self.plan.cpu_threads)} if cpus else {}
         bundle |= {"GPU": 1.0} if self.device == "cuda" else {}
@@ -123,7 +125,7 @@ class Processes:
     ) -> None:
         """
         Raises:
-            ConfigError: Nsight Systems shall look into ranks on CPU.
+            ConfigError: `profiler.tool=nsys` with ranks on CPU.
         """
         check_tool(profiling, self.plan, self.device)
         threads = str(self.plan.cpu_threads)
@@ -142,7 +144,7 @@ class Processes:
 
     def _nsight(self, rank: int, profiling: RankProfiling, *, shared: bool) -> dict[str, Any]:
         """`shared`: the cluster may have machines without the run directory."""
-        if profiling.tool != "nsys" or not profiling.looks_into(rank):
+        if profiling.tool != "nsys" or not profiling.traces_rank(rank):
             return {}
         directory = None
         if profiling.run_dir is not None and not shared:
@@ -150,9 +152,9 @@ class Processes:
             directory.mkdir(parents=True, exist_ok=True)
         return {"nsight": nsight_options(self.plan.name, rank, directory)}
 
-    async def kill(self, places: Sequence[Place]) -> None:
-        """Not politely: a rank that waits in a collective operation hears nothing. Waits until those on this machine
-        are gone, within `CLOSE_S`."""
+    async def kill(self, places: Sequence[RankLocation]) -> None:
+        """Kill every rank, because a rank that waits in a collective operation ignores other signals. Wait for at most
+        `CLOSE_S` until those on this machine have ended."""
         actors, self.actors = self.actors, []
         bundles, self._bundles = self._bundles, None
         if not ray.is_initialized():
@@ -162,21 +164,21 @@ class Processes:
 
 
 def own_gpu(assigned: Sequence[str], visible: str | None) -> int:
-    """Which of the GPUs that a process sees is the one Ray has assigned to it. Pure.
+    """Return the index of the GPU that Ray has assigned to a process among those that the process sees. Pure.
 
-    Ray shows a process no other, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 leaves it all of the machine's.
+    The process sees only its own GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 makes all GPUs visible.
 
     Args:
-        assigned: ids of one GPU, or of none: a rank on CPU.
-        visible: CUDA_VISIBLE_DEVICES, in whose terms ids are; None: not set, so ids are the machine's own numbers.
+        assigned: id of the assigned GPU; empty for a rank on CPU.
+        visible: CUDA_VISIBLE_DEVICES, which the ids refer to; None: not set, so ids are the machine's GPU numbers.
     """
     if not assigned:
         return 0
     return int(assigned[0]) if visible is None else visible.split(",").index(assigned[0])
 
 
-def local_ranks(places: Sequence[Place], device: Literal["cpu", "cuda"]) -> list[int]:
-    """`Meeting.local_rank` of each rank. Pure."""
+def local_ranks(places: Sequence[RankLocation], device: Literal["cpu", "cuda"]) -> list[int]:
+    """`Rendezvous.local_rank` of each rank. Pure."""
     if device == "cuda":
         return [place.gpu for place in places]
     nodes = [place.node_id for place in places]
@@ -184,10 +186,10 @@ def local_ranks(places: Sequence[Place], device: Literal["cpu", "cuda"]) -> list
 
 
 def device_of(plan: GroupPlan, num_gpus: int) -> Literal["cpu", "cuda"]:
-    """Where the ranks of a group run on a cluster with so many GPUs. Pure.
+    """Return the device of a group's ranks on a cluster with `num_gpus` GPUs. Pure.
 
     Raises:
-        ConfigError: fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks.
     """
     if plan.device == "cpu" or (plan.device == "auto" and num_gpus == 0):
         return "cpu"
@@ -208,7 +210,7 @@ def check_tool(profiling: RankProfiling, plan: GroupPlan, device: Literal["cpu",
     """Pure.
 
     Raises:
-        ConfigError: Nsight Systems shall look into ranks on CPU.
+        ConfigError: `profiler.tool=nsys` with ranks on CPU.
     """
     if profiling.steps and profiling.tool == "nsys" and device == "cpu":
         raise ConfigError(
@@ -223,16 +225,16 @@ def _device(plan: GroupPlan) -> Literal["cpu", "cuda"]:
 
 
 def _free(run: str, process: str) -> None:
-    """Remove the reservations whose names begin with `run` and do not go on with `process`. Blocking."""
+    """Remove the reservations whose names begin with `run`, except those that continue with `process`. Blocking."""
     for group in placement_group_table().values():
         name = group["name"]
         if name.startswith(run) and not name.startswith(f"{run}{process}/") and group["state"] != "REMOVED":
-            logger.info("freeing %s, which a process that is gone had reserved", name)
+            logger.info("freeing the reservation %s of a process that has ended", name)
             remove_placement_group(get_placement_group(name))
 
 
-def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[Place]) -> None:
-    """Blocking: until the ranks on this machine are gone."""
+def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Sequence[RankLocation]) -> None:
+    """Kill the ranks, and block until those on this machine have ended."""
     here = ray.get_runtime_context().get_node_id()
     for actor in actors:
         ray.kill(actor)
@@ -243,7 +245,7 @@ def _kill_all(actors: Sequence[Any], bundles: PlacementGroup | None, places: Seq
         with suppress(psutil.NoSuchProcess):
             if place.node_id == here:
                 processes.append(psutil.Process(place.pid))
-    _, alive = psutil.wait_procs(processes, timeout=ASKED_S)
+    _, alive = psutil.wait_procs(processes, timeout=TERMINATE_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,6 +1,7 @@
-"""One process of a group: the workers of the roles placed there, on one thread, and what became of each call.
+"""One process of a group, which runs the workers of its roles on one thread and returns an `Answer` to each call.
 
-Nothing here knows Ray: `trainer.group` puts a `Rank` into an actor, `trainer.inline` keeps one in the caller's process.
+This module doesn't use Ray: `trainer.workers.processes` makes a `Rank` an actor, and `trainer.workers.inline` runs one
+in the caller's process.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ import anyio.to_thread
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.schema import Dtype
-from asyncrl.failures import AsyncRLError, BugError, DeadlineError, InfraError
-from asyncrl.health.processes import OwnHealth
-from asyncrl.ports import Publication, WeightPublisher
+from asyncrl.config.sections.base import Dtype
+from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.core.ports import Publication, WeightPublisher
 from asyncrl.profiling import profile
-from trainer.engine.base import EngineSpec, Layout
-from trainer.engine.dist import BACKENDS, guarded, leave
-from trainer.outcomes import Answer
-from trainer.placement import Role
-from trainer.roles import Published
-from trainer.tracing import NO_PROFILING, RankProfiling, Tracer, prepare
-from trainer.worker import TrainingWorker
+from asyncrl.profiling.process_usage import ProcessMonitor
+from trainer.engines.base import EngineSpec, Layout
+from trainer.engines.dist import BACKENDS, guarded, leave
+from trainer.workers.outcomes import Answer
+from trainer.workers.placement import Role
+from trainer.workers.tracing import NO_PROFILING, RankProfiling, Tracer, set_up_profiling
+from trainer.workers.worker import Published, TrainingWorker
 
 T = TypeVar("T")
 
 
-class Meeting(NamedTuple):
-    """Where the ranks of a group find each other."""
+class Rendezvous(NamedTuple):
+    """The address at which the ranks of a group form a process group."""
 
     rank: int
     world_size: int
     local_rank: int
-    """On GPUs: which of those that the process sees is its own. On CPU: how many ranks before it are on its machine."""
+    """On GPUs, the index of the rank's GPU among those that the process sees. On CPU, the number of earlier ranks on
+    the same machine."""
     host: str
     port: int
 
     @property
     def environment(self) -> dict[str, str]:
-        """As torchrun sets it."""
+        """Return the variables that torchrun sets."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -57,14 +58,14 @@ class Meeting(NamedTuple):
 
 
 class Rank:
-    """Calls run one at a time, in the order in which they come. `status`, `stay`, `written` and `republish` go beside
-    them, on the event loop: a rank that computes says so all the same.
+    """Runs calls one at a time, in order. `status`, `wait_forever`, `wait_for_files` and `republish` run
+    concurrently on the event loop, even while the rank computes.
 
-    What its calls took goes along with their answers, unless this process writes events itself.
+    An answer contains the events of its call, unless this process writes events itself.
 
     Args:
-        publisher: where `publish` of rank 0 puts weights.
-        group: its name, for traces.
+        publisher: receives the weights in `publish` on rank 0.
+        group: name of the group, for traces.
     """
 
     def __init__(
@@ -73,42 +74,42 @@ class Rank:
         profiling: RankProfiling = NO_PROFILING,
         group: str = "actor",
     ) -> None:
-        # One thread for good: torch keeps the number of threads, the current GPU and more by thread.
+        # Always the same thread, because torch stores the number of threads, the current GPU and more per thread.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._publisher = publisher
-        self._offering = anyio.Lock()
+        self._publish_lock = anyio.Lock()
         self._profiling = profiling
         self._group = group
         self._tracer = Tracer(NO_PROFILING, group, 0)
         self._workers: dict[Role, TrainingWorker] = {}
         self._store: dist.TCPStore | None = None
-        self._meeting = Meeting(0, 1, 0, "", 0)
-        self._doing = ""
-        self._since = time.monotonic()
-        self._health: OwnHealth | None = None
+        self._rendezvous = Rendezvous(0, 1, 0, "", 0)
+        self._current_call = ""
+        self._call_began = time.monotonic()
+        self._health: ProcessMonitor | None = None
 
-    async def host(self, host: str, timeout_s: float) -> Answer:
-        """Rank 0: open the place to meet at `host`, an address of this machine; answers with its port.
+    async def open_store(self, host: str, timeout_s: float) -> Answer:
+        """On rank 0, open the process group's store at `host`, an address of this machine. Answers with its port.
 
-        The store takes a port itself and keeps it: one that is merely found to be free may be taken by others.
+        The store chooses its port itself, because another process could take a port that was only checked to be free.
         """
 
-        def open_store() -> int:
+        def open_tcp_store() -> int:
             self._store = dist.TCPStore(
                 host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
             return self._store.port
 
-        return await self._answer("opening the meeting place", open_store)
+        return await self._answer("opening the store", open_tcp_store)
 
-    async def join(self, meeting: Meeting, device: Literal["cpu", "cuda"], timeout_s: float) -> Answer:
-        """Be in a process group with the others; `timeout_s` bounds this and every collective operation."""
-        self._meeting = meeting
-        os.environ.update(meeting.environment)
-        return await self._answer("joining the group", _join, meeting, self._store, device, timeout_s)
+    async def join(self, rendezvous: Rendezvous, device: Literal["cpu", "cuda"], timeout_s: float) -> Answer:
+        """Join the process group; `timeout_s` bounds this and every collective operation."""
+        self._rendezvous = rendezvous
+        os.environ.update(rendezvous.environment)
+        return await self._answer("joining the group", _join, rendezvous, self._store, device, timeout_s)
 
     async def load(self, specs: Mapping[Role, EngineSpec]) -> Answer:
-        """Make the roles' workers, one after the other; answers with `{role: Layout}`. Collective."""
+        """Create the roles' workers, one after the other. Answers with `{role: Layout}`. Collective."""
 
         def make() -> dict[Role, Layout]:
             for role, spec in specs.items():
@@ -119,7 +120,7 @@ class Rank:
             self._tracer = Tracer(self._profiling, self._group, number)
             return layouts
 
-        prepare(self._profiling, may_have_gpu=any(spec.engine.device != "cpu" for spec in specs.values()))
+        set_up_profiling(self._profiling, may_have_gpu=any(spec.engine.device != "cpu" for spec in specs.values()))
         return await self._answer("loading", make)
 
     async def call(self, role: Role, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
@@ -128,7 +129,7 @@ class Rank:
         return await self._call(role, method, lambda: getattr(worker, method)(*args, **kwargs))
 
     async def publish(self, role: Role, dtype: Dtype, version: int, step: int, validate: bool) -> Answer:
-        """Collect the role's weights on rank 0, which offers them as `version` and answers with what is `Published`."""
+        """Collect the role's weights on rank 0, which publishes them as `version` and answers with `Published`."""
         worker, started = self._workers[role], time.monotonic()
         collected = await self._call(role, "weights", lambda: worker.weights(dtype), "sync.gather", version=version)
         if collected.error is not None or worker.layout.rank != 0:
@@ -140,52 +141,54 @@ class Rank:
                 span.add(bytes=publication.num_bytes)
             published = Published(publication, gathered - started, time.monotonic() - gathered)
             answer = Answer(published, None)
-        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            answer = Answer(None, typed(error, f"publishing version {version}"), apart=True)
+        except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
+            answer = Answer(None, as_typed_error(error, f"publishing version {version}"), local=True)
         return answer._replace(events=[*collected.events, *profile.drain()])
 
     async def republish(self) -> Answer:
-        """On rank 0: offer what it published last again, beside other calls. What is being published is waited for."""
+        """On rank 0, offer the last published version again, concurrently with other calls but after a running
+        publication."""
         try:
             if self._publisher is not None:
-                async with self._offering:
+                async with self._publish_lock:
                     await self._publisher.republish()
             return Answer(None, None)
-        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            return Answer(None, typed(error, "publishing again"), apart=True)
+        except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
+            return Answer(None, as_typed_error(error, "publishing again"), local=True)
 
     async def end_trace(self, step: int) -> Answer:
-        """`step` is over; answers with what went wrong with its trace (`Tracer.end`)."""
+        """Write the trace of `step`. Answers with a description of a problem, if there was one (`Tracer.end`)."""
         return await self._answer("writing a trace", self._tracer.end, step)
 
-    async def stay(self) -> None:
-        """As long as this process lives: whoever waits for it hears of its death."""
+    async def wait_forever(self) -> None:
+        """Never return, so that the pending call fails as soon as this process dies."""
         await anyio.sleep_forever()
 
-    async def written(self, role: Role) -> None:
-        """Until this rank has written its files of the role's checkpoint, beside other calls: those go on."""
+    async def wait_for_files(self, role: Role) -> None:
+        """Wait until this rank has written its files of the role's checkpoint; other calls may run meanwhile."""
         await anyio.to_thread.run_sync(self._workers[role].engine.wait_for_files, abandon_on_cancel=True)
 
     async def status(self) -> dict[str, Any]:
-        """`rank`, `pid`, `doing` (empty: nothing) and since when, `for_s`; `health` (`ProcessHealth`)."""
+        """Return `rank`, `pid`, `doing` (the running call, or empty), `for_s` (its duration until now) and `health`
+        (`ProcessHealth`)."""
         if self._health is None:
-            self._health = OwnHealth(f"rank-{self._group}-{self._meeting.rank}")
+            self._health = ProcessMonitor(f"rank-{self._group}-{self._rendezvous.rank}")
         return {
-            "rank": self._meeting.rank,
+            "rank": self._rendezvous.rank,
             "pid": os.getpid(),
-            "doing": self._doing,
-            "for_s": time.monotonic() - self._since,
-            "health": self._health.tell(),
+            "doing": self._current_call,
+            "for_s": time.monotonic() - self._call_began,
+            "health": self._health.measure(),
         }
 
     async def close(self) -> Answer:
-        """Close every worker, leave the process group and end the thread, whatever fails. Answers with the first
-        failure, as of a checkpoint that nobody has waited for."""
+        """Close every worker, leave the process group and end the thread, even if one of these fails. Answers with the
+        first failure, for example of a checkpoint that was not waited for."""
 
         def end() -> None:
             self._tracer.end()
             closing = [worker.close for worker in self._workers.values()]
-            if self._store is not None or self._meeting.world_size > 1:
+            if self._store is not None or self._rendezvous.world_size > 1:
                 closing.append(leave)
             failures = []
             for close in closing:
@@ -204,13 +207,13 @@ class Rank:
     async def _offer(self, version: int, step: int, tensors: Mapping[str, Any], validate: bool) -> Publication:
         if self._publisher is None:
             raise BugError("a rank without a publisher was asked to publish")
-        async with self._offering:
+        async with self._publish_lock:
             return await self._publisher.publish(version, step, tensors, validate=validate)
 
     async def _call(
         self, role: Role, method: str, function: Callable[[], Any], event: str = "rank.call", **fields: Any
     ) -> Answer:
-        """`function`, as an event of this rank and in its trace."""
+        """Run `function` as an event of this rank and in its trace."""
         what, rank = f"{role}.{method}", self._workers[role].layout.rank
         if event == "rank.call":
             fields["method"] = method
@@ -228,20 +231,21 @@ class Rank:
     async def _answer(self, what: str, function: Callable[..., Any], *args: Any) -> Answer:
         try:
             answer = Answer(await self._run(what, function, *args), None)
-        except Exception as error:  # noqa: BLE001 - typed, and given to the caller
-            answer = Answer(None, typed(error, what))
+        except Exception as error:  # noqa: BLE001 - converted, and returned to the caller
+            answer = Answer(None, as_typed_error(error, what))
         return answer._replace(events=profile.drain())
 
     async def _run(self, what: str, function: Callable[..., T], *args: Any) -> T:
-        """On the thread. A call that was cancelled is waited for all the same: a model has one user at a time."""
+        """Run on the worker thread. If the caller is cancelled, still wait for the call, because a model runs one
+        call at a time."""
 
         def run() -> T:
-            self._doing, self._since = what, time.monotonic()
+            self._current_call, self._call_began = what, time.monotonic()
             try:
                 with guarded(what):
                     return function(*args)
             finally:
-                self._doing, self._since = "", time.monotonic()
+                self._current_call, self._call_began = "", time.monotonic()
 
         future = asyncio.wrap_future(self._thread.submit(run))
         with anyio.CancelScope(shield=True):
@@ -249,8 +253,8 @@ class Rank:
         return future.result()
 
 
-def typed(error: Exception, what: str) -> AsyncRLError:
-    """The failure as one of ours, its traceback as text."""
+def as_typed_error(error: Exception, what: str) -> AsyncRLError:
+    """Convert a failure into one of the project's, with its traceback as text."""
     if isinstance(error, AsyncRLError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -262,19 +266,22 @@ def typed(error: Exception, what: str) -> AsyncRLError:
     return BugError.wrap(f"{what} failed: {type(error).__name__}: {error}", error)
 
 
-def _join(meeting: Meeting, store: dist.TCPStore | None, device: Literal["cpu", "cuda"], timeout_s: float) -> None:
+def _join(
+    rendezvous: Rendezvous, store: dist.TCPStore | None, device: Literal["cpu", "cuda"], timeout_s: float
+) -> None:
     limit = timedelta(seconds=timeout_s)
     try:
         if store is None:
-            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
         if device == "cuda":
-            torch.cuda.set_device(meeting.local_rank)
+            torch.cuda.set_device(rendezvous.local_rank)
         dist.init_process_group(
-            BACKENDS[device], store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=limit
+            BACKENDS[device], store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=limit
         )
     except RuntimeError as error:
         raise DeadlineError.wrap(
-            f"rank {meeting.rank} of {meeting.world_size} found no process group at {meeting.host}:{meeting.port} "
-            f"within {timeout_s:g} s; look for a rank that did not start, or raise timeouts.collective_s",
+            f"rank {rendezvous.rank} of {rendezvous.world_size} found no process group at "
+            f"{rendezvous.host}:{rendezvous.port} within {timeout_s:g} s; look for a rank that did not start, or raise "
+            "timeouts.collective_s",
             error,
         ) from None

@@ -1,4 +1,4 @@
-"""What looks into a rank: torch.profiler or Nsight Systems, over all calls of chosen optimizer steps.
+"""Traces of ranks by torch.profiler or Nsight Systems, over all calls of chosen optimizer steps.
 
     a call of step 3 ─▶ start ─▶ its calls … ─▶ the loop has recorded step 3 ─▶ end ─▶ a file
 
@@ -23,31 +23,31 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import torch
 from torch.cuda import nvtx
 
-from asyncrl.config.schema import ProfilerConfig
-from asyncrl.profiling import Setup, profile
+from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.profiling import ProfilerSettings, profile
 
 DIRECTORY = "profiles"
-"""Of the run directory."""
+"""Directory of the traces, within the run directory."""
 
 
 class RankProfiling(NamedTuple):
-    """What a rank needs to know of `profiler`. Picklable."""
+    """Settings of `profiler` for a rank. Picklable."""
 
-    setup: Setup = Setup()
-    """Without a directory: a rank sends its events along with its answers."""
+    setup: ProfilerSettings = ProfilerSettings()
+    """Settings without a directory, because a rank sends its events with its answers."""
     synchronize: bool = False
     tool: Literal["torch", "nsys"] = "torch"
     steps: frozenset[int] = frozenset()
-    """Optimizer steps that `tool` looks into."""
+    """Optimizer steps that `tool` traces."""
     ranks: frozenset[int] = frozenset()
-    """Of every group."""
+    """Traced ranks of every group."""
     run_dir: Path | None = None
-    """Where traces go; None: there is none, so nothing is traced."""
+    """Directory of the traces; None: nothing is traced."""
 
     @classmethod
     def of(cls, config: ProfilerConfig, run_dir: Path | None) -> Self:
         return cls(
-            Setup.of(config, None),
+            ProfilerSettings.of(config, None),
             config.synchronize,
             config.tool,
             frozenset(config.steps) if run_dir is not None else frozenset(),
@@ -55,8 +55,8 @@ class RankProfiling(NamedTuple):
             run_dir,
         )
 
-    def looks_into(self, rank: int) -> bool:
-        """At some step."""
+    def traces_rank(self, rank: int) -> bool:
+        """Whether the rank is traced in some step."""
         return bool(self.steps) and rank in self.ranks
 
 
@@ -67,8 +67,8 @@ def nsight_options(group: str, rank: int, directory: Path | None) -> dict[str, s
     """Ray's `runtime_env["nsight"]` of a rank: options of `nsys profile`, with a report for each captured range.
 
     Args:
-        directory: where reports go, if the rank's machine has it for sure; None: `logs/nsight` of Ray's session. Ray
-            makes one shell command of the options, so a path that a shell would read otherwise is not used either.
+        directory: where reports go, if it certainly exists on the rank's machine; None: `logs/nsight` of Ray's session.
+            Ray joins the options to a shell command, so a path that needs quoting is not used either.
     """
     name = f"rank-{group}-{rank}.%p"
     whole = str(directory / name) if directory is not None else name
@@ -86,24 +86,25 @@ def nsight_options(group: str, rank: int, directory: Path | None) -> dict[str, s
 
 
 def synchronize() -> None:
-    """Wait for this thread's GPU. A failure that is pending there comes up again in what the engine does next."""
+    """Wait for this thread's GPU. A pending failure is ignored here, because the engine's next operation raises it
+    again."""
     with suppress(RuntimeError):
         torch.cuda.synchronize()
 
 
 class _Tool(Protocol):
     def has(self, step: int) -> bool:
-        """Its trace is there, or was begun to be written."""
+        """Return whether the trace of `step` exists, or was attempted."""
 
     def start(self) -> None: ...
 
     def push(self, what: str) -> None:
-        """A range begins."""
+        """Begin a range."""
 
     def pop(self) -> None: ...
 
     def stop(self, step: int) -> None:
-        """Write what was seen since `start`."""
+        """Write the trace since `start`."""
 
 
 class TorchTool:
@@ -148,13 +149,14 @@ class TorchTool:
             raise
 
     def _paths(self, step: int) -> tuple[Path, Path]:
-        """Of its trace, and of what is being written."""
+        """Paths of the trace, and of the file while it is written."""
         path = self._run_dir / DIRECTORY / f"step_{step:06d}" / f"{self._name}.json.gz"
         return path, path.with_name(f".{path.name}")
 
 
 class NsysTool:
-    """What `nsys profile --capture-range=cudaProfilerApi` around this process waits for. Another process writes it."""
+    """Starts and stops the capture of `nsys profile --capture-range=cudaProfilerApi`, which runs around this
+    process."""
 
     def has(self, step: int) -> bool:
         return False
@@ -175,25 +177,25 @@ class NsysTool:
 
 
 class Tracer:
-    """Of one rank; all on the thread of its engine, as torch.profiler wants it. Nothing here fails a call: what goes
-    wrong ends the tracing, and is told once."""
+    """Traces one rank, on the thread of its engine, as torch.profiler requires. A problem never makes a call fail: it
+    ends the tracing and is reported once."""
 
     def __init__(self, profiling: RankProfiling, group: str, rank: int) -> None:
-        self._who = f"rank {rank} of the {group} group"
+        self._label = f"rank {rank} of the {group} group"
         self._steps = profiling.steps if rank in profiling.ranks else frozenset()
         self._tool: _Tool | None = None
         if self._steps and profiling.run_dir is not None:
             torchs = profiling.tool == "torch"
             self._tool = TorchTool(profiling.run_dir, f"rank-{group}-{rank}") if torchs else NsysTool()
         self._step: int | None = None
-        """Whose trace is being made."""
+        """The step that is being traced."""
         self._ended = 0
         self._problem = ""
 
     @contextmanager
     def call(self, step: int | None, what: str) -> Iterator[None]:
-        """Around a call that belongs to `step`; None: to none."""
-        self._be_at(step)
+        """Trace a call that belongs to `step` (None: to no step)."""
+        self._enter_step(step)
         if self._tool is None or self._step is None or not self._try(self._tool.push, what):
             yield
             return
@@ -203,18 +205,18 @@ class Tracer:
             self._try(self._tool.pop)
 
     def end(self, step: int | None = None) -> str:
-        """`step` is over (None: whatever is under way): its trace is written.
+        """Write the trace of `step`, which has ended (None: of any step).
 
         Returns:
-            What went wrong since the last time, for people; empty: nothing.
+            A description of a problem since the last call; empty if there was none.
         """
         if self._step is not None and step in (None, self._step):
             self._stop(self._step)
-        self._ended = max(self._ended, step or 0)  # what follows, as a checkpoint, does not begin it again
+        self._ended = max(self._ended, step or 0)  # later calls, such as a checkpoint, don't restart the trace
         problem, self._problem = self._problem, ""
         return problem
 
-    def _be_at(self, step: int | None) -> None:
+    def _enter_step(self, step: int | None) -> None:
         if self._step is not None and step != self._step:
             self._stop(self._step)
         if self._tool is None or self._step is not None or step not in self._steps or step <= self._ended:
@@ -235,14 +237,14 @@ class Tracer:
         except Exception as error:  # noqa: BLE001 - whatever a profiler raises, the call goes on without it
             self._step, self._tool = None, None
             self._problem = self._problem or (
-                f"{self._who} makes no traces any more (profiler.steps): {type(error).__name__}: {error}. The run goes "
-                "on without them; every machine has to see the run directory, with room in it"
+                f"{self._label} makes no traces any more (profiler.steps): {type(error).__name__}: {error}. The run "
+                "continues without them; every machine has to see the run directory, with room in it"
             )
             return False
         return True
 
 
-def prepare(profiling: RankProfiling, *, may_have_gpu: bool) -> None:
-    """In a rank, once `profile.configure` was called, which forgets it: what `profiler.synchronize` asks for."""
+def set_up_profiling(profiling: RankProfiling, *, may_have_gpu: bool) -> None:
+    """Apply `profiler.synchronize` in a rank, after `profile.configure`, which resets it."""
     if profiling.synchronize and may_have_gpu and torch.cuda.is_available():
         profile.synchronize = synchronize

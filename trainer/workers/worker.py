@@ -1,36 +1,37 @@
-"""One rank of a role: an engine behind calls that a group of any kind can make.
+"""One rank of a role as blocking calls on an engine, and all ranks of a role as awaitable calls.
 
-Every rank of the role makes the same calls in the same order, with its own rows (`trainer.dispatch` says which). All
-calls block. `python`, `torchrun` and Ray ranks use it alike.
+The worker is the same under `python`, `torchrun` and Ray. `trainer.workers.dispatch` decides which rows a rank gets.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from asyncrl.failures import BugError, DataError
+from asyncrl.core.failures import BugError, DataError
+from asyncrl.core.ports import Publication
+from asyncrl.core.records import Metrics
 from asyncrl.profiling import profile
-from asyncrl.records import Metrics
-from trainer.dispatch import dispatched
-from trainer.engine.base import BaseEngine, EngineSpec, Layout, Loss
-from trainer.engine.dist import guarded
-from trainer.engine.registry import EngineRegistry
-from trainer.placement import RolePlan
+from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss
+from trainer.engines.dist import guarded
+from trainer.engines.registry import EngineRegistry
+from trainer.workers.dispatch import dispatched
+from trainer.workers.placement import RolePlan
 
-NEEDED = ("input_ids", "prompt_lens", "response_lens", "response_mask", "loss_mask")
+REQUIRED_KEYS = ("input_ids", "prompt_lens", "response_lens", "response_mask", "loss_mask")
 
 
 class TrainingWorker:
-    """See the head of this file.
+    """Blocking calls on an engine. Every rank of the role makes the same calls in the same order, with its own rows.
 
     Raises (on construction):
         ConfigError: see `EngineRegistry.new`.
@@ -40,7 +41,7 @@ class TrainingWorker:
         self.engine: BaseEngine = EngineRegistry.new(spec)
         self._loss: Loss | None = None
         self._pending_loss: float | None = None
-        """Of the `forward_backward` calls since the last step; None: there were none."""
+        """Loss summed over the `forward_backward` calls since the last step; None if there were none."""
 
     @property
     def layout(self) -> Layout:
@@ -48,18 +49,18 @@ class TrainingWorker:
 
     @dispatched("rank_zero")
     def step(self) -> int:
-        """Optimizer steps taken, over resumes."""
+        """Number of optimizer steps taken, including those before a resume."""
         return self.engine.step
 
     @dispatched("all")
     def reset(self) -> None:
-        """Back to the model files, with a fresh optimizer, step 0."""
+        """Reload the model files, with a fresh optimizer and step 0."""
         self._pending_loss = None
         self.engine.reset()
 
     @dispatched("all")
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move what is named to `device`, `cpu` or `cuda`; the next batch moves it back as needed."""
+        """Move the named parts to `device`, `cpu` or `cuda`; the next batch moves them back as needed."""
         self.engine.to(device, model=model, optimizer=optimizer, grad=grad)
 
     @dispatched("all")
@@ -68,21 +69,19 @@ class TrainingWorker:
 
     @dispatched("all")
     def plan(self, total_steps: int) -> None:
-        """Before the first step: how many there will be, which is where the learning rate's decay ends."""
+        """Set the total number of steps, where the learning rate's decay ends. Before the first step."""
         self.engine.plan(total_steps)
 
     @dispatched("mini_batches")
     def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
         """One optimizer step for each list of row numbers, in order.
 
-        Which rows make a step is the caller's matter, and the same on every rank: mini-batches hold whole samples, have
-        to leave out what is not trained, and are drawn by a seed that a resume knows (`batching.mini_batches`, for all
-        passes). A worker sees its own share of the rows only.
+        The caller decides which rows make a step, because a worker sees only its share of the rows.
 
         Raises (on every rank):
-            DataError: a batch without the keys it takes, or a mini-batch without a trained token on any rank; no step
-                was taken.
-            DivergenceError: loss or gradient not finite; the steps before that one were taken.
+            DataError: the batch lacks required keys, or a mini-batch has no trained token on any rank; no step was
+                taken.
+            DivergenceError: loss or gradient is not finite; earlier steps of this call were taken.
         """
         parts = [batch[torch.tensor(list(rows), dtype=torch.int64)] for rows in mini_batches]
         self._check(batch, parts)
@@ -90,23 +89,24 @@ class TrainingWorker:
 
     @dispatched("rows")
     def train_batch(self, batch: TensorDict) -> Metrics:
-        """One optimizer step on all rows: `loss`, the loss's own figures, `tokens`, `grad_norm`, `lr`, of all ranks;
-        `mfu` of this one, where it is known (`BaseEngine.utilization`)."""
+        """Take one optimizer step on all rows. Return `loss`, the metrics of the loss, `tokens`, `grad_norm` and
+        `lr` over all ranks, and `mfu` of this rank, if known (`BaseEngine.utilization`)."""
         self._check(batch, [batch])
         return self._train(batch)
 
     @dispatched("rows")
     def forward_backward(self, batch: TensorDict) -> Metrics:
-        """Add this batch's gradient to what `optim_step` will apply. Denominators are this batch's own."""
+        """Add this batch's gradient to the one that `optim_step` applies. Denominators are those of this batch
+        alone."""
         self._check(batch, [batch])
         return self._accumulate(batch)
 
     @dispatched("all")
     def optim_step(self) -> Metrics:
-        """Apply what has accumulated: `grad_norm`, `lr`.
+        """Apply the accumulated gradient. Return `grad_norm` and `lr`.
 
         Raises:
-            DivergenceError: loss or gradient not finite; no step was taken, and the gradient is forgotten.
+            DivergenceError: loss or gradient not finite; no step was taken, and the gradient is discarded.
             BugError: nothing has accumulated; no step was taken.
         """
         loss, self._pending_loss = self._pending_loss, None
@@ -121,7 +121,7 @@ class TrainingWorker:
 
     @dispatched("rows", collect="rows")
     def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
-        """Forward only: see `BaseEngine.infer`. `adapters=False`: the model without its LoRA adapters.
+        """Run the forward pass only (`BaseEngine.infer`). `adapters=False` switches the LoRA adapters off.
 
         Raises:
             ConfigError: there are no adapters to switch off.
@@ -132,27 +132,29 @@ class TrainingWorker:
 
     @dispatched("all")
     def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
-        """Begin; training may go on when this returns. See `BaseEngine.save`."""
+        """Begin a checkpoint; training may continue when this returns. See `BaseEngine.save`."""
         self.engine.save(directory, hf=hf)
 
     @dispatched("all")
     def finish_checkpoint(self) -> None:
-        """Wait until it is written. `engine.wait_for_files` first, beside other calls, and this holds up none of them.
+        """Wait until the checkpoint is written. After `engine.wait_for_files`, which may run concurrently with other
+        calls, this returns at once.
 
         Raises:
-            InfraError: it could not be.
+            InfraError: it could not be written.
         """
         self.engine.finish_save()
 
     @dispatched("all")
     def load_checkpoint(self, directory: Path) -> None:
-        """See `BaseEngine.load`. A gradient that has accumulated is forgotten, also if loading fails."""
+        """See `BaseEngine.load`. An accumulated gradient is discarded, even if loading fails."""
         if self._pending_loss is not None:
-            self._forget_gradient()
+            self._discard_gradient()
         self.engine.load(directory)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
-        """Collective. Of rank 0 the whole weights by Hugging Face names, bfloat16 as its bits in uint16; else empty.
+        """Return the full weights by Hugging Face names on rank 0, bfloat16 as its bits in uint16; nothing elsewhere.
+        Collective.
 
         On CPU these may be the live weights: use them before the next call.
         """
@@ -176,29 +178,29 @@ class TrainingWorker:
         try:
             metrics = self.engine.forward_backward(batch, self._loss)
         except BaseException:
-            # A part of this gradient must not find its way into a later step.
-            self._forget_gradient()
+            # A partial gradient must not be part of a later step.
+            self._discard_gradient()
             raise
         self._pending_loss = (self._pending_loss or 0.0) + metrics["loss"]
         return metrics
 
-    def _forget_gradient(self) -> None:
+    def _discard_gradient(self) -> None:
         self._pending_loss = None
         self.engine.zero_grad()
 
     def _check(self, batch: TensorDict, steps: Sequence[TensorDict]) -> None:
-        """Refuse on every rank what is bad on any, before one of them is left alone in a collective operation."""
-        missing = [key for key in NEEDED if key not in batch]
+        """Refuse a batch on every rank if it is invalid on any rank, before ranks wait in a collective operation."""
+        missing = [key for key in REQUIRED_KEYS if key not in batch]
         problem = f"a batch lacks {', '.join(missing)}" if missing else ""
         if not problem and len(batch) == 0:
             problem = "a batch without rows"
         counts = [] if problem else [int(part["loss_mask"].sum()) for part in steps]
-        views = self._views_of_all((problem, counts))
+        views = self._gather_views((problem, counts))
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(views) if text]
         if not problems and len({len(counted) for _, counted in views}) > 1:
             problems = ["ranks were given different numbers of mini-batches"]
         if problems:
-            raise DataError(f"{problems[0]}; nothing was computed. `trainer.tensors` says what a batch holds")
+            raise DataError(f"{problems[0]}; nothing was computed. `trainer.workers.tensors` lists the keys of a batch")
         for number in range(len(steps)):
             if not sum(counts[number] for _, counts in views):
                 which = f"mini-batch {number}" if len(steps) > 1 else "a batch"
@@ -206,7 +208,7 @@ class TrainingWorker:
                     f"{which} without a single trained token: loss_mask is False everywhere; no step was taken"
                 )
 
-    def _views_of_all(self, view: tuple[str, list[int]]) -> list[tuple[str, list[int]]]:
+    def _gather_views(self, view: tuple[str, list[int]]) -> list[tuple[str, list[int]]]:
         if self.layout.world_size == 1:
             return [view]
         views: list[Any] = [None] * self.layout.world_size
@@ -216,7 +218,7 @@ class TrainingWorker:
 
 
 def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:
-    """What a role's engine is made from, on ranks of this device."""
+    """The specification of a role's engine on ranks of this device."""
     return EngineSpec(
         model_type=plan.model_type,
         model=plan.model,
@@ -227,3 +229,81 @@ def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], colle
         collective_s=collective_s,
         path_key=plan.path_key,
     )
+
+
+class Published(NamedTuple):
+    """A version that can be fetched, and how long publishing took."""
+
+    publication: Publication
+    gather_s: float
+    """Time to collect the weights on rank 0."""
+    put_s: float
+    """Time to send the weights from rank 0 to the weight store."""
+
+
+class RoleGroup(ABC):
+    """One role, a model on its ranks, as awaitable calls of `TrainingWorker`. Several tasks may call it; calls run
+    one at a time.
+
+    Rows are split over the ranks, and results are in the order of the rows. `trainer.workers.group` runs ranks as
+    Ray actors: every call has a deadline, and a dead rank raises InfraError. `trainer.workers.inline` runs one rank in
+    this process, where only collective operations and the weight store have deadlines.
+    """
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `TrainingWorker` by its name."""
+
+    @abstractmethod
+    async def publish(self, version: int, step: int, *, validate: bool) -> Published:
+        """Publish the weights as `version`, directly from rank 0 to the weight store."""
+
+    @abstractmethod
+    async def republish(self) -> None:
+        """See `WeightPublisher.republish`; other calls may run meanwhile."""
+
+    @abstractmethod
+    async def wait_for_files(self) -> None:
+        """Wait until every rank has written its checkpoint files or failed; other calls may run meanwhile."""
+
+    async def set_loss_fn(self, loss: Loss) -> None:
+        await self.call("set_loss_fn", loss)
+
+    async def plan(self, total_steps: int) -> None:
+        await self.call("plan", total_steps)
+
+    async def train_batch(self, batch: TensorDict) -> Metrics:
+        return await self.call("train_batch", batch)
+
+    async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
+        """Take all steps within one deadline. `trainer.batches.mini_batches` makes the lists of row numbers."""
+        return await self.call("train_mini_batch", batch, mini_batches)
+
+    async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
+        return await self.call("infer_batch", batch, adapters=adapters)
+
+    async def forward_backward(self, batch: TensorDict) -> Metrics:
+        return await self.call("forward_backward", batch)
+
+    async def optim_step(self) -> Metrics:
+        return await self.call("optim_step")
+
+    async def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        await self.call("to", device, model=model, optimizer=optimizer, grad=grad)
+
+    async def reset(self) -> None:
+        await self.call("reset")
+
+    async def save_checkpoint(self, directory: Path, *, hf: Path | None = None) -> None:
+        await self.call("save_checkpoint", directory, hf=hf)
+
+    async def finish_checkpoint(self) -> None:
+        # Other calls may run until the files are written; only then do the ranks synchronize briefly.
+        await self.wait_for_files()
+        await self.call("finish_checkpoint")
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        await self.call("load_checkpoint", directory)
+
+    async def step(self) -> int:
+        return await self.call("step")

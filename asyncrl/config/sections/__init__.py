@@ -1,1 +1,1 @@
-"""The sections of the schema, by what they are about; `asyncrl.config.schema` has them all."""
+"""The sections of the configuration: each module has the keys of a section and the rules between them."""

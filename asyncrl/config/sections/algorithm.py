@@ -1,40 +1,49 @@
-"""`algorithm`: advantages, objectives and corrections."""
+"""`algorithm`: advantages, objectives, corrections, and the rules between their keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import Positive, Section, Share
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
+from asyncrl.config.sections.base import ConfigSection, Positive, Share
 
-GEOMETRIC_BOUND = 1.001
-"""Of a geometric mean of token ratios."""
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+NEEDS_GROUPS = ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline")
+"""Estimators whose baseline is the rest of the group."""
+_GEOMETRIC_BOUND = 1.001
+"""Default upper bound of a geometric mean of token ratios."""
+_SEQUENCE_CLIP = 0.05
+"""A larger clip range rarely affects a geometric mean of probability ratios."""
 
 
-class KlControlConfig(Section):
-    """How much the KL divergence from the reference counts in the reward."""
+class KlControlConfig(ConfigSection):
+    """The coefficient of the KL divergence from the reference policy in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: the coefficient follows the measured KL towards `target_kl` (https://arxiv.org/abs/1909.08593)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.001
-    """The coefficient, or where the adaptive one starts."""
+    """The coefficient, or the first value of the adaptive one."""
     target_kl: Annotated[float, Field(gt=0)] = 0.1
-    """Of the adaptive controller, in nats per response."""
+    """Target of the adaptive controller, in nats per response."""
     horizon: Positive = 10000
-    """Of the adaptive controller: responses over which an error of 20 % or more changes it by a factor of about 1.2."""
+    """Responses over which an error of 20 % or more changes the adaptive coefficient by a factor of about 1.2."""
 
 
-class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO): groups that teach nothing are dropped as `filtered` and replaced by others."""
+class FilterGroupsConfig(ConfigSection):
+    """Dynamic sampling (DAPO): groups without a learning signal are dropped as `filtered` and replaced by others."""
 
     enable: bool = False
     """Drop samples whose responses all have the same reward."""
     max_consecutive: Positive = 256
-    """So many filtered samples in a row, without a usable one, stop the run: the task is too hard or too easy."""
+    """This many filtered samples in a row stop the run: the task is too hard or too easy."""
 
 
-class RolloutCorrectionConfig(Section):
+class RolloutCorrectionConfig(ConfigSection):
     """Correction for tokens sampled by an older policy, or by an engine that computes differently."""
 
     bypass_mode: bool = True
@@ -60,17 +69,23 @@ class RolloutCorrectionConfig(Section):
     """Rejection: leave out tokens, or whole responses, whose divergence between behaviour and proximal policy is out
     of bounds. geometric: by the geometric mean of the token ratios."""
     rollout_rs_threshold: Annotated[float, Field(gt=0)] | None = None
-    """Upper bound: of the ratio for `geometric` (null: 1.001), of |k1|, k2 or k3 in nats otherwise (to be given)."""
+    """Upper bound: of the ratio for `geometric` (null: 1.001), of |k1|, k2 or k3 in nats otherwise (required)."""
     rollout_rs_threshold_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound of the ratio for `geometric`; 0: one over the upper bound."""
 
     @property
     def rejection_bound(self) -> float:
-        """`rollout_rs_threshold`, or what stands for null with `geometric`; the rules refuse null for the others."""
-        return GEOMETRIC_BOUND if self.rollout_rs_threshold is None else self.rollout_rs_threshold
+        """`rollout_rs_threshold`, with the default of `geometric`; the others refuse null."""
+        return _GEOMETRIC_BOUND if self.rollout_rs_threshold is None else self.rollout_rs_threshold
+
+    @property
+    def rejects_everything(self) -> bool:
+        """The bounds of `geometric` leave nothing between them."""
+        low = self.rollout_rs_threshold_low or 1.0 / self.rejection_bound
+        return self.rollout_rs == "geometric" and low > self.rejection_bound
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(ConfigSection):
     """Advantages and losses. docs/algorithms/ has a page for each name."""
 
     adv_estimator: Literal[
@@ -91,10 +106,10 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped at 1 plus this."""
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip: for negative advantages the loss is bounded as if the ratio were at most this; null: off."""
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"  # fmt: skip
-    """What a mini-batch's loss is the mean of."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How the loss of a mini-batch is averaged."""
     loss_scale_factor: Annotated[float, Field(gt=0)] | None = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens; null: rollout.response_length."""
     entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
@@ -112,3 +127,123 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+
+def _biased_gradient(config: Config) -> Iterator[ConfigProblem]:
+    """A plain policy gradient is that of the policy that sampled; older samples need importance weights."""
+    correction = config.algorithm.rollout_correction
+    if config.algorithm.policy_loss != "reinforce" or correction.rollout_is != "none":
+        return
+    training = config.async_training
+    causes = (
+        ("async_training.staleness_threshold", training.staleness_threshold, 0),
+        ("async_training.trigger_parameter_sync_step", training.trigger_parameter_sync_step, 1),
+        ("async_training.require_batches", training.require_batches, 1),
+        ("trainer.ppo_epochs", config.trainer.ppo_epochs, 1),
+    )
+    off_policy = [f"{name}={value:g}" for name, value, on_policy in causes if value > on_policy]
+    if off_policy:
+        yield warning(
+            "algorithm.rollout_correction.rollout_is",
+            "none",
+            f"with {', '.join(off_policy)} samples come from older policies than the one that is trained, and "
+            "algorithm.policy_loss=reinforce neither clips nor weights them: the gradient is biased",
+            "set it to token or sequence, or train on-policy",
+        )
+
+
+_IS = "algorithm.rollout_correction.rollout_is"
+_RS = "algorithm.rollout_correction.rollout_rs"
+
+RULES: tuple[RuleFunction, ...] = (
+    ConfigRule("rollout.n", lambda c: c.rollout.n == 1 and c.algorithm.adv_estimator in NEEDS_GROUPS,
+               "{c.algorithm.adv_estimator} compares the responses to one prompt; with a single one every advantage "
+               "is 0 and nothing is learned",
+               "set rollout.n to 2 or more, usually 8, or another algorithm.adv_estimator"),
+    ConfigRule("algorithm.filter_groups.enable", lambda c: c.rollout.n == 1 and c.algorithm.filter_groups.enable,
+               "a group of one response (rollout.n=1) always has equal rewards, so every sample would be filtered",
+               "set rollout.n to 2 or more, or algorithm.filter_groups.enable=false"),
+    ConfigRule("algorithm.filter_groups.enable",
+               lambda c: c.algorithm.filter_groups.enable and c.reward_model.placement == "worker",
+               "groups are filtered when they are leased, before the Trainer's reward model has scored them: groups "
+               "that only the model tells apart would be dropped",
+               "set reward_model.placement=serve, which scores before the lease, or this to false"),
+    ConfigRule("algorithm.filter_groups.enable",
+               lambda c: c.algorithm.filter_groups.enable and c.algorithm.adv_estimator not in NEEDS_GROUPS,
+               "algorithm.adv_estimator={c.algorithm.adv_estimator} learns from groups of equal rewards too; they "
+               "would be dropped", "set it to false", "warning"),
+    ConfigRule("reward_model.placement",
+               lambda c: c.algorithm.adv_estimator == "remax" and c.reward_model.placement == "worker",
+               "ReMax's greedy responses are scored where they are generated, without the Trainer's reward model, so "
+               "the baseline would be that of another reward", "set reward_model.placement=serve"),
+    ConfigRule(_IS, lambda c: c.algorithm.rollout_correction.bypass_mode
+               and c.algorithm.rollout_correction.rollout_is != "none" and c.algorithm.policy_loss != "reinforce",
+               "in bypass mode the ratio of algorithm.policy_loss={c.algorithm.policy_loss} is current over behaviour "
+               "policy already: importance weights would count it twice, so none are applied",
+               "set it to none, algorithm.rollout_correction.bypass_mode=false or algorithm.policy_loss=reinforce"),
+    ConfigRule(f"{_IS}_batch_normalize", lambda c: c.algorithm.rollout_correction.bypass_mode
+               and c.algorithm.rollout_correction.rollout_is != "none" and c.algorithm.policy_loss == "reinforce"
+               and c.algorithm.rollout_correction.rollout_is_batch_normalize,
+               "in bypass mode weights follow the current policy, micro-batch by micro-batch, so they have no mean "
+               "over the lease", "set it to false, or algorithm.rollout_correction.bypass_mode=false"),
+    ConfigRule(f"{_IS}_threshold_low", lambda c: c.algorithm.rollout_correction.rollout_is_threshold_low
+               >= c.algorithm.rollout_correction.rollout_is_threshold,
+               "every weight is below it or above rollout_is_threshold = "
+               "{c.algorithm.rollout_correction.rollout_is_threshold:g}: all would be 0",
+               "set it below rollout_is_threshold"),
+    ConfigRule(f"{_RS}_threshold",
+               lambda c: c.algorithm.rollout_correction.rollout_rs not in ("none", "geometric")
+               and c.algorithm.rollout_correction.rollout_rs_threshold is None,
+               f"{_RS}={{c.algorithm.rollout_correction.rollout_rs}} rejects larger divergences, and no default suits "
+               "every statistic", "give the largest divergence that is accepted, in nats"),
+    ConfigRule(f"{_RS}_threshold", lambda c: c.algorithm.rollout_correction.rejects_everything,
+               "with an upper bound of {c.algorithm.rollout_correction.rejection_bound:g} and "
+               "rollout_rs_threshold_low = {c.algorithm.rollout_correction.rollout_rs_threshold_low:g} every response "
+               "would be rejected",
+               "set it above 1, such as 1.001, and rollout_rs_threshold_low below it, or to 0 for one over it"),
+    _biased_gradient,
+    ConfigRule("algorithm.clip_ratio_high", lambda c: c.algorithm.policy_loss == "gspo"
+               and min(c.algorithm.clip_ratio_low, c.algorithm.clip_ratio_high) > _SEQUENCE_CLIP,
+               "GSPO clips a mean over the response, which stays far closer to 1 than a token's ratio: nothing would "
+               "be clipped", "set algorithm.clip_ratio_low=3e-4 algorithm.clip_ratio_high=4e-4", "warning"),
+    ConfigRule("algorithm.loss_agg_mode",
+               lambda c: c.algorithm.policy_loss == "gspo" and c.algorithm.loss_agg_mode != "seq-mean-token-mean",
+               "GSPO's objective is a mean over responses; this one weights them by length",
+               "set it to seq-mean-token-mean", "warning"),
+    ConfigRule("algorithm.use_kl_in_reward", lambda c: c.algorithm.use_kl_loss and c.algorithm.use_kl_in_reward,
+               "the KL divergence would be penalized twice, in the reward and in the loss",
+               "leave out use_kl_in_reward or use_kl_loss, unless you want both", "warning"),
+    ConfigRule("algorithm.kl_loss_coef", lambda c: c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0,
+               "the reference model is computed, and its result changes nothing",
+               "set it above 0, or use_kl_loss=false", "warning"),
+    ConfigRule("algorithm.kl_ctrl.kl_coef",
+               lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.kl_coef == 0,
+               "the reference model is computed, and its result changes nothing",
+               "set it above 0, or use_kl_in_reward=false", "warning"),
+    ConfigRule("algorithm.kl_ctrl.horizon", lambda c: c.algorithm.use_kl_in_reward
+               and c.algorithm.kl_ctrl.type == "adaptive"
+               and c.samples_per_lease * c.rollout.n > c.algorithm.kl_ctrl.horizon,
+               "a lease has {c.samples_per_lease} samples (trainer.ppo_mini_batch_size x "
+               "async_training.require_batches) of {c.rollout.n} responses each, so each lease would change the "
+               "coefficient by more than a fifth, and it would oscillate",
+               "set it well above {c.samples_per_lease} x {c.rollout.n}", "warning"),
+)  # fmt: skip
+
+NO_EFFECT = (
+    only_with("algorithm.norm_adv_by_std_in_grpo", "algorithm.adv_estimator", "grpo", "grpo_passk"),
+    only_with("algorithm.gamma", "algorithm.adv_estimator", "gae", "reinforce_plus_plus"),
+    only_with("algorithm.lam", "algorithm.adv_estimator", "gae"),
+    only_with("algorithm.clip_ratio_low algorithm.clip_ratio_high", "algorithm.policy_loss", "ppo", "gspo", "cispo"),
+    only_with("algorithm.clip_ratio_c", "algorithm.policy_loss", "ppo"),
+    only_with("algorithm.loss_scale_factor", "algorithm.loss_agg_mode", "seq-mean-token-sum-norm"),
+    only_with("algorithm.kl_loss_coef algorithm.kl_loss_type", "algorithm.use_kl_loss", True),
+    only_with("algorithm.kl_penalty algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef",
+              "algorithm.use_kl_in_reward", True),
+    only_with("algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.type", "adaptive"),
+    only_with("algorithm.filter_groups.max_consecutive", "algorithm.filter_groups.enable", True),
+    only_with(f"{_IS}_*", _IS, "token", "sequence"),
+    only_with(f"{_IS}_threshold_low", f"{_IS}_mode", "mask"),
+    no_effect(f"{_RS}_*", lambda c: c.algorithm.rollout_correction.rollout_rs == "none",
+              f"{_RS} is none", f"set {_RS}"),
+    only_with(f"{_RS}_threshold_low", _RS, "geometric"),
+)  # fmt: skip

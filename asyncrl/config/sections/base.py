@@ -1,4 +1,4 @@
-"""What every section of keys is, and the kinds of numbers in them."""
+"""The base class of all sections of the configuration, and the number types of their keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Switch = Annotated[
 ]
 
 
-class Section(BaseModel):
-    """Keys that are set together."""
+class ConfigSection(BaseModel):
+    """A group of keys. Unknown keys and non-finite numbers are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
+    )

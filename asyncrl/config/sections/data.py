@@ -1,4 +1,4 @@
-"""The model and the prompts."""
+"""`model` and `data`: the trained model, the prompts, and the rules between their keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import NonNegative, Positive, Section
+from asyncrl.config.problems import ConfigRule, RuleFunction, no_effect
+from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model that is trained and served."""
 
     path: str = "asyncrl://quickstart"
@@ -19,7 +20,7 @@ class ModelConfig(Section):
     chat_template: str | None = None
     """File with a Jinja chat template; null: the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Given to the chat template, say `{enable_thinking: false}`."""
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`."""
     trust_remote_code: bool = False
     """Let the model's directory run its own Python code. Only for sources you trust."""
     lora_rank: NonNegative = 0
@@ -30,7 +31,7 @@ class ModelConfig(Section):
     """Layers that get an adapter: `all-linear`, or names such as `[q_proj, v_proj]`."""
 
 
-class ReasoningGymConfig(Section):
+class ReasoningGymConfig(ConfigSection):
     """Procedural tasks instead of files: prompts come from reasoning-gym by task name."""
 
     task: str
@@ -42,10 +43,10 @@ class ReasoningGymConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the task, e.g. `{min_terms: 2, max_terms: 6}`."""
     system_prompt: str | None = None
-    """A system message put before each question."""
+    """A system message before each question."""
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """Where prompts come from. Rows have verl's fields: prompt, data_source, reward_model.ground_truth, extra_info."""
 
     train_files: tuple[str, ...] = ()
@@ -57,10 +58,28 @@ class DataConfig(Section):
     max_prompt_length: Positive = 512
     """Longest prompt, in tokens, after the chat template."""
     overlong_prompts: Literal["filter", "left", "right", "middle", "error"] = "filter"
-    """What happens to longer ones: filtered out (and counted), cut on a side or in the middle, or an error."""
+    """Treatment of longer ones: filtered out (and counted), cut on a side or in the middle, or an error."""
     shuffle: bool = True
-    """Another seeded order every epoch; false: file order."""
+    """A new seeded order every epoch; false: file order."""
     max_train_samples: Positive | None = None
-    """Use only the first so many rows."""
+    """Use only this many rows, the first ones."""
     max_val_samples: Positive | None = None
-    """Use only the first so many validation rows."""
+    """Use only this many validation rows, the first ones."""
+
+
+_GYM_AND_FILES = "data.reasoning_gym.task = {c.data.reasoning_gym.task} generates the prompts, and files are not read"
+
+RULES: tuple[RuleFunction, ...] = (
+    ConfigRule("data.train_files", lambda c: c.data.reasoning_gym is None and not c.data.train_files,
+               "there are no prompts to train on",
+               "set data.train_files=[FILE.parquet] (or .jsonl), or data.reasoning_gym.task, or data=quickstart"),
+    ConfigRule("data.train_files", lambda c: c.data.reasoning_gym and c.data.train_files,
+               _GYM_AND_FILES, "set data.train_files=[] or data.reasoning_gym=null"),
+    ConfigRule("data.val_files", lambda c: c.data.reasoning_gym and c.data.val_files,
+               _GYM_AND_FILES, "set data.val_files=[] or data.reasoning_gym=null"),
+)  # fmt: skip
+
+NO_EFFECT = (
+    no_effect("model.lora_alpha model.target_modules", lambda c: c.model.lora_rank == 0,
+              "model.lora_rank is 0", "set model.lora_rank"),
+)  # fmt: skip

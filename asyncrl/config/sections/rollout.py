@@ -1,23 +1,56 @@
-"""`rollout`: generation."""
+"""`rollout`: engines, sampling, conversations with tools, users and agents, and the rules between their keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from asyncrl.config.sections.base import Dtype, Positive, Section, Share
-from asyncrl.config.sections.multi_turn import AgentConfig, MultiTurnConfig, OverSampleConfig
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with
+from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Seconds, Share
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+_TURNS = "rollout.multi_turn"
+_SET_ELSEWHERE: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+        "rollout.tensor_parallel_size or rollout.num_replicas: an engine is given GPUs for these",
+    ),
+    "load_format": "nothing: weights are read from safetensors, never from a pickle",
+    "logprobs_mode": "nothing: log-probs must be those the loss expects",
+    "worker_cls": "nothing: weight updates need the engine's own",
+    "worker_extension_cls": "nothing: weight updates need it",
+}
+"""Engine arguments that other keys set, or that are fixed."""
 
 
-class SamplingConfig(Section):
+def _check_top_k(value: int) -> int:
+    if value == 0 or value < -1:
+        raise ValueError("no token could be drawn; give a count of 1 or more, or -1 for off")
+    return value
+
+
+class SamplingConfig(ConfigSection):
     """How tokens are drawn."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1: off. Below 1, recorded log-probs are of the truncated distribution's parent."""
-    top_k: int = -1
+    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
     """-1: off."""
     min_p: Share = 0.0
     """Minimum probability relative to the most likely token; 0: off."""
@@ -34,13 +67,129 @@ class ValSamplingConfig(SamplingConfig):
     """Responses per validation prompt."""
 
 
-class RolloutConfig(Section):
-    """Generation: the engines and what is asked of them."""
+class McpServerConfig(ConfigSection):
+    """A Model Context Protocol server whose tools the model may call: a `command` to start, or the `url` of one."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments; it is started once per run and speaks over its standard input and output."""
+    url: str | None = None
+    """Address of a server that speaks streamable HTTP."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of `command`, besides PATH and the like."""
+    tools: tuple[str, ...] = ()
+    """Names of the server's tools to offer; none: all."""
+    start_s: Seconds = 30.0
+    """Deadline for its list of tools."""
+
+
+class ToolConfig(ConfigSection):
+    """A tool: exactly one of `class_name`, `function` and `mcp`."""
+
+    class_name: str | None = None
+    """`calculator`, `python`, `search`, `gsm8k`, or your own `rollouter.tools.BaseTool`: `module:Class` or
+    `path/file.py:Class`."""
+    function: str | None = None
+    """`module:function` or `path/file.py:function`, a typed function with a docstring."""
+    mcp: McpServerConfig | None = None
+    """A server whose tools are offered."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    tool_schema: dict[str, Any] | None = None
+    """OpenAI function schema shown to the model; null: the tool's own."""
+    timeout_s: Seconds = 30.0
+    """Deadline of one call, of `create`, and of `calc_reward`."""
+    max_concurrency: Positive = 64
+    """Concurrent calls, over all trajectories."""
+    max_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Calls per second, over all trajectories; null: no limit."""
+    on_error: Literal["message", "drop", "stop"] = "message"
+    """Failed and late calls: report them to the model; drop the sample, within reward.max_errors; stop the run."""
+
+
+class InteractionConfig(ConfigSection):
+    """A simulated user or an environment, which answers the assistant when it calls no tool."""
+
+    name: str = "default"
+    """Rows choose by this name (`extra_info.interaction_kwargs.name`); others get the first interaction."""
+    class_name: str
+    """`scripted`, `model`, `retry`, `reasoning_gym`, `verifiers`, or your own `rollouter.interactions.Environment`:
+    `module:Class` or `path/file.py:Class`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    timeout_s: Seconds = 60.0
+    """Deadline of one `reset`, `step` or `score`."""
+    max_concurrency: Positive = 64
+    """Concurrent calls, over all trajectories."""
+    on_error: Literal["drop", "stop"] = "stop"
+    """A call that raises or times out: drop the sample, within reward.max_errors; or stop the run."""
+
+
+class MultiTurnConfig(ConfigSection):
+    """Conversations of several turns (docs/agents.md)."""
+
+    enable: bool = False
+    """Let the model call tools, and users or environments answer it."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Tools that the model may call."""
+    interactions: tuple[InteractionConfig, ...] = ()
+    """Simulated users and environments that answer it."""
+    format: str = "hermes"
+    """How the model writes its calls: the name of one of vLLM's tool parsers (`hermes` for Qwen and Hermes models,
+    `llama3_json`, `mistral`, `pythonic`, …)."""
+    max_assistant_turns: Positive = 8
+    """Turns of the model in one trajectory."""
+    max_user_turns: NonNegative = 8
+    """Answers of a user or environment in one trajectory."""
+    max_parallel_calls: Positive = 4
+    """Calls of one turn that run, concurrently; further ones are refused in a message to the model."""
+    max_tool_response_length: Positive = 256
+    """Most tokens of one tool's answer; a longer one is cut."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Where it is cut: `left` keeps the end."""
+    tokenization_sanity_check_mode: Literal["off", "warn", "strict"] = "warn"
+    """Compare a finished trajectory with the chat template's own tokens of the same messages: `warn` reports
+    differences, `strict` drops the sample."""
+    timeout_s: Seconds | None = None
+    """An older trajectory, waits after a crashed engine included, ends with the turns it has, and is scored; null: only
+    timeouts.sample_s counts, and drops the sample."""
+
+
+class OverSampleConfig(ConfigSection):
+    """Generate more than is needed, and abort the rest once enough is finished (docs/agents.md)."""
+
+    samples: Share = 0.0
+    """Surplus samples, as a share of the samples that one version consumes; 0: none."""
+    trajectories: NonNegative = 0
+    """Surplus trajectories per prompt, besides rollout.n."""
+    unfinished: Literal["drop", "keep_finished", "keep_partial"] = "drop"
+    """Aborted samples are dropped, or continued under the next version from their complete turns or from all their
+    tokens. Of trajectories beyond rollout.n, `drop` drops all, the others only unfinished ones."""
+
+
+class AgentConfig(ConfigSection):
+    """Your own agent in place of the built-in loop, at the run's OpenAI-compatible endpoint (docs/agents-openai.md)."""
+
+    program: str | None = None
+    """`module:function` or `path/file.py:function`, called once per trajectory with an `AgentTask`; async or not."""
+    command: tuple[str, ...] = ()
+    """Or a program and its arguments, started once per trajectory."""
+    timeout_s: Seconds = 600.0
+    """Deadline of one trajectory; its turns are scored then, if a reward was posted or reward.function gives one."""
+    max_concurrency: Positive = 64
+    """Concurrent trajectories."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.program is not None or bool(self.command)
+
+
+class RolloutConfig(ConfigSection):
+    """Generation: the engines and their requests."""
 
     n: Positive = 8
     """Responses per prompt (the GRPO group)."""
     response_length: Positive = 256
-    """Most tokens of a response: of all its turns, and of what tools and users say between them."""
+    """Most tokens of a response: all its turns, and the messages of tools and users between them."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn for training."""
     val: ValSamplingConfig = ValSamplingConfig()
@@ -50,7 +199,7 @@ class RolloutConfig(Section):
     tensor_parallel_size: Positive = 1
     """GPUs (or CPU processes) of one engine."""
     max_concurrent_samples: Positive = 64
-    """Samples in generation at once, over all replicas."""
+    """Samples in generation concurrently, over all replicas."""
     max_num_seqs: Positive = 256
     """Sequences one engine decodes together."""
     max_model_len: Positive | None = None
@@ -66,12 +215,158 @@ class RolloutConfig(Section):
     cpu_threads: Positive = 1
     """Threads of an engine on CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed on to vLLM's AsyncEngineArgs as they are."""
+    """Further arguments of vLLM's AsyncEngineArgs."""
     max_attempts: Positive = 3
-    """Tries of one generate call, or one call to the reward model, over failures of a replica; aborts by a weight sync
-    don't count."""
+    """Attempts of a generate call or a call to the reward model if replicas fail; aborts by a weight sync don't
+    count."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     over_sample: OverSampleConfig = OverSampleConfig()
     agent: AgentConfig = AgentConfig()
     dump_dir: str | None = None
-    """Write every trajectory there as JSONL: messages, tokens, masks, versions, timings, rewards. null: nowhere."""
+    """Directory of a JSONL dump of all trajectories: messages, tokens, masks, versions, times, rewards. null: none."""
+
+
+def _engine_arguments(config: Config) -> Iterator[ConfigProblem]:
+    for name, value in config.rollout.engine_kwargs.items():
+        if other := _SET_ELSEWHERE.get(name):
+            key = f"rollout.engine_kwargs.{name}"
+            yield ConfigProblem(key, value, "another key sets it, and the two values could differ", f"set {other}")
+    quantization = config.rollout.engine_kwargs.get("quantization")
+    if quantization and config.weight_sync.verify != "off":
+        yield ConfigProblem(
+            "rollout.engine_kwargs.quantization",
+            quantization,
+            "quantized weights never equal the published ones, so the first weight sync would fail",
+            "set weight_sync.verify=off",
+        )
+
+
+def _untruncated(key: str, off: float) -> ConfigRule:
+    return ConfigRule(
+        f"rollout.sampling.{key}",
+        lambda config: getattr(config.rollout.sampling, key) != off,
+        "tokens come from a truncated distribution while recorded log-probs and the loss are of the full one, which "
+        "biases the policy ratio",
+        f"set it to {off} for training unless you intend this",
+        "warning",
+    )
+
+
+def _entries(config: Config) -> Iterator[ConfigProblem]:
+    """Tools and interactions, which are entries of lists."""
+    turns, limit = config.rollout.multi_turn, config.timeouts.sample_s
+    if not turns.enable:
+        return
+    for number, tool in enumerate(turns.tools):
+        key = f"{_TURNS}.tools.{number}"
+        kinds = [name for name in ("class_name", "function", "mcp") if getattr(tool, name) is not None]
+        if len(kinds) != 1:
+            consequence = "a tool is a class, a function or a server, and this entry is "
+            consequence += "more than one" if kinds else "none of them"
+            fix = "set exactly one of class_name, function and mcp"
+            yield ConfigProblem(key, ", ".join(kinds), consequence, fix)
+        elif tool.mcp is not None and bool(tool.mcp.command) == (tool.mcp.url is not None):
+            which = "both are set" if tool.mcp.command else "neither is set"
+            consequence = f"a server is a command or a url, and {which}"
+            yield ConfigProblem(f"{key}.mcp", tool.mcp.url or "", consequence, "set exactly one")
+        elif tool.mcp is not None and not (tool.mcp.url or "http://").startswith(("http://", "https://")):
+            consequence = "servers are called over HTTP"
+            yield ConfigProblem(f"{key}.mcp.url", tool.mcp.url, consequence, "give http://... or https://...")
+        if tool.timeout_s >= limit:
+            consequence = f"timeouts.sample_s = {limit:g} s drops the sample before a call that hangs times out"
+            fix = "lower it, or raise timeouts.sample_s"
+            yield ConfigProblem(f"{key}.timeout_s", tool.timeout_s, consequence, fix)
+    names = Counter(interaction.name for interaction in turns.interactions)
+    for name in (name for name, count in names.items() if count > 1):
+        consequence = "two interactions have this name, so a row could choose neither"
+        yield ConfigProblem(f"{_TURNS}.interactions", name, consequence, "give each a name of its own")
+
+
+ENGINE_RULES: tuple[RuleFunction, ...] = (
+    ConfigRule("rollout.max_model_len",
+               lambda c: c.rollout.max_model_len is not None and c.rollout.max_model_len < c.longest_trajectory,
+               "a prompt of {c.data.max_prompt_length} tokens (data.max_prompt_length) and a response of "
+               "{c.rollout.response_length} (rollout.response_length) do not fit the engine's context",
+               "set it to null or at least {c.longest_trajectory}"),
+    _engine_arguments,
+    ConfigRule("rollout.max_num_seqs", lambda c: c.rollout.max_num_seqs < c.rollout.n,
+               "a group of {c.rollout.n} responses (rollout.n) is decoded in several rounds",
+               "set it to {c.rollout.n} or more", "warning"),
+)  # fmt: skip
+"""Rules for a run and for `asyncrl serve`."""
+
+RULES: tuple[RuleFunction, ...] = (
+    *ENGINE_RULES,
+    ConfigRule("rollout.sampling.temperature", lambda c: c.rollout.sampling.temperature == 0,
+               "greedy decoding always gives a prompt the same response: nothing is explored, and no response is "
+               "better than another", "set it above 0, usually 1.0; rollout.val.temperature is the one for validation"),
+    ConfigRule("rollout.val.n", lambda c: c.rollout.val.temperature == 0 and c.rollout.val.n > 1,
+               "greedy validation gives equal responses, so all but the first are wasted",
+               "set rollout.val.n=1 or rollout.val.temperature above 0", "warning"),
+    _untruncated("top_p", 1.0),
+    _untruncated("top_k", -1),
+    _untruncated("min_p", 0.0),
+    ConfigRule(f"{_TURNS}.enable", lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.tools
+               and not c.rollout.multi_turn.interactions,
+               "the model has no tool to call and no user to answer it, so every trajectory would be one turn",
+               f"set {_TURNS}.tools or {_TURNS}.interactions, or {_TURNS}.enable=false"),
+    ConfigRule(f"{_TURNS}.max_assistant_turns", lambda c: c.rollout.multi_turn.enable and c.rollout.multi_turn.tools
+               and c.rollout.multi_turn.max_assistant_turns == 1,
+               "a call of the only turn would not run: the model has no turn left to read its result",
+               "raise it to 2 or more"),
+    ConfigRule(f"{_TURNS}.timeout_s",
+               lambda c: c.rollout.multi_turn.enable and (c.rollout.multi_turn.timeout_s or 0) >= c.timeouts.sample_s,
+               "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the whole sample first, so no trajectory would "
+               "end by this", "lower it, or raise timeouts.sample_s above {c.rollout.multi_turn.timeout_s:g}"),
+    ConfigRule(f"{_TURNS}.max_tool_response_length", lambda c: c.rollout.multi_turn.enable
+               and c.rollout.multi_turn.tools
+               and c.rollout.multi_turn.max_tool_response_length >= c.rollout.response_length,
+               "one answer of a tool may fill rollout.response_length = {c.rollout.response_length}, which counts all "
+               "turns and the messages between them, and end the trajectory",
+               "raise rollout.response_length, or lower this", "warning"),
+    _entries,
+    ConfigRule("rollout.agent.command", lambda c: c.rollout.agent.program is not None and c.rollout.agent.command,
+               "rollout.agent.program is set as well, and only one of them can produce a trajectory",
+               "leave out one of them"),
+    ConfigRule("rollout.agent", lambda c: c.rollout.agent.enabled and c.rollout.multi_turn.enable,
+               f"{_TURNS}.enable is true as well, and only one of them can produce a trajectory",
+               f"set {_TURNS}.enable=false: your agent has its own tools"),
+    ConfigRule("rollout.agent.timeout_s",
+               lambda c: c.rollout.agent.enabled and c.rollout.agent.timeout_s > c.timeouts.sample_s,
+               "timeouts.sample_s = {c.timeouts.sample_s:g} s drops the sample first, so no agent gets that long",
+               "lower it, or raise timeouts.sample_s to {c.rollout.agent.timeout_s:g} or more"),
+    ConfigRule("rollout.over_sample.samples",
+               lambda c: c.rollout.over_sample.samples and c.async_training.deterministic,
+               "async_training.deterministic trains samples in feed order, and over-sampling drops the slow ones",
+               "set rollout.over_sample.samples=0 or async_training.deterministic=false"),
+    ConfigRule("rollout.over_sample.samples", lambda c: c.rollout.over_sample.samples and c.skip.rollout.enable,
+               "skip.rollout records a version's samples as one batch, and over-sampling selects them by their speed",
+               "set rollout.over_sample.samples=0, or record single samples: skip.async_rollout"),
+)  # fmt: skip
+
+_LOOP_KEYS = " ".join(
+    f"{_TURNS}.{name}*"
+    for name in MultiTurnConfig.model_fields
+    if name not in ("enable", "format", "tokenization_sanity_check_mode")
+)
+"""Keys of the built-in loop; agents of the user's own have the other ones too."""
+
+NO_EFFECT = (
+    no_effect(_LOOP_KEYS, lambda c: c.rollout.agent.enabled, "your agent (rollout.agent) has its own tools and limits",
+              "set them there"),
+    no_effect(f"{_TURNS}.format {_TURNS}.tokenization_sanity_check_mode",
+              lambda c: not c.rollout.multi_turn.enable and not c.rollout.agent.enabled,
+              f"{_TURNS}.enable is false, and there is no agent of your own (rollout.agent)",
+              f"set {_TURNS}.enable=true"),
+    only_with(_LOOP_KEYS, f"{_TURNS}.enable", True),
+    no_effect(f"{_TURNS}.max_user_turns", lambda c: not c.rollout.multi_turn.interactions,
+              "no user answers the model", f"set {_TURNS}.interactions"),
+    no_effect(f"{_TURNS}.format {_TURNS}.max_parallel_calls {_TURNS}.*tool_response*",
+              lambda c: c.rollout.multi_turn.enable and not c.rollout.multi_turn.tools,
+              "the model has no tools", f"set {_TURNS}.tools"),
+    no_effect("rollout.agent.timeout_s rollout.agent.max_concurrency", lambda c: not c.rollout.agent.enabled,
+              "there is no agent of your own", "set rollout.agent.program or rollout.agent.command"),
+    no_effect("rollout.over_sample.unfinished",
+              lambda c: not c.rollout.over_sample.samples and not c.rollout.over_sample.trajectories,
+              "nothing is over-sampled", "set rollout.over_sample.samples or rollout.over_sample.trajectories"),
+)  # fmt: skip

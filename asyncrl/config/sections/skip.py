@@ -1,57 +1,67 @@
-"""Recording stages and replaying them."""
+"""`skip`: stages that are recorded and replayed, and the rules between their keys."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.sections.base import Positive, Section
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, only_with, warning
+from asyncrl.config.sections.base import ConfigSection, Positive
+from asyncrl.core.skip_steps import StepSet
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+_COUNTED_FROM_ONE = ("skip.async_rollout", "skip.rollout", "skip.reward", "skip.ref_log_prob")
+_EXAMPLE = 'e.g. "all", "1-128,200" or [1,2,5]'
 
 
-class SkipRoleConfig(Section):
-    """One stage."""
+class SkipRoleConfig(ConfigSection):
+    """A stage that can be recorded and replayed."""
 
     enable: bool = False
     """Record this stage and replay it from its records."""
     dump_dir: str = "~/.asyncrl/skip"
     """Records are in <dump_dir>/<project_name>/<experiment_name>/<role>/<step>/. `~` is your home directory."""
     steps: Any = Field(default_factory=list, json_schema_extra={"type": "list of steps"})
-    """Which steps: `[1, 2, 5]`, `"1-128,200"`, or `all`. Others run as if nothing were recorded."""
+    """Steps to record and replay: `[1, 2, 5]`, `"1-128,200"`, or `all`. Other steps run normally."""
     action: Literal["cache", "repeat"] = "cache"
     """`cache`: the record of exactly this step, else run and record. `repeat`: the nearest recorded step too, first
     below, then above."""
     on_mismatch: Literal["regenerate", "error"] = "regenerate"
-    """With `cache`, when a record was made by another prompt, sampling, model, tool set or `n`: run and replace the
-    record, or stop and say what differs."""
+    """With `cache`, if a record has another prompt, sampling, model, tool set or `n`: run and replace the record, or
+    stop and report the difference."""
     max_bytes: Positive | None = None
-    """Of all records of this role; what would go beyond is not recorded. null: no limit."""
+    """Most bytes of all records of this role; further ones are not recorded. null: no limit."""
 
 
 class CachedSkipConfig(SkipRoleConfig):
-    """A stage whose result belongs to exactly what it was asked."""
+    """A stage whose result is valid for exactly one input."""
 
     action: Literal["cache"] = "cache"
-    """The record of exactly this step, else run and record. There is no `repeat`: the result of something else would be
-    wrong here."""
+    """The record of exactly this step, else run and record. `repeat` would replay results of other inputs."""
 
 
 class RolloutSkipConfig(SkipRoleConfig):
     """Generation of a whole batch of `launch sync`; its step is the Trainer's."""
 
     replay_versions: Literal["recorded", "current"] = "recorded"
-    """`recorded`: tokens keep the versions that made them, so staleness and corrections see their age. `current`: they
-    count as made by the version that is served now."""
+    """`recorded`: tokens keep their versions, so staleness and corrections see their age. `current`: they get the
+    version that is served now."""
 
 
 class AsyncRolloutSkipConfig(RolloutSkipConfig):
     """Generation of one sample; its step is the last part of `sample_{epoch}_{index}`."""
 
-    serve_when_covered: bool = True
-    """False: no engine is started if every sample of the run is recorded and nothing is validated."""
+    engines: Literal["auto", "always"] = "always"
+    """`auto`: start no engine if every sample of the run is recorded and there is no validation. `always`: start them
+    in any case."""
 
 
-class SkipConfig(Section):
+class SkipConfig(ConfigSection):
     """Stages that are recorded and replayed, by role. See docs/skip.md."""
 
     modules: tuple[str, ...] = ()
@@ -68,6 +78,99 @@ class SkipConfig(Section):
     """Roles that `modules` register, by name."""
 
     def by_role(self) -> dict[str, SkipRoleConfig]:
-        """All roles, those of the user's own last."""
+        """Return all roles, those of `modules` last."""
         own = (name for name in type(self).model_fields if name not in ("modules", "roles"))
         return {**{name: getattr(self, name) for name in own}, **self.roles}
+
+
+def enabled_roles(config: Config) -> dict[str, SkipRoleConfig]:
+    """Return the enabled roles by the key of their settings."""
+    return {
+        f"skip.roles.{name}" if name in config.skip.roles else f"skip.{name}": role
+        for name, role in config.skip.by_role().items()
+        if role.enable
+    }
+
+
+def _steps(config: Config) -> Iterator[ConfigProblem]:
+    for key, role in enabled_roles(config).items():
+        fix = f"give steps, {_EXAMPLE}, or set {key}.enable=false"
+        try:
+            steps = StepSet.parse(role.steps)
+        except ValueError as error:
+            yield ConfigProblem(f"{key}.steps", role.steps, str(error), fix)
+            continue
+        if not steps:
+            consequence = f"{key}.enable=true with no steps would record and replay nothing"
+            yield ConfigProblem(f"{key}.steps", role.steps, consequence, fix)
+        elif key in _COUNTED_FROM_ONE and not steps.has_from(1):
+            consequence = "samples are counted from 1, so nothing would be recorded"
+            yield ConfigProblem(f"{key}.steps", role.steps, consequence, fix)
+
+
+def _directories(config: Config) -> Iterator[ConfigProblem]:
+    for key, role in enabled_roles(config).items():
+        if not role.dump_dir:
+            consequence = "records would go to the directory in which the run is started"
+            fix = "name a directory, or leave this key out"
+            yield ConfigProblem(f"{key}.dump_dir", role.dump_dir, consequence, fix)
+        elif not Path(role.dump_dir).expanduser().is_absolute():
+            consequence = "it depends on the directory in which a run is started: elsewhere the run has other records"
+            yield warning(f"{key}.dump_dir", role.dump_dir, consequence, "give an absolute path")
+
+
+def _own_roles(config: Config) -> Iterator[ConfigProblem]:
+    shipped = type(config.skip).model_fields.keys() - {"modules", "roles"}
+    for name in sorted(config.skip.roles):
+        if name in shipped:
+            consequence = "this role is part of asyncrl and has its own section, so these settings would not be read"
+            yield ConfigProblem(f"skip.roles.{name}", name, consequence, f"write skip.{name} instead")
+        elif not config.skip.modules:
+            consequence = f"no module registers this role; the built-in roles are {', '.join(sorted(shipped))}"
+            fix = "name the module that registers it in skip.modules"
+            yield ConfigProblem(f"skip.roles.{name}", name, consequence, fix)
+
+
+def _ageing_records(config: Config) -> Iterator[ConfigProblem]:
+    name, role = "async_rollout" if config.skip.async_rollout.enable else "rollout", config.generation_skip
+    training = config.async_training
+    drops = training.max_staleness is not None and training.stale_action == "drop"
+    if role is not None and drops and role.action == "repeat" and role.replay_versions == "recorded":
+        yield warning(
+            f"skip.{name}.replay_versions",
+            role.replay_versions,
+            "a repeated record of an early step grows older with every version, and is dropped beyond "
+            "async_training.max_staleness; the sample that replaces it may be as old",
+            "set replay_versions=current, or async_training.max_staleness=null",
+        )
+
+
+RULES: tuple[RuleFunction, ...] = (
+    _steps,
+    _directories,
+    _own_roles,
+    ConfigRule("skip.tool.enable",
+               lambda c: c.skip.tool.enable and not (c.rollout.multi_turn.enable and c.rollout.multi_turn.tools),
+               "it would have no effect: the run calls no tools",
+               "set rollout.multi_turn.enable=true and name rollout.multi_turn.tools, or set skip.tool.enable=false"),
+    ConfigRule("skip.ref_log_prob.enable", lambda c: c.skip.ref_log_prob.enable and not c.needs_reference,
+               "it would have no effect: the run has no reference model",
+               "set algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"),
+    ConfigRule("skip.rollout.enable", lambda c: c.skip.rollout.enable and c.mode != "sync",
+               "only `asyncrl launch sync` generates whole batches; this run generates single samples",
+               "set skip.async_rollout.enable=true instead"),
+    ConfigRule("skip.async_rollout.enable", lambda c: c.skip.rollout.enable and c.skip.async_rollout.enable,
+               "with skip.rollout.enable the same generation would be recorded twice", "enable one of the two"),
+    ConfigRule("skip.async_rollout.engines",
+               lambda c: c.skip.async_rollout.enable and c.skip.async_rollout.engines == "auto" and c.has_validation,
+               "the validation set is never replayed, so engines are started anyway",
+               "set data.val_files=[] (or data.reasoning_gym.val_size=0)", "warning"),
+    _ageing_records,
+)  # fmt: skip
+
+_ROLES = [f"skip.{name}" for name in SkipConfig.model_fields if name not in ("modules", "roles")]
+
+NO_EFFECT = (
+    *(only_with(f"{role}.*", f"{role}.enable", True) for role in _ROLES),
+    *(only_with(f"{role}.on_mismatch", f"{role}.action", "cache") for role in _ROLES),
+)

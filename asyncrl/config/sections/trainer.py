@@ -1,20 +1,45 @@
-"""`trainer` and the models beside the policy: engines, optimizers, steps."""
+"""`trainer`, `ref`, `critic`, `reward_model`: steps, engines, optimizers, models, and the rules between their keys."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from asyncrl.config.sections.base import Dtype, NonNegative, Positive, Section, Share
+from asyncrl.config.problems import (
+    ConfigProblem,
+    ConfigRule,
+    NoEffectRule,
+    RuleFunction,
+    configured,
+    no_effect,
+    only_with,
+    warning,
+)
+from asyncrl.config.sections.base import ConfigSection, Dtype, NonNegative, Positive, Share
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 
-class OptimConfig(Section):
+def _check_frequency(value: int) -> int:
+    if value == 0 or value < -1:
+        raise ValueError("that is no number of steps; give 1 or more, or -1 for never in between")
+    return value
+
+
+Frequency = Annotated[int, AfterValidator(_check_frequency)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(ConfigSection):
     """AdamW."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Decay of the averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator."""
@@ -30,8 +55,8 @@ class OptimConfig(Section):
     """Largest global gradient norm."""
 
 
-class EngineConfig(Section):
-    """How a model is run in the Trainer's processes."""
+class EngineConfig(ConfigSection):
+    """How a model runs in the Trainer's processes."""
 
     strategy: str = "fsdp2"
     """Engine backend: `fsdp2`, `fsdp`, `ddp`, `local` (one process), or one that a package has registered under the
@@ -39,13 +64,13 @@ class EngineConfig(Section):
     num_workers: Positive = 1
     """Processes (ranks) of the group; with GPUs, one GPU each."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU when there is one."""
+    """auto: a GPU if the machine has one."""
     dtype: Dtype = "float32"
-    """Of the forward and backward pass; master weights and optimizer are float32."""
+    """Precision of the forward and backward pass; master weights and optimizer are float32."""
     cpu_threads: Positive = 1
     """Threads of each process on CPU."""
     ppo_max_token_len: Positive = 16384
-    """Most tokens of one micro-batch of one rank (of a sequence-parallel group, where there is one)."""
+    """Most tokens in a micro-batch of one rank, or of one sequence-parallel group."""
     use_remove_padding: bool = True
     """Pack sequences without padding where the attention supports it."""
     gradient_checkpointing: bool = False
@@ -53,7 +78,7 @@ class EngineConfig(Section):
     activation_offload: bool = False
     """Keep activations for the backward pass in CPU memory."""
     param_offload: bool = False
-    """Keep weights in CPU memory while they are not computed with."""
+    """Keep weights in CPU memory while they are not in use."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in CPU memory between steps."""
     torch_compile: bool = False
@@ -64,11 +89,11 @@ class EngineConfig(Section):
     """Ranks that share one sequence (https://arxiv.org/abs/2309.14509); divides num_workers and the number of heads."""
 
 
-class RoleConfig(Section):
-    """Where another model of the Trainer lives. null: as the trainer's own."""
+class RoleConfig(ConfigSection):
+    """Where another model of the Trainer runs. null: as the policy."""
 
     placement: Literal["actor", "own"] = "actor"
-    """actor: in the processes of the trained policy; own: in processes of its own."""
+    """actor: in the processes of the policy; own: in separate processes."""
     strategy: str | None = None
     """See trainer.strategy."""
     num_workers: Positive | None = None
@@ -85,25 +110,25 @@ class RoleConfig(Section):
     """See trainer.param_offload."""
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(ConfigSection):
     """A model that scores responses, besides the reward function."""
 
     placement: Literal["off", "serve", "worker"] = "off"
-    """off: none; serve: a Ray Serve deployment that the Rollouter asks; worker: a role of the Trainer, which scores
-    what it trains on and no validation."""
+    """off: none; serve: a Ray Serve deployment that the Rollouter calls; worker: a role of the Trainer, which scores
+    training samples and no validation."""
     path: str | None = None
     """Sequence-classification model with one label, in Hugging Face format (safetensors), with its own tokenizer and
     chat template."""
     weight: float = 1.0
-    """Of the model's score in the reward. With `placement: serve` the reward of validation has it too."""
+    """Weight of the model's score in the reward; with `placement: serve` also in validation."""
     num_replicas: Positive = 1
-    """Of the Serve deployment; one GPU each where the cluster has any."""
+    """Replicas of the Serve deployment, with one GPU each if the cluster has any."""
     max_batch_size: Positive = 32
     """Responses scored in one forward pass of the Serve deployment."""
     trust_remote_code: bool = False
     """Let the model's directory run its own Python code. Only for sources you trust."""
     worker: RoleConfig = RoleConfig()
-    """With `placement: worker`: how and where it runs."""
+    """How and where it runs with `placement: worker`."""
 
 
 class RefConfig(RoleConfig):
@@ -114,11 +139,11 @@ class CriticConfig(RoleConfig):
     """The value model, with `algorithm.adv_estimator: gae`."""
 
     path: str | None = None
-    """Model it starts from; null: model.path. A missing value head starts at 0."""
+    """Its initial model; null: model.path. A missing value head starts at 0."""
     ppo_epochs: Positive = 1
     """Passes over each lease."""
     cliprange_value: Annotated[float, Field(gt=0)] | None = 0.5
-    """Values are clipped to so much around those at the lease's start; null: not clipped."""
+    """Values are clipped to this range around those at the lease's start; null: not clipped."""
     warmup_steps: NonNegative = 0
     """Steps in which only the critic learns."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
@@ -128,7 +153,7 @@ class TrainerConfig(EngineConfig):
     """The training loop, and the engine of the trained policy."""
 
     total_training_steps: Positive | None = None
-    """Optimizer steps of the run; null: as many as `total_epochs` gives."""
+    """Optimizer steps of the run; null: `total_epochs` decides."""
     total_epochs: Positive = 1
     """Passes over the training prompts, when `total_training_steps` is null."""
     ppo_mini_batch_size: Positive = 32
@@ -138,13 +163,219 @@ class TrainerConfig(EngineConfig):
     optim: OptimConfig = OptimConfig()
     val_before_train: bool = True
     """Validate version 0."""
-    test_freq: int = -1
-    """Validate every so many steps; -1: only before and after."""
+    test_freq: Frequency = -1
+    """Steps between validations; -1: only before and after."""
     partial_final_batch: Literal["train", "drop"] = "train"
-    """Samples at the end that do not fill a lease: train on them, in steps that may be smaller, or leave them out."""
-    save_freq: int = -1
-    """Checkpoint every so many steps; -1: only at the end."""
+    """Samples at the end that do not fill a lease: train on them, in smaller steps, or leave them out."""
+    save_freq: Frequency = -1
+    """Steps between checkpoints; -1: only at the end."""
     save_last: bool = True
     """Checkpoint at the end of the run."""
     max_checkpoints_to_keep: Positive = 2
     """Older checkpoints are deleted once a newer one is complete."""
+
+
+def model_roles(config: Config) -> dict[str, RoleConfig]:
+    """Return the settings of the run's models besides the policy, by their section."""
+    used = {
+        "ref": (config.needs_reference, config.ref),
+        "critic": (config.needs_critic, config.critic),
+        "reward_model.worker": (config.reward_model.placement == "worker", config.reward_model.worker),
+    }
+    return {name: role for name, (is_used, role) in used.items() if is_used}
+
+
+def epoch_samples(config: Config, num_prompts: int) -> int:
+    """Return the number of samples that `trainer.total_epochs` over so many prompts train on.
+
+    With `partial_final_batch: drop` samples that do not fill a lease are left out.
+    """
+    samples = num_prompts * config.trainer.total_epochs
+    return samples - samples % config.samples_per_lease if config.trainer.partial_final_batch == "drop" else samples
+
+
+def epoch_steps(config: Config, num_prompts: int) -> int:
+    """Return the number of optimizer steps over `epoch_samples`; the last step of each pass may have fewer samples."""
+    mini_batches = math.ceil(epoch_samples(config, num_prompts) / config.trainer.ppo_mini_batch_size)
+    return mini_batches * config.trainer.ppo_epochs
+
+
+def check_length(config: Config, num_prompts: int) -> Iterator[ConfigProblem]:
+    """Yield the problems of a run whose length its prompts decide (`trainer.total_training_steps=null`)."""
+    if steps := epoch_steps(config, num_prompts):
+        yield from _warm_ups(config, steps)
+    elif num_prompts == 0:
+        yield ConfigProblem("data.train_files", config.data.train_files, "there is no prompt to train on", "add data")
+    else:
+        yield ConfigProblem(
+            "trainer.partial_final_batch",
+            config.trainer.partial_final_batch,
+            f"{num_prompts} prompts in each of {config.trainer.total_epochs} epochs do not fill a lease, which is "
+            f"{config.samples_per_lease} (trainer.ppo_mini_batch_size x async_training.require_batches), so there "
+            "would be no step",
+            "set it to train, add data or epochs, or lower trainer.ppo_mini_batch_size",
+        )
+
+
+def _fixed_length(config: Config) -> Iterator[ConfigProblem]:
+    steps, lease = config.trainer.total_training_steps, config.steps_per_lease
+    if steps is None:
+        return
+    if steps % lease:
+        factors = "require_batches x trigger_parameter_sync_step" if config.mode == "sync" else "require_batches"
+        passes = config.trainer.ppo_epochs
+        in_passes = f", in each of {passes} passes (trainer.ppo_epochs)" if passes > 1 else ""
+        yield ConfigProblem(
+            "trainer.total_training_steps",
+            steps,
+            f"the Trainer leases {config.async_training.require_batches} mini-batches at a time ({factors}), one step "
+            f"each{in_passes}, so the run cannot end at step {steps}",
+            f"set it to {max(lease, steps - steps % lease)} or {steps - steps % lease + lease}, "
+            f"or change async_training.require_batches",
+        )
+    yield from _warm_ups(config, steps)
+
+
+def _warm_ups(config: Config, steps: int) -> Iterator[ConfigProblem]:
+    """Check that warm-ups end before a run of so many steps."""
+    critic, rate = config.critic, "so the learning rate would never reach its peak"
+    alone = critic.warmup_steps if config.needs_critic else 0
+    key = "critic.warmup_steps"
+    if alone >= steps:
+        consequence = f"the run has {steps} steps, and only the critic would learn in all of them"
+        yield ConfigProblem(key, alone, consequence, f"set it below {steps}")
+    elif alone * 2 > steps:
+        consequence = f"in {alone} of the run's {steps} steps only the critic learns, the policy in {steps - alone}"
+        yield warning(key, alone, consequence, f"set it to {steps // 2} or less, or make the run longer")
+    warmup = config.trainer.optim.warmup_steps
+    if warmup >= steps - alone > 0:
+        after = f", {alone} of them for the critic alone (critic.warmup_steps)" if alone else ""
+        consequence = f"the run has {steps} steps{after}, {rate}"
+        yield warning("trainer.optim.warmup_steps", warmup, consequence, f"set it below {steps - alone}")
+    critic_steps = steps // config.trainer.ppo_epochs * critic.ppo_epochs
+    if config.needs_critic and critic.optim.warmup_steps >= critic_steps:
+        key, consequence = "critic.optim.warmup_steps", f"the critic takes {critic_steps} steps, {rate}"
+        yield warning(key, critic.optim.warmup_steps, consequence, f"set it below {critic_steps}")
+
+
+def _micro_batches(config: Config) -> Iterator[ConfigProblem]:
+    limits = {"trainer": config.trainer.ppo_max_token_len}
+    limits |= {name: role.ppo_max_token_len for name, role in model_roles(config).items() if role.ppo_max_token_len}
+    longest = config.longest_trajectory
+    for section, limit in limits.items():
+        if limit < longest:
+            yield ConfigProblem(
+                f"{section}.ppo_max_token_len",
+                limit,
+                f"one full-length trajectory of {longest} tokens would not fit a micro-batch",
+                f"set it to at least {longest}, or lower data.max_prompt_length or rollout.response_length",
+            )
+
+
+def _dtypes(config: Config) -> Iterator[ConfigProblem]:
+    dtypes = {"trainer": (config.trainer.dtype, config.trainer.device)}
+    for name, role in model_roles(config).items():
+        if role.dtype is not None:
+            dtypes[name] = (role.dtype, role.device or config.trainer.device)
+    for section, (dtype, device) in dtypes.items():
+        if dtype == "float16":
+            consequence = "gradients underflow to 0 without loss scaling, which the Trainer does not do"
+            yield ConfigProblem(f"{section}.dtype", dtype, consequence, "use bfloat16 (GPUs) or float32")
+        if device == "cpu" and dtype == "bfloat16":
+            consequence = "it is several times slower than float32 on CPUs without AVX-512"
+            yield warning(f"{section}.dtype", dtype, consequence, "use float32")
+
+
+def _local_engines(config: Config) -> Iterator[ConfigProblem]:
+    trainer = config.trainer
+    for name, role in model_roles(config).items():
+        ranks = trainer.num_workers if role.placement == "actor" else role.num_workers or trainer.num_workers
+        strategy = role.strategy or trainer.strategy
+        if strategy == "local" and ranks > 1 and (role.strategy == "local" or role.placement == "own"):
+            yield ConfigProblem(
+                f"{name}.strategy" if role.strategy else f"{name}.num_workers",
+                role.strategy or ranks,
+                f"strategy local is one process, and this model would be in {ranks}",
+                f"set {name}.strategy to fsdp2, fsdp or ddp, or {name}.placement=own and {name}.num_workers=1",
+            )
+
+
+def _idle_ranks(config: Config) -> Iterator[ConfigProblem]:
+    trainer = config.trainer
+    data_ranks = max(1, trainer.num_workers // trainer.ulysses_sequence_parallel_size)
+    rows = trainer.ppo_mini_batch_size * config.rollout.n
+    if rows < data_ranks:
+        yield warning(
+            "trainer.num_workers",
+            trainer.num_workers,
+            f"a mini-batch has {rows} responses (trainer.ppo_mini_batch_size x rollout.n), so {data_ranks - rows} of "
+            f"{data_ranks} ranks would compute rows without effect",
+            f"set it to {rows * trainer.ulysses_sequence_parallel_size} or fewer, or enlarge the mini-batch",
+        )
+
+
+RULES: tuple[RuleFunction, ...] = (
+    _micro_batches,
+    _fixed_length,
+    ConfigRule("trainer.test_freq", lambda c: c.trainer.test_freq > 0 and not c.has_validation,
+               "there is no validation set, so nothing is validated", "set data.val_files", "warning"),
+    ConfigRule("trainer.ppo_epochs", lambda c: c.trainer.ppo_epochs > 1 and c.algorithm.policy_loss == "reinforce",
+               "algorithm.policy_loss=reinforce clips nothing, so nothing limits the later passes over a lease",
+               "set it to 1, or use algorithm.policy_loss=ppo", "warning"),
+    _dtypes,
+    ConfigRule("trainer.num_workers", lambda c: c.trainer.strategy == "local" and c.trainer.num_workers > 1,
+               "trainer.strategy=local is one process; several would train independent models",
+               "set trainer.strategy to fsdp2, fsdp or ddp, or trainer.num_workers=1"),
+    _local_engines,
+    _idle_ranks,
+    ConfigRule("trainer.ulysses_sequence_parallel_size",
+               lambda c: c.trainer.ulysses_sequence_parallel_size > 1 and not c.trainer.use_remove_padding,
+               "sequences are cut over ranks in packed form, and trainer.use_remove_padding is false",
+               "set trainer.use_remove_padding=true, or trainer.ulysses_sequence_parallel_size=1"),
+    ConfigRule("ref.placement", lambda c: c.model.lora_rank and c.needs_reference and c.ref.placement == "own",
+               "with LoRA the policy without its adapters is the reference already; this loads it a second time",
+               "set ref.placement=actor", "warning"),
+    ConfigRule("reward_model.path", lambda c: c.reward_model.placement != "off" and not c.reward_model.path,
+               "reward_model.placement={c.reward_model.placement} needs a model that scores",
+               "give a sequence-classification model with one label, or set reward_model.placement=off"),
+    ConfigRule("reward_model.weight", lambda c: c.reward_model.placement != "off" and c.reward_model.weight == 0,
+               "the reward model is called, and its score changes nothing",
+               "set it to another number, or reward_model.placement=off", "warning"),
+)  # fmt: skip
+
+
+def _only_apart(role: str) -> NoEffectRule:
+    return no_effect(
+        f"{role}.num_workers {role}.device {role}.cpu_threads",
+        lambda config: configured(config, f"{role}.placement") == "actor",
+        f"{role}.placement is actor, so the keys of trainer hold for this model too",
+        f"set {role}.placement=own",
+    )
+
+
+NO_EFFECT = (
+    no_effect("trainer.total_epochs", lambda c: c.trainer.total_training_steps is not None,
+              "trainer.total_training_steps = {c.trainer.total_training_steps} decides the length",
+              "set trainer.total_training_steps=null"),
+    no_effect("trainer.partial_final_batch", lambda c: c.trainer.total_training_steps is not None,
+              "trainer.total_training_steps = {c.trainer.total_training_steps} is a number of whole leases",
+              "set trainer.total_training_steps=null and trainer.total_epochs"),
+    no_effect("trainer.activation_offload trainer.param_offload trainer.optimizer_offload trainer.use_liger",
+              lambda c: c.trainer.device == "cpu", "trainer.device is cpu, and it is for GPUs",
+              "set trainer.device=cuda"),
+    only_with("trainer.optim.min_lr_ratio", "trainer.optim.decay", "linear", "cosine"),
+    no_effect("ref.*", lambda c: not c.needs_reference, "the run has no reference model",
+              "set algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"),
+    no_effect("ref.*", lambda c: c.model.lora_rank > 0 and c.ref.placement == "actor",
+              "with LoRA the reference is the policy without its adapters", "set ref.placement=own"),
+    _only_apart("ref"),
+    no_effect("critic.*", lambda c: not c.needs_critic, "only algorithm.adv_estimator=gae has a critic",
+              "set algorithm.adv_estimator=gae"),
+    only_with("critic.optim.min_lr_ratio", "critic.optim.decay", "linear", "cosine"),
+    _only_apart("critic"),
+    only_with("reward_model.*", "reward_model.placement", "serve", "worker"),
+    only_with("reward_model.worker.*", "reward_model.placement", "worker"),
+    only_with("reward_model.num_replicas reward_model.max_batch_size", "reward_model.placement", "serve"),
+    _only_apart("reward_model.worker"),
+)  # fmt: skip
+"""The first rule for a key reports it, so the more informative one comes first."""

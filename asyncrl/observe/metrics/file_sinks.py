@@ -1,4 +1,4 @@
-"""Files of the run directory that take its rows: metrics.jsonl and TensorBoard."""
+"""Sinks that write files in the run directory: metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.run_dir import disk_error
-from asyncrl.telemetry.rows import Row
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.storage.run_dir import disk_error
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ NUM_BUCKETS = 30
 
 
 class AppendFile:
-    """A file that only grows, unbuffered: what a failed write left behind is not tried again at close."""
+    """An unbuffered append-only file: the rest of a failed write is not retried at close."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class AppendFile:
             raise disk_error(path, error) from error
 
     def write(self, data: bytes) -> None:
-        """All of `data`; a disk with room for a part of it raises."""
+        """Write all of `data` or raise."""
         rest = memoryview(data)
         try:
             while rest:
@@ -42,14 +42,14 @@ class AppendFile:
             raise disk_error(self._path, error) from error
 
     def flush(self) -> None:
-        """Nothing is held back; file-like objects have this."""
+        """Do nothing; file-like objects have this method."""
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 class JsonlSink:
-    """One line a row, appended."""
+    """Appends one line per row to metrics.jsonl."""
 
     reads_back = True
 
@@ -57,13 +57,13 @@ class JsonlSink:
         self._path = path
         self._file = AppendFile(path)
 
-    def rewind(self, step: int, version: int) -> Sequence[Row]:
-        kept = rewind_jsonl(self._path, step, version)
+    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
+        remaining = rewind_jsonl(self._path, step, version)
         self._file.close()
-        self._file = AppendFile(self._path)  # the path names another file now
-        return kept
+        self._file = AppendFile(self._path)  # the path refers to a new file
+        return remaining
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         self._file.write((json.dumps(row.as_json(), allow_nan=False, default=str) + "\n").encode())
 
     def close(self) -> None:
@@ -71,8 +71,8 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars, and histograms of each step's rewards and staleness, as TensorBoard event files; by tensorboard's own
-    record writer: torch's would load torch."""
+    """Writes scalars and histograms of each step's rewards and staleness as TensorBoard event files, with tensorboard's
+    record writer, as torch's would load torch."""
 
     reads_back = False
 
@@ -83,28 +83,28 @@ class TensorBoardSink:
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._histogram_of = summary_pb2.HistogramProto
-        # The process id keeps two parts of a run that start in the same second apart.
+        # The process id distinguishes two processes of a run that start in the same second.
         name = f"events.out.tfevents.{int(unix_s)}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(AppendFile(directory / name))
         self._put(self._event(wall_time=unix_s, file_version="brain.Event:2"))
         self._start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         if resumed_step is not None:
-            self._forget(unix_s, resumed_step)
+            self._discard_after(unix_s, resumed_step)
 
-    def rewind(self, step: int, version: int) -> Sequence[Row]:
-        self._forget(time.time(), step)
+    def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
+        self._discard_after(time.time(), step)
         return ()
 
-    def _forget(self, unix_s: float, step: int) -> None:
-        """A session that starts at a step makes TensorBoard forget that step and later ones of what came before."""
+    def _discard_after(self, unix_s: float, step: int) -> None:
+        """Start a session at a step, which makes TensorBoard discard earlier values of that step and later ones."""
         self._put(self._event(wall_time=unix_s, step=step + 1, session_log=self._start))
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in row.metrics.items()]
         for name, edges in (("rewards", _reward_edges), ("staleness", _staleness_edges)):
-            found = [value for value in row.more.get(name, ()) if math.isfinite(value)]
-            if found:
-                values.append(self._summary.Value(tag=name, histo=self._histogram(found, edges(found))))
+            values_of_row = [value for value in row.extra.get(name, ()) if math.isfinite(value)]
+            if values_of_row:
+                values.append(self._summary.Value(tag=name, histo=self._histogram(values_of_row, edges(values_of_row))))
         self._put(self._event(wall_time=row.unix_s, step=row.step, summary=self._summary(value=values)))
 
     def _histogram(self, values: Sequence[float], edges: Sequence[float]) -> Any:
@@ -129,41 +129,41 @@ class TensorBoardSink:
 
 
 def _reward_edges(values: Sequence[float]) -> list[float]:
-    """Upper ends of buckets: equally wide ones, the last one up to the greatest value."""
+    """Upper ends of buckets of equal width."""
     low, high = min(values), max(values)
     width = (high - low) / NUM_BUCKETS
     return [low + width * number for number in range(1, NUM_BUCKETS)] + [high] if width > 0 else [high]
 
 
 def _staleness_edges(values: Sequence[float]) -> list[float]:
-    """The same, one bucket for each version."""
+    """Upper ends of buckets, one for each version."""
     return [float(number) for number in range(int(max(values)) + 1)]
 
 
-def rewind_jsonl(path: Path, step: int, version: int) -> list[Row]:
-    """Cut metrics.jsonl back to a checkpoint, so that no step is recorded twice; the rows that stay, in order.
+def rewind_jsonl(path: Path, step: int, version: int) -> list[MetricsRow]:
+    """Cut metrics.jsonl back to a checkpoint and return the remaining rows, so that no step is recorded twice.
 
-    Lines of later steps or versions go, and so do torn ones. The file changes whole or not at all.
+    Lines of later steps or versions and torn lines are removed. The file is replaced atomically.
 
     Raises:
         InfraError, ConfigError: it cannot be rewritten.
     """
     if not path.exists():
         return []
-    kept: list[tuple[str, Row]] = []
+    remaining: list[tuple[str, MetricsRow]] = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            row = Row.from_json(json.loads(line))
+            row = MetricsRow.from_json(json.loads(line))
         except (ValueError, KeyError, TypeError):
-            logger.warning("%s, line %d is not a whole record (a run was cut off there); it is left out", path, number)
+            logger.warning("%s, line %d is torn, as after a crash; it is left out", path, number)
             continue
         if row.is_within(step, version):
-            kept.append((line if line.endswith("\n") else f"{line}\n", row))
-    text = "".join(line for line, _ in kept)
+            remaining.append((line if line.endswith("\n") else f"{line}\n", row))
+    text = "".join(line for line, _ in remaining)
     if text != "".join(lines):
         _replace(path, text)
-    return [row for _, row in kept]
+    return [row for _, row in remaining]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Prometheus, through Ray's metrics: every node of a Ray cluster has an endpoint, and this one is of the driver's node.
+"""Metrics for Prometheus, exported through Ray's metrics endpoint of the driver's node.
 
-A gauge that is not set for half a minute leaves Ray's endpoint, so what was told last is told again until it changes.
-`prometheus.json` in the run directory tells where it is, in the form of Prometheus' `file_sd_configs`.
+A gauge that is not set for half a minute leaves Ray's endpoint, so the current values are set again until they change.
+`prometheus.json` in the run directory holds the endpoint's address, in the form of Prometheus' `file_sd_configs`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from asyncrl.telemetry import registry
-from asyncrl.telemetry.registry import PLACEHOLDER, Metric
-from asyncrl.telemetry.rows import Row
-from asyncrl.telemetry.sinks.remote import TrackedRun, Tracker, values
+from asyncrl.observe.metrics import registry
+from asyncrl.observe.metrics.registry import PLACEHOLDER, Metric
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.observe.metrics.sinks import TrackedRun, Tracker, tracked_values
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +26,21 @@ REFRESH_S = 5.0
 
 class Series(NamedTuple):
     name: str
-    """In Ray's metrics; its endpoint puts `ray_` before that."""
+    """In Ray's metrics; the endpoint adds the prefix `ray_`."""
     labels: tuple[str, ...]
     """Besides `TAGS`."""
 
 
 def exported(metric: str) -> Series:
-    """As what a registered metric is exported: `health/cpu/<process>` is `asyncrl_health_cpu_by_process{process=…}`."""
+    """Return the series of a registered metric: `health/cpu/<process>` is
+    `asyncrl_health_cpu_by_process{process=…}`."""
     labels = tuple(PLACEHOLDER.findall(metric))
     name = re.sub(r"[/_]?<\w+>", "", metric)
     return Series("asyncrl_" + "_by_".join((re.sub(r"\W", "_", name, flags=re.ASCII), *labels)), labels)
 
 
 def _find(name: str) -> tuple[Metric, Mapping[str, str]]:
-    """The head of a row, its step and version, is of no section of the registry."""
+    """Return the registered metric of `name`. A row's step and version are not in the registry."""
     return registry.find(name) if "/" in name else (Metric(name, "1", name), {})
 
 
@@ -49,48 +50,51 @@ class PrometheusTracker(Tracker):
     refresh_s = REFRESH_S
 
     def __init__(self, run: TrackedRun, make_gauge: Callable[..., Any] | None = None) -> None:
-        """`make_gauge`: as `ray.util.metrics.Gauge`, which it is by default."""
-        self._of = run
+        """`make_gauge`: the class of gauges; `ray.util.metrics.Gauge` by default."""
+        super().__init__(run)
         self._make_gauge = make_gauge
         self._gauges: dict[str, Any] = {}
         self._values: dict[str, float] = {}
         self._lineage = 0
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         self._lineage = row.lineage
         if self._make_gauge is None:
             from ray.util.metrics import Gauge
 
             self._make_gauge = Gauge
-            self._tell_where()
-        for name in ("step", *values(row)):
-            about, _ = _find(name)
-            if about.name not in self._gauges:
-                series = exported(about.name)
-                self._gauges[about.name] = self._make_gauge(series.name, about.meaning, TAGS + series.labels)
-        if row.kind == "step":  # what has gone since, replicas and processes, is in `health/` no more
+            self._write_targets()
+        if row.kind == "step":  # replicas and processes that have ended are no longer in `health/`
             self._values = {name: value for name, value in self._values.items() if not name.startswith("health/")}
-        self._values |= {"step": float(row.step), **values(row)}
+        values = {"step": float(row.step), **tracked_values(row)}
+        for name in values:
+            metric, _ = _find(name)
+            if metric.name not in self._gauges:
+                series = exported(metric.name)
+                self._gauges[metric.name] = self._make_gauge(series.name, metric.meaning, TAGS + series.labels)
+        self._values |= values
         self.refresh()
 
     def rewind(self) -> None:
-        """The series of the lineage that is left end."""
+        """End the series of the lineage that training leaves."""
         self._values.clear()
 
     def refresh(self) -> None:
-        tags = {"experiment": self._of.experiment, "run": self._of.name, "lineage": str(self._lineage)}
+        run = self._tracked
+        tags = {"experiment": run.experiment, "run": run.name, "lineage": str(self._lineage)}
         for name, value in self._values.items():
-            about, labels = _find(name)
-            self._gauges[about.name].set(value, {**tags, **labels})
+            metric, labels = _find(name)
+            self._gauges[metric.name].set(value, {**tags, **labels})
 
     def close(self, *, ok: bool) -> None:
-        (self._of.directory / TARGETS).unlink(missing_ok=True)
+        (self._tracked.directory / TARGETS).unlink(missing_ok=True)
 
-    def _tell_where(self) -> None:
+    def _write_targets(self) -> None:
         from ray._private import worker
 
-        node = worker._global_node  # what it was told when it started: asking the cluster could take its time
+        node = worker._global_node  # known since Ray started; asking the cluster could take long
         if node is not None and node.metrics_export_port:
             target = f"{node.node_ip_address}:{node.metrics_export_port}"
-            (self._of.directory / TARGETS).write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
+            path = self._tracked.directory / TARGETS
+            path.write_text(json.dumps([{"targets": [target]}]) + "\n", encoding="utf-8")
             logger.info("metrics for Prometheus: http://%s/metrics", target)

@@ -1,4 +1,4 @@
-"""The one place a run's records go through: rows out of records, to the files, the view and the summary."""
+"""Record the metrics of a run: convert records to rows and pass them to the sinks, the view and the summary."""
 
 from __future__ import annotations
 
@@ -14,47 +14,41 @@ import anyio
 from anyio import to_thread
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError
-from asyncrl.health.facts import RunHealth
-from asyncrl.health.metrics import health_metrics
-from asyncrl.ports import Books, PartName, QueueStatus
+from asyncrl.core.failures import BugError
+from asyncrl.core.ports import PartName, QueueStatus, SampleCounts
+from asyncrl.core.process_health import RunHealth
+from asyncrl.core.records import ApplyRecord, RunRecord, StepRecord
+from asyncrl.observe.metrics.file_sinks import rewind_jsonl
+from asyncrl.observe.metrics.part_metrics import DownsampledSeries, PartMetrics, TrainerIdle
+from asyncrl.observe.metrics.rows import MetricsRow, apply_row, health_metrics, step_row, validation_row
+from asyncrl.observe.metrics.sinks import RemoteSink, Sink, end_remote_sinks, open_sinks
+from asyncrl.observe.status.run_status import Restart, RunState
+from asyncrl.observe.status.summary import ResumePoint, RunOutcome, RunTotals, SummaryBuilder
+from asyncrl.observe.terminal.live import ALREADY_SHOWN, Example, View
+from asyncrl.observe.terminal.screen import Dashboard, SyncShown
 from asyncrl.profiling import profile
-from asyncrl.records import ApplyRecord, RunRecord, StepRecord
-from asyncrl.run_dir import RunDir
-from asyncrl.run_state import Restart, RunState
-from asyncrl.telemetry.closing import Example
-from asyncrl.telemetry.dashboard import Dashboard, SyncShown
-from asyncrl.telemetry.live import View
-from asyncrl.telemetry.logs import ALREADY_SHOWN
-from asyncrl.telemetry.meters import Course, TrainerIdle
-from asyncrl.telemetry.rows import Row, apply_row, step_row, validation_row
-from asyncrl.telemetry.sinks import Sink
-from asyncrl.telemetry.sinks.files import rewind_jsonl
-from asyncrl.telemetry.sinks.opening import open_sinks
-from asyncrl.telemetry.sinks.remote import RemoteSink, end_all
-from asyncrl.telemetry.statuses import Statuses
-from asyncrl.telemetry.summary import Resumed, Status, SummaryBuilder, Totals
+from asyncrl.storage.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 200
-"""Restarts that are told one by one; older ones only count."""
+"""Restarts that are listed; older ones are only counted."""
 
 
 class Recorder:
-    """Lives in the driver's event loop; files are written off it. `put` may be called from several tasks."""
+    """Runs in the driver's event loop and writes files off it. Several tasks may call `put`."""
 
     def __init__(
         self,
         sinks: Sequence[Sink],
         view: View,
         *,
-        resumed: Resumed | None = None,
-        history: Sequence[Row] = (),
+        resumed: ResumePoint | None = None,
+        history: Sequence[MetricsRow] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`history`: rows of the run's earlier parts, oldest first; the summary covers them too."""
+        """`history`: rows of earlier processes of the run, oldest first; the summary covers them too."""
         self._sinks = sinks
         self._view = view
         self._clock = clock
@@ -63,33 +57,33 @@ class Recorder:
         self._earlier_s = history[-1].time_s if history else 0.0
         self._resumed = resumed
         self._builder = SummaryBuilder(resumed)
-        self._back_to: Resumed | None = None
-        """Where training went back to last, within this process."""
+        self._rewound_to: ResumePoint | None = None
+        """The checkpoint that training went back to last, within this process."""
         self._reads_back = any(sink.reads_back for sink in sinks)
-        self._kept: list[Row] = []
-        """All rows, reduced to what the summary and the picture are made of, where no file has them."""
+        self._rows: list[MetricsRow] = []
+        """All rows, reduced to what the summary and the view need, if no file has them."""
         self._restarts: list[Restart] = []
         self._earlier_restarts: Counter[PartName] = Counter()
-        """By part, those that are not in the list any more."""
-        self._books = Books()
-        self._statuses = Statuses(int(_last(history, "rollouter/generated_tokens")))
-        self._known = self._statuses.known
-        """Of the parts other than the Trainer, newest; goes on every step's line."""
+        """Number of restarts that are no longer in the list, by part."""
+        self._counts = SampleCounts()
+        self._parts = PartMetrics(int(_last(history, "rollouter/generated_tokens")))
+        self._known = self._parts.known
+        """Newest metrics of the parts, which go into every `step` row."""
         self._trainer_idle = TrainerIdle()
         self._waited_s = 0.0
-        self._rewards = Course()
+        self._rewards = DownsampledSeries()
         self._step_times: deque[float] = deque(maxlen=50)
         self._writing = anyio.Lock()
-        self._board = Dashboard()
+        self._dashboard = Dashboard()
         for row in history:
-            self._keep(row)
-        self._board = replace(self._board, first_step=self._builder.step)
+            self._count(row)
+        self._dashboard = replace(self._dashboard, first_step=self._builder.step)
 
     @classmethod
-    async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: Resumed | None = None) -> Self:
-        """With the sinks that `config.logging` asks for; `run_dir` must exist.
+    async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None = None) -> Self:
+        """Open the sinks that `config.logging` names; `run_dir` must exist.
 
-        Resumed: metrics.jsonl is cut back to the step the run goes on from, and read for what happened until then.
+        A resumed run cuts metrics.jsonl back to the step from which it continues, and reads the remaining rows.
 
         Raises:
             InfraError, ConfigError: a file cannot be written.
@@ -97,57 +91,56 @@ class Recorder:
         return await to_thread.run_sync(cls._open, config, run_dir, view, resumed)
 
     @classmethod
-    def _open(cls, config: Config, run_dir: RunDir, view: View, resumed: Resumed | None) -> Self:
+    def _open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None) -> Self:
         history = rewind_jsonl(run_dir.metrics, resumed.step, resumed.version) if resumed else []
         sinks = open_sinks(config, run_dir, resumed.step if resumed else None)
         return cls(sinks, view, resumed=resumed, history=history)
 
-    def plan(self, total_steps: int) -> None:
-        """The run will take optimizer steps up to `total_steps`, counted from the first ever."""
-        self._board = replace(self._board, total_steps=total_steps)
-        self._view.update(self._board)
+    def set_total_steps(self, total_steps: int) -> None:
+        """Set the last optimizer step of the run."""
+        self._dashboard = replace(self._dashboard, total_steps=total_steps)
+        self._view.update(self._dashboard)
 
-    def made_earlier(self, tokens: int) -> None:
-        """So many were generated by earlier processes, as far as their driver knew: more than the rows kept tell of."""
-        self._statuses.made_earlier(tokens)
+    def add_earlier_tokens(self, tokens: int) -> None:
+        """Set the tokens that earlier processes generated, as their driver counted them: at least those in the rows."""
+        self._parts.add_earlier_tokens(tokens)
 
     async def put(self, record: RunRecord) -> None:
-        """Record it everywhere. On return it is written.
+        """Write a record to all sinks. On return it is written.
 
         Raises:
             BugError: a metric is not registered.
             InfraError, ConfigError: a file cannot be written.
         """
-        async with self._writing:  # so that no row is counted before a rewind and written after it
+        async with self._writing:  # a row is not counted before a rewind and written after it
             row = self._row(record)
             if self._is_outdated(row):
                 return
-            self._keep(row)
+            self._count(row)
             if row.kind == "step":
                 self._time_step(row)
-            self._view.row(row, self._board)
+            self._view.row(row, self._dashboard)
             await to_thread.run_sync(self._write, row)
 
-    async def rewind(self, resumed: Resumed) -> None:
-        """Training goes back to a checkpoint: what was recorded beyond it leaves the files, the summary and the view.
+    async def rewind(self, resumed: ResumePoint) -> None:
+        """Remove everything beyond a checkpoint, which training goes back to, from files, summary and view.
 
-        What the living parts count goes on. Records of an earlier lineage that come later and are beyond the
-        checkpoint are left out.
+        Counters of the running parts continue. Later records of an earlier lineage beyond the checkpoint are left out.
 
         Raises:
             InfraError, ConfigError: a file cannot be written.
         """
         async with self._writing:
-            with anyio.CancelScope(shield=True):  # files and figures tell the same, or the run is over
+            with anyio.CancelScope(shield=True):  # files and values agree, or the run ends
                 read = await to_thread.run_sync(self._rewind_files, resumed)
-            kept = read or [row for row in self._kept if row.is_within(resumed.step, resumed.version)]
-            self._back_to = resumed
+            remaining = read or [row for row in self._rows if row.is_within(resumed.step, resumed.version)]
+            self._rewound_to = resumed
             self._builder = SummaryBuilder(self._resumed, lineage=resumed.lineage)
-            self._kept = []
-            self._rewards = Course()
+            self._rows = []
+            self._rewards = DownsampledSeries()
             self._step_times.clear()
-            self._board = replace(
-                self._board,
+            self._dashboard = replace(
+                self._dashboard,
                 lineage=resumed.lineage,
                 step=self._builder.step,
                 version=self._builder.version,
@@ -161,50 +154,50 @@ class Recorder:
                 sync=None,
                 step_times=(),
             )
-            for row in kept:
-                self._keep(row)
-            self._view.update(self._board)
+            for row in remaining:
+                self._count(row)
+            self._view.update(self._dashboard)
 
     @property
     def validated_step(self) -> int | None:
-        """The newest step whose validation is recorded and was not gone back behind; None: none is."""
+        """The newest step with a recorded validation, rewinds considered; None if there is none."""
         return self._builder.validated_step
 
-    def restarted(self, restart: Restart) -> None:
-        """A part is being replaced, or the one that was has recovered."""
+    def record_restart(self, restart: Restart) -> None:
+        """Record that a part is being replaced, or that its replacement has recovered."""
         key = restart.part, restart.incarnation
         self._restarts = [known for known in self._restarts if (known.part, known.incarnation) != key] + [restart]
         if len(self._restarts) > MAX_RESTARTS:
             self._earlier_restarts[self._restarts.pop(0).part] += 1
         self._known["recovery/restarts"] = float(len(self._restarts) + self._earlier_restarts.total())
-        self._board = replace(
-            self._board, restarts=tuple(self._restarts), earlier_restarts=dict(self._earlier_restarts)
+        self._dashboard = replace(
+            self._dashboard, restarts=tuple(self._restarts), earlier_restarts=dict(self._earlier_restarts)
         )
-        self._view.restart(restart, self._board)
+        self._view.restart(restart, self._dashboard)
         if restart.recovered_at is None:
-            logger.info("the %s is replaced: %s", restart.part, restart.cause, extra=ALREADY_SHOWN)
+            logger.info("the %s is being replaced: %s", restart.part, restart.cause, extra=ALREADY_SHOWN)
         else:
             took_s = restart.recovered_at - restart.failed_at
             profile.record("part.restarted", restart.failed_at, took_s, part=restart.part, cause=restart.cause)
-            told = restart.detail or restart.cause
-            logger.info("the %s is back after %.1f s. %s", restart.part, took_s, told, extra=ALREADY_SHOWN)
+            detail = restart.detail or restart.cause
+            logger.info("the %s is back after %.1f s. %s", restart.part, took_s, detail, extra=ALREADY_SHOWN)
 
-    def tell(self, state: RunState) -> RunState:
-        """`state` with what only the recorder knows: total steps, staleness, tokens and rates, drops, restarts."""
+    def complete_state(self, state: RunState) -> RunState:
+        """`state` with the recorder's values: total steps, staleness, tokens and rates, drops, restarts."""
         return replace(
             state,
-            total_steps=self._board.total_steps,
+            total_steps=self._dashboard.total_steps,
             staleness=self._builder.staleness,
-            generated_tokens=self._statuses.generated_tokens,
-            generated_per_s=self._statuses.generated.per_s,
-            trained_per_s=self._statuses.trained.per_s,
-            drops=dict(self._statuses.num_dropped),
+            generated_tokens=self._parts.generated_tokens,
+            generated_per_s=self._parts.generated.per_s,
+            trained_per_s=self._parts.trained.per_s,
+            drops=dict(self._parts.num_dropped),
             restarts=tuple(self._restarts),
             earlier_restarts=dict(self._earlier_restarts),
         )
 
-    def tick(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-        """The parts' state, about once a second and once more at the very end. An empty mapping: no answer yet.
+    def update_parts(self, queue: QueueStatus, rollouter: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+        """Update the statuses of the parts, about once a second and a last time at the end. Empty: no answer yet.
 
         Of the Rollouter: `incarnation`, by that process `generated_tokens`, `samples_done`, `idle_s`, `waited_s` by
         edge and `drops` by kind, from 0 on, `in_flight`, `version`, `waits`, `agent` and `skip` (`SkipManager.status`).
@@ -215,69 +208,70 @@ class Recorder:
             BugError: a key is missing.
         """
         now_s = self._clock()
-        self._books = queue.books
-        seen = self._statuses
-        seen.see_queue(queue)
-        seen.see_driver(profile.status()["own_dropped"])
+        self._counts = queue.counts
+        parts = self._parts
+        parts.update_queue(queue)
+        parts.update_driver(profile.status()["own_dropped"])
         try:
             if rollouter:
-                seen.see_rollouter(now_s, rollouter)
+                parts.update_rollouter(now_s, rollouter)
             if trainer:
-                seen.see_trainer(now_s, trainer, self._waited_s)
+                parts.update_trainer(now_s, trainer, self._waited_s)
         except KeyError as error:
-            raise BugError(f"a part's status has no {error}: the run cannot be shown or judged without it") from error
-        seen.see_trained(now_s, self._builder.trained_tokens)
-        self._board = replace(
-            self._board,
-            books=queue.books,
-            waits=dict(seen.waits),
-            generated_per_s=seen.generated.per_s,
-            trained_per_s=seen.trained.per_s,
+            raise BugError(f"the status of a part has no {error}, which the view and the health rules need") from error
+        parts.update_trained(now_s, self._builder.trained_tokens)
+        self._dashboard = replace(
+            self._dashboard,
+            counts=queue.counts,
+            waits=dict(parts.waits),
+            generated_per_s=parts.generated.per_s,
+            trained_per_s=parts.trained.per_s,
             idle_rollouter=self._known.get("idle/rollouter"),
             idle_trainer=self._known.get("idle/trainer"),
         )
-        self._view.update(self._board)
+        self._view.update(self._dashboard)
 
     @property
     def idle(self) -> tuple[float | None, float | None]:
-        """Shares of the last seconds in which Trainer and Rollouter were idle; None: not known yet."""
+        """Idle shares of Trainer and Rollouter over the last seconds; None: not known yet."""
         return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
 
     @property
     def step_s(self) -> float | None:
-        """From one step's record to the next, on average over the last ones; None: not known yet."""
+        """Mean time between the last steps; None: not known yet."""
         times = self._step_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
-    def health(self, health: RunHealth) -> None:
-        """How well the run is, every few seconds; what has gone since is left out."""
+    def update_health(self, health: RunHealth) -> None:
+        """Replace the health metrics, every few seconds."""
         for name in [name for name in self._known if name.startswith("health/")]:
             del self._known[name]
         self._known |= health_metrics(health)
-        self._board = replace(self._board, health=health)
-        self._view.update(self._board)
+        self._dashboard = replace(self._dashboard, health=health)
+        self._view.update(self._dashboard)
 
-    def summary(self, status: Status, error: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What summary.json holds; `error` as `describe_error` gives it. After a last `tick`, its books are final."""
-        totals = Totals(
+    def summary(self, status: RunOutcome, error: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The content of summary.json; `error`: the result of `describe_error`. After a last `update_parts`, its sample
+        counts are final."""
+        totals = RunTotals(
             wall_s=self._clock() - self._started_s,
-            books=self._books,
-            generated_tokens=self._statuses.generated_tokens,
+            counts=self._counts,
+            generated_tokens=self._parts.generated_tokens,
             idle_trainer=self._trainer_idle.share,
-            idle_rollouter=self._statuses.rollouter_idle.share,
+            idle_rollouter=self._parts.rollouter_idle.share,
             restarts=tuple(self._restarts),
             earlier_restarts=dict(self._earlier_restarts),
         )
-        return {**self._builder.build(status, error, totals), "skip": dict(self._statuses.skips)}
+        return {**self._builder.build(status, error, totals), "skip": dict(self._parts.skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
-        """One validation prompt's answers before and after, the one that gained most; none without two validations."""
+        """The answers to the validation prompt that gained most, before and after; none without two validations."""
         return self._builder.example() or (None, None)
 
     @asynccontextmanager
     async def trackers(self) -> AsyncIterator[None]:
-        """Where processes are that serve wandb, Prometheus and the like: at the end of the block what these were told
-        is sent, and how the run ended, while the processes still live. They are told nothing more."""
+        """Send all rows and the outcome of the run to wandb, Prometheus and the like at the end of the block, while the
+        processes that serve them still run. They accept no later rows."""
         ok = False
         try:
             yield
@@ -285,7 +279,7 @@ class Recorder:
         finally:
             with anyio.CancelScope(shield=True):
                 remote = [sink for sink in self._sinks if isinstance(sink, RemoteSink)]
-                await to_thread.run_sync(lambda: end_all(remote, ok=ok))
+                await to_thread.run_sync(lambda: end_remote_sinks(remote, ok=ok))
 
     async def aclose(self) -> None:
         """Close the files. Not an error after a failed write."""
@@ -295,7 +289,7 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------ rows
 
-    def _row(self, record: RunRecord) -> Row:
+    def _row(self, record: RunRecord) -> MetricsRow:
         time_s = self._earlier_s + self._clock() - self._started_s
         unix_s = self._wall_clock()
         if isinstance(record, StepRecord):
@@ -304,19 +298,19 @@ class Recorder:
             return apply_row(record, step=self._builder.step, time_s=time_s, unix_s=unix_s)
         return validation_row(record, time_s=time_s, unix_s=unix_s)
 
-    def _is_outdated(self, row: Row) -> bool:
-        """It tells of what training has gone back behind."""
-        back_to = self._back_to
-        if back_to is None or row.lineage >= back_to.lineage:
+    def _is_outdated(self, row: MetricsRow) -> bool:
+        """Whether the row is beyond the checkpoint that training went back to."""
+        rewound_to = self._rewound_to
+        if rewound_to is None or row.lineage >= rewound_to.lineage:
             return False
-        return not row.is_within(back_to.step, back_to.version)
+        return not row.is_within(rewound_to.step, rewound_to.version)
 
-    def _keep(self, row: Row) -> None:
-        """Into the summary and the picture, whichever part of the run it is from."""
+    def _count(self, row: MetricsRow) -> None:
+        """Add a row, perhaps of an earlier process, to the summary and the dashboard."""
         if not self._reads_back:
-            self._kept.append(row if row.kind == "validation" else _reduced(row))
+            self._rows.append(row if row.kind == "validation" else _reduced(row))
         self._builder.add(row)
-        board = replace(self._board, step=self._builder.step, version=self._builder.version)
+        board = replace(self._dashboard, step=self._builder.step, version=self._builder.version)
         if row.kind == "step":
             if "reward/mean" in row.metrics:
                 self._rewards.add(row.metrics["reward/mean"])
@@ -337,23 +331,23 @@ class Recorder:
         elif "validation/reward/mean" in row.metrics:
             point = (row.version, row.metrics["validation/reward/mean"])
             board = replace(board, validations=(*board.validations, point))
-        self._board = board
+        self._dashboard = board
 
-    def _time_step(self, row: Row) -> None:
-        """What only holds within this process: its clocks."""
+    def _time_step(self, row: MetricsRow) -> None:
+        """Measure a step of this process by its clocks."""
         now_s = self._clock()
         self._step_times.append(now_s)
-        self._board = replace(self._board, step_times=tuple(self._step_times))
-        self._statuses.rollouter_idle.step(now_s)
+        self._dashboard = replace(self._dashboard, step_times=tuple(self._step_times))
+        self._parts.rollouter_idle.step(now_s)
         self._trainer_idle.add(row)
         self._waited_s += row.metrics["timing/wait_samples_s"]
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: MetricsRow) -> None:
         for sink in self._sinks:
             sink.write(row)
 
-    def _rewind_files(self, resumed: Resumed) -> Sequence[Row]:
-        """The rows that stay, as far as a file has them."""
+    def _rewind_files(self, resumed: ResumePoint) -> Sequence[MetricsRow]:
+        """The remaining rows, if a file has them."""
         return [row for sink in self._sinks for row in sink.rewind(resumed.step, resumed.version)]
 
     def _close(self) -> None:
@@ -362,7 +356,7 @@ class Recorder:
                 stack.callback(sink.close)
 
 
-_OF_INTEREST = (
+_SUMMARIZED_METRICS = (
     "reward/mean",
     "tokens/trained",
     "staleness/mean",
@@ -372,12 +366,12 @@ _OF_INTEREST = (
 )
 
 
-def _reduced(row: Row) -> Row:
-    """A tenth of it, so that a long run's rows can be kept."""
-    metrics = {name: row.metrics[name] for name in _OF_INTEREST if name in row.metrics}
+def _reduced(row: MetricsRow) -> MetricsRow:
+    """A row with the summarized metrics only, a tenth of its size."""
+    metrics = {name: row.metrics[name] for name in _SUMMARIZED_METRICS if name in row.metrics}
     return replace(row, metrics=metrics)
 
 
-def _last(rows: Sequence[Row], name: str) -> float:
-    """The newest value of a counter; 0 if it was never recorded."""
+def _last(rows: Sequence[MetricsRow], name: str) -> float:
+    """The newest value of a counter; 0 if there is none."""
     return next((row.metrics[name] for row in reversed(rows) if name in row.metrics), 0.0)

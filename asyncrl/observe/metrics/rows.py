@@ -1,4 +1,4 @@
-"""A run's records as flat rows, the one form every sink takes. Pure."""
+"""Flat rows of metrics, the form that all sinks take, from the records of a run. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.failures import BugError
-from asyncrl.ports import Books, QueueStatus
-from asyncrl.records import ApplyRecord, Metrics, StepRecord, ValidationRecord
-from asyncrl.telemetry import registry
-from asyncrl.types import DropReason
+from asyncrl.core.failures import BugError
+from asyncrl.core.ports import QueueStatus, SampleCounts
+from asyncrl.core.process_health import RunHealth
+from asyncrl.core.records import ApplyRecord, Metrics, StepRecord, ValidationRecord
+from asyncrl.core.types import DropReason
+from asyncrl.observe.metrics import registry
 
 REQUIRED = ("reward/mean", "tokens/trained", "timing/wait_samples_s", "time/monotonic_s")
-"""What every step must tell."""
+"""Metrics that every step must have."""
 _HEAD = ("kind", "step", "version", "lineage", "time_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricsRow:
     """One line of metrics.jsonl. `metrics` holds registered names only."""
 
     kind: str
@@ -27,12 +28,12 @@ class Row:
     step: int
     version: int
     time_s: float
-    """Since the run started."""
+    """Seconds since the run started."""
     unix_s: float
-    """Wall clock; 0 for a line read back, which has none."""
+    """Wall clock; 0 for a row read from a file, which has none."""
     metrics: Metrics
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """What a line carries besides numbers: `rewards`, `staleness`, `examples`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other values of a line: `rewards`, `staleness`, `examples`."""
     lineage: int = 0
     """How often training had gone back to a checkpoint."""
 
@@ -40,25 +41,25 @@ class Row:
         registry.check(self.metrics)
 
     def as_json(self) -> dict[str, Any]:
-        """The line as plain JSON values, no NaN or infinity among them."""
+        """The line as plain JSON values without NaN and infinity."""
         head = {name: getattr(self, name) for name in _HEAD}
-        return finite({**head, "time_s": round(self.time_s, 3), **self.metrics, **self.more})
+        return finite({**head, "time_s": round(self.time_s, 3), **self.metrics, **self.extra})
 
     def is_within(self, step: int, version: int) -> bool:
-        """It stays when training goes back to a checkpoint of this step and version."""
+        """Whether the row remains when training goes back to a checkpoint of this step and version."""
         return self.step <= step and self.version <= version
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> Row:
-        """Read a line back; what was not finite stays out.
+    def from_json(cls, line: Mapping[str, Any]) -> MetricsRow:
+        """Parse a line; values that were not finite are left out.
 
         Raises:
             KeyError, TypeError: it is not a line of metrics.jsonl.
         """
         head = {key: line[key] for key in _HEAD}
-        more = {key: line[key] for key in ("rewards", "staleness", "examples") if key in line}
+        extra = {key: line[key] for key in ("rewards", "staleness", "examples") if key in line}
         metrics = {key: value for key, value in line.items() if "/" in key and value is not None}
-        return cls(**head, unix_s=0.0, metrics=metrics, more=more)
+        return cls(**head, unix_s=0.0, metrics=metrics, extra=extra)
 
 
 def finite(value: Any) -> Any:
@@ -72,25 +73,25 @@ def finite(value: Any) -> Any:
     return value
 
 
-def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: float) -> Row:
-    """`driver`: what is known of the other parts now (`queue/*`, `rollouter/*`, …).
+def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: float) -> MetricsRow:
+    """`driver`: the current metrics of the other parts (`queue/*`, `rollouter/*`, …).
 
     Raises:
         BugError: a metric is not registered, or a required one is missing.
     """
     missing = [name for name in REQUIRED if name not in record.metrics]
     if missing:
-        raise BugError(f"step {record.step} was recorded without {', '.join(missing)}: the summary is made of these.")
+        raise BugError(f"step {record.step} was recorded without {', '.join(missing)}, which the summary needs.")
     metrics = {name: float(value) for name, value in {**record.metrics, **driver}.items()}
-    more = {
+    extra = {
         "rewards": [float(reward) for reward in record.rewards],
         "staleness": [int(versions) for versions in record.staleness],
     }
-    return Row("step", record.step, record.version, time_s, unix_s, metrics, more, record.lineage)
+    return MetricsRow("step", record.step, record.version, time_s, unix_s, metrics, extra, record.lineage)
 
 
-def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> Row:
-    """`step`: the newest one known; the record has none. No reports (every replica had it already): only the delay."""
+def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> MetricsRow:
+    """`step`: the newest one; the record has none. Without reports (every replica had the version): only the delay."""
     reports = record.reports
     metrics = {"weight_sync/publish_to_applied_s": record.publish_to_applied_s}
     if reports:
@@ -103,33 +104,58 @@ def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -
             "weight_sync/in_flight": float(sum(report.in_flight for report in reports)),
             "weight_sync/verified": sum(report.verified for report in reports) / len(reports),
         }
-    return Row("apply", step, record.version, time_s, unix_s, metrics, {}, record.lineage)
+    return MetricsRow("apply", step, record.version, time_s, unix_s, metrics, {}, record.lineage)
 
 
-def validation_row(record: ValidationRecord, *, time_s: float, unix_s: float) -> Row:
+def validation_row(record: ValidationRecord, *, time_s: float, unix_s: float) -> MetricsRow:
     metrics = {f"validation/{name}": float(value) for name, value in record.metrics.items()}
-    more = {"examples": [dict(example) for example in record.examples]}
-    return Row("validation", record.step, record.version, time_s, unix_s, metrics, more, record.lineage)
+    extra = {"examples": [dict(example) for example in record.examples]}
+    return MetricsRow("validation", record.step, record.version, time_s, unix_s, metrics, extra, record.lineage)
 
 
-def books_metrics(books: Books) -> Metrics:
-    """The ledger's counters as `queue/*`; every drop reason is there, 0 if none was dropped for it."""
+def counts_metrics(counts: SampleCounts) -> Metrics:
+    """The ledger's counters as `queue/*`, with every drop reason."""
     return {
-        "queue/fed": float(books.fed),
-        "queue/running": float(books.running),
-        "queue/ready": float(books.ready),
-        "queue/leased": float(books.leased),
-        "queue/trained": float(books.trained),
-        "queue/dropped": float(books.num_dropped),
-        "queue/replayed": float(books.replayed),
-        "queue/substituted": float(books.substituted),
-        **{f"queue/dropped/{reason}": float(books.dropped.get(reason, 0)) for reason in DropReason},
+        "queue/fed": float(counts.fed),
+        "queue/running": float(counts.running),
+        "queue/ready": float(counts.ready),
+        "queue/leased": float(counts.leased),
+        "queue/trained": float(counts.trained),
+        "queue/dropped": float(counts.num_dropped),
+        "queue/replayed": float(counts.replayed),
+        "queue/substituted": float(counts.substituted),
+        **{f"queue/dropped/{reason}": float(counts.dropped.get(reason, 0)) for reason in DropReason},
     }
 
 
 def queue_metrics(status: QueueStatus) -> Metrics:
     return {
-        **books_metrics(status.books),
+        **counts_metrics(status.counts),
         "queue/applied_version": float(status.version),
         "queue/payload_bytes": float(status.payload_bytes),
     }
+
+
+def health_metrics(health: RunHealth) -> dict[str, float]:
+    """The known values of a run's health as metrics."""
+    metrics: dict[str, float] = {}
+    for name, process in health.processes.items():
+        metrics[f"health/rss_bytes/{name}"] = float(process.rss_bytes)
+        metrics[f"health/cpu/{name}"] = process.cpu
+        if process.lag_s is not None:
+            metrics[f"health/loop_lag_s/{name}"] = process.lag_s
+    for replica, load in health.engines.items():
+        metrics[f"health/kv_cache_usage/{replica}"] = load.kv_cache_usage
+    if loads := list(health.engines.values()):
+        metrics["health/kv_cache_usage"] = max(load.kv_cache_usage for load in loads)
+        metrics["health/requests_running"] = float(sum(load.running for load in loads))
+        metrics["health/requests_waiting"] = float(sum(load.waiting for load in loads))
+        metrics["health/preemptions"] = float(sum(load.preemptions for load in loads))
+    if health.object_store_share is not None:
+        metrics["health/object_store_share"] = health.object_store_share
+    if (machine := health.machine) is not None:
+        metrics["health/memory_available_bytes"] = float(machine.memory_available_bytes)
+        if machine.disk_free_bytes is not None:
+            metrics["health/disk_free_bytes"] = float(machine.disk_free_bytes)
+    metrics["health/problems"] = float(len(health.problems))
+    return metrics

@@ -1,7 +1,10 @@
-"""What a run comes to: `summary.json` (docs/design.md §7), built from its rows. Pure."""
+"""The summary of a run, `summary.json` (docs/design.md §7), built from its rows."""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import re
 import statistics
 import traceback
@@ -10,57 +13,61 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from asyncrl.failures import AsyncRLError, ConfigError
-from asyncrl.ports import Books, PartName
-from asyncrl.run_state import Restart
-from asyncrl.telemetry.rows import Row, finite
-from asyncrl.types import DropReason
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.ports import PartName, SampleCounts
+from asyncrl.core.types import DropReason
+from asyncrl.observe.metrics.rows import MetricsRow, finite
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.storage.run_dir import disk_error
 
-_GUESSES = re.compile(r" There are some potential root causes\. .*")
-"""Ray's of a process that died, on the same line: a paragraph that is the same for every one of them."""
+RESERVED_BYTES = 64 * 1024
+
+
+_RAY_GUESSES = re.compile(r" There are some potential root causes\. .*")
+"""A paragraph that Ray appends to the message of every process that died."""
 
 _PART = "asyncrl_part"
-"""Attribute of an exception: the part that it is of."""
+"""Attribute of an exception: the part that failed."""
 
-Status = Literal["completed", "failed", "interrupted"]
+RunOutcome = Literal["completed", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a resumed run, or one whose Trainer was restarted, went on from. Step 0: from the start."""
+class ResumePoint:
+    """The checkpoint from which a resumed run, or a restarted Trainer, continues. Step 0: from the start."""
 
     step: int
     version: int
     checkpoint: str
     """Its path; empty: none."""
     lineage: int = 0
-    """In which it went on."""
+    """The lineage that begins there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What the rows do not say."""
+class RunTotals:
+    """Facts for the summary that are not in the rows; all are of this process, not of earlier ones of a resumed run."""
 
     wall_s: float = 0.0
-    """Of this process; earlier parts of a resumed run are not in it."""
-    books: Books = field(default_factory=Books)
+    counts: SampleCounts = field(default_factory=SampleCounts)
     generated_tokens: int = 0
     idle_trainer: float | None = None
-    """Share of the time between the first and the last step, of this process."""
+    """Share of the time between the first and the last step."""
     idle_rollouter: float | None = None
     restarts: tuple[Restart, ...] = ()
-    """Of this process, the newest."""
+    """The newest restarts."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
-    """How many there were before those, by part."""
+    """Number of restarts before those, by part."""
 
 
 class SummaryBuilder:
-    """Collects rows; `build` may be called at any time, as often as one likes."""
+    """Collects rows; `build` may be called at any time and repeatedly."""
 
-    def __init__(self, resumed: Resumed | None = None, *, lineage: int | None = None) -> None:
-        """`lineage`: where it is another one by now than `resumed` says."""
+    def __init__(self, resumed: ResumePoint | None = None, *, lineage: int | None = None) -> None:
+        """`lineage`: the current one, if it is not that of `resumed`."""
         self._resumed = resumed
         self._lineage = lineage if lineage is not None else resumed.lineage if resumed else 0
         self._version = resumed.version if resumed else 0
@@ -68,15 +75,15 @@ class SummaryBuilder:
         self._first_step: int | None = None
         self._trained_tokens = 0
         self._reward_totals = array("d", [0.0])
-        """Sum of the first so many trained samples' rewards."""
+        """Cumulative sums of the trained samples' rewards, from 0."""
         self._staleness: Counter[int] = Counter()
         self._syncs = 0
         self._pauses = array("d")
         self._delays = array("d")
-        self._validations: list[Row] = []
+        self._validations: list[MetricsRow] = []
 
-    def add(self, row: Row) -> None:
-        """Rows in the order they were recorded, those of earlier parts of a resumed run included."""
+    def add(self, row: MetricsRow) -> None:
+        """Add the next row. Rows of earlier processes of a resumed run come first."""
         self._version = max(self._version, row.version)
         if row.kind == "step":
             self._add_step(row)
@@ -88,13 +95,13 @@ class SummaryBuilder:
         else:
             self._validations.append(row)
 
-    def _add_step(self, row: Row) -> None:
+    def _add_step(self, row: MetricsRow) -> None:
         self._step = row.step
         self._first_step = row.step if self._first_step is None else self._first_step
         self._trained_tokens += int(row.metrics["tokens/trained"])
-        for reward in row.more["rewards"]:
+        for reward in row.extra["rewards"]:
             self._reward_totals.append(self._reward_totals[-1] + reward)
-        self._staleness.update(row.more["staleness"])
+        self._staleness.update(row.extra["staleness"])
 
     @property
     def staleness(self) -> Mapping[int, int]:
@@ -111,7 +118,7 @@ class SummaryBuilder:
 
     @property
     def validated_step(self) -> int | None:
-        """The newest step whose validation is in it."""
+        """The newest step with a validation."""
         return max((row.step for row in self._validations), default=None)
 
     @property
@@ -120,13 +127,11 @@ class SummaryBuilder:
 
     def reward(self) -> dict[str, float | None]:
         """`first` and `last`: means over the first and the last tenth of the trained samples, in training order, at
-        least one sample. `best`: the highest mean of as many consecutive ones, so it is never below the two."""
+        least one sample. `best`: the highest mean of as many consecutive ones, so it is at least as high as those."""
         totals, count = self._reward_totals, len(self._reward_totals) - 1
-        if not count:
-            return {"first": None, "last": None, "best": None}
         tenth = max(1, count // 10)
-        best = max((totals[end] - totals[end - tenth]) / tenth for end in range(tenth, count + 1))
-        return {**self.reward_ends(), "best": best}
+        means = ((totals[end] - totals[end - tenth]) / tenth for end in range(tenth, count + 1))
+        return {**self.reward_ends(), "best": max(means, default=None)}
 
     def reward_ends(self) -> dict[str, float | None]:
         """`first` and `last` of `reward`, cheap enough for every step."""
@@ -137,7 +142,7 @@ class SummaryBuilder:
         return {"first": totals[tenth] / tenth, "last": (totals[count] - totals[count - tenth]) / tenth}
 
     def validation(self) -> dict[str, Any]:
-        """`before`: the model the run started from; `after`: the newest later answer; `points`: all, in order."""
+        """`before`: of the initial model; `after`: the newest later one; `points`: all validations in order."""
         before, after = self._before_and_after()
         return {
             "before": before and _point(before, with_metrics=True),
@@ -146,13 +151,13 @@ class SummaryBuilder:
         }
 
     def example(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-        """One validation prompt's answers before and after."""
+        """The answers to one validation prompt before and after training."""
         before, after = self._before_and_after()
         if before is None or after is None:
             return None
-        return choose_example(before.more["examples"], after.more["examples"])
+        return choose_example(before.extra["examples"], after.extra["examples"])
 
-    def _before_and_after(self) -> tuple[Row | None, Row | None]:
+    def _before_and_after(self) -> tuple[MetricsRow | None, MetricsRow | None]:
         rows = sorted(self._validations, key=lambda row: row.version)
         if not rows:
             return None, None
@@ -161,9 +166,9 @@ class SummaryBuilder:
         after = rows[-1] if before is None or rows[-1].step > before.step else None
         return before, after
 
-    def build(self, status: Status, error: Mapping[str, Any] | None, totals: Totals) -> dict[str, Any]:
-        """The content of summary.json. What there was nothing of is None; no float in it is NaN or infinite."""
-        books = totals.books
+    def build(self, status: RunOutcome, error: Mapping[str, Any] | None, totals: RunTotals) -> dict[str, Any]:
+        """The content of summary.json. Missing values are None; all floats are finite."""
+        counts = totals.counts
         resumed = self._resumed
         return finite(
             {
@@ -176,14 +181,14 @@ class SummaryBuilder:
                 "resumed": resumed
                 and {"step": resumed.step, "version": resumed.version, "checkpoint": resumed.checkpoint},
                 "samples": {
-                    "fed": books.fed,
-                    "running": books.running,
-                    "ready": books.ready,
-                    "leased": books.leased,
-                    "trained": books.trained,
-                    "dropped": {str(reason): books.dropped.get(reason, 0) for reason in DropReason},
-                    "replayed": books.replayed,
-                    "substituted": books.substituted,
+                    "fed": counts.fed,
+                    "running": counts.running,
+                    "ready": counts.ready,
+                    "leased": counts.leased,
+                    "trained": counts.trained,
+                    "dropped": {str(reason): counts.dropped.get(reason, 0) for reason in DropReason},
+                    "replayed": counts.replayed,
+                    "substituted": counts.substituted,
                 },
                 "tokens": {"generated": totals.generated_tokens, "trained": self._trained_tokens},
                 "reward": self.reward(),
@@ -201,7 +206,7 @@ class SummaryBuilder:
 
 
 def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
-    """`mean` and `max` in versions, and trained samples by versions; None where nothing was trained."""
+    """`mean` and `max` in versions, and the histogram of trained samples; None if no sample was trained."""
     count = sum(histogram.values())
     return {
         "mean": sum(versions * samples for versions, samples in histogram.items()) / count if count else None,
@@ -211,7 +216,7 @@ def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
 
 
 def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int]) -> dict[str, Any]:
-    """`restarts`: how many of each part; `recovery`: those in `restarts`, oldest first."""
+    """`restarts`: their number by part; `recovery`: each of `restarts`, oldest first."""
     counts = count_restarts(restarts, earlier)
     return {
         "restarts": {part: counts[part] for part in get_args(PartName)},
@@ -220,7 +225,7 @@ def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int
 
 
 def count_restarts(restarts: Iterable[Restart], earlier: Mapping[PartName, int]) -> Counter[PartName]:
-    """By part: those in `restarts`, and so many before them."""
+    """Number of restarts by part, including `earlier` ones."""
     return Counter(earlier) + Counter(restart.part for restart in restarts)
 
 
@@ -239,7 +244,7 @@ def _median_and_max(values: Sequence[float]) -> dict[str, float | None]:
     return {"p50": statistics.median(values), "max": max(values)} if values else {"p50": None, "max": None}
 
 
-def _point(row: Row, *, with_metrics: bool = False) -> dict[str, Any]:
+def _point(row: MetricsRow, *, with_metrics: bool = False) -> dict[str, Any]:
     prefix = "validation/"
     point: dict[str, Any] = {
         "step": row.step,
@@ -254,7 +259,7 @@ def _point(row: Row, *, with_metrics: bool = False) -> dict[str, Any]:
 def choose_example(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The prompt, answered both times, whose reward rose the most; of equals, the one shortest to read."""
+    """The prompt with both answers whose reward rose the most; among equals, the shortest."""
 
     def key(example: Mapping[str, Any]) -> tuple[str, str]:
         return str(example["prompt"]), str(example["ground_truth"])
@@ -264,19 +269,19 @@ def choose_example(
     if not pairs:
         return None
 
-    def merit(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, int]:
+    def gain(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, int]:
         first, second = pair
         return second["reward"] - first["reward"], -len(str(first["response"])) - len(str(second["response"]))
 
-    return max(pairs, key=merit)
+    return max(pairs, key=gain)
 
 
 def describe_error(error: BaseException, part: str) -> dict[str, str]:
-    """`error` for summary.json: what it is, says and came from, in `part` (`rollouter`, `trainer`, `driver`, …).
+    """Describe `error` for summary.json: its type, message, part (`rollouter`, `trainer`, `driver`, …) and cause.
 
-    Of a group the first failure is told, as one of the part that it is known to be of (`happened_in`); Ray's wrapper
-    gives way to what it wraps. A `ConfigError` has no traceback of ours: it is about the user's keys, and only what a
-    library said of them is its cause.
+    Of an exception group the first failure counts, with the part that `attribute_failure_to` gave it; a wrapper of
+    Ray's is replaced by its cause. A `ConfigError` has no traceback: it concerns the user's keys, and its cause is the
+    message of a library at most.
     """
     error = next(_leaves(error))
     part = getattr(error, _PART, part)
@@ -289,12 +294,12 @@ def describe_error(error: BaseException, part: str) -> dict[str, str]:
         message, cause = str(error), ""
     if not cause and not isinstance(error, ConfigError):
         cause = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": message, "part": part, "cause": _GUESSES.sub("", cause)}
+    return {"type": type(error).__name__, "message": message, "part": part, "cause": _RAY_GUESSES.sub("", cause)}
 
 
 @contextmanager
-def happened_in(part: str) -> Iterator[None]:
-    """What is raised inside is told as a failure of `part` by `describe_error`, unless a part is known already."""
+def attribute_failure_to(part: str) -> Iterator[None]:
+    """Make `describe_error` report exceptions raised inside as failures of `part`, unless a part is set already."""
     try:
         yield
     except Exception as error:
@@ -310,3 +315,71 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+class SummaryFile:
+    """`summary.json` with reserved disk space, so that a run which dies of a full disk can still write it. Blocking."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "summary.json"
+        self._reserve = run_dir / "summary.reserve"
+
+    def reserve(self) -> None:
+        """Reserve the space, and remove the outdated summary of an earlier process of this run.
+
+        Raises:
+            InfraError, ConfigError: the directory is full or not writable.
+        """
+        try:
+            with self._reserve.open("wb") as file:
+                # Random, so that no file system stores it as a hole or compressed.
+                file.write(os.urandom(RESERVED_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(self._reserve, error) from error
+
+    def write(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary` atomically.
+
+        It overwrites the reserved bytes, which needs no new space, and renames the file. Removing the reserve first
+        would give the freed space to whatever filled the disk. If the summary is longer than the reserve and the disk
+        is full, the validation points and most of the traceback are left out.
+
+        Raises:
+            InfraError, ConfigError: the file cannot be written.
+        """
+        try:
+            try:
+                self._write(_encode(summary))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._write(_encode(_shortened(summary)))
+            os.replace(self._reserve, self.path)
+        except OSError as error:
+            raise disk_error(self.path, error) from error
+
+    def _write(self, data: bytes) -> None:
+        # Without O_TRUNC: truncating would give the reserved space back before it is used.
+        descriptor = os.open(self._reserve, os.O_WRONLY | os.O_CREAT, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _encode(summary: Mapping[str, Any]) -> bytes:
+    return (json.dumps(summary, indent=2, allow_nan=False, default=str) + "\n").encode()
+
+
+def _shortened(summary: Mapping[str, Any]) -> dict[str, Any]:
+    short = {**summary, "validation": {**summary["validation"], "points": []}}
+    if summary["error"] is not None:
+        short["error"] = {**summary["error"], "cause": summary["error"]["cause"][-16 * 1024 :]}
+    return short

@@ -1,7 +1,7 @@
-"""A trajectory as lines that rich can draw: what was said, by which version, how fast, and what it was worth. Pure.
+"""Render a trajectory with rich: its messages, the versions that sampled them, durations and rewards. Pure.
 
-What the policy sampled is in colour, in a shade for every other version; what it was told is dim. Nothing is wrapped
-or cut, so that a conversation can be copied; control characters in it are shown, not obeyed.
+Tokens of the policy are in colour, in a shade for every other version; all other text is dim. No text is wrapped or
+cut, so that a conversation can be copied; control characters in it are made visible.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.telemetry.screen import DIM
-from asyncrl.trajectory import ToolCall
-from asyncrl.trajectory_lines import DumpedTrajectory, Piece
-from asyncrl.types import FinishReason, Span, versions_per_token
+from asyncrl.core.trajectory import ToolCall
+from asyncrl.core.types import FinishReason, Span, versions_per_token
+from asyncrl.observe.terminal.screen import DIM
+from asyncrl.storage.trajectory_files import DumpedTrajectory, Piece
 
 SHADES = ("green", "bright_green")
-"""Of the versions of a trajectory, in turn."""
+"""Colours of a trajectory's versions, alternating."""
 _BAD = "red"
 _ROLES = {"assistant": "bold green", "system": "bold magenta", "user": "bold blue", "tool": "bold yellow"}
 _MAX_PART = 80
-"""Characters shown of a part of a message that is no text."""
+"""Characters shown of a part of a message that is not text."""
 _LABEL = 13
 _CONTROLS = {
     **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
     0x7F: "␡",
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
-    # What changes the direction of all that is printed after it.
+    # Characters that change the direction of the text after them.
     **dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
 }
 DecodeToken = Callable[[int], str]
@@ -68,26 +68,26 @@ def conversation(one: DumpedTrajectory) -> Iterator[Text]:
     """All messages, turn by turn."""
     messages, turns = one.trajectory.messages, one.trajectory.turns
     places = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    # What the policy said comes last: answers in the prompt, as examples are, are before it.
+    # The policy's answers come last; assistant messages of the prompt, such as examples, are before them.
     turn_at = dict(zip(reversed(places), range(len(turns) - 1, -1, -1), strict=False))
     next_turn = 0
-    told = 0
+    messages_since = 0
     """Messages since the last turn."""
     for place, message in enumerate(messages):
         if place in turn_at:
             for number in range(next_turn, turn_at[place] + 1):
                 answered = place + 1 < len(messages) and place + 1 not in turn_at
                 yield from _turn(one, number, message if number == turn_at[place] else {}, answered=answered)
-            next_turn, told = turn_at[place] + 1, 0
+            next_turn, messages_since = turn_at[place] + 1, 0
         else:
-            yield from _told(message, _told_tokens(one, next_turn) if told == 0 else "")
-            told += 1
+            yield from _message(message, _num_tokens_before(one, next_turn) if messages_since == 0 else "")
+            messages_since += 1
     for number in range(next_turn, len(turns)):
         yield from _turn(one, number, {}, answered=False)
 
 
 def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
-    """What it was worth, how it ended, and what became of it. `fate` is of the sample, empty if it is not known."""
+    """Reward, finish reason and origin of a trajectory. `fate`: what became of its sample; empty if unknown."""
     trajectory, score = one.trajectory, one.score
     reward = _labelled("reward").append(_amount(score.reward), style="bold")
     for name, value in score.extra.items():
@@ -97,8 +97,8 @@ def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
         yield _labelled("of turns").append("  ".join(map(_signed, score.turn_rewards)))
     for label, values in (("scores", trajectory.scores), ("metrics", trajectory.metrics)):
         if values:
-            told = (f"{visible(name)} {_amount(value)}" for name, value in values.items())
-            yield _labelled(label).append("   ".join(told))
+            figures = (f"{visible(name)} {_amount(value)}" for name, value in values.items())
+            yield _labelled(label).append("   ".join(figures))
     if one.baseline_reward is not None:
         yield _labelled("baseline").append(_amount(one.baseline_reward))
     turns = len(trajectory.turns)
@@ -110,8 +110,8 @@ def closing(one: DumpedTrajectory, fate: str) -> Iterator[Text]:
         yield _labelled("ground truth").append(visible(_content(one.ground_truth)))
     yield _labelled("sample").append(f"generated in {_seconds(one.generate_s)}, scored in {_seconds(one.reward_s)}")
     if one.replayed_from is not None:
-        more = ", which is of something else than was asked" if one.substituted else ""
-        yield _labelled("replayed").append(f"from the record of step {one.replayed_from}{more}")
+        other = ", recorded for another prompt" if one.substituted else ""
+        yield _labelled("replayed").append(f"from the record of step {one.replayed_from}{other}")
     if fate:
         yield _labelled("then").append(fate)
     if one.at:
@@ -135,19 +135,19 @@ def tokens(one: DumpedTrajectory, decode: DecodeToken) -> Iterator[Text]:
         columns = (row.response_ids, row.response_mask, versions, row.rollout_log_probs)
         for place, (token, mask, version, log_prob) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             head = f"{place:>7} {token:>8} {int(mask):>6} "
-            told = f"{f'v{version}':>8} {log_prob:>10.5f}" if mask else f"{'':>8} {'':>10}"
-            yield Text(f"{head}{told}  {_quoted(decode(token))}", style=shades[version] if mask else DIM)
+            origin = f"{f'v{version}':>8} {log_prob:>10.5f}" if mask else f"{'':>8} {'':>10}"
+            yield Text(f"{head}{origin}  {_quoted(decode(token))}", style=shades[version] if mask else DIM)
 
 
 def visible(text: str) -> str:
-    """Control characters and halves of characters as signs: a terminal obeys nothing that a model or a tool wrote."""
+    """Replace control characters and lone surrogates: models and tools must not control the terminal."""
     return text.translate(_CONTROLS)
 
 
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def _told(message: Mapping[str, Any], about: str) -> Iterator[Text]:
+def _message(message: Mapping[str, Any], about: str) -> Iterator[Text]:
     role = str(message.get("role", "?"))
     yield _header(role, [visible(str(message["name"])) if message.get("name") else "", about])
     text = _content(message.get("content"))
@@ -156,8 +156,8 @@ def _told(message: Mapping[str, Any], about: str) -> Iterator[Text]:
     yield Text(visible(text), style=DIM)
 
 
-def _told_tokens(one: DumpedTrajectory, next_turn: int) -> str:
-    """How many tokens all that was said to the policy before that turn is."""
+def _num_tokens_before(one: DumpedTrajectory, next_turn: int) -> str:
+    """The number of tokens that the policy got before that turn."""
     turns, rows = one.trajectory.turns, one.trajectory.rows
     if next_turn == 0:
         turn = turns[0]
@@ -169,13 +169,13 @@ def _told_tokens(one: DumpedTrajectory, next_turn: int) -> str:
 
 
 def _turn(one: DumpedTrajectory, number: int, message: Mapping[str, Any], *, answered: bool) -> Iterator[Text]:
-    """`answered`: what its tools said is in the next messages."""
+    """`answered`: the results of its tool calls are in the next messages."""
     trajectory = one.trajectory
     turn = trajectory.turns[number]
     row = trajectory.rows[turn.row]
     if number and turn.row != trajectory.turns[number - 1].row:
-        told = f"the chat template rewrote the history: row {turn.row} begins, with {len(row.prompt_ids):,} tokens"
-        yield Text(f"── {told} ──", style=DIM)
+        rewrite = f"the chat template rewrote the history: row {turn.row} begins, with {len(row.prompt_ids):,} tokens"
+        yield Text(f"── {rewrite} ──", style=DIM)
     versions = _versions_of(row.spans, turn.first_token, turn.num_tokens)
     about = [f"turn {number}", f"{turn.num_tokens:,} tokens", _versions(versions, "→")]
     if one.recorded_spans and one.recorded_spans[turn.row]:
@@ -198,13 +198,13 @@ def _turn(one: DumpedTrajectory, number: int, message: Mapping[str, Any], *, ans
 
 def _sampled(one: DumpedTrajectory, number: int, message: Mapping[str, Any]) -> Text:
     shades = _shades(one)
-    found = one.texts[number] if one.texts else ()
-    if not found:
+    pieces = one.texts[number] if one.texts else ()
+    if not pieces:
         content = _content(message.get("content"))
         version = next(iter(_turn_versions(one, number)), None)
-        found = (Piece(version, content),) if version is not None else ()
+        pieces = (Piece(version, content),) if version is not None else ()
     text = Text()
-    for place, piece in enumerate(found):
+    for place, piece in enumerate(pieces):
         if place:
             text.append(f"⟨v{piece.version}⟩", style=DIM)
         text.append(visible(piece.text), style=shades.get(piece.version, SHADES[0]))
@@ -227,12 +227,12 @@ def _call(call: ToolCall, *, answered: bool) -> Iterator[Text]:
 
 def _header(role: str, about: Sequence[str]) -> Text:
     text = Text("\n").append(visible(role), style=_ROLES.get(role, "bold"))
-    told = " · ".join(part for part in about if part)
-    return text.append(f" · {told}", style=DIM) if told else text
+    details = " · ".join(filter(None, about))
+    return text.append(f" · {details}", style=DIM) if details else text
 
 
 def _content(content: Any) -> str:
-    """A message's content as text; images and the like by what they are."""
+    """A message's content as text; other media by a description."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -268,7 +268,7 @@ def _turn_versions(one: DumpedTrajectory, number: int) -> list[int]:
 
 
 def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int]:
-    """Of these tokens, in order, neighbours of one version being one."""
+    """The versions of these tokens in order, without repetitions."""
     versions: list[int] = []
     for version in versions_per_token(spans, first + num_tokens)[first:].tolist():
         if not versions or versions[-1] != version:
@@ -277,7 +277,7 @@ def _versions_of(spans: Sequence[Span], first: int, num_tokens: int) -> list[int
 
 
 def _versions(versions: Sequence[int], between: str) -> str:
-    """`v3→v4`; of several in between, where nothing but the range is meant, the ends."""
+    """`v3→v4`; with `–` between, only the ends of the range."""
     ends = [versions[0], versions[-1]] if between == "–" and len(versions) > 2 else versions
     return between.join(f"v{version}" for version in ends)
 

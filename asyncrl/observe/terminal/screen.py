@@ -1,9 +1,10 @@
-"""The live view's picture: a dashboard in, something rich can draw out. Pure; reads well from 80 columns on."""
+"""Draw the live view: the values on the dashboard, and their layout with rich. Pure; legible from 80 columns on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -12,19 +13,126 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.health.facts import RunHealth
-from asyncrl.health.rules import size
-from asyncrl.telemetry.dashboard import Dashboard, number, percent, restart_line, short_s, span, sparkline
-from asyncrl.telemetry.summary import count_restarts
-from asyncrl.waits import Wait
+from asyncrl.core.ports import PartName, SampleCounts
+from asyncrl.core.process_health import RunHealth
+from asyncrl.core.waits import Wait
+from asyncrl.observe.health.rules import size
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.summary import count_restarts
+
+
+@dataclass(frozen=True, slots=True)
+class SyncShown:
+    """The newest weight sync."""
+
+    count: int
+    pause_s: float | None
+    publish_to_applied_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """The values that the live view shows. Immutable, so that another thread can draw them without a lock."""
+
+    total_steps: int | None = None
+    first_step: int = 0
+    """Steps that earlier processes of a resumed run have taken."""
+    step: int = 0
+    version: int = 0
+    lineage: int = 0
+    restarts: tuple[Restart, ...] = ()
+    """The newest restarts."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """Number of restarts before those, by part."""
+    reward_now: float | None = None
+    """Mean reward of the last step."""
+    rewards: tuple[float, ...] = ()
+    """Mean rewards over the run, evenly spaced."""
+    reward_first: float | None = None
+    reward_last: float | None = None
+    validations: tuple[tuple[int, float], ...] = ()
+    """`(version, mean reward)`."""
+    counts: SampleCounts = field(default_factory=SampleCounts)
+    staleness_mean: float | None = None
+    staleness_max: float | None = None
+    generated_per_s: float | None = None
+    trained_per_s: float | None = None
+    idle_trainer: float | None = None
+    idle_rollouter: float | None = None
+    sync: SyncShown | None = None
+    waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
+    """Open waits by part."""
+    health: RunHealth = field(default_factory=RunHealth)
+    step_times: tuple[float, ...] = ()
+    """When the last steps ended, on the view's clock; for `eta_s`."""
+
+    def eta_s(self, now_s: float) -> float | None:
+        """Seconds until the last step, at the pace of the last ones."""
+        if self.total_steps is None or len(self.step_times) < 2:
+            return None
+        pace_s = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
+        return max((self.total_steps - self.step) * pace_s - (now_s - self.step_times[-1]), 0.0)
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as a sparkline of at most `width` characters."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high <= low:
+        return _LEVELS[0] * count
+    return "".join(_LEVELS[round((mean - low) / (high - low) * (len(_LEVELS) - 1))] for mean in means)
+
+
+def elapsed(seconds: float) -> str:
+    """`0:07`, `12:34`, `3:04:05`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def short_s(seconds: float) -> str:
+    """`28 ms`, `1.4 s`, `2:05`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else elapsed(seconds)
+
+
+def restart_line(restart: Restart) -> str:
+    """The restart in one line: its cause, and after recovery its duration and effect."""
+    if restart.recovered_at is None:
+        return f"the {restart.part} is being replaced: {_first_line(restart.cause)}"
+    detail = f"; {restart.detail}" if restart.detail else ""
+    taken_s = restart.recovered_at - restart.failed_at
+    return f"the {restart.part} is back after {short_s(taken_s)}{detail} ({_first_line(restart.cause)})"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "no cause known")
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """`value`, or a dash if it is unknown."""
+    return "-" if value is None else format(value, form)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share * 100:.0f} %"
+
 
 DIM = "grey58"
 MAX_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """Something the run does before its first step or after its last."""
+class ProgressPhase:
+    """A phase of the run before its first step or after its last."""
 
     text: str
     started_s: float
@@ -32,19 +140,19 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """All that a picture depends on."""
+class LiveViewState:
+    """Everything that the live view draws."""
 
     title: str
     started_s: float
     now_s: float
-    phases: tuple[Phase, ...]
+    phases: tuple[ProgressPhase, ...]
     dashboard: Dashboard | None
-    """None until the run has something to show besides its phases."""
+    """None until the run has results."""
 
 
-def draw(scene: Scene, spinner: Spinner) -> RenderableType:
-    """`spinner` is kept by the caller between pictures, or it would never turn."""
+def draw(scene: LiveViewState, spinner: Spinner) -> RenderableType:
+    """The caller keeps `spinner` between calls, or it would never turn."""
     parts: list[RenderableType] = []
     if scene.dashboard is None:
         parts.append(_phases(scene.phases, scene.now_s, spinner))
@@ -53,12 +161,12 @@ def draw(scene: Scene, spinner: Spinner) -> RenderableType:
         open_phases = [phase for phase in scene.phases if phase.ended_s is None]
         if open_phases:
             parts += [Text(), _phases(open_phases, scene.now_s, spinner)]
-    return Capped(
+    return WidthLimited(
         Panel(
             Group(*parts),
             title=Text(scene.title, style="bold"),
             title_align="left",
-            subtitle=Text(span(scene.now_s - scene.started_s), style=DIM),
+            subtitle=Text(elapsed(scene.now_s - scene.started_s), style=DIM),
             subtitle_align="right",
             border_style="cyan",
             padding=(0, 1),
@@ -67,8 +175,8 @@ def draw(scene: Scene, spinner: Spinner) -> RenderableType:
 
 
 @dataclass(frozen=True, slots=True)
-class Capped:
-    """Lines longer than about 120 columns are hard to follow."""
+class WidthLimited:
+    """Limits the width: lines longer than about 120 columns are hard to read."""
 
     inner: RenderableType
 
@@ -76,7 +184,7 @@ class Capped:
         yield from console.render(self.inner, options.update_width(min(options.max_width, MAX_WIDTH)))
 
 
-def _phases(phases: Iterable[Phase], now_s: float, spinner: Spinner) -> RenderableType:
+def _phases(phases: Iterable[ProgressPhase], now_s: float, spinner: Spinner) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1)
     table.add_column(ratio=1)
@@ -107,7 +215,7 @@ def _progress(board: Dashboard, now_s: float) -> RenderableType:
     )
     bar = ProgressBar(total=total or 1, completed=board.step, complete_style="cyan", finished_style="green")
     share = f"{board.step / total:.0%}" if total else ""
-    tail = Text.assemble(share, ("  ETA ", DIM), span(eta_s) if eta_s is not None else "-")
+    tail = Text.assemble(share, ("  ETA ", DIM), elapsed(eta_s) if eta_s is not None else "-")
     table.add_row(head, bar, tail)
     return table
 
@@ -121,8 +229,8 @@ def _facts(board: Dashboard) -> RenderableType:
         table.add_row("validation", _validation(board))
     table.add_row("samples", _samples(board))
     table.add_row("staleness", items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f")))
-    books = board.books
-    table.add_row("queue", items(running=f"{books.running:,}", ready=f"{books.ready:,}", leased=f"{books.leased:,}"))
+    counts = board.counts
+    table.add_row("queue", items(running=f"{counts.running:,}", ready=f"{counts.ready:,}", leased=f"{counts.leased:,}"))
     rates = {"generated": number(board.generated_per_s, ",.0f"), "trained": number(board.trained_per_s, ",.0f")}
     table.add_row("tokens/s", items(**rates))
     table.add_row("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer)))
@@ -148,7 +256,7 @@ def items(**items: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    """The last step's mean, the course as wide as there is room, the ends."""
+    """The last step's mean, a sparkline of the available width, the first and the last tenth."""
 
     board: Dashboard
 
@@ -168,7 +276,7 @@ class _Reward:
 
 
 def _validation(board: Dashboard) -> Text:
-    """The first point, the best and the last ones."""
+    """The first point and the last ones."""
     points = board.validations
     text = Text()
     shown = points if len(points) <= 4 else (points[0], *points[-3:])
@@ -181,13 +289,13 @@ def _validation(board: Dashboard) -> Text:
 
 
 def _samples(board: Dashboard) -> Text:
-    books = board.books
-    text = items(trained=f"{books.trained:,}", dropped=f"{books.num_dropped:,}")
-    reasons = [f"{reason} {count:,}" for reason, count in books.dropped.items() if count]
+    counts = board.counts
+    text = items(trained=f"{counts.trained:,}", dropped=f"{counts.num_dropped:,}")
+    reasons = [f"{reason} {count:,}" for reason, count in counts.dropped.items() if count]
     if reasons:
         text.append(f" ({', '.join(reasons)})", style=DIM)
-    if books.replayed:
-        text.append(f"   {books.replayed:,} replayed, {books.substituted:,} of them of other samples", style=DIM)
+    if counts.replayed:
+        text.append(f"   {counts.replayed:,} replayed, {counts.substituted:,} of them of other samples", style=DIM)
     return text
 
 
@@ -200,7 +308,7 @@ def _sync(board: Dashboard) -> Text:
 
 
 def health_line(health: RunHealth) -> Text | None:
-    """The worst of each kind, in one line; None: nothing is known."""
+    """The worst value of each kind in one line; None if all are unknown."""
     shown: dict[str, str] = {}
     lags = {name: process.lag_s for name, process in health.processes.items() if process.lag_s is not None}
     if lags:
@@ -224,7 +332,7 @@ def health_line(health: RunHealth) -> Text | None:
 
 
 def _restarts(board: Dashboard) -> Text:
-    """How many of each part, and the newest one's cause; one line."""
+    """The number of restarts of each part, and the cause of the newest, in one line."""
     counts = count_restarts(board.restarts, board.earlier_restarts)
     text = items(**{part: str(count) for part, count in counts.items()})
     text.no_wrap, text.overflow = True, "ellipsis"
@@ -232,7 +340,7 @@ def _restarts(board: Dashboard) -> Text:
 
 
 def _waits(part: str, waits: tuple[Wait, ...]) -> Text:
-    """The three longest; one line, so that the picture does not jump."""
+    """The three longest waits in one line, so that the layout does not jump."""
     text = Text(no_wrap=True, overflow="ellipsis").append(f"{part} on ", style=DIM)
     if not waits:
         return text.append("nothing")

@@ -1,4 +1,4 @@
-"""The page of `asyncrl status`: its JSON in, something rich can draw out. Pure; reads well from 80 columns on."""
+"""Draw the page of `asyncrl status` from its JSON. Pure; legible from 80 columns on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.chain import duration
-from asyncrl.health.rules import size
-from asyncrl.telemetry.dashboard import number, short_s, span
-from asyncrl.telemetry.screen import DIM, Capped, items
-from asyncrl.why import REPLICA_UNHEARD_S
+from asyncrl.observe.health.rules import size
+from asyncrl.observe.status.why import REPLICA_SILENT_S, duration
+from asyncrl.observe.terminal.screen import DIM, WidthLimited, elapsed, items, number, short_s
 
 BAR = 24
 MAX_BARS = 10
@@ -31,39 +29,39 @@ _STYLES = {
 _BAD = "bold red"
 
 
-def page(report: Mapping[str, Any], name: str) -> RenderableType:
-    """`report`: see `asyncrl.cli.inspect.report`."""
+def status_page(report: Mapping[str, Any], name: str) -> RenderableType:
+    """`report`: the result of `asyncrl.observe.status.run_files.status_report`."""
     title = " · ".join(part for part in (report["experiment"], name, report["mode"]) if part)
-    parts: list[RenderableType] = [_headline(report), _place(report), Text(), _facts(report)]
+    parts: list[RenderableType] = [_headline(report), _position(report), Text(), _facts(report)]
     panel = Panel(
         Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="cyan", padding=(0, 1)
     )
     where = Text.assemble(("run directory  ", DIM), (report["run_dir"], "bold"), overflow="fold")
-    return Group(Capped(panel), where)
+    return Group(WidthLimited(panel), where)
 
 
 def _headline(report: Mapping[str, Any]) -> Text:
-    """Alive or dead, and how."""
+    """The phase of the run and the state of its driver."""
     phase, driver = report["phase"], report["driver"]
-    died = not report["live"] and phase in ("starting", "running", "stopping")
-    wall_s = "" if report["wall_s"] is None else f" {'for' if report['live'] else 'after'} {span(report['wall_s'])}"
-    if died:
-        told = "has been gone" if driver["state"] == "gone" else "has not been heard of"
+    is_dead = not report["live"] and phase in ("starting", "running", "stopping")
+    wall_s = "" if report["wall_s"] is None else f" {'for' if report['live'] else 'after'} {elapsed(report['wall_s'])}"
+    if is_dead:
+        state = "has been gone" if driver["state"] == "gone" else "has not written its state"
         age = duration(report["age_s"] or 0.0)
-        return Text.assemble(("dead", _BAD), wall_s, f": the driver {told} for {age} (it was {phase})")
+        return Text.assemble(("dead", _BAD), wall_s, f": the driver {state} for {age} (it was {phase})")
     text = Text.assemble((phase, _STYLES.get(phase, "bold")), wall_s)
     if report["live"]:
         text.append(f"  driver pid {driver['pid']} on {driver['host']}", style=DIM)
         if driver["state"] == "stopped":
             text.append("  stopped by a signal", style=_BAD)
         elif report["age_s"] > 10:
-            text.append(f"  not heard of for {duration(report['age_s'])}", style=_BAD)
+            text.append(f"  state not written for {duration(report['age_s'])}", style=_BAD)
     if report["error"] and phase == "failed":
         text.append(f": {report['error'].strip().splitlines()[0]}")
     return text
 
 
-def _place(report: Mapping[str, Any]) -> Text:
+def _position(report: Mapping[str, Any]) -> Text:
     total = f"/{report['total_steps']}" if report["total_steps"] else ""
     text = items(step=f"{number(report['step'], 'd')}{total}", version=number(report["version"], "d"))
     if report["lineage"]:
@@ -83,7 +81,7 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
     ended = {name: f"{samples[name]:,}" for name in ("fed", "trained")}
     table.add_row("samples", items(**ended, dropped=f"{sum(dropped.values()):,}"))
     table.add_row("", items(**{name: f"{samples[name]:,}" for name in ("running", "ready", "leased")}))
-    table.add_row("", _books(report))
+    table.add_row("", _counts(report))
     if samples["replayed"]:
         table.add_row("replayed", items(**{name: f"{samples[name]:,}" for name in ("replayed", "substituted")}))
     if dropped:
@@ -103,23 +101,25 @@ def _facts(report: Mapping[str, Any]) -> RenderableType:
         table.add_row("journal", _journal(report["journal"]))
     for index, note in enumerate(report["notes"]):
         table.add_row("" if index else "note", Text(note, style="yellow"))
-    if report["phase"] == "failed":  # how is in the first line
-        if waited := [link["text"] for link in report["why"]["chain"][1:]]:
-            table.add_row("at the end", Text(" ◀ ".join(waited)))
+    if report["phase"] == "failed":  # the error is in the headline
+        if links := [link["text"] for link in report["why"]["chain"][1:]]:
+            table.add_row("at the end", Text(" ◀ ".join(links)))
     elif report["phase"] not in ("completed", "interrupted"):
         table.add_row("why", Text(report["why"]["text"]))
     return table
 
 
-def _books(report: Mapping[str, Any]) -> Text:
-    balance = Text("the books balance", style="green") if report["balanced"] else Text("the books do not balance", _BAD)
+def _counts(report: Mapping[str, Any]) -> Text:
+    balance = (
+        Text("counts are consistent", style="green") if report["balanced"] else Text("counts are inconsistent", _BAD)
+    )
     if report["total_samples"]:
         balance.append(f"   of {report['total_samples']:,} samples in all", style=DIM)
-    return balance.append(f"   ({report['books_from'] or 'no books'})", style=DIM)
+    return balance.append(f"   ({report['counts_from'] or 'no counts'})", style=DIM)
 
 
 def _histogram(table: Table, staleness: Mapping[str, Any]) -> None:
-    """Trained samples by staleness; the bars are shares of all."""
+    """Trained samples by staleness, as shares of all."""
     histogram: Mapping[str, int] = staleness["histogram"]
     total = sum(histogram.values())
     shown = list(histogram.items())
@@ -144,11 +144,11 @@ def _tokens(tokens: Mapping[str, Any]) -> Text:
 
 
 def _replica(replica: Mapping[str, Any]) -> Text:
-    well = replica["phase"] in ("serving", "fetching")
+    is_healthy = replica["phase"] in ("serving", "fetching")
     text = Text(f"{replica['replica']}  ", no_wrap=True, overflow="ellipsis")
-    text.append(replica["phase"], style="green" if well else "yellow")
-    if replica["unheard_s"] > REPLICA_UNHEARD_S:
-        text.append(f"  not heard of for {duration(replica['unheard_s'])}", style=_BAD)
+    text.append(replica["phase"], style="green" if is_healthy else "yellow")
+    if replica["silent_s"] > REPLICA_SILENT_S:
+        text.append(f"  no report for {duration(replica['silent_s'])}", style=_BAD)
     text.append(f"  version {replica['version']}  {replica['in_flight']} requests", style=DIM)
     text.append(f"  {replica['generated_tokens']:,} tokens  pid {replica['pid']}", style=DIM)
     if load := replica.get("load"):
@@ -159,7 +159,7 @@ def _replica(replica: Mapping[str, Any]) -> Text:
 
 
 def _health(table: Table, report: Mapping[str, Any]) -> None:
-    """What the run takes, and what is wrong with it; of a run that has ended: when it did."""
+    """Resource usage and problems, of a run that has ended those at its end."""
     health: Mapping[str, Any] = report.get("health") or {}
     processes: Mapping[str, Mapping[str, Any]] = health.get("processes") or {}
     lags = {name: each["lag_s"] for name, each in processes.items() if each["lag_s"] is not None}
@@ -169,23 +169,23 @@ def _health(table: Table, report: Mapping[str, Any]) -> None:
     if processes:
         largest = sorted(processes, key=lambda name: -processes[name]["rss_bytes"])[:MAX_PROCESSES]
         table.add_row("memory", items(**{name: size(processes[name]["rss_bytes"]) for name in largest}))
-    if room := _room(health):
-        table.add_row("" if processes else "room", items(**room))
+    if free := _free(health):
+        table.add_row("" if processes else "machine", items(**free))
     for index, problem in enumerate(health.get("problems") or ()):
         table.add_row("" if index else "problems", Text(problem["text"], style="yellow"))
 
 
-def _room(health: Mapping[str, Any]) -> dict[str, str]:
-    """What machine, object store and disk have left."""
-    room: dict[str, str] = {}
+def _free(health: Mapping[str, Any]) -> dict[str, str]:
+    """Available memory, object store and disk."""
+    free: dict[str, str] = {}
     if machine := health.get("machine"):
         total = size(machine["memory_bytes"])
-        room["free"] = f"{size(machine['memory_available_bytes'])} of {total}"
+        free["free"] = f"{size(machine['memory_available_bytes'])} of {total}"
     if health.get("object_store_share") is not None:
-        room["object store"] = f"{health['object_store_share']:.0%}"
+        free["object store"] = f"{health['object_store_share']:.0%}"
     if machine and machine["disk_free_bytes"] is not None:
-        room["disk"] = f"{size(machine['disk_free_bytes'])} free"
-    return room
+        free["disk"] = f"{size(machine['disk_free_bytes'])} free"
+    return free
 
 
 def _restarts(table: Table, report: Mapping[str, Any]) -> None:
@@ -195,20 +195,12 @@ def _restarts(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row("restarts", items(**counts))
     recovery: Sequence[Mapping[str, Any]] = report["recovery"][-MAX_RECOVERIES:]
     for each in recovery:
-        taken = "not yet at work" if each["recovered_s"] is None else f"back after {short_s(each['recovered_s'])}"
+        outcome = "not yet recovered" if each["recovered_s"] is None else f"back after {short_s(each['recovered_s'])}"
         detail = f", {each['detail']}" if each["detail"] else ""
         cause = next(iter(each["cause"].strip().splitlines()), "")
-        table.add_row("", Text.assemble(f"{each['part']} {taken}{detail}", (f"  {cause}", DIM)))
+        table.add_row("", Text.assemble(f"{each['part']} {outcome}{detail}", (f"  {cause}", DIM)))
 
 
 def _journal(journal: Mapping[str, Any]) -> Text:
     text = Text() if journal["seq"] is None else Text(f"{journal['seq']:,} transitions, ")
-    return text.append(f"{_bytes(journal['bytes'])}; payloads {_bytes(journal['payload_bytes'])}")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    return text.append(f"{size(journal['bytes'])}; payloads {size(journal['payload_bytes'])}")

@@ -1,4 +1,4 @@
-"""The page: a Bokeh figure that is made here, and the script that fills it. It asks nothing of any other server."""
+"""The page: a Bokeh figure and the script that fills it. It needs no other server."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from bokeh.plotting import figure
 from bokeh.resources import INLINE
 from jinja2 import Environment
 
-from asyncrl.timeline.kinds import STATES
-from asyncrl.timeline.view import COLUMNS, MAX_BARS, MAX_CELLS
+from asyncrl.observe.timeline.layout import STATES
+from asyncrl.observe.timeline.view import COLUMNS, MAX_BARS, MAX_CELLS
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 _FAINT, _INK = "#e4e7eb", "#344054"
 _TOOLTIP = """
 <div style="max-width: 340px; font: 12px/1.5 system-ui, sans-serif; color: #1d2939">
   <div style="display: flex; gap: 12px; justify-content: space-between"><b>@title</b><span>@at</span></div>
-  <div style="color: #475467; margin-top: 3px">@told{safe}</div>
+  <div style="color: #475467; margin-top: 3px">@description{safe}</div>
 </div>
 """
 
 
 def page(run: str) -> str:
-    """HTML, whole and by itself; `run` is the run's name."""
+    """Return the self-contained HTML page of a run."""
     script, plot = components(_figure())
-    own = resources.files("asyncrl.timeline").joinpath("page")
-    style, code, template = (own.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
-    # What is named here is put in as text, not as HTML; scripts and styles are our own and Bokeh's.
+    directory = resources.files("asyncrl.observe.timeline").joinpath("page")
+    style, code, template = (directory.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
+    # The template escapes names; scripts and styles are our own and Bokeh's.
     return (
         Environment(autoescape=True)
         .from_string(template)
@@ -75,9 +75,9 @@ def _figure() -> figure:
     stripes = ColumnDataSource({"y0": [], "y1": []}, name="stripes")
     plot.hstrip(y0="y0", y1="y1", source=stripes, fill_color="#f6f8fa", line_color=None, level="underlay")
     bars = ColumnDataSource({column: [] for column in COLUMNS}, name="bars")
-    look = {"fill_color": "colour", "line_color": "edge", "line_width": 1, "fill_alpha": 0.92, "line_alpha": 0.92}
+    style = {"fill_color": "colour", "line_color": "edge", "line_width": 1, "fill_alpha": 0.92, "line_alpha": 0.92}
     drawn = plot.quad(
-        left="left", right="right", top="top", bottom="bottom", source=bars, **look,
+        left="left", right="right", top="top", bottom="bottom", source=bars, **style,
         selection_line_color="#111827", selection_line_width=1, selection_line_alpha=1.0,
         nonselection_fill_alpha=0.92, nonselection_line_alpha=0.92,
         hover_line_color="#111827", hover_fill_color="colour", hover_fill_alpha=1.0,

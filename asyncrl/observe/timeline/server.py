@@ -1,10 +1,10 @@
-"""The page of a run and what it asks for, over HTTP on loopback.
+"""The page of a run and its data, over HTTP on loopback.
 
-    /               the page               /api/view     what a window of time looks like
-    /api/status     how the run stands     /details/N    one event, its sample's others, the conversation
+    /               the page               /api/view     what a window of time shows
+    /api/status     the status of the run  /details/N    one event, the others of its sample, the conversation
 
-Whoever asks by another name than this machine's own is refused: a page elsewhere that has its name point here would
-read the run through its visitor's browser.
+Requests for other host names than this machine's own are refused: otherwise a page elsewhere whose name points here
+could read the run through its visitor's browser.
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from asyncrl.timeline.details import MAX_EVENTS, Conversation, Conversations, Listed, details, trajectory_of
-from asyncrl.timeline.index import Index, sample_of
-from asyncrl.timeline.page import page
-from asyncrl.timeline.reading import EventReader
-from asyncrl.timeline.view import Window, look, view
+from asyncrl.observe.timeline.details import (
+    MAX_EVENTS,
+    Conversation,
+    Conversations,
+    details,
+    sample_of,
+    trajectory_of,
+)
+from asyncrl.observe.timeline.index import Index
+from asyncrl.observe.timeline.page import page
+from asyncrl.observe.timeline.reader import EventReader
+from asyncrl.observe.timeline.view import Window, select_bars, view
 
-HOSTS = ("127.0.0.1", "localhost", "[::1]")
-LOOK_EVERY_S = 1.0
-"""For new events: the parts write theirs twice as often."""
+_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_READ_EVERY_S = 1.0
 _MAX_PIXELS = 20_000
 _HEADERS = {
-    # Bokeh makes functions of text, hence unsafe-eval; nothing is loaded from, or sent to, anywhere else.
+    # Bokeh compiles functions from text, hence unsafe-eval; nothing is loaded from or sent to any other server.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
         "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,8 +55,8 @@ _HEADERS = {
 }
 
 
-class Standing(NamedTuple):
-    """How the run is."""
+class TimelineStatus(NamedTuple):
+    """The status of the run."""
 
     phase: str
     live: bool
@@ -58,7 +64,7 @@ class Standing(NamedTuple):
     total_steps: int | None = None
     version: int | None = None
     started_at: float | None = None
-    """Unix seconds; None: not known."""
+    """Unix seconds; None if unknown."""
 
 
 class Timeline:
@@ -69,94 +75,85 @@ class Timeline:
         self._index = Index()
         self._lock = threading.Lock()
         self._origin: int | None = None
-        self._complete = False
-        """What was there at the start has been read."""
-        self._settled = False
-        """The run is over, and a look at everything has found nothing new."""
+        self._has_caught_up = False
+        """All events that existed at the start have been read."""
+        self._is_final = False
+        """The run is over, and reading everything again found nothing new."""
         self._trouble = ""
 
     def read(self, *, everything: bool = False) -> bool:
-        """What has come since, a piece at a time: others get their turn in between; see `EventReader.new`.
-
-        Returns:
-            Whether anything has come.
-        """
-        found = False
-        for chunk in self._reader.new(everything=everything):
-            found = True
-            with self._lock:
+        """Read new events, and return whether there were any; see `EventReader.read_new`."""
+        has_new = False
+        for chunk in self._reader.read_new(everything=everything):
+            has_new = True
+            with self._lock:  # other calls may run between chunks
                 try:
                     self._index.add(chunk)
                 except Exception:
-                    self._reader.damaged += len(chunk.events)  # the next look gets past them
+                    self._reader.num_damaged += len(chunk.events)  # the next read continues after them
                     raise
-        self._complete = True
-        return found
+        self._has_caught_up = True
+        return has_new
 
-    def keep_up(self, standing: Callable[[], Standing]) -> None:
-        """`read`, unless nothing can have come. What fails is told by `status`, and the next call tries again."""
+    def keep_up(self, status: Callable[[], TimelineStatus]) -> None:
+        """`read`, unless nothing can be new. `status` reports a failure, and the next call tries again."""
         try:
-            live = standing().live
-            if self._settled and not live:
+            live = status().live
+            if self._is_final and not live:
                 return
-            # A file that cannot be read is tried again with the full looks of the reader.
-            everything = not live and not self._reader.unread
-            found = self.read(everything=everything)
-            self._settled = everything and not found and not self._reader.unread
-        except Exception as error:  # noqa: BLE001  whatever it is, the page is to say it
+            # The reader's full scans try unreadable files again.
+            everything = not live and not self._reader.unreadable
+            has_new = self.read(everything=everything)
+            self._is_final = everything and not has_new and not self._reader.unreadable
+        except Exception as error:  # noqa: BLE001  the page has to show any failure
             self._trouble = f"reading stopped: {type(error).__name__}: {error}"
             return
-        unread = self._reader.unread
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        self._trouble = f"cannot be read: {unread[0]}{more}" if unread else ""
+        unreadable = self._reader.unreadable
+        more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
+        self._trouble = f"cannot be read: {unreadable[0]}{more}" if unreadable else ""
 
-    def status(self, standing: Standing) -> dict[str, Any]:
+    def status(self, status: TimelineStatus) -> dict[str, Any]:
         with self._lock:
-            origin = self._started(standing)
+            origin = self._began_at(status)
             first, last, admitted = self._index.first, self._index.last, self._index.admitted
-            total = self._reader.total_bytes
             return {
                 "events": self._index.num_events,
                 "oldest_ms": 0.0 if first is None else (first - origin) / 1000,
                 "newest_ms": 0.0 if last is None else (last - origin) / 1000,
                 "admitted_ms": None if admitted is None else (admitted - origin) / 1000,
                 "trouble": self._trouble,
-                "read": 1.0 if self._complete or not total else self._reader.read_bytes / total,
-                "phase": standing.phase,
-                "live": standing.live,
-                "step": standing.step,
-                "total_steps": standing.total_steps,
-                "version": standing.version,
+                "read": 1.0 if self._has_caught_up else self._reader.read_share,
+                **{name: getattr(status, name) for name in ("phase", "live", "step", "total_steps", "version")},
             }
 
-    def view(self, standing: Standing, window: Window) -> dict[str, Any]:
+    def view(self, status: TimelineStatus, window: Window) -> dict[str, Any]:
         with self._lock:
-            seen = look(self._index, self._started(standing), window)
-            places = self._index.places_of(seen.events)
-            told = {
+            selection = select_bars(self._index, self._began_at(status), window)
+            positions = self._index.positions(selection.events)
+            totals = {
                 "events": self._index.num_events,
-                "damaged": self._reader.damaged,
+                "damaged": self._reader.num_damaged,
                 "all_blocks": list(dict.fromkeys(group.block for group in self._index.groups())),
             }
-        return view(seen, self._reader.read_lines(places)) | told
+        return view(selection, self._reader.read_lines(positions)) | totals
 
-    def details(self, standing: Standing, number: int, conversations: Conversations) -> str:
-        """HTML. Raises `IndexError`: there is no such event."""
+    def details(self, status: TimelineStatus, number: int, conversations: Conversations) -> str:
+        """Return the details of an event as HTML. Raises `IndexError`: there is no such event."""
         with self._lock:
-            place = self._index.places_of(np.array([number]))
-            origin = self._started(standing)
-        fields = self._reader.read_lines(place)[number]
-        sample = sample_of(fields)
-        if sample is None:
-            return details(number, fields, [], Conversation(), origin)
-        with self._lock:
-            places = self._index.places_of(self._index.events_of(sample)[: 4 * MAX_EVENTS])
-        listed = [Listed(other, found) for other, found in self._reader.read_lines(places).items()]
-        return details(number, fields, listed, conversations(sample, trajectory_of(fields)), origin)
+            positions = self._index.positions(np.array([number]))
+            origin = self._began_at(status)
+        events = self._reader.read_lines(positions)
+        sample, conversation = sample_of(events[number]), Conversation()
+        if sample is not None:
+            with self._lock:
+                positions |= self._index.positions(self._index.events_of(sample)[: 4 * MAX_EVENTS])
+            conversation = conversations(sample, trajectory_of(events[number]))
+            events = self._reader.read_lines(positions) | events
+        return details(number, events, conversation, origin)
 
-    def _started(self, standing: Standing) -> int:
-        """When the run began, in Unix microseconds: it does not change once there are events."""
-        known = [] if standing.started_at is None else [round(standing.started_at * 1_000_000)]
+    def _began_at(self, status: TimelineStatus) -> int:
+        """Return when the run began, in Unix microseconds; constant once there are events."""
+        known = [] if status.started_at is None else [round(status.started_at * 1_000_000)]
         if self._index.first is None:
             return known[0] if known else 0
         if self._origin is None:
@@ -164,40 +161,42 @@ class Timeline:
         return self._origin
 
 
-def app(run: str, timeline: Timeline, standing: Callable[[], Standing], conversations: Conversations) -> Starlette:
-    """The ASGI app, which reads new events for as long as it runs.
+def create_app(
+    run: str, timeline: Timeline, status: Callable[[], TimelineStatus], conversations: Conversations
+) -> Starlette:
+    """Create the ASGI app, which reads new events as long as it runs.
 
     Args:
         run: the run's name.
-        standing: how it is now. Blocking.
+        status: returns the current status of the run. Blocking.
     """
-    whole = page(run)
+    content = page(run)
 
     async def get_page(_: Request) -> Response:
-        return HTMLResponse(whole, headers=_HEADERS)
+        return HTMLResponse(content, headers=_HEADERS)
 
     async def get_status(_: Request) -> Response:
-        return JSONResponse(await to_thread.run_sync(lambda: timeline.status(standing())))
+        return JSONResponse(await to_thread.run_sync(lambda: timeline.status(status())))
 
     async def get_view(request: Request) -> Response:
         try:
-            window = _window(request)
+            window = _parse_window(request)
         except ValueError as error:
             return PlainTextResponse(f"no such window: {error}", 400)
-        return JSONResponse(await to_thread.run_sync(lambda: timeline.view(standing(), window)))
+        return JSONResponse(await to_thread.run_sync(lambda: timeline.view(status(), window)))
 
     async def get_details(request: Request) -> Response:
         number = request.path_params["number"]
         try:
-            found = await to_thread.run_sync(lambda: timeline.details(standing(), number, conversations))
+            text = await to_thread.run_sync(lambda: timeline.details(status(), number, conversations))
         except IndexError as error:
             return HTMLResponse(f'<p class="note">{html.escape(str(error))}</p>', 404, headers=_HEADERS)
-        return HTMLResponse(found, headers=_HEADERS)
+        return HTMLResponse(text, headers=_HEADERS)
 
     @asynccontextmanager
-    async def reading(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(_read_on, timeline, standing))
+            group.start_soon(partial(_keep_up, timeline, status))
             yield
             group.cancel_scope.cancel()
 
@@ -208,23 +207,23 @@ def app(run: str, timeline: Timeline, standing: Callable[[], Standing], conversa
             Route("/api/view", get_view),
             Route("/details/{number:int}", get_details),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)],
-        lifespan=reading,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(_HOSTS), www_redirect=False)],
+        lifespan=lifespan,
     )
 
 
-async def _read_on(timeline: Timeline, standing: Callable[[], Standing]) -> None:
+async def _keep_up(timeline: Timeline, status: Callable[[], TimelineStatus]) -> None:
     while True:
-        await to_thread.run_sync(timeline.keep_up, standing, abandon_on_cancel=True)
-        await anyio.sleep(LOOK_EVERY_S)
+        await to_thread.run_sync(timeline.keep_up, status, abandon_on_cancel=True)
+        await anyio.sleep(_READ_EVERY_S)
 
 
-def _window(request: Request) -> Window:
-    """Raises `ValueError`: it makes no sense."""
+def _parse_window(request: Request) -> Window:
+    """Raises `ValueError`: the query is invalid."""
     query = request.query_params
     start, end = float(query.get("start", "nan")), float(query.get("end", "nan"))
     if not (math.isfinite(start) and math.isfinite(end) and start < end and max(abs(start), abs(end)) < 1e14):
-        raise ValueError("start and end are to be milliseconds, and start comes first")
-    pixels, high = (min(max(1, int(query.get(name, "1000"))), _MAX_PIXELS) for name in ("pixels", "pixels_high"))
+        raise ValueError("start and end are milliseconds, and start comes first")
+    width, height = (min(max(1, int(query.get(name, "1000"))), _MAX_PIXELS) for name in ("pixels", "pixels_high"))
     top, bottom = float(query.get("top", "-inf")), float(query.get("bottom", "inf"))
-    return Window(start, end, pixels, high, top, bottom, frozenset(query.getlist("hide")))
+    return Window(start, end, width, height, top, bottom, frozenset(query.getlist("hide")))

@@ -11,20 +11,20 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from asyncrl.health.facts import EngineLoad
+from asyncrl.core.process_health import EngineLoad
 
 
 class EngineGauges(StatLoggerBase):
-    """What the engine has made and how loaded it is, told by vLLM after every step."""
+    """The engine's token count and load, which vLLM reports after every step."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.generated_tokens = 0
         self.load = EngineLoad()
         self._cleared = 0
-        """Requests that were thrown out for a new version's sake, which vLLM has not counted yet."""
+        """Requests preempted by a cache reset for a new version, which vLLM has not counted yet."""
 
     def clear(self, in_flight: int) -> None:
-        """The KV cache was cleared under so many requests: that those which ran were thrown out is no want of room."""
+        """Note that the KV cache was reset under so many requests: their preemption is no lack of memory."""
         self._cleared = min(in_flight, self._cleared + self.load.running)
 
     def record(
@@ -47,11 +47,11 @@ class EngineGauges(StatLoggerBase):
             self.load = replace(self.load, preemptions=self.load.preemptions + preempted)
 
     def load_with(self, in_flight: int) -> EngineLoad:
-        """The load, if the engine has so many requests: after the last one was aborted vLLM tells nothing more."""
+        """Return the load of an engine with so many requests: vLLM reports nothing after the last one was aborted."""
         return self.load if in_flight else EngineLoad(preemptions=self.load.preemptions)
 
     def log_engine_initialized(self) -> None:
-        """Part of vLLM's interface; there is nothing to say."""
+        """Part of vLLM's interface."""
 
 
 class OpenAIEngine(VLLMEngine):

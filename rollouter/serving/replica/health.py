@@ -1,7 +1,8 @@
-"""One replica's health: what it says of itself, whether its engine lives, and how it ends so that Serve replaces it.
+"""One replica's health: its reports to the weight store, the watch over its engine, and its end, so that Serve replaces
+it.
 
 It ends when its engine is dead, makes no token for `timeouts.engine_s` although it has requests, or has none and leaves
-a ping unanswered for so long. In a pause it is not judged: `weights` has deadlines of its own.
+a ping unanswered for so long. During a pause `weights` has deadlines of its own.
 """
 
 from __future__ import annotations
@@ -12,104 +13,140 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 import psutil
+import ray
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from asyncrl.health.processes import OwnHealth, ProcessMeter
-from asyncrl.ports import Edition, ReplicaPhase, ReplicaReport
-from rollouter.serving.engine import OpenAIEngine
-from rollouter.serving.pulse import Pulse
-from rollouter.serving.reporter import Reporter
+from asyncrl.core.ports import ReplicaPhase, ReplicaReport, WeightsVersion
+from asyncrl.profiling.process_usage import ProcessMeter, ProcessMonitor
+from rollouter.serving.replica.engine import OpenAIEngine
+from rollouter.serving.replica.liveness import EngineLiveness
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
-LAST_WORDS_S = 0.5
+EXIT_DELAY_S = 0.5
 """Between giving up and the end of the process: answers are on their way."""
+REPORT_EVERY_S = 1.0
+REPORT_ANSWER_S = 10.0
+"""A store that takes longer is sent a newer report."""
 
 
-class Health:
-    """Of one replica. Use it on the server's event loop."""
+class StatusReporter:
+    """Pushes a replica's reports to the weight store until its process ends, from a thread of its own.
+
+    The event loop stands still while vLLM starts its engine, and a slow store must not affect generation. One report at
+    a time is on its way; changes meanwhile are in the next.
+    """
+
+    def __init__(self, store: Any, describe: Callable[[], ReplicaReport]) -> None:
+        """
+        Args:
+            store: The weight store's handle.
+            describe: Called in the reporter's thread.
+        """
+        self.newest: WeightsVersion | None = None
+        """The newest published version, according to the store's last answer."""
+        self._store = store
+        self._describe = describe
+        self._changed = threading.Event()
+        threading.Thread(target=self._run, name="reporter", daemon=True).start()
+
+    def report_soon(self) -> None:
+        """Report now rather than within the second."""
+        self._changed.set()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.newest = ray.get(self._store.report.remote(self._describe()), timeout=REPORT_ANSWER_S)
+            except Exception as error:  # noqa: BLE001  a report that does not arrive is followed by another
+                logger.debug("the weight store did not take a report: %r", error)
+            self._changed.wait(REPORT_EVERY_S)
+            self._changed.clear()
+
+
+class ReplicaHealth:
+    """Health of one replica. Use it on the server's event loop."""
 
     def __init__(self, *, replica: str, node_id: str, engine_s: float, store: Any) -> None:
         """
         Args:
-            replica: Its name.
             node_id: Ray's.
             engine_s: `timeouts.engine_s`.
-            store: The weight store's handle, where it reports to; None: nowhere.
+            store: The weight store's handle, which receives reports; None: there is none.
         """
         self.replica = replica
-        self.edition = Edition(0, 0)
+        self.weights_version = WeightsVersion(0, 0)
         """What the engine serves; (0, 0): the model's files."""
         self.broken = ""
-        """Why it must be replaced."""
+        """Why the replica must be replaced; empty: it is fine."""
         self.crashed = False
-        """The requests that were in the engine may be why."""
+        """The requests in the engine may be the cause."""
         self.paused = False
         self.up = False
-        """It takes requests, or will as soon as it has loaded."""
+        """It accepts requests, or will once its version is loaded."""
         self._node_id = node_id
         self._engine_s = engine_s
         self._engine: OpenAIEngine | None = None
         self._engine_pids: tuple[int, ...] = ()
         self._phase: tuple[ReplicaPhase, float] = ("starting", time.time())
         self._ping: asyncio.Task[None] | None = None
-        """One that is not answered. It was sent while the engine had no requests."""
+        """The open ping. It was sent while the engine had no requests."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._own = OwnHealth(f"replica-{replica}")
+        self._process = ProcessMonitor(f"replica-{replica}")
         self._engine_meter = ProcessMeter()
-        self._reporter = None if store is None else Reporter(store, self._describe)
+        self._reporter = None if store is None else StatusReporter(store, self._describe)
 
     @property
-    def newest(self) -> Edition | None:
-        """What was published last, as the weight store has told."""
+    def newest(self) -> WeightsVersion | None:
+        """The newest published version, according to the weight store."""
         return None if self._reporter is None else self._reporter.newest
 
     async def attach(self, engine: OpenAIEngine) -> None:
-        """The engine has started: watch it from now on."""
+        """Watch the engine, which has started."""
         self._engine_pids = await asyncio.to_thread(_engine_pids, engine.client)
         self._engine = engine
-        self._own.start()  # not before: the loop stands still while vLLM starts
+        self._process.start()  # not earlier: the loop stands still while vLLM starts
         self.in_background(self._watch(engine))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task of this process's whole life. If it fails, nobody watches this replica any more."""
+        """Run a task until the process ends. The replica gives up if it fails."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self.give_up(f"what watches it failed: {error!r}")
+                self.give_up(f"a background task failed: {error!r}")
 
         task = asyncio.create_task(work)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_done)
         self._tasks.append(task)
 
     def enter(self, phase: ReplicaPhase) -> None:
-        """Say in which phase this replica is now; `broken` is the last one."""
+        """Enter a phase and report it; `broken` is the last one."""
         if self._phase[0] not in (phase, "broken"):
             self._phase = (phase, time.time())
             if self._reporter is not None:
-                self._reporter.changed()
+                self._reporter.report_soon()
 
-    def rest(self) -> None:
-        """No version is being applied any more."""
+    def end_update(self) -> None:
+        """Leave the phases of a weight update."""
         self.enter("serving" if self.up else "starting")
 
-    def state(self) -> str:
-        """For messages about what failed."""
-        return self.broken or f"replica {self.replica} still serves version {self.edition.version}"
+    def describe_state(self) -> str:
+        """Return the replica's state, for error messages."""
+        return self.broken or f"replica {self.replica} still serves version {self.weights_version.version}"
 
     def give_up(self, why: str, *, crash: bool = False) -> None:
         """Refuse everything from now on, and end this process once the answers are out: Serve starts another.
 
         Args:
             why: What happened.
-            crash: The requests that are in the engine may be why, and are told so.
+            crash: The requests in the engine may be the cause; they fail with `EngineCrashError`.
         """
         if self.broken:
             return
@@ -118,17 +155,17 @@ class Health:
         logger.error(self.broken)
         self.enter("broken")
         if self._engine is not None:
-            # Nothing else would end requests that are frozen in the engine, or that it is stuck with.
+            # Nothing else would end requests that are frozen in the engine.
             self._engine.client.output_processor.propagate_error(EngineDeadError())
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._exit)
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, self._exit)
 
-    def hangs(self, how: str) -> None:
-        """`give_up` an engine that does not answer. It is no request's doing if it did not before it had any."""
-        self.give_up(f"{how} for {self._engine_s:g} s (timeouts.engine_s)", crash=self._ping is None)
+    def give_up_hung_engine(self, symptom: str) -> None:
+        """Give up an engine that does not answer. Requests are no cause if a ping from before them is still open."""
+        self.give_up(f"{symptom} for {self._engine_s:g} s (timeouts.engine_s)", crash=self._ping is None)
 
     def _exit(self) -> None:
         """End the engine's processes for certain, stopped ones too, and this one whatever they do."""
-        threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
+        threading.Timer(EXIT_DELAY_S, os._exit, (1,)).start()
         for pid in self._engine_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -140,32 +177,32 @@ class Health:
 
     async def _watch(self, engine: OpenAIEngine) -> None:
         llm = engine.client
-        pulse = Pulse(self._engine_s, 2 * WATCH_EVERY_S)
+        liveness = EngineLiveness(self._engine_s, 2 * WATCH_EVERY_S)
         while not self.broken:
-            seen = time.monotonic()
+            observed_at = time.monotonic()
             await asyncio.sleep(WATCH_EVERY_S)
             if llm.errored:
                 self.give_up("its engine is dead", crash=True)
                 return
-            if answered := self._ping is not None and self._ping.done():
+            if ping_answered := self._ping is not None and self._ping.done():
                 self._ping = None
             requests = llm.output_processor.get_num_unfinished_requests()
-            if pulse.look(
-                time.monotonic() - seen,
+            if liveness.observe(
+                time.monotonic() - observed_at,
                 tokens=engine.gauges.generated_tokens,
                 busy=requests > 0,
                 paused=self.paused,
-                answered=answered,
-                pinged=self._ping is not None,
+                ping_answered=ping_answered,
+                ping_open=self._ping is not None,
             ):
-                self.hangs(
+                self.give_up_hung_engine(
                     f"its engine has {requests} requests and made no token" if requests else "its engine did not answer"
                 )
             elif not requests and not self.paused and self._ping is None:
                 self._ping = asyncio.create_task(_ping(llm))
 
     def _describe(self) -> ReplicaReport:
-        """Called in the reporter's thread, and while the engine starts."""
+        """Return a report. Called in the reporter's thread, also while the engine starts."""
         engine = self._engine
         phase, since = self._phase
         in_flight = 0 if engine is None else engine.client.output_processor.get_num_unfinished_requests()
@@ -176,28 +213,28 @@ class Health:
             engine_pids=self._engine_pids,
             phase=phase,
             phase_since=since,
-            lineage=self.edition.lineage,
-            version=self.edition.version,
+            lineage=self.weights_version.lineage,
+            version=self.weights_version.version,
             in_flight=in_flight,
             generated_tokens=0 if engine is None else engine.gauges.generated_tokens,
             reported_at=time.time(),
-            told=self.broken,
-            health=self._own.tell(),
-            engine_health=self._engine_meter.look(self._engine_pids),
+            error=self.broken,
+            health=self._process.measure(),
+            engine_health=self._engine_meter.measure(self._engine_pids),
             load=None if engine is None else engine.gauges.load_with(in_flight),
         )
 
 
 async def _ping(llm: AsyncLLM) -> None:
-    """Through the engine core to every worker, and back. An error is an answer, too."""
+    """Reach every worker through the engine core. An error is an answer, too."""
     try:
         await llm.collective_rpc("check_health")
-    except Exception as error:  # noqa: BLE001  `errored` tells of an engine's death
+    except Exception as error:  # noqa: BLE001  `errored` reports an engine's death
         logger.debug("a ping ended with %r", error)
 
 
 def _engine_pids(llm: AsyncLLM) -> tuple[int, ...]:
-    """vLLM's processes below this one: the engine core, and what it has started."""
+    """Return vLLM's processes below this one: the engine core and its children."""
     manager = llm.engine_core.resources.engine_manager
     cores = [process.pid for process in getattr(manager, "processes", ()) if process.pid is not None]
     below = [child.pid for core in cores for child in psutil.Process(core).children(recursive=True)]

@@ -17,21 +17,21 @@ from ray import serve
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.serve.llm import LLMConfig
 
-from asyncrl.failures import InfraError
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
+from asyncrl.core.failures import InfraError
+from asyncrl.core.ports import Accepted, ApplyReport, GenerateRequest, Publication
 from asyncrl.profiling import profile
 from asyncrl.weights.object_store import find_store
-from rollouter.serving.engine import RolloutEngine
-from rollouter.serving.generation import Generation
-from rollouter.serving.health import Health
+from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.pieces import Piece, Taken, Told
-from rollouter.serving.shipping import Shipping
-from rollouter.serving.weights import PauseMode, Weights
+from rollouter.serving.replica.engine import OpenAIEngine, RolloutEngine
+from rollouter.serving.replica.event_forwarding import EventForwarder
+from rollouter.serving.replica.generation import TokenGeneration
+from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.weights import PauseMode, WeightUpdates
 
 
 class RolloutServer(LLMServer):
-    """What the Rollouter calls on a replica, besides everything `LLMServer` has."""
+    """`LLMServer` with the methods that the Rollouter calls."""
 
     _default_engine_cls = RolloutEngine
 
@@ -54,9 +54,9 @@ class RolloutServer(LLMServer):
         """
         replica = serve.get_replica_context().replica_id.unique_id
         profile.configure(f"replica-{replica}", options.profiler)
-        self._shipping = Shipping(replica)
+        self._forwarder = EventForwarder(replica)
         store = await asyncio.to_thread(find_store, options.namespace)
-        self._health = Health(
+        self._health = ReplicaHealth(
             replica=replica,
             node_id=ray.get_runtime_context().get_node_id(),
             engine_s=options.engine_s,
@@ -66,24 +66,24 @@ class RolloutServer(LLMServer):
         llm = self.engine.client
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
-        self._weights = Weights(self.engine, self._health, store, options)
-        self._generation = Generation(llm, self._health, self._weights.gate, self._weights.pauses)
+        self._weights = WeightUpdates(self.engine, self._health, store, options)
+        self._generation = TokenGeneration(llm, self._health, self._weights.gate, self._weights.pauses)
         await self._weights.start()
         self._health.up = True
-        self._health.rest()
+        self._health.end_update()
 
     async def generate_tokens(
         self, requests: Sequence[GenerateRequest]
-    ) -> AsyncGenerator[Taken | Told | list[Piece], None]:
-        """See `Generation.run`; and what this replica has recorded."""
-        async with aclosing(self._shipping.along(self._generation.run(requests))) as told:
-            async for news in told:
-                yield news
+    ) -> AsyncGenerator[Accepted | EventBatch | list[Delta], None]:
+        """See `TokenGeneration.run`; this replica's events come along."""
+        async with aclosing(self._forwarder.attach(self._generation.run(requests))) as items:
+            async for item in items:
+                yield item
 
     async def apply_version(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """See `Weights.apply`; and what this replica has recorded."""
+        """See `WeightUpdates.apply`; this replica's events come along."""
         report = await self._weights.apply(publication, mode, clear_kv)
-        return replace(report, events=tuple(self._shipping.all()))
+        return replace(report, events=tuple(self._forwarder.take_all()))
 
     async def check_health(self) -> None:
         """Serve calls this; raising makes it replace the replica."""
@@ -92,8 +92,10 @@ class RolloutServer(LLMServer):
         await super().check_health()
 
 
-async def start_server(options: ServingOptions) -> RolloutServer:
-    """A started server. Serve awaits asynchronous constructors; plain Python does not."""
+async def start_server(options: ServingOptions, *, openai: bool) -> RolloutServer:
+    """Return a started server, with vLLM's OpenAI front end if asked for."""
     server = RolloutServer.__new__(RolloutServer)
-    await server.__init__(LLMConfig(**options.llm_config), options=options)  # type: ignore[misc]
+    engine_cls = OpenAIEngine if openai else None
+    # Serve awaits asynchronous constructors; plain Python does not.
+    await server.__init__(LLMConfig(**options.llm_config), options=options, engine_cls=engine_cls)  # type: ignore[misc]
     return server

@@ -1,10 +1,10 @@
 """Live weight updates of one replica.
 
-    fetch (decoding goes on) → shut gate → pause → load → name the version → resume → open gate → verify
+    fetch (decoding goes on) → close gate → pause → load → name the version → resume → open gate → verify
 
-Whatever fails on the way, the replica ends in one of three states: it serves the new version; it serves the old one and
-says so (the failure came before the load); or it is broken (the failure came during or after the load, so what it would
-serve is unknown, or its engine did not answer).
+Whatever fails, the replica ends in one of three states: it serves the new version; it serves the old one and says so
+(the failure came before the load); or it is broken (the failure came during or after the load, so its weights are
+unknown, or its engine did not answer).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from typing import Any, Literal, NamedTuple
 import ray
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import ApplyReport, Edition, Publication
-from asyncrl.profiling import Span, profile
+from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.ports import ApplyReport, Publication, WeightsVersion
+from asyncrl.profiling import ProfilerSpan, profile
 from asyncrl.weights.checksums import differing_groups, merge
 from asyncrl.weights.object_store import STORE_NAME
-from rollouter.serving.engine import OpenAIEngine
-from rollouter.serving.health import Health
 from rollouter.serving.options import ServingOptions
-from rollouter.serving.phases import Pauses
+from rollouter.serving.replica.engine import OpenAIEngine
+from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.request_phases import EnginePauses
 
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "abort", "wait"]
 VERIFY_BYTES_PER_CALL = 64 << 20
-"""A checksum call holds up decoding for as long as it reads so many bytes: some 10 ms."""
+"""A checksum call stops decoding while it reads so many bytes: some 10 ms."""
 FETCH_SLICE_S = 0.02
-"""A worker that waits for a version's bytes holds up decoding for no longer at a time."""
+"""A worker that waits for a version's bytes stops decoding for no longer at a time."""
 ASK_STORE_S = 5.0
 """A replica that cannot fetch a version waits so long for another one before it tries again."""
 RETRY_S = 1.0
 FRESH_S = 15.0
-"""So long after its start a replica may be unknown to whoever applies versions, and follows the store by itself."""
+"""So long after its start Serve may not know a replica yet, which follows the store by itself."""
 
 
 class _Swap(NamedTuple):
-    """From one version to the next; seconds as in `ApplyReport`."""
+    """Timings of one swap; seconds as in `ApplyReport`."""
 
     drain_s: float = 0.0
     pause_s: float = 0.0
@@ -56,15 +56,15 @@ class _Swap(NamedTuple):
 _NO_SWAP = _Swap()
 
 
-class Weights:
-    """The versions that a replica serves, one after another."""
+class WeightUpdates:
+    """Applies versions to one replica, one after another."""
 
-    def __init__(self, engine: OpenAIEngine, health: Health, store: Any, options: ServingOptions) -> None:
+    def __init__(self, engine: OpenAIEngine, health: ReplicaHealth, store: Any, options: ServingOptions) -> None:
         """`store`: the weight store's handle; None: there is none, and the model's files are served for good."""
         self.gate = asyncio.Event()
         """Requests wait while it is not set."""
         self.gate.set()
-        self.pauses = Pauses()
+        self.pauses = EnginePauses()
         self._llm: AsyncLLM = engine.client
         self._gauges = engine.gauges
         self._health = health
@@ -78,7 +78,7 @@ class Weights:
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
-        """Serve what is published already.
+        """Serve the newest published version.
 
         Raises:
             InfraError, BugError: see `_catch_up`.
@@ -88,62 +88,64 @@ class Weights:
         source = (ray.get_runtime_context().gcs_address, self._namespace, STORE_NAME)
         await self._llm.collective_rpc("connect_store", args=source)
         await self._catch_up(self._store)
-        if self._health.edition > Edition(0, 0):
+        if self._health.weights_version > WeightsVersion(0, 0):
             self._health.in_background(self._follow(self._store))
 
     async def apply(self, publication: Publication, mode: PauseMode, clear_kv: bool) -> ApplyReport:
-        """Serve `publication`. A replica that already does, or serves a newer version, answers at once.
+        """Serve `publication`. A replica that already serves it, or a newer version, answers at once.
 
         It answers within twice `timeouts.apply_s` and `timeouts.engine_s`.
 
         Args:
             publication: What to apply.
-            mode: What becomes of requests in flight: go on (`keep`), come back ABORTED, or finish first (`wait`).
+            mode: Requests in flight go on (`keep`), come back ABORTED, or finish first (`wait`).
             clear_kv: With `keep`: compute their KV cache anew under the new weights.
 
         Raises:
             InfraError: it could not be applied; the message says what the replica serves now.
             BugError: the engine serves other weights than were published.
         """
-        health, edition = self._health, publication.edition
+        health, weights_version = self._health, publication.weights_version
         until = asyncio.get_running_loop().time() + self._apply_s
         try:
             async with asyncio.timeout_at(until):
                 await self._lock.acquire()
         except TimeoutError as error:
             raise InfraError.wrap(
-                f"{health.state()}: it was at another version for {self._apply_s:g} s (timeouts.apply_s)", error
+                f"{health.describe_state()}: it was busy with another version for {self._apply_s:g} s "
+                "(timeouts.apply_s)",
+                error,
             ) from error
         try:
             if health.broken:
                 raise InfraError(health.broken)
-            if edition <= health.edition:
+            if weights_version <= health.weights_version:
                 return self._report()
             try:
-                with self._span("sync.fetch", edition):
-                    fetch_s = await self._fetch(edition, until)
-                swap = await self._swap(edition, mode, clear_kv, until)
+                with self._span("sync.fetch", weights_version):
+                    fetch_s = await self._fetch(weights_version, until)
+                swap = await self._swap(weights_version, mode, clear_kv, until)
                 loaded, verify_s = time.perf_counter(), 0.0
                 if self._verify == "every" or (self._verify == "first" and not self._verified):
-                    with self._span("sync.verify", edition):
+                    with self._span("sync.verify", weights_version):
                         await self._check(publication)
                     verify_s = time.perf_counter() - loaded
             finally:
-                health.rest()
+                health.end_update()
             return self._report(fetch_s, swap, verify_s)
         finally:
             self._lock.release()
 
     async def _catch_up(self, store: Any) -> None:
-        """Serve what the store has newest; the model's files, if nothing was ever published.
+        """Serve the newest version of the store, or the model's files if nothing was ever published.
 
-        What cannot be fetched any more, as the Trainer that published it is dead, is waited out: another comes.
+        If a version cannot be fetched, as the Trainer that published it is dead, wait for the next one.
 
         Raises:
             InfraError: nothing could be fetched within `timeouts.start_s`, or applying failed half-way.
             BugError: the engine serves other weights than were published.
         """
-        lost: Edition | None = None
+        lost: WeightsVersion | None = None
         problem = "the weight store did not answer"
         until = time.monotonic() + self._start_s
         while time.monotonic() < until:
@@ -154,7 +156,7 @@ class Weights:
                 problem = f"the weight store cannot be asked: {error}"
                 await asyncio.sleep(RETRY_S)
                 continue
-            if newest is None or newest.edition <= self._health.edition:
+            if newest is None or newest.weights_version <= self._health.weights_version:
                 return
             try:
                 await self.apply(newest, "abort", True)
@@ -164,24 +166,23 @@ class Weights:
                     raise
                 problem = error.message
                 logger.warning("%s; it is tried again, or what is published next", error.brief)
-                lost = newest.edition
+                lost = newest.weights_version
         raise InfraError(
             f"replica {self._health.replica} found no version that it could fetch within {self._start_s:g} s "
             f"(timeouts.start_s): {problem}"
         )
 
     async def _follow(self, store: Any) -> None:
-        """What is published between a replica's last look at the store and the moment in which whoever applies versions
-        gets to know of the replica reaches it in no other way."""
+        """Apply versions that were published before Serve knew of this replica: nothing else brings them here."""
         until = time.monotonic() + FRESH_S
         while time.monotonic() < until and not self._health.broken:
             await asyncio.sleep(RETRY_S)
             newest = self._health.newest
-            if newest is not None and newest > self._health.edition:
+            if newest is not None and newest > self._health.weights_version:
                 with suppress(InfraError):
                     await self._catch_up(store)
 
-    async def _fetch(self, edition: Edition, until: float) -> float:
+    async def _fetch(self, weights_version: WeightsVersion, until: float) -> float:
         """Bring the version's bytes to this node and into the workers, while they decode. Returns seconds.
 
         The store may take until `until` (the loop's clock), the engine `timeouts.engine_s` for each of its calls: they
@@ -194,19 +195,19 @@ class Weights:
             if self._store is None:
                 raise InfraError(f"no weight store in Ray namespace {self._namespace!r}")
             async with asyncio.timeout_at(until):
-                refs = await self._store.tensors.remote(edition)
+                refs = await self._store.tensors.remote(weights_version)
                 # Objects on this node first: the workers' own fetch then is a mapping, not a transfer. And what is lost
-                # is told here with its cause.
+                # is reported here with its cause.
                 await asyncio.to_thread(_bring, refs, max(0.0, until - loop.time()))
             left_s = max(FETCH_SLICE_S, until - loop.time())
-            await self._answered(self._llm.collective_rpc("fetch_version", args=(*edition, left_s)))
+            await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
                 if loop.time() >= until:
                     raise TimeoutError(f"it is not in the workers after {self._apply_s:g} s (timeouts.apply_s)")
                 await asyncio.sleep(FETCH_SLICE_S)
         except Exception as error:
-            state = self._health.state()
-            raise InfraError.wrap(f"{state}: fetching version {edition.version} failed", error) from error
+            state = self._health.describe_state()
+            raise InfraError.wrap(f"{state}: fetching version {weights_version.version} failed", error) from error
         return time.perf_counter() - started
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
@@ -223,10 +224,10 @@ class Weights:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._health.hangs("its engine did not answer")
+            self._health.give_up_hung_engine("its engine did not answer")
             raise InfraError(self._health.broken) from None
 
-    async def _swap(self, edition: Edition, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
+    async def _swap(self, weights_version: WeightsVersion, mode: PauseMode, clear_kv: bool, until: float) -> _Swap:
         """Pause, load, resume."""
         health = self._health
         self.gate.clear()
@@ -236,7 +237,7 @@ class Weights:
         try:
             async with asyncio.timeout_at(until):
                 # `AsyncLLM.pause_generation` is this and 20 ms of sleep, for callers that want outputs delivered first.
-                with self._span("sync.drain", edition):
+                with self._span("sync.drain", weights_version):
                     await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_kv or mode != "keep")
                 # The steps that were under way (all of a drain) made tokens until here.
                 started = time.perf_counter()
@@ -247,26 +248,30 @@ class Weights:
                 self.pauses.begin(time.monotonic())
                 health.paused = True
                 health.enter("loading")
-                with self._span("sync.load", edition):
-                    load_s = max(await self._llm.collective_rpc("load_version", args=tuple(edition)))
-                await self._llm.update_weight_version(str(edition.version))
-                health.edition = edition
+                with self._span("sync.load", weights_version):
+                    load_s = max(await self._llm.collective_rpc("load_version", args=tuple(weights_version)))
+                await self._llm.update_weight_version(str(weights_version.version))
+                health.weights_version = weights_version
                 await self._llm.resume_generation()
         except BaseException as error:
-            await asyncio.shield(self._recover(edition.version, error))
+            await asyncio.shield(self._recover(weights_version.version, error))
             if isinstance(error, Exception):
-                raise InfraError.wrap(f"{health.state()}: applying version {edition.version} failed", error) from error
+                raise InfraError.wrap(
+                    f"{health.describe_state()}: applying version {weights_version.version} failed", error
+                ) from error
             raise
         finally:
             health.paused = False
             self.pauses.end(time.monotonic())
             self.gate.set()
         pause_s = time.perf_counter() - started
-        profile.took("sync.pause", pause_s, version=edition.version, replica=health.replica, in_flight=held)
+        profile.record_ended(
+            "sync.pause", pause_s, version=weights_version.version, replica=health.replica, in_flight=held
+        )
         return _Swap(started - wished, pause_s, load_s, in_flight)
 
-    def _span(self, name: str, edition: Edition) -> Span:
-        return profile.span(name, version=edition.version, replica=self._health.replica)
+    def _span(self, name: str, weights_version: WeightsVersion) -> ProfilerSpan:
+        return profile.span(name, version=weights_version.version, replica=self._health.replica)
 
     async def _recover(self, version: int, error: BaseException) -> None:
         """After a failed swap: serve the old version if its weights are untouched, else wait to be replaced."""
@@ -302,7 +307,7 @@ class Weights:
         self._verified = True
 
     def _report(self, fetch_s: float = 0.0, swap: _Swap = _NO_SWAP, verify_s: float = 0.0) -> ApplyReport:
-        lineage, version = self._health.edition
+        lineage, version = self._health.weights_version
         return ApplyReport(
             replica=self._health.replica,
             version=version,

@@ -33,7 +33,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from asyncrl.ports import Edition
+from asyncrl.core.ports import WeightsVersion
 from asyncrl.weights.checksums import MODULUS, add, layer_group
 
 if current_platform.is_cpu():
@@ -64,14 +64,16 @@ die_with_parent()
 class _Fetch:
     """A version on its way into this process, on a thread of its own, while the engine decodes."""
 
-    def __init__(self, edition: Edition, address: str, namespace: str, store_name: str, *, limit_s: float) -> None:
+    def __init__(
+        self, weights_version: WeightsVersion, address: str, namespace: str, store_name: str, *, limit_s: float
+    ) -> None:
         """`limit_s`: the thread ends by then, so that those of attempts in a row do not pile up."""
-        self.edition = edition
+        self.weights_version = weights_version
         self.chunks: list[dict[str, NDArray[Any]]] = []
         self._error: BaseException | None = None
         self._source = (address, namespace, store_name)
         self._until = time.monotonic() + limit_s
-        self._thread = threading.Thread(target=self._run, name=f"fetch-{edition.version}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"fetch-{weights_version.version}", daemon=True)
         self._thread.start()
 
     def arrived(self, timeout_s: float) -> bool:
@@ -91,7 +93,7 @@ class _Fetch:
         try:
             connect(*self._source[:2], limit_s=self._left_s())
             store = ray.get_actor(self._source[2], namespace=self._source[1])
-            refs = ray.get(store.tensors.remote(self.edition), timeout=self._left_s())
+            refs = ray.get(store.tensors.remote(self.weights_version), timeout=self._left_s())
             self.chunks = ray.get(refs, timeout=self._left_s())
         except BaseException as error:  # noqa: BLE001  it is raised again by `arrived`, in the thread that waits
             self._error = error
@@ -126,8 +128,8 @@ class WeightLoader:
         threading.Thread(target=connect, args=(address, namespace), name="connect-store", daemon=True).start()
 
     def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
-        """Begin to map this edition into this process, for so long at most; returns at once."""
-        self._fetch = _Fetch(Edition(lineage, version), *self._source, limit_s=limit_s)
+        """Begin to map this weights version into this process, for so long at most; returns at once."""
+        self._fetch = _Fetch(WeightsVersion(lineage, version), *self._source, limit_s=limit_s)
 
     def await_fetch(self, timeout_s: float) -> bool:
         """Wait so long until the version is mapped: no time at all, once its bytes are on this node.
@@ -143,8 +145,10 @@ class WeightLoader:
         Raises:
             RuntimeError: it was not fetched.
         """
-        if self._fetch.edition != (lineage, version) or not self._fetch.arrived(0.0):
-            raise RuntimeError(f"asked to load {Edition(lineage, version)}, but {self._fetch.edition} was fetched")
+        if self._fetch.weights_version != (lineage, version) or not self._fetch.arrived(0.0):
+            raise RuntimeError(
+                f"asked to load {WeightsVersion(lineage, version)}, but {self._fetch.weights_version} was fetched"
+            )
         chunks = self._fetch.chunks
         started = time.perf_counter()
         with torch.no_grad():

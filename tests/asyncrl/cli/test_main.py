@@ -14,7 +14,7 @@ import pytest
 from asyncrl import __version__
 from asyncrl.cli.main import main
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, InfraError
+from asyncrl.core.failures import ConfigError, InfraError
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "numpy")
 
@@ -103,12 +103,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["serve", "--help"]])
-def test_help_teaches_with_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_has_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     assert "asyncrl serve" in capsys.readouterr().out or arguments == ["launch", "--help"]
 
 
-def test_the_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exit_code_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Config] = []
 
     def stand_in(outcome: int | BaseException) -> SimpleNamespace:
@@ -128,6 +128,6 @@ def test_the_exit_code_is_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (ConfigError("no"), 2),
         (KeyboardInterrupt(), 130),
     ):
-        monkeypatch.setitem(sys.modules, "asyncrl.cli.launch", stand_in(outcome))
+        monkeypatch.setitem(sys.modules, "asyncrl.driver.launch", stand_in(outcome))
         assert main(["launch", "sync", f"run_dir={tmp_path}/x"]) == code
     assert all(config.mode == "sync" and config.run_dir == f"{tmp_path}/x" for config in seen)

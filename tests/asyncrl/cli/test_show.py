@@ -16,18 +16,17 @@ import pytest
 import yaml
 from rich.console import Console
 
-from asyncrl.cli import conversation
 from asyncrl.cli.main import BAD_CONFIG, main
-from asyncrl.journal import Journal
-from asyncrl.payload_files import FilePayloads
-from asyncrl.ports import Score
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.trajectory import TokenRow, Trajectory, TurnInfo
-from asyncrl.trajectory_files import file_name
-from asyncrl.trajectory_lines import DumpedTrajectory, Piece
-from asyncrl.types import DropReason, FinishReason, Prompt, Replay, SampleId, Span, Turn, sample_meta
-from rollouter.dump import TrajectoryDump
+from asyncrl.core.ports import Score
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.core.types import DropReason, FinishReason, Prompt, Replay, SampleId, Span, Turn, sample_meta
+from asyncrl.observe.terminal import conversation
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.payloads import FilePayloads
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.trajectory_files import DumpedTrajectory, Piece, file_name
+from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
 from tests.fakes.queues import end
 
@@ -151,7 +150,7 @@ def test_one_trajectory(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert plain(run(capsys, 42, "-t", 1)[1]) == GUESS
     code, _, err = run(capsys, 42, "-t", 2)
     assert code == BAD_CONFIG
-    assert "--trajectory=2: sample_0_42 has no such trajectory; there are 0, 1" in err
+    assert "--trajectory=2: sample_0_42 has no such trajectory; it has 0, 1" in err
 
 
 def test_one_trajectory_needs_no_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,10 +314,10 @@ def test_a_replayed_sample_says_so(run_dir: Path, capsys: pytest.CaptureFixture[
     write(run_dir, replay=Replay(7, True, ((Span(0, 1),), (Span(0, 4),))))
     out = run(capsys, 42)[1]
     assert "14 tokens · v3→v4 · recorded v1 · " in out
-    assert "replayed     from the record of step 7, which is of something else than was asked" in out
+    assert "replayed     from the record of step 7, recorded for another prompt" in out
 
 
-def test_what_it_was_trained_in(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_training_step_of_a_sample_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_dir)
     lines = [
         {"lineage": 0, "step": 7, "version": 4, "samples": ["sample_0_42", "sample_0_43"]},
@@ -368,7 +367,7 @@ def test_a_sample_of_another_epoch_is_named(run_dir: Path, capsys: pytest.Captur
     assert (code, "the run has no sample_3_42: its sample of this feed index is sample_0_42" in err) == (2, True)
 
 
-def test_a_dump_that_cannot_be_read_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_dump_is_an_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(run_dir)
     path.unlink()
     path.mkdir()
@@ -388,7 +387,7 @@ def test_a_dump_that_cannot_be_read_is_told(run_dir: Path, capsys: pytest.Captur
         (("42", "-t", "-1"), "-1"),
     ],
 )
-def test_what_cannot_be_asked(
+def test_bad_arguments_are_errors(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
 ) -> None:
     code, out, err = run(capsys, *arguments)
@@ -439,7 +438,7 @@ def test_a_payload_is_shown_while_it_is_there(kept: Path, capsys: pytest.Capture
         "assistant · turn 1 · 9 tokens · v4",
         "finish       stop · 23 tokens in 2 turns · v3–v4",
     ]
-    assert "then         it became ready at " in out
+    assert "then         it became READY at " in out
     assert "reward       1.25   rule 1" in out
     told = json.loads(run(capsys, 1, "--json")[1])
     assert [one["trajectory"] for one in told] == [0, 1]
@@ -460,17 +459,17 @@ def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, capsys: pytes
         (2, "sample 2 to show in 20260102-030405: it was trained on at "),
         (3, "it was dropped (stale) at "),
         (4, "it was dropped (failed) at "),
-        (5, "it was fed at "),
-        (6, "it was never fed; the last one fed is sample 5"),
+        (5, "its generation began at "),
+        (6, "its generation never began; the last one is sample 5"),
     ],
 )
-def test_what_became_of_a_sample_of_which_nothing_is_left(
+def test_fate_of_a_sample_that_is_not_kept(
     kept: Path, capsys: pytest.CaptureFixture[str], index: int, told: str
 ) -> None:
     code, out, err = run(capsys, index)
     assert (code, out) == (BAD_CONFIG, "")
     assert told in err
-    assert ("no payload of it" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
+    assert ("its payload is not there" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
     assert ("No trajectory of it has been scored" in err) == (index in (4, 5))
 
 
@@ -492,7 +491,7 @@ def test_a_record_of_the_sample_is_pointed_at(kept: Path, capsys: pytest.Capture
         (lambda run_dir: (run_dir / "journal.db").unlink(), "the run keeps no journal"),
     ],
 )
-def test_damage_is_told(
+def test_damage_is_reported(
     kept: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], told: str
 ) -> None:
     damage(kept)

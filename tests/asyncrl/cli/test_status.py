@@ -19,25 +19,25 @@ import anyio
 import pytest
 from rich.console import Console
 
-from asyncrl.cli import inspect
 from asyncrl.cli.main import main
-from asyncrl.failures import ConfigError
-from asyncrl.journal import Journal
-from asyncrl.payloads import FileRef
-from asyncrl.ports import Books, Edition
-from asyncrl.run_state import FILE_NAME, Restart, RunState
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.telemetry.state_file import StateFile
-from asyncrl.telemetry.status_page import page
-from asyncrl.telemetry.summary import SummaryBuilder, Totals
-from asyncrl.types import SampleMeta
-from asyncrl.waits import Wait
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import SampleMeta
+from asyncrl.core.waits import Wait
+from asyncrl.observe.status.run_files import driver_state, events_level, read_liveness, read_run, status_report
+from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunState, StateFile
+from asyncrl.observe.status.summary import RunTotals, SummaryBuilder
+from asyncrl.observe.terminal.status_page import status_page
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.run_dir import find_run
+from asyncrl.storage.sample_bytes import FileRef
 from tests.fakes.queues import end
 from tests.fakes.run_states import NOW, report, rollouter_waits, running
 
 STUCK = replace(
-    rollouter_waits(running(published=Edition(1, 12), version=12, lineage=1), Wait("permit", 1, 93.5)),
+    rollouter_waits(running(published=WeightsVersion(1, 12), version=12, lineage=1), Wait("permit", 1, 93.5)),
     replicas=(report("0", version=12, lineage=1), report("1", "pausing")),
     staleness={0: 288, 1: 90, 3: 6},
     drops={"took too long": 2},
@@ -78,11 +78,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(run_dir: Path, state: RunState) -> None:
-    StateFile(run_dir / FILE_NAME).write_now(state)
+    StateFile(run_dir / STATE_FILE).write_now(state)
 
 
 def summarize(run_dir: Path, status: Any, error: dict[str, str] | None = None) -> None:
-    totals = Totals(201.0, Books(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25)
+    totals = RunTotals(201.0, SampleCounts(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25)
     (run_dir / "summary.json").write_text(json.dumps(SummaryBuilder().build(status, error, totals)))
 
 
@@ -106,7 +106,7 @@ def stopped_pid() -> Iterator[int]:
 def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
     write(run_dir, now_is(STUCK))
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(page(inspect.report(inspect.look(run_dir)), run_dir.name))
+    console.print(status_page(status_report(read_run(run_dir)), run_dir.name))
     text = console.export_text()
     assert all(len(line) <= 80 for line in text.splitlines()[:-2])
     for figure in (
@@ -115,7 +115,7 @@ def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
         "step 12/200   version 12   lineage 1   published 12   applied 11",
         "fed 416   trained 384   dropped 2",
         "running 0   ready 30   leased 0",
-        "the books balance   of 6,400 samples in all   (state.json)",
+        "counts are consistent   of 6,400 samples in all   (state.json)",
         "stale 2",
         "took too long 2",
         " 0 ██████████████████       288 (75%)   mean 0.28",
@@ -124,27 +124,27 @@ def test_a_live_run_on_a_page_of_80_columns(run_dir: Path) -> None:
         "1  pausing  version 11  4 requests  1,000 tokens  pid 100",
         "trainer 1   replica 1",
         "trainer back after 11.4 s, back to step 10  rank actor/0 died",
-        "replica not yet at work  its engine ended",
+        "replica not yet recovered  its engine ended",
         "step 10, 20",
-        "replica 1 in pause for 9",
+        "◀ replica 1 is",
     ):
         assert figure in text, figure
 
 
-def test_how_a_run_stands(run_dir: Path, ended_pid: int) -> None:
-    assert inspect.standing(run_dir) == ("unknown", "unknown", None)
+def test_liveness_of_a_run(run_dir: Path, ended_pid: int) -> None:
+    assert read_liveness(run_dir) == ("unknown", "unknown", None)
     live = now_is(STUCK)
     write(run_dir, live)
-    assert inspect.standing(run_dir)[:2] == ("live", "running")
+    assert read_liveness(run_dir)[:2] == ("live", "running")
     write(run_dir, replace(live, pid=ended_pid))
-    assert inspect.standing(run_dir)[:2] == ("died", "died")
+    assert read_liveness(run_dir)[:2] == ("died", "died")
     summarize(run_dir, "interrupted")  # comes last: its word counts, whatever the state says
-    how, phase, state = inspect.standing(run_dir)
+    how, phase, state = read_liveness(run_dir)
     assert (how, phase) == ("ended", "interrupted") and state is not None
-    (run_dir / FILE_NAME).write_text("{")
-    assert inspect.standing(run_dir) == ("ended", "interrupted", None)
+    (run_dir / STATE_FILE).write_text("{")
+    assert read_liveness(run_dir) == ("ended", "interrupted", None)
     (run_dir / "summary.json").write_text("[]")
-    assert inspect.standing(run_dir) == ("unknown", "unknown", None)
+    assert read_liveness(run_dir) == ("unknown", "unknown", None)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_how_a_run_stands(run_dir: Path, ended_pid: int) -> None:
 )
 def test_at_what_level_a_run_records_events(run_dir: Path, config: str, level: str | None) -> None:
     (run_dir / "config.yaml").write_text(config)
-    assert inspect.events_level(run_dir) == level
+    assert events_level(run_dir) == level
 
 
-def test_a_replica_that_does_not_report_is_told(run_dir: Path) -> None:
+def test_a_silent_replica_is_on_the_page(run_dir: Path) -> None:
     write(run_dir, now_is(replace(STUCK, replicas=(report("0"), report("1", reported_at=NOW - 60)))))
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(page(inspect.report(inspect.look(run_dir)), run_dir.name))
-    assert "1  serving  not heard of for 60 s  version 11" in console.export_text()
+    console.print(status_page(status_report(read_run(run_dir)), run_dir.name))
+    assert "1  serving  no report for 60 s  version 11" in console.export_text()
 
 
 def test_why_prints_a_link_a_line(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,10 +175,10 @@ def test_why_prints_a_link_a_line(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert main(["why"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" for ")[0] for line in lines] == [
-        "Trainer waits",
-        "  ◀ Rollouter waits on staleness gate",
-        "  ◀ version 12 not applied",
-        "  ◀ replica 1 in pause",
+        "Trainer is blocked on samples",
+        "  ◀ Rollouter is blocked on the staleness gate",
+        "  ◀ version 12 is not applied",
+        "  ◀ replica 1 is paused",
     ]
 
 
@@ -207,7 +207,7 @@ def test_the_whole_answer_as_json(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert main(["why", str(run_dir), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cause"] == "replica"
-    assert [link["who"] for link in told["chain"]] == ["Trainer", "Rollouter", "version 12", "replica 1"]
+    assert [link["subject"] for link in told["chain"]] == ["Trainer", "Rollouter", "version 12", "replica 1"]
 
 
 def test_a_driver_that_was_killed(run_dir: Path, ended_pid: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +218,8 @@ def test_a_driver_that_was_killed(run_dir: Path, ended_pid: int, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("driver has been dead for")
     assert lines[1] == "at that time:"
-    assert lines[2].startswith("  Trainer waits for samples for 94 s")
-    assert lines[5].startswith("    ◀ replica 1 in pause for 94 s")
+    assert lines[2].startswith("  Trainer is blocked on samples for 94 s")
+    assert lines[5].startswith("    ◀ replica 1 is paused for 94 s")
 
 
 def test_a_driver_that_is_stopped(run_dir: Path, stopped_pid: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,34 +227,34 @@ def test_a_driver_that_is_stopped(run_dir: Path, stopped_pid: int, capsys: pytes
     assert main(["status"]) == 0
     assert "stopped by a signal" in capsys.readouterr().out
     assert main(["why"]) == 0
-    assert f"kill -CONT {stopped_pid} lets it go on" in capsys.readouterr().out.splitlines()[0]
+    assert f"kill -CONT {stopped_pid} resumes it" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_whose_process_it_is() -> None:
+def test_state_of_the_drivers_process() -> None:
     mine = now_is(STUCK)
-    assert inspect.driver_of(mine) == "alive"
+    assert driver_state(mine) == "alive"
     # The number is another process's by now; the driver was somewhere else.
-    assert inspect.driver_of(replace(mine, written_at=mine.written_at - 1e6)) == "gone"
-    assert inspect.driver_of(replace(mine, host="elsewhere")) == "unknown"
+    assert driver_state(replace(mine, written_at=mine.written_at - 1e6)) == "gone"
+    assert driver_state(replace(mine, host="elsewhere")) == "unknown"
 
 
-def test_a_failed_run_is_an_answer_too(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_failed_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_dir, now_is(STUCK, phase="failed", error="rank 0 died\nand more"))
     summarize(run_dir, "failed", {"type": "InfraError", "part": "trainer", "message": "rank 0 died", "cause": ""})
     assert main(["status"]) == 0
     out = capsys.readouterr().out
     assert "failed after 3:21: rank 0 died" in out
-    assert "at the end   Trainer waits for samples" in out
+    assert "at the end   Trainer is blocked on samples" in out
     assert main(["why"]) == 0
-    assert capsys.readouterr().out.startswith("run failed (rank 0 died)\nat that time:\n  Trainer waits")
+    assert capsys.readouterr().out.startswith("run failed (rank 0 died)\nat that time:\n  Trainer is blocked")
 
 
-def test_a_summary_is_the_last_word_and_enough_by_itself(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_summary_overrides_the_state_and_suffices_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_dir, now_is(STUCK))
     summarize(run_dir, "completed")
     assert main(["why"]) == 0
     assert capsys.readouterr().out == "run completed\n"
-    (run_dir / FILE_NAME).unlink()
+    (run_dir / STATE_FILE).unlink()
     assert main(["status", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["phase"], answer["live"], answer["samples"]["fed"], answer["wall_s"]) == (
@@ -268,15 +268,15 @@ def test_a_summary_is_the_last_word_and_enough_by_itself(run_dir: Path, capsys: 
     assert main(["why"]) == 0
 
 
-def test_a_torn_state_is_a_note_and_nothing_at_all_an_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_dir / FILE_NAME).write_text('{"schema')
+def test_a_torn_state_is_a_note_and_an_empty_run_an_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / STATE_FILE).write_text('{"schema')
     assert main(["status"]) == 2
     assert "state.json is torn" in capsys.readouterr().err
     summarize(run_dir, "interrupted")
     assert main(["status", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert "is torn" in answer["notes"][0]
-    (run_dir / FILE_NAME).unlink()
+    (run_dir / STATE_FILE).unlink()
     (run_dir / "summary.json").unlink()
     assert main(["why"]) == 2
     assert "there is no state.json, summary.json or journal.db in it" in capsys.readouterr().err
@@ -300,31 +300,31 @@ def journal(run_dir: Path) -> Path:
     return run_dir / "journal.db"
 
 
-def test_the_journal_knows_more_than_a_dead_driver(run_dir: Path, journal: Path) -> None:
+def test_counts_of_a_dead_run_are_from_the_journal(run_dir: Path, journal: Path) -> None:
     write(run_dir, replace(now_is(STUCK), written_at=time.time() - 60))
-    told = inspect.report(inspect.look(run_dir))
-    assert told["books_from"] == "journal.db"
+    told = status_report(read_run(run_dir))
+    assert told["counts_from"] == "journal.db"
     assert (told["samples"]["fed"], told["samples"]["running"], told["samples"]["ready"]) == (5, 4, 1)
     assert told["journal"]["payload_bytes"] == 2500
     assert told["journal"]["bytes"] > 0
     # While the driver is well, its own word is as good.
     write(run_dir, now_is(STUCK))
-    assert inspect.report(inspect.look(run_dir))["books_from"] == "state.json"
+    assert status_report(read_run(run_dir))["counts_from"] == "state.json"
     # One that starts has not heard of the queue, and would say that there is nothing; so would one that died over that.
     for state in (now_is(STUCK, phase="starting"), replace(STUCK, phase="failed", error="it did not come up")):
-        write(run_dir, replace(state, queue=None, books=Books()))
-        told = inspect.report(inspect.look(run_dir))
-        assert (told["books_from"], told["samples"]["fed"]) == ("journal.db", 5)
+        write(run_dir, replace(state, queue=None, counts=SampleCounts()))
+        told = status_report(read_run(run_dir))
+        assert (told["counts_from"], told["samples"]["fed"]) == ("journal.db", 5)
     # Even without a state it is something.
-    (run_dir / FILE_NAME).unlink()
-    assert inspect.report(inspect.look(run_dir))["why"]["text"].startswith("run has left no state")
+    (run_dir / STATE_FILE).unlink()
+    assert status_report(read_run(run_dir))["why"]["text"].startswith("run has left no state")
 
 
 def test_a_damaged_journal_is_a_note(run_dir: Path, journal: Path) -> None:
     journal.write_bytes(b"no database, but long enough to look like one" * 100)
     write(run_dir, replace(now_is(STUCK), written_at=time.time() - 60))
-    told = inspect.report(inspect.look(run_dir))
-    assert told["books_from"] == "state.json"
+    told = status_report(read_run(run_dir))
+    assert told["counts_from"] == "state.json"
     assert len(told["notes"]) == 1
     assert "journal.db" in told["notes"][0]
 
@@ -339,30 +339,30 @@ def test_a_run_by_path_by_experiment_and_the_newest_of_all(run_dir: Path, tmp_pa
         (path / "config.yaml").write_text("")
         os.utime(path / "config.yaml", (2e9 + index, 2e9 + index))
     (run_dir.parent / "latest").symlink_to(run_dir.name)
-    assert inspect.find_run(str(run_dir)) == run_dir
-    assert inspect.find_run("runs/quickstart/latest") == run_dir
-    assert inspect.find_run("quickstart").name == "20260103-000000"
-    assert inspect.find_run("runs/quickstart").name == "20260103-000000"
-    assert inspect.find_run(None).parts[-2:] == ("other", "20250101-000000")
+    assert find_run(str(run_dir)) == run_dir
+    assert find_run("runs/quickstart/latest") == run_dir
+    assert find_run("quickstart").name == "20260103-000000"
+    assert find_run("runs/quickstart").name == "20260103-000000"
+    assert find_run(None).parts[-2:] == ("other", "20250101-000000")
     # One that was given run_dir=runs/mine.
     mine = tmp_path / "runs" / "mine"
     mine.mkdir()
     (mine / "config.yaml").write_text("")
     os.utime(mine / "config.yaml", (2.5e9, 2.5e9))
-    assert inspect.find_run(None) == mine
-    with pytest.raises(ConfigError, match=r"there are mine \(1 run\), other \(1 run\), quickstart \(2 runs\)"):
-        inspect.find_run("nosuch")
+    assert find_run(None) == mine
+    with pytest.raises(ConfigError, match=r"contains mine \(1 run\), other \(1 run\), quickstart \(2 runs\)"):
+        find_run("nosuch")
     # A run elsewhere is the newest once it writes its state.
     write(run_dir, STUCK)
-    os.utime(run_dir / FILE_NAME, (3e9, 3e9))
-    assert inspect.find_run(None) == run_dir
+    os.utime(run_dir / STATE_FILE, (3e9, 3e9))
+    assert find_run(None) == run_dir
 
 
-def test_no_such_run_says_what_there_is(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_lists_the_runs(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "quikstart"]) == 2
-    assert f"In {tmp_path / 'runs'} there are quickstart (1 run)." in capsys.readouterr().err
+    assert f"{tmp_path / 'runs'} contains quickstart (1 run)." in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"there are no runs in .*nowhere"):
-        inspect.find_run(None, Path("nowhere"))
+        find_run(None, Path("nowhere"))
     assert main(["status", "--watch", "--json"]) == 2
 
 
@@ -373,14 +373,14 @@ def test_watching_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", ["status", "why"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"asyncrl {command} runs/quickstart/" in out
     assert "the newest run of all" in out
 
 
-def test_looking_is_quick_and_loads_nothing_heavy(run_dir: Path) -> None:
+def test_status_and_why_are_quick_and_load_nothing_heavy(run_dir: Path) -> None:
     write(run_dir, now_is(STUCK))
     code = (
         "import sys; from asyncrl.cli.main import main; rc = main(sys.argv[1:]);"

@@ -1,4 +1,4 @@
-"""The generated page is current and complete."""
+"""docs/config.md is current and complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.config.docs import render
 from asyncrl.config.keys import all_keys
 
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
 
 def test_the_page_is_current() -> None:

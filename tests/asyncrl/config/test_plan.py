@@ -1,4 +1,4 @@
-"""The resource plan's numbers."""
+"""The length of runs and the resource plan."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import checks, model_checks
 from asyncrl.config.compose import load_config
+from asyncrl.config.environment import num_prompts as count_prompts
+from asyncrl.config.model_files import num_parameters as count_parameters
 from asyncrl.config.plan import (
     GIB,
-    Machine,
+    MachineResources,
     make_plan,
-    part_rows,
-    problems,
-    rows,
+    process_rows,
+    quantity_rows,
+    shortages,
     total_samples,
     training_steps,
     validation_due,
 )
-from asyncrl.failures import ConfigError
-from tests.fakes.configurations import changed
+from asyncrl.core.failures import ConfigError
+from tests.fakes.configurations import config_with, single
 
-LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=16 * GIB)
+LAPTOP = MachineResources(cpus=2, gpus=0, memory_bytes=16 * GIB)
 
 
 def test_counts_follow_from_the_config() -> None:
@@ -62,7 +63,7 @@ def test_passes_over_a_lease_are_steps_on_the_same_samples() -> None:
 
 
 def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
-    """Processes and bytes per parameter of each, of those that train."""
+    """Return the number of training processes and their bytes per parameter."""
     plan = make_plan(load_config(None, overrides), LAPTOP, num_parameters=1000, num_prompts=None)
     return {part.name: (part.count, (part.memory_bytes or 0) / 1000) for part in plan.parts if "rank" in part.name}
 
@@ -98,14 +99,14 @@ def test_epochs_are_trained_to_the_last_prompt(num_prompts: int, steps: int, sam
     assert (plan.total_steps, plan.total_samples) == (steps, samples)
     assert plan.total_versions == math.ceil(samples / config.samples_per_version)
     rest = f" (the last one with {samples % 8} of 8 samples)" if samples % 8 else ""
-    assert dict(rows(plan))["optimizer steps"] == f"{steps}{rest}"
+    assert dict(quantity_rows(plan))["optimizer steps"] == f"{steps}{rest}"
     assert training_steps(load_config(None, [*EPOCHS, "trainer.ppo_epochs=3"]), num_prompts) == 3 * steps
     assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
     with pytest.raises(ConfigError, match="no prompt to train on"):
         training_steps(config, 0)
 
 
-def test_epochs_give_whole_leases_where_the_rest_is_left_out() -> None:
+def test_epochs_give_whole_leases_if_the_rest_is_dropped() -> None:
     config = load_config(None, [*EPOCHS, "trainer.partial_final_batch=drop"])
     size = config.samples_per_lease
     assert training_steps(config, size + size // 2) == 3 * 2
@@ -115,7 +116,7 @@ def test_epochs_give_whole_leases_where_the_rest_is_left_out() -> None:
         training_steps(config, size // 2 - 1)
 
 
-def test_a_run_that_goes_on_takes_other_samples_for_passes_that_a_stop_left_out() -> None:
+def test_a_resumed_run_trains_on_other_samples_instead_of_skipped_passes() -> None:
     steps = load_config(
         None, ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=8"]
     )
@@ -130,7 +131,7 @@ def test_a_run_that_goes_on_takes_other_samples_for_passes_that_a_stop_left_out(
     assert total_samples(epochs, 8, 15, step=1, trained_samples=4) == 15, "an epoch has no more"
 
 
-def test_a_run_that_the_data_makes_too_short_for_the_critics_warm_up_is_refused() -> None:
+def test_too_few_prompts_for_the_critics_warm_up_are_refused() -> None:
     config = load_config(
         None,
         ["algorithm=ppo", "critic.warmup_steps=5", "trainer.total_training_steps=null", "trainer.total_epochs=1"],
@@ -142,28 +143,28 @@ def test_a_run_that_the_data_makes_too_short_for_the_critics_warm_up_is_refused(
 
 
 def test_shortages_are_warnings() -> None:
-    config = changed({"rollout.num_replicas": 4, "trainer.device": "cuda"})
-    two = Machine(cpus=64, gpus=2, memory_bytes=None)
-    (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
+    config = config_with({"rollout.num_replicas": 4, "trainer.device": "cuda"})
+    two = MachineResources(cpus=64, gpus=2, memory_bytes=None)
+    problem = single(shortages(make_plan(config, two, num_parameters=None, num_prompts=None)))
     assert (problem.value, problem.severity) == ("5 GPUs", "warning")
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
-    config = changed(scored | {"trainer.device": "cuda"})
-    (problem,) = problems(make_plan(config, two, num_parameters=None, num_prompts=None))
+    config = config_with(scored | {"trainer.device": "cuda"})
+    problem = single(shortages(make_plan(config, two, num_parameters=None, num_prompts=None)))
     assert problem.value == "5 GPUs", "an engine, a rank, and a GPU for each replica of the reward model"
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
     config = load_config(None, ["rollout.num_replicas=4"])
-    found = problems(make_plan(config, small, num_parameters=10**9, num_prompts=None))
+    found = shortages(make_plan(config, small, num_parameters=10**9, num_prompts=None))
     assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]
 
 
-def test_what_is_known_without_loading_anything() -> None:
+def test_parameters_and_prompts_are_counted_without_libraries() -> None:
     config = load_config()
-    parameters, prompts = model_checks.num_parameters(config.model.path), checks.num_prompts(config)
+    parameters, prompts = count_parameters(config.model.path), count_prompts(config)
     assert parameters is not None and 500_000 < parameters < 2_000_000
     assert prompts is not None and prompts > 100
     plan = make_plan(config, LAPTOP, num_parameters=parameters, num_prompts=prompts)
-    assert len(rows(plan)) == 10
-    assert {row[0] for row in part_rows(plan)} >= {"rollouter", "trainer", "sample queue"}
+    assert len(quantity_rows(plan)) == 10
+    assert {row[0] for row in process_rows(plan)} >= {"rollouter", "trainer", "sample queue"}
 
 
 @given(freq=st.integers(1, 6), steps=st.lists(st.integers(1, 5), max_size=20))

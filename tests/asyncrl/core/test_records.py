@@ -6,9 +6,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from asyncrl.failures import BugError, InfraError
-from asyncrl.record_stream import stream_records
-from asyncrl.records import RecordSink, StepRecord
+from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.records import RecordSink, StepRecord, stream_records
 
 
 def record(step: int) -> StepRecord:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import DeadlineError, DiskFullError, InfraError
-from asyncrl.retry import RestartBudget
+from asyncrl.core.failures import DeadlineError, DiskFullError, InfraError
+from asyncrl.core.retry import RestartBudget
 
 
 def test_past_the_budget_the_last_cause_is_told() -> None:

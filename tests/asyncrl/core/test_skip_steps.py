@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.steps import StepSet
+from asyncrl.core.skip_steps import StepSet
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError
-from asyncrl.staleness import Pacing, judge, stale_token_mask, staleness
-from asyncrl.types import Span
+from asyncrl.core.failures import BugError
+from asyncrl.core.staleness import Pacing, judge, stale_token_mask, staleness
+from asyncrl.core.types import Span
 
 
 def test_on_policy_pacing_admits_one_version_at_a_time() -> None:

@@ -10,17 +10,16 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.cli import launch as launch_module
-from asyncrl.cli.nothing_left import nothing_left, planned_steps
-from asyncrl.cli.run_lock import LOCK
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
-from asyncrl.journal import Journal
-from asyncrl.manifest import Manifest, Progress, checkpoint_name, dump_manifest
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.resume import Resume, journal_identity, run_identity
-from asyncrl.run_dir import create_run_dir
-from asyncrl.transitions import Marked
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.driver import launch as launch_module
+from asyncrl.driver.resume import journal_identity
+from asyncrl.driver.run_directory import LOCK, already_finished, planned_steps
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.operations import MarkCheckpoint
+from asyncrl.storage.checkpoint_manifest import Manifest, Progress, Resume, checkpoint_name, dump_manifest, run_identity
+from asyncrl.storage.run_dir import create_run_dir
 from tests.fakes.queues import end
 
 
@@ -33,17 +32,17 @@ def config_of(**trainer: Any) -> Config:
 def resume_at(step: int, run_dir: Path = Path("run")) -> Resume:
     progress = Progress(step=step)
     checkpoint = run_dir / "checkpoints" / f"step_{step:06d}" if step else None
-    return Resume(run_dir, checkpoint, Manifest(progress, QueueSnapshot(1, (), Books(), 0), {}))
+    return Resume(run_dir, checkpoint, Manifest(progress, QueueSnapshot(1, (), SampleCounts(), 0), {}))
 
 
 @pytest.mark.parametrize(("step", "told"), [(0, False), (7, False), (8, True), (9, True)])
-def test_it_is_told_at_the_last_step_and_beyond(step: int, told: bool) -> None:
-    text = nothing_left(resume_at(step), 8)
+def test_a_checkpoint_at_the_last_step_or_beyond_is_already_finished(step: int, told: bool) -> None:
+    text = already_finished(resume_at(step), 8)
     assert (text is not None) is told
     if text is not None:
         assert f"at step {step} of 8" in text and "total_training_steps" in text and "resume=none model.path=" in text
-    assert nothing_left(None, 8) is None
-    assert nothing_left(resume_at(step), None) is None
+    assert already_finished(None, 8) is None
+    assert already_finished(resume_at(step), None) is None
 
 
 def test_steps_are_known_from_the_configuration_or_from_lines_of_the_data(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def a_run(run_dir: Path, *, status: str = "completed", step: int = 4, kept: int 
     checkpoint = files.checkpoints / checkpoint_name(kept)
     (checkpoint / "hf").mkdir(parents=True)
     (checkpoint / "hf" / "config.json").write_text("{}")
-    manifest = Manifest(Progress(step=kept), QueueSnapshot(1, (), Books(), 0, seq=3), run_identity(config))
+    manifest = Manifest(Progress(step=kept), QueueSnapshot(1, (), SampleCounts(), 0, seq=3), run_identity(config))
     (checkpoint / "manifest.json").write_text(dump_manifest(manifest))
     (run_dir / "summary.json").write_text(json.dumps({"status": status, "step": step, "samples": {"fed": 64}}))
     (run_dir / "state.json").write_text("{}")
@@ -73,9 +72,9 @@ def a_run(run_dir: Path, *, status: str = "completed", step: int = 4, kept: int 
 
     async def write_journal() -> None:
         identity = journal_identity(config)
-        restore = QueueSnapshot(1, (), Books(), 0, seq=3)
+        restore = QueueSnapshot(1, (), SampleCounts(), 0, seq=3)
         journal = Journal.open(files.journal, num_prompts=8, identity=identity, restore=restore)
-        await journal.flushed(journal.append(Marked(kept)))
+        await journal.flushed(journal.append(MarkCheckpoint(kept)))
         await end(journal)
 
     anyio.run(write_journal)
@@ -109,7 +108,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(config: Config, resume: Resume | None) -> None:
         raise Started
 
-    monkeypatch.setattr(launch_module, "_run_dir", start)
+    monkeypatch.setattr(launch_module, "open_run_dir", start)
 
 
 @pytest.mark.parametrize("named", ["auto", "", "checkpoints/step_000004"])
@@ -139,9 +138,7 @@ def test_a_completed_run_goes_on_if_it_is_to_be_longer_or_from_an_earlier_checkp
     assert told_by(shorter, monkeypatch) == [told]
 
 
-def test_whose_length_nobody_knows_before_the_data_is_read_is_as_long_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_unknown_length_is_as_long_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = a_run(tmp_path / "run", total_training_steps=None, total_epochs=2)
     assert planned_steps(config) is None
     [told] = told_by(config, monkeypatch)
@@ -152,7 +149,7 @@ def test_whose_length_nobody_knows_before_the_data_is_read_is_as_long_as_it_was(
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", None])
-def test_one_that_ended_between_its_last_step_and_its_end_goes_on(tmp_path: Path, status: str | None) -> None:
+def test_a_run_that_ended_after_its_last_step_but_incomplete_continues(tmp_path: Path, status: str | None) -> None:
     """Its last version may not be validated, and its records are not whole: they would never be."""
     config = a_run(tmp_path / "run", status=status or "")
     if status is None:
@@ -161,8 +158,8 @@ def test_one_that_ended_between_its_last_step_and_its_end_goes_on(tmp_path: Path
         launch_module.launch(config)
 
 
-def test_a_completed_run_is_not_looked_for_in_another_place(tmp_path: Path) -> None:
+def test_a_completed_run_in_another_directory_is_refused(tmp_path: Path) -> None:
     config = a_run(tmp_path / "run")
     elsewhere = {"run_dir": str(tmp_path / "new"), "resume": str(tmp_path / "run")}
-    with pytest.raises(ConfigError, match="a run goes on where it is"):
+    with pytest.raises(ConfigError, match="a run continues in its own directory"):
         launch_module.launch(config.model_copy(update=elsewhere))

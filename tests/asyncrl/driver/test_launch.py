@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.cli import launch as launch_module
-from asyncrl.cli import run as run_module
-from asyncrl.cli.interrupts import Interrupts
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, DiskFullError, InfraError
+from asyncrl.core.failures import BugError, DiskFullError, InfraError
+from asyncrl.driver import launch as launch_module
+from asyncrl.driver import run as run_module
+from asyncrl.driver.processes import Interrupts
 
 
 @asynccontextmanager
@@ -30,10 +30,10 @@ async def no_cluster(config: Config, name: str, *, stale: str) -> AsyncIterator[
     [
         (InfraError("the queue is gone for good"), "interrupted", 130),
         (DiskFullError("no room for the last checkpoint"), "failed", 1),
-        (BugError("the books do not balance"), "failed", 1),
+        (BugError("the sample counts do not balance"), "failed", 1),
     ],
 )
-def test_what_breaks_after_ctrl_c_is_told_and_the_run_is_interrupted(
+def test_status_and_error_of_a_run_that_fails_after_an_interrupt(
     error: Exception, status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class BreaksWhenStopped:
@@ -41,7 +41,7 @@ def test_what_breaks_after_ctrl_c_is_told_and_the_run_is_interrupted(
             self.asked = anyio.Event()
 
         async def main(self, namespace: str, interrupts: Interrupts) -> None:
-            interrupts.orderly = self.stop
+            interrupts.on_first = self.stop
             os.kill(os.getpid(), signal.SIGINT)
             await self.asked.wait()
             raise ExceptionGroup("tasks", [error])

@@ -1,4 +1,4 @@
-"""What the driver is made of: signals, processes, errors out of Ray."""
+"""Signals, processes, the Ray cluster, and errors of Ray."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ import anyio.lowlevel
 import psutil
 import pytest
 
-from asyncrl.cli import cluster as cluster_module
-from asyncrl.cli.cluster import _in_lasting_thread
-from asyncrl.cli.interrupts import Interrupts
-from asyncrl.cli.processes import end_known
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.driver import cluster as cluster_module
+from asyncrl.driver.cluster import _in_permanent_thread
+from asyncrl.driver.processes import Interrupts, end_known
 
 
 async def listening(interrupts: Interrupts, during: object) -> None:
@@ -41,12 +40,12 @@ async def test_the_first_signal_asks_for_an_orderly_end() -> None:
         asked.set()
 
     async def during() -> None:
-        interrupts.orderly = orderly
+        interrupts.on_first = orderly
         os.kill(os.getpid(), signal.SIGINT)
         await asked.wait()
 
     await listening(interrupts, during)
-    assert interrupts.came
+    assert interrupts.received
     assert not interrupts.scope.cancelled_caught
 
 
@@ -58,7 +57,7 @@ async def test_the_second_signal_ends_at_once() -> None:
         await anyio.sleep_forever()
 
     async def during() -> None:
-        interrupts.orderly = orderly
+        interrupts.on_first = orderly
         os.kill(os.getpid(), signal.SIGINT)
         await asked.wait()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -68,7 +67,7 @@ async def test_the_second_signal_ends_at_once() -> None:
     assert interrupts.scope.cancelled_caught
 
 
-async def test_before_an_orderly_end_is_possible_the_first_signal_ends_at_once() -> None:
+async def test_during_the_start_the_first_signal_cancels() -> None:
     interrupts = Interrupts()
 
     async def during() -> None:
@@ -84,7 +83,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
     script = textwrap.dedent(
         """
         import subprocess, sys
-        from asyncrl.cli.processes import adopt_orphans, end_descendants
+        from asyncrl.driver.processes import adopt_orphans, end_descendants
         adopt_orphans()
         # A child that starts a grandchild in a session of its own, tells its pid and dies.
         code = (
@@ -101,7 +100,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
     assert not psutil.pid_exists(grandchild)
 
 
-def test_a_known_process_is_ended_even_if_stopped_and_one_that_only_has_its_number_is_not() -> None:
+def test_a_stopped_process_is_ended_and_one_with_a_reused_pid_is_not() -> None:
     child = subprocess.Popen(["sleep", "600"])
     try:
         began = psutil.Process(child.pid).create_time()
@@ -117,19 +116,19 @@ def test_a_known_process_is_ended_even_if_stopped_and_one_that_only_has_its_numb
 
 async def test_ray_is_started_in_a_thread_that_outlives_the_pools() -> None:
     seen: list[threading.Thread] = []
-    await _in_lasting_thread(lambda: seen.append(threading.current_thread()))
+    await _in_permanent_thread(lambda: seen.append(threading.current_thread()))
     assert seen[0] is not threading.current_thread() and seen[0].is_alive() and seen[0].daemon
 
     def fails() -> None:
         raise InfraError("Ray did not start")
 
     with pytest.raises(InfraError, match="did not start"):
-        await _in_lasting_thread(fails)
+        await _in_permanent_thread(fails)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("address", [None, "auto"])
-async def test_nobody_waits_for_a_ray_that_does_not_go_down(
+async def test_a_hanging_shutdown_of_ray_is_bounded(
     address: str | None, interrupted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hung, ended = threading.Event(), threading.Event()
@@ -149,10 +148,10 @@ async def test_nobody_waits_for_a_ray_that_does_not_go_down(
     assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
     assert ended.is_set(), "what it has started is left running"
     assert "not down within timeouts.stop_s=0.05" in caplog.text
-    assert ("may be left on the cluster" in caplog.text) is (address is not None)
+    assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
 
-async def test_what_a_dead_driver_has_left_on_a_cluster_is_not_waited_for_without_end(
+async def test_deleting_stale_apps_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hung = threading.Event()
@@ -171,7 +170,7 @@ async def test_what_a_dead_driver_has_left_on_a_cluster_is_not_waited_for_withou
 def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     from ray.exceptions import ActorDiedError, RayTaskError
 
-    from asyncrl.cli.remote import translate
+    from asyncrl.driver.actors import translate
 
     def task_error(cause: Exception) -> RayTaskError:
         return RayTaskError("run", "the remote traceback", cause)
@@ -193,8 +192,8 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
 
 
 async def test_serving_fails_with_the_error_itself_and_not_with_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.cli import serve as serve_module
-    from asyncrl.failures import ConfigError
+    from asyncrl.core.failures import ConfigError
+    from asyncrl.driver import launch as serve_module
 
     async def fails(config: Config) -> int:
         raise ExceptionGroup("unhandled", [ConfigError("serve.host=x: no such address")])
@@ -227,9 +226,9 @@ def test_what_writes_the_run_directory_runs_on_the_drivers_node(part: str, monke
     import ray
 
     from asyncrl.config.schema import Config
-    from asyncrl.queue_actor import start_queue
-    from asyncrl.sample_queue import QueueOptions
-    from asyncrl.staleness import Pacing
+    from asyncrl.core.staleness import Pacing
+    from asyncrl.queue.actor import start_queue
+    from asyncrl.queue.sample_queue import QueueOptions
     from rollouter.actor import start_rollouter
     from trainer.actor import start_trainer
 

@@ -10,25 +10,23 @@ from typing import cast
 
 import pytest
 
-from asyncrl.cli import launch as launch_module
-from asyncrl.cli.launch import _check_place, _run_dir
-from asyncrl.cli.parts import TrainPart
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, InfraError
-from asyncrl.history import MemoryLog
-from asyncrl.lineage import NO_REWINDS
-from asyncrl.manifest import Manifest, Progress, dump_manifest, load_manifest
-from asyncrl.ports import Books, QueueSnapshot
-from asyncrl.queue_actor import QueueClient
-from asyncrl.resume import Resume
-from asyncrl.run_dir import RunDir
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.telemetry.summary import Resumed
+from asyncrl.core.failures import ConfigError, InfraError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.staleness import Pacing
+from asyncrl.driver import launch as launch_module
+from asyncrl.driver.actors import SupervisedTrainer
+from asyncrl.driver.run_directory import check_run_dir, open_run_dir
+from asyncrl.observe.status.summary import ResumePoint
+from asyncrl.queue.actor import QueueClient
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Manifest, Progress, Resume, dump_manifest, load_manifest
+from asyncrl.storage.run_dir import RunDir
+from tests.fakes.queues import MemoryLog
 
 
 def resume_of(run_dir: Path) -> Resume:
-    snapshot = QueueSnapshot(1, (), Books(), 0)
+    snapshot = QueueSnapshot(1, (), SampleCounts(), 0)
     manifest = Manifest(Progress(), snapshot, {})
     return Resume(run_dir, run_dir / "checkpoints" / "step_000001", manifest)
 
@@ -39,11 +37,11 @@ def write_records(run_dir: RunDir) -> None:
     run_dir.samples.mkdir()
 
 
-def test_a_run_that_left_nothing_to_go_on_from_starts_anew_in_its_place(tmp_path: Path) -> None:
+def test_a_run_without_checkpoint_and_journal_starts_anew_in_its_directory(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"), resume="auto")
-    first = _run_dir(config, None)
+    first = open_run_dir(config, None)
     write_records(first)
-    second = _run_dir(config, None)
+    second = open_run_dir(config, None)
     assert second.path == first.path
     kept = {path.name for path in second.path.iterdir() if "-abandoned-" not in path.name}
     assert kept == {"config.yaml", "logs"}
@@ -51,35 +49,35 @@ def test_a_run_that_left_nothing_to_go_on_from_starts_anew_in_its_place(tmp_path
         assert len([*second.path.glob(name)]) == 1, name
 
 
-def test_a_used_directory_is_not_written_over(tmp_path: Path) -> None:
+def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path / "run"))
-    _run_dir(config, None)
+    open_run_dir(config, None)
     with pytest.raises(ConfigError, match="already holds a run"):
-        _run_dir(config, None)
+        open_run_dir(config, None)
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path: Path) -> None:
-    old = _run_dir(Config(run_dir=str(tmp_path / "old")), None)
-    assert _run_dir(Config(), resume_of(old.path)).path == old.path
-    _check_place(Config(run_dir=str(tmp_path / "new" / ".." / "old")), resume_of(old.path))
-    with pytest.raises(ConfigError, match="a run goes on where it is"):
-        _check_place(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
+def test_a_resumed_run_continues_in_its_own_directory(tmp_path: Path) -> None:
+    old = open_run_dir(Config(run_dir=str(tmp_path / "old")), None)
+    assert open_run_dir(Config(), resume_of(old.path)).path == old.path
+    check_run_dir(Config(run_dir=str(tmp_path / "new" / ".." / "old")), resume_of(old.path))
+    with pytest.raises(ConfigError, match="a run continues in its own directory"):
+        check_run_dir(Config(run_dir=str(tmp_path / "new")), resume_of(old.path))
     assert not (tmp_path / "new").exists()
 
 
-def test_going_on_without_a_journal_leaves_none_behind_that_somebody_could_go_on_from(tmp_path: Path) -> None:
+def test_resuming_without_a_journal_sets_the_old_one_aside(tmp_path: Path) -> None:
     """Its samples are of a time that the checkpoints to come know nothing of."""
-    run_dir = _run_dir(Config(run_dir=str(tmp_path / "run")), None)
+    run_dir = open_run_dir(Config(run_dir=str(tmp_path / "run")), None)
     write_records(run_dir)
-    _run_dir(Config(), resume_of(run_dir.path))
+    open_run_dir(Config(), resume_of(run_dir.path))
     assert run_dir.journal.exists() and run_dir.samples.exists()
-    _run_dir(Config(journal="off"), resume_of(run_dir.path))
+    open_run_dir(Config(journal="off"), resume_of(run_dir.path))
     kept = {path.name for path in run_dir.path.iterdir() if "-abandoned-" not in path.name}
     assert kept == {"config.yaml", "logs", "metrics.jsonl", "trained.jsonl"}
     assert len([*run_dir.path.glob("*-abandoned-*")]) == 3
 
 
-def test_how_the_run_to_go_on_with_was_chosen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_the_run_to_resume_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
     async def fails(config: Config, name: str, *, stale: str) -> AsyncIterator[str]:
         raise InfraError("no Ray today")
@@ -100,7 +98,7 @@ def test_how_the_run_to_go_on_with_was_chosen_is_told(tmp_path: Path, monkeypatc
 
 async def test_a_trainer_goes_back_to_its_own_line_whatever_the_one_before_it_writes(tmp_path: Path) -> None:
     queue = LocalSampleQueue(QueueOptions(10, Pacing(4, 0)), journal=MemoryLog())
-    part = TrainPart(Config(), RunDir(tmp_path), None, nothing_to_do, lambda: None)
+    part = SupervisedTrainer(Config(), RunDir(tmp_path), None, nothing_to_do, lambda: None)
     part.queue = cast(QueueClient, queue)
     part.total_steps, part.num_prompts = 9, 10
     await queue.mark(3)
@@ -109,21 +107,21 @@ async def test_a_trainer_goes_back_to_its_own_line_whatever_the_one_before_it_wr
     await part.claim(2)
     write_checkpoint(tmp_path, 5)  # by the first one, behind the back of the second
     assert (await part.claim(3)).startswith("back to step 3 ")
-    assert queue.state.line == NO_REWINDS.rewound(3, 2)
+    assert queue.state.history == NO_REWINDS.after_rewind(3, 2)
     await queue.mark(4)
     write_checkpoint(tmp_path, 4, lineage=2)
     assert (await part.claim(4)).startswith("back to step 4 ")
-    assert queue.state.line == NO_REWINDS.rewound(3, 2).rewound(4)
+    assert queue.state.history == NO_REWINDS.after_rewind(3, 2).after_rewind(4)
 
 
-async def nothing_to_do(resumed: Resumed) -> None:
+async def nothing_to_do(resumed: ResumePoint) -> None:
     pass
 
 
 def write_checkpoint(run_dir: Path, step: int, *, lineage: int = 0) -> None:
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     path.mkdir(parents=True)
-    manifest = Manifest(Progress(step=step), QueueSnapshot(1, (), Books(), 0), {}, lineage=lineage)
+    manifest = Manifest(Progress(step=step), QueueSnapshot(1, (), SampleCounts(), 0), {}, lineage=lineage)
     (path / "manifest.json").write_text(dump_manifest(manifest))
 
 
@@ -140,7 +138,7 @@ def test_a_torn_checkpoint_names_the_one_before_only_if_there_is_one(tmp_path: P
         load_manifest(tmp_path / "checkpoints" / "step_000005")
     assert "no earlier one" in caught.value.message and "Delete" not in caught.value.message
     save(tmp_path, 3, 4, 6)
-    with pytest.raises(ConfigError, match=r"Delete .*step_000005 to go on from step_000004"):
+    with pytest.raises(ConfigError, match=r"Delete .*step_000005 to continue from step_000004"):
         load_manifest(tmp_path / "checkpoints" / "step_000005")
 
 

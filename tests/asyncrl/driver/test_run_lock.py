@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import launch as launch_module
-from asyncrl.cli.run_lock import LOCK, RunLocks
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
+from asyncrl.driver import launch as launch_module
+from asyncrl.driver.run_directory import LOCK, RunLocks
 
 HOLD = """
 import sys
 from pathlib import Path
-from asyncrl.cli.run_lock import RunLocks
+from asyncrl.driver.run_directory import RunLocks
 with RunLocks() as locks:
     locks.take(Path(sys.argv[1]))
     print("held", flush=True)
@@ -68,7 +68,7 @@ def test_a_lock_is_this_processes_until_the_block_ends(tmp_path: Path) -> None:
         assert locks.take(tmp_path / "new" / "run")
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with RunLocks() as locks, pytest.raises(ConfigError, match="run_dir=PATH"):
         locks.take(tmp_path / "file" / "run")

@@ -1,4 +1,4 @@
-"""What becomes of queue, store and replicas, without any of them."""
+"""Supervision of queue, store and replicas, without any of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.cli import watch as watch_module
-from asyncrl.cli.picture import Picture
-from asyncrl.cli.watch import NAMES, Watch
 from asyncrl.config.schema import Config
-from asyncrl.failures import DeadlineError, InfraError
-from asyncrl.ports import StoreStatus
-from asyncrl.retry import RestartBudget
-from asyncrl.run_dir import RunDir
-from asyncrl.telemetry.live import View
-from asyncrl.telemetry.recorder import Recorder
+from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.ports import StoreStatus
+from asyncrl.core.retry import RestartBudget
+from asyncrl.driver import service_watch as watch_module
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.driver.service_watch import PART_TITLES, ServiceWatch
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.terminal.live import View
+from asyncrl.storage.run_dir import RunDir
 from tests.fakes.parts import ManualClock
 from tests.fakes.run_states import queue_status, report
 
@@ -32,55 +32,55 @@ class Rig:
     ) -> None:
         config = Config.model_validate({"timeouts": timeouts})
         recorder = Recorder([], View())
-        self.picture = Picture(config, RunDir(tmp_path), recorder)
-        self.picture.phase = "running"
-        budgets = {part: RestartBudget(name, max_restarts, 1000.0) for part, name in NAMES.items()}
-        self.watch = Watch(config, self.picture, recorder, View(), budgets)
-        self.watch.queue.asked()
-        self.watch.store.asked()
+        self.status = RunStatus(config, RunDir(tmp_path), recorder)
+        self.status.phase = "running"
+        budgets = {part: RestartBudget(name, max_restarts, 1000.0) for part, name in PART_TITLES.items()}
+        self.watch = ServiceWatch(config, self.status, recorder, View(), budgets)
+        self.watch.queue.start_probing()
+        self.watch.store.start_probing()
         self.clock = ManualClock()
         self.killed: list[int] = []
         self.gone: set[int] = set()
         """Processes that have died by themselves."""
         monkeypatch.setattr(watch_module.time, "monotonic", self.clock)
-        monkeypatch.setattr(watch_module, "kill_hung", self._kill_hung)
+        monkeypatch.setattr(watch_module, "kill_process_of", self._kill_process_of)
 
-    async def _kill_hung(self, name: str, pid: int, heard_at: float) -> bool:
+    async def _kill_process_of(self, name: str, pid: int, answered_at: float) -> bool:
         self.killed.append(pid)
         return pid not in self.gone
 
     @property
     def restarts(self) -> list[tuple[str, int, str]]:
-        return [(one.part, one.incarnation, one.cause) for one in self.picture.state().restarts]
+        return [(one.part, one.incarnation, one.cause) for one in self.status.state().restarts]
 
     async def store_has(self, *reports: Any, informed: bool = True, pid: int = 1, at: float = 0.0) -> None:
-        await self.watch._heard_store(StoreStatus(pid, None, reports, informed, at))
+        await self.watch._on_store_status(StoreStatus(pid, None, reports, informed, at))
 
 
-async def test_restarts_by_ray_are_told_and_count_against_the_budget(
+async def test_restarts_by_ray_are_recorded_and_charged_to_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, monkeypatch, max_restarts=2)
     for pid in (7, 7, 8):
-        await rig.watch._heard_queue(queue_status(pid=pid))
+        await rig.watch._on_queue_status(queue_status(pid=pid))
     await rig.store_has(pid=20)
-    await rig.watch.store.missed(LATE)
+    await rig.watch.store.on_timeout(LATE)
     await rig.store_has(pid=21)
-    await rig.watch._heard_queue(queue_status(pid=9))
+    await rig.watch._on_queue_status(queue_status(pid=9))
     assert rig.restarts == [
         ("queue", 2, "the sample queue's process died"),
         ("store", 2, "it did not answer"),
         ("queue", 3, "the sample queue's process died"),
     ]
     with pytest.raises(InfraError, match=r"the sample queue failed 3 times .*recovery.max_restarts=2.*logs/ray"):
-        await rig.watch._heard_queue(queue_status(pid=10))
+        await rig.watch._on_queue_status(queue_status(pid=10))
 
 
-async def test_while_the_run_stops_restarts_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_while_the_run_stops_are_not_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path, monkeypatch, max_restarts=1)
-    rig.picture.phase = "stopping"
+    rig.status.phase = "stopping"
     for pid in range(5):
-        await rig.watch._heard_queue(queue_status(pid=pid))
+        await rig.watch._on_queue_status(queue_status(pid=pid))
     assert len(rig.restarts) == 4
 
 
@@ -89,41 +89,41 @@ async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
 ) -> None:
     rig = Rig(tmp_path, monkeypatch, start_s=1000)
     queue = rig.watch.queue
-    await queue.missed(LATE)
+    await queue.on_timeout(LATE)
     assert rig.killed == [], "it has never been heard of"
-    queue.heard(7, "")
+    queue.on_answer(7, "")
     for now_s in (0.0, 30.0, 900.0):
         rig.clock.now_s = now_s
-        await queue.missed(LATE)
+        await queue.on_timeout(LATE)
     assert rig.killed == [7], "its successor is rebuilding, and was killed over it"
     assert rig.restarts == []
-    queue.heard(8, "")
+    queue.on_answer(8, "")
     assert rig.restarts == [("queue", 2, "it did not answer")]
     rig.clock.now_s = 901.0
-    await queue.missed(LATE)
+    await queue.on_timeout(LATE)
     assert rig.killed == [7, 8]
     rig.clock.now_s = 1902.0
     with pytest.raises(InfraError, match=r"it did not answer, and the next one did not answer within 1000 s"):
-        await queue.missed(LATE)
+        await queue.on_timeout(LATE)
 
 
 async def test_a_queue_that_died_and_is_slow_to_come_back_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, monkeypatch, start_s=1000)
-    rig.watch.queue.heard(7, "")
+    rig.watch.queue.on_answer(7, "")
     rig.gone.add(7)
     for now_s in (0.0, 900.0):
         rig.clock.now_s = now_s
-        await rig.watch.queue.missed(LATE)
-    rig.watch.queue.heard(8, "")
+        await rig.watch.queue.on_timeout(LATE)
+    rig.watch.queue.on_answer(8, "")
     assert rig.restarts == [("queue", 2, "the sample queue's process died")]
     rig.gone.add(8)
     rig.clock.now_s = 1000.0
-    await rig.watch.queue.missed(LATE)
+    await rig.watch.queue.on_timeout(LATE)
     rig.clock.now_s = 2001.0
     with pytest.raises(InfraError, match=r"because the sample queue's process died, and the next one did not answer"):
-        await rig.watch.queue.missed(LATE)
+        await rig.watch.queue.on_timeout(LATE)
 
 
 async def test_replicas_that_serve_replaces_count_against_the_budget(
@@ -133,15 +133,17 @@ async def test_replicas_that_serve_replaces_count_against_the_budget(
     async with anyio.create_task_group() as ends:
         for names in ("a", "ab"):
             await rig.store_has(*(report(name, reported_at=float(ord(name))) for name in names))
-            rig.watch.look_at_replicas(ends)
+            rig.watch.watch_replicas(ends)
         assert [part for part, *_ in rig.restarts] == ["replica"]
         await rig.store_has(report("c", reported_at=200.0))
         with pytest.raises(InfraError, match="the replicas failed 2 times"):
-            rig.watch.look_at_replicas(ends)
+            rig.watch.watch_replicas(ends)
         ends.cancel_scope.cancel()
 
 
-async def test_the_end_of_a_hung_replica_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unresponsive_replica_is_ended_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path, monkeypatch, probe_s=90)
     ended: list[str] = []
 
@@ -154,14 +156,14 @@ async def test_the_end_of_a_hung_replica_keeps_nobody_waiting(tmp_path: Path, mo
         await rig.store_has(report("a", reported_at=1.0), at=1.0)
         for at in (201.0, 202.0):
             await rig.store_has(report("a", reported_at=1.0), at=at)
-            rig.watch.look_at_replicas(ends)
+            rig.watch.watch_replicas(ends)
             await anyio.wait_all_tasks_blocked()
         assert ended == ["a"]
         ends.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("serve_fails", [False, True])
-async def test_a_replica_in_whose_place_none_comes_ends_the_run_with_what_serve_says(
+async def test_a_replica_that_is_not_replaced_ends_the_run_with_the_message_of_serve(
     serve_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, monkeypatch, start_s=100)
@@ -171,13 +173,13 @@ async def test_a_replica_in_whose_place_none_comes_ends_the_run_with_what_serve_
             raise InfraError("Serve is gone")
         return "Traceback\nRuntimeError: no such kernel"
 
-    monkeypatch.setattr(watch_module, "what_serve_says", said)
-    with pytest.raises(InfraError, match=r"replica a \(pid 100\) is gone, .*timeouts.start_s=100") as caught:
-        await rig.watch._not_replaced(report("a"))
+    monkeypatch.setattr(watch_module, "serve_messages", said)
+    with pytest.raises(InfraError, match=r"replica a \(pid 100\) is gone .*timeouts.start_s=100") as caught:
+        await rig.watch._fail_for_missing(report("a"))
     assert ("no such kernel" in caught.value.cause) is not serve_fails
 
 
-async def test_a_store_that_has_forgotten_is_told_until_it_knows(
+async def test_a_restarted_store_is_informed_until_it_has_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, monkeypatch)
@@ -188,12 +190,12 @@ async def test_a_store_that_has_forgotten_is_told_until_it_knows(
             raise answer
 
     async with anyio.create_task_group() as group:
-        group.start_soon(rig.watch.keep_store_told, republish)
+        group.start_soon(rig.watch.keep_store_informed, republish)
         await rig.store_has()
         await anyio.wait_all_tasks_blocked()
         assert len(answers) == 2, "it has forgotten nothing"
         for left in (1, 0):  # whatever process it is, and while the run still starts
-            rig.picture.phase = "starting"
+            rig.status.phase = "starting"
             await rig.store_has(informed=False)
             await anyio.wait_all_tasks_blocked()
             assert len(answers) == left
@@ -217,7 +219,7 @@ async def test_a_queue_without_a_journal_that_does_not_answer_ends_the_run(
     monkeypatch.setattr(watch_module, "QueueClient", Client)
     for journal, heard in (("off", True), ("on", False)):
         rig.watch._config = replace_journal(rig.watch._config, journal)
-        rig.picture.queue = queue_status() if heard else None
+        rig.status.queue = queue_status() if heard else None
         with pytest.raises(DeadlineError, match="did not answer"):
             await rig.watch.probe_queue()
     assert rig.killed == []

@@ -11,16 +11,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.cli.watchdog import StallError, Watchdog, progress
-from asyncrl.failures import ConfigError
-from asyncrl.ports import Books, Edition
-from asyncrl.run_state import FILE_NAME, Restart, RunState, load
-from asyncrl.telemetry.state_file import StateFile, read_state, write_stall
-from asyncrl.waits import Wait, WaitBoard
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.waits import Wait, WaitBoard
+from asyncrl.driver.stall_watchdog import StallError, Watchdog, progress_of
+from asyncrl.observe.status.run_status import STATE_FILE, Restart, RunState, StateFile, load, read_state
+from asyncrl.observe.status.why import write_stall
 from tests.fakes.run_states import NOW, queue_status, report, rollouter_waits, running
 
 STUCK = replace(
-    rollouter_waits(running(published=Edition(0, 12), version=12), Wait("permit", 1, 93.5)),
+    rollouter_waits(running(published=WeightsVersion(0, 12), version=12), Wait("permit", 1, 93.5)),
     replicas=(report("0", version=12), report("1", "pausing")),
 )
 
@@ -37,19 +37,21 @@ def test_a_standstill_ends_with_the_chain_and_where_the_rest_is() -> None:
         watchdog.observe(float(second), later(STUCK, second))
     with pytest.raises(StallError) as caught:
         watchdog.observe(10.6, later(STUCK, 11))
-    assert caught.value.message.startswith("nothing moved for 11 s (timeouts.watchdog_s=10): Trainer waits for samples")
-    assert "◀ version 12 not applied ◀ replica 1 in pause for 10" in caught.value.message
+    assert caught.value.message.startswith(
+        "no progress for 11 s (timeouts.watchdog_s=10): Trainer is blocked on samples"
+    )
+    assert "◀ version 12 is not applied ◀ replica 1 is paused for 10" in caught.value.message
     assert "stall.json" in caught.value.message
 
 
 MOVES: list[Callable[[RunState, int], RunState]] = [
-    lambda state, n: replace(state, queue=queue_status(books=Books(fed=400 + n))),
+    lambda state, n: replace(state, queue=queue_status(counts=SampleCounts(fed=400 + n))),
     lambda state, n: replace(state, queue=queue_status(version=n)),
     lambda state, n: replace(state, queue=queue_status(lineage=n)),
-    lambda state, n: replace(state, queue=None, books=Books(fed=n)),
+    lambda state, n: replace(state, queue=None, counts=SampleCounts(fed=n)),
     lambda state, n: replace(state, step=n),
     lambda state, n: replace(state, version=n),
-    lambda state, n: replace(state, published=Edition(0, n)),
+    lambda state, n: replace(state, published=WeightsVersion(0, n)),
     lambda state, n: replace(state, generated_tokens=n),
     lambda state, n: replace(state, replicas=(report(generated_tokens=n),)),
     lambda state, n: replace(state, replicas=(report(str(n)),)),
@@ -59,7 +61,7 @@ MOVES: list[Callable[[RunState, int], RunState]] = [
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_whatever_moves_keeps_it_quiet(move: Callable[[RunState, int], RunState]) -> None:
+def test_every_kind_of_progress_resets_the_watchdog(move: Callable[[RunState, int], RunState]) -> None:
     watchdog = Watchdog(10.0, gap_s=60.0)
     for step in range(5):
         watchdog.observe(step * 9.0, move(STUCK, step))
@@ -73,18 +75,18 @@ def test_a_driver_that_was_stopped_does_not_take_that_for_a_standstill_of_the_ru
     watchdog.observe(3600.0, STUCK)
     for second in range(1, 51):
         watchdog.observe(3600.0 + second, STUCK)
-    with pytest.raises(StallError, match="nothing moved for 61 s"):
+    with pytest.raises(StallError, match="no progress for 61 s"):
         watchdog.observe(3651.0, STUCK)
 
 
-def test_a_replica_that_only_tries_again_and_again_does_not_move_the_run() -> None:
+def test_a_replica_that_retries_forever_is_no_progress() -> None:
     watchdog = Watchdog(10.0, gap_s=60.0)
     watchdog.observe(0.0, replace(STUCK, replicas=(report(phase="fetching"),)))
     with pytest.raises(StallError):
         watchdog.observe(10.1, replace(STUCK, replicas=(report(phase="serving"),)))
 
 
-def test_what_changes_without_anything_moving_does_not() -> None:
+def test_changes_without_progress_do_not_reset_the_watchdog() -> None:
     watchdog = Watchdog(10.0, gap_s=60.0)
     watchdog.observe(0.0, STUCK)
     with pytest.raises(StallError):
@@ -93,17 +95,17 @@ def test_what_changes_without_anything_moving_does_not() -> None:
             replace(
                 later(STUCK, 10.1),
                 waits={"trainer": (Wait("samples", 1, 99.0),)},
-                unheard_s={"store": 3.0},
+                silent_s={"store": 3.0},
                 replicas=tuple(replace(report, reported_at=NOW + 10, in_flight=3) for report in STUCK.replicas),
             ),
         )
 
 
-def test_that_a_dead_replica_is_forgotten_is_no_movement() -> None:
+def test_a_replica_that_disappears_is_no_progress() -> None:
     watchdog = Watchdog(10.0, gap_s=60.0)
     old = replace(STUCK, replicas=(*STUCK.replicas, report("old", version=11)))
-    assert not progress(STUCK).is_beyond(progress(old))
-    assert progress(old).is_beyond(progress(STUCK))
+    assert not progress_of(STUCK).is_beyond(progress_of(old))
+    assert progress_of(old).is_beyond(progress_of(STUCK))
     watchdog.observe(0.0, old)
     with pytest.raises(StallError):
         watchdog.observe(10.1, later(STUCK, 10.1))
@@ -119,7 +121,7 @@ def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() 
             assert {wait.edge: wait.bounded for wait in board.snapshot()} == {"permit": False, "train": second < 50}
         # The call's deadline should have ended it by then; as it has not, the watchdog does.
         now_s = 60.1
-        with pytest.raises(StallError, match=r"nothing moved for 11 s.*optimizer step for 60 s"):
+        with pytest.raises(StallError, match=r"no progress for 11 s.*optimizer step for 60 s"):
             watchdog.observe(now_s, replace(STUCK, waits={"trainer": (Wait("train", 1, 60.1),)}))
 
 
@@ -134,7 +136,7 @@ def test_a_restart_has_its_own_deadline(state: RunState) -> None:
     watchdog = Watchdog(10.0, gap_s=60.0, start_s=60.0)
     for second in range(70):
         watchdog.observe(float(second), later(state, second))
-    with pytest.raises(StallError, match=r"being restarted|starts its engine"):
+    with pytest.raises(StallError, match=r"being restarted|is starting its engine"):
         watchdog.observe(71.0, later(state, 71))
 
 
@@ -152,15 +154,15 @@ def test_a_start_is_not_judged() -> None:
 
 def test_the_state_file_is_replaced_whole_and_read_back(tmp_path: Path) -> None:
     assert read_state(tmp_path) is None
-    file = StateFile(tmp_path / FILE_NAME)
+    file = StateFile(tmp_path / STATE_FILE)
     for state in (STUCK, later(STUCK, 1)):
         anyio.run(file.write, state)
         assert read_state(tmp_path) == state
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
 
 
 def test_a_torn_or_strange_state_is_named(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
+    path = tmp_path / STATE_FILE
     for text, says in (
         ("", "is torn"),
         ('{"schema_ver', "is torn"),
@@ -175,7 +177,7 @@ def test_a_torn_or_strange_state_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_once_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = StateFile(tmp_path / FILE_NAME)
+    file = StateFile(tmp_path / STATE_FILE)
     file.write_now(STUCK)
 
     def full(*_: object, **__: object) -> None:
@@ -187,7 +189,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(
             file.write_now(later(STUCK, second))
         assert write_stall(tmp_path, STUCK) is None
     assert [record.getMessage().split(" (")[0] for record in caplog.records][:1] == [
-        f"cannot write {tmp_path / FILE_NAME}"
+        f"cannot write {tmp_path / STATE_FILE}"
     ]
     assert len(caplog.records) == 2
     assert read_state(tmp_path) == STUCK
@@ -199,6 +201,6 @@ def test_a_stall_leaves_everything_that_is_known(tmp_path: Path) -> None:
     path = write_stall(tmp_path, STUCK)
     assert path == tmp_path / "stall.json"
     dumped = json.loads(path.read_text())
-    assert dumped["why"].endswith("replica 1 in pause for 94 s (4 requests; pid 100, engine 101)")
+    assert dumped["why"].endswith("replica 1 is paused for 94 s (4 requests; pid 100, engine 101)")
     assert dumped["chain"][-1]["cause"] == "replica"
     assert load(dumped["state"]) == STUCK

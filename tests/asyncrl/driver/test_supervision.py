@@ -9,12 +9,12 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.cli.supervise import Supervisor
-from asyncrl.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
-from asyncrl.ports import PartName
-from asyncrl.records import RunRecord, StepRecord
-from asyncrl.retry import RestartBudget
-from asyncrl.run_state import Restart
+from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.core.ports import PartName
+from asyncrl.core.records import RunRecord, StepRecord
+from asyncrl.core.retry import RestartBudget
+from asyncrl.driver.supervision import Supervisor
+from asyncrl.observe.status.run_status import Restart
 
 
 def step(number: int) -> StepRecord:
@@ -85,7 +85,7 @@ class Seen:
             part,
             budget,
             self.restarts.append,
-            lost=", and its last checkpoint with it",
+            loss=", and its last checkpoint with it",
             clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
         )
@@ -102,12 +102,12 @@ async def test_a_part_that_fails_is_killed_and_claimed_before_the_next_one_start
     assert part.did == ["run", "kill", "claim 2", "start 2", "run"]
     assert seen.restarts == [Restart("rollouter", 2, 0.0, "it died")]
     seen.now_s = 7.0
-    seen.supervisor.at_work()
-    seen.supervisor.at_work()
+    seen.supervisor.mark_working()
+    seen.supervisor.mark_working()
     assert seen.restarts[1:] == [Restart("rollouter", 2, 0.0, "it died", 7.0, "2 given back")]
 
 
-async def test_one_that_does_not_come_up_is_replaced_too_until_the_budget_is_spent() -> None:
+async def test_a_part_that_fails_to_start_is_replaced_until_the_budget_is_spent() -> None:
     part = ScriptedPart([InfraError("first")], [InfraError("second")])
     part.starts = [InfraError("not up"), None, InfraError("not up either")]
     seen = Seen(part)
@@ -119,7 +119,7 @@ async def test_one_that_does_not_come_up_is_replaced_too_until_the_budget_is_spe
 
 
 @pytest.mark.parametrize("error", [UserCodeError("theirs"), BugError("ours"), DiskFullError("full")])
-async def test_what_would_fail_again_ends_the_run(error: Exception) -> None:
+async def test_errors_that_would_repeat_end_the_run(error: Exception) -> None:
     part = ScriptedPart([error])
     seen = Seen(part)
     with pytest.raises(type(error)):
@@ -127,7 +127,7 @@ async def test_what_would_fail_again_ends_the_run(error: Exception) -> None:
     assert part.did == ["run"] and seen.restarts == []
 
 
-async def test_what_fails_while_claiming_or_recording_is_not_the_parts_failure() -> None:
+async def test_failures_of_claim_and_put_end_the_run() -> None:
     part = ScriptedPart([InfraError("it died")])
     part.claims = [InfraError("the queue is gone")]
     with pytest.raises(InfraError, match="the queue is gone"):
@@ -143,7 +143,7 @@ async def test_what_fails_while_claiming_or_recording_is_not_the_parts_failure()
     assert part.did == ["run"]
 
 
-async def test_one_that_hangs_is_replaced() -> None:
+async def test_an_unresponsive_part_is_replaced() -> None:
     part = ScriptedPart([step(1), HANG], [step(2)])
     seen = Seen(part)
     with anyio.fail_after(5):
@@ -151,8 +151,8 @@ async def test_one_that_hangs_is_replaced() -> None:
             group.start_soon(seen.supervisor.follow, seen.put)
             await part.running.wait()
             await anyio.wait_all_tasks_blocked()
-            seen.supervisor.hung(DeadlineError("no answer"))
-            seen.supervisor.hung(DeadlineError("told once only"))
+            seen.supervisor.replace_unresponsive(DeadlineError("no answer"))
+            seen.supervisor.replace_unresponsive(DeadlineError("told once only"))
     assert seen.records == [step(1), step(2)]
     assert [restart.cause for restart in seen.restarts] == ["no answer"]
 
@@ -179,12 +179,12 @@ async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytes
     await stopped(seen, lambda: part.starting)
     assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "what was half up would be left running"
     assert seen.supervisor.replacing_since is None, "nobody is being replaced any more"
-    seen.supervisor.at_work()
+    seen.supervisor.mark_working()
     assert [restart.recovered_at for restart in seen.restarts] == [None]
     assert "was being replaced when the run was stopped, and its last checkpoint with it" in caplog.text
 
 
-async def test_a_stop_in_the_moment_in_which_the_next_one_is_up_is_heard() -> None:
+async def test_a_stop_right_after_a_successful_start_is_not_lost() -> None:
     """Its start has succeeded and cannot be cancelled any more, and nobody has gone on from there yet."""
     part = ScriptedPart([InfraError("it died")], [HANG])
     up = anyio.Event()
@@ -198,7 +198,7 @@ async def test_a_stop_in_the_moment_in_which_the_next_one_is_up_is_heard() -> No
             up.set()
             await seen.supervisor.stop()
     assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "nobody would ever ask it to stop"
-    assert seen.supervisor.is_up
+    assert seen.supervisor.replacing_since is None
 
 
 class FailsWhenStopped(ScriptedPart):
@@ -242,7 +242,7 @@ async def test_a_part_that_cannot_be_asked_to_stop_is_no_failure_of_the_run(capl
     assert "could not be asked to stop: its process died" in caplog.text
 
 
-async def test_one_that_has_ended_can_be_needed_again() -> None:
+async def test_a_part_that_has_ended_can_be_started_again() -> None:
     part = ScriptedPart([step(1)], [InfraError("it died")], [step(2)])
     seen = Seen(part)
     await seen.supervisor.follow(seen.put)

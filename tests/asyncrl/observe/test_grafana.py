@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: their names, the dashboard of them, and Ray's endpoint."""
+"""Metrics in Prometheus: exported names, the Grafana dashboard and Ray's endpoint."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.telemetry import grafana, registry
-from asyncrl.telemetry.sinks.prometheus import TAGS, exported
+from asyncrl.observe.metrics import grafana, registry
+from asyncrl.observe.metrics.prometheus import TAGS, exported
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WHERE = 'experiment=~"$experiment",run=~"$run"'
 
 
-def named(expression: str) -> str:
-    """The name of the series that an expression asks for."""
+def series_of(expression: str) -> str:
+    """The series in an expression."""
     found = re.fullmatch(rf"(ray_asyncrl_\w+)\{{{re.escape(WHERE)}\}}", expression)
     assert found, f"{expression} names no metric"
     return found[1]
@@ -35,23 +35,23 @@ def panels(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def test_the_dashboard_is_current() -> None:
     page = ROOT / "docs" / "grafana-dashboard.json"
     assert page.read_text(encoding="utf-8") == grafana.text(), (
-        "docs/grafana-dashboard.json is stale: python -m asyncrl.telemetry.grafana > docs/grafana-dashboard.json"
+        "docs/grafana-dashboard.json is stale: python -m asyncrl.observe.metrics.grafana > docs/grafana-dashboard.json"
     )
 
 
-def test_every_expression_names_a_registered_metric_and_every_metric_is_shown() -> None:
+def test_the_dashboard_shows_exactly_the_registered_metrics() -> None:
     known = {f"ray_{exported(metric.name).name}" for metric in registry.METRICS}
-    assert {named(expression) for expression in grafana.expressions(grafana.dashboard())} == known
+    assert {series_of(expression) for expression in grafana.expressions(grafana.dashboard())} == known
 
 
-def test_a_legend_tells_series_of_one_name_apart() -> None:
+def test_legends_distinguish_series_of_one_name() -> None:
     for panel in panels(grafana.dashboard()):
         for target in panel.get("targets", ()):
             (metric,) = [one for one in registry.METRICS if f"ray_{exported(one.name).name}{{" in target["expr"]]
             assert all(f"{{{{{label}}}}}" in target["legendFormat"] for label in exported(metric.name).labels)
 
 
-def test_exported_names_are_told_apart_and_prometheus_takes_them() -> None:
+def test_exported_names_are_unique_and_valid_for_prometheus() -> None:
     series = [exported(metric.name) for metric in registry.METRICS]
     assert len({one.name for one in series}) == len(series)
     assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", one.name) and not set(one.labels) & set(TAGS) for one in series)
@@ -61,7 +61,7 @@ def test_exported_names_are_told_apart_and_prometheus_takes_them() -> None:
     assert (metric.name, labels) == ("validation/reward/mean/<data_source>", {"data_source": "openai/gsm8k-µ"})
 
 
-def test_panels_have_units_places_and_numbers_of_their_own() -> None:
+def test_panels_have_units_positions_and_unique_ids() -> None:
     page = json.loads(grafana.text())
     found = list(panels(page))
     numbers = [panel["id"] for panel in found]
@@ -85,12 +85,12 @@ import json, sys, time, urllib.request
 from pathlib import Path
 import ray
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-from asyncrl.telemetry.rows import Row
-from asyncrl.telemetry.sinks.prometheus import PrometheusTracker
-from asyncrl.telemetry.sinks.remote import RemoteSink, TrackedRun
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.observe.metrics.prometheus import PrometheusTracker
+from asyncrl.observe.metrics.sinks import RemoteSink, TrackedRun
 directory = Path(sys.argv[1])
 sink = RemoteSink("prometheus", PrometheusTracker(TrackedRun("p", "small", "one", directory, {}, False)))
-sink.write(Row("step", 3, 3, 1.0, time.time(), {"reward/mean": 0.25, "health/cpu/rank 0": 1.5}))
+sink.write(MetricsRow("step", 3, 3, 1.0, time.time(), {"reward/mean": 0.25, "health/cpu/rank 0": 1.5}))
 until, found = time.monotonic() + 60, []
 while not found and time.monotonic() < until:
     time.sleep(0.5)

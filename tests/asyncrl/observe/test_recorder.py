@@ -1,4 +1,4 @@
-"""The recorder end to end: records in, files, view and summary out; resume; a disk that fills up."""
+"""The recorder: records become rows in files, view and summary; resume, rewind, restarts and a full disk."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.config.schema import Config, LoggingConfig
-from asyncrl.failures import BugError, InfraError
-from asyncrl.ports import ApplyReport, Books, QueueStatus
-from asyncrl.records import ApplyRecord, StepRecord, ValidationRecord
-from asyncrl.run_dir import RunDir, create_run_dir
-from asyncrl.run_state import Restart
-from asyncrl.telemetry import registry
-from asyncrl.telemetry.dashboard import Dashboard
-from asyncrl.telemetry.live import View
-from asyncrl.telemetry.recorder import MAX_RESTARTS, Recorder
-from asyncrl.telemetry.rows import Row
-from asyncrl.telemetry.sinks.files import AppendFile
-from asyncrl.telemetry.summary import Resumed
-from asyncrl.waits import Wait
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.observe import LoggingConfig
+from asyncrl.core.failures import BugError, InfraError
+from asyncrl.core.ports import ApplyReport, QueueStatus, SampleCounts
+from asyncrl.core.records import ApplyRecord, StepRecord, ValidationRecord
+from asyncrl.core.waits import Wait
+from asyncrl.observe.metrics import registry
+from asyncrl.observe.metrics.file_sinks import AppendFile
+from asyncrl.observe.metrics.recorder import MAX_RESTARTS, Recorder
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.summary import ResumePoint
+from asyncrl.observe.terminal.live import View
+from asyncrl.observe.terminal.screen import Dashboard
+from asyncrl.storage.run_dir import RunDir, create_run_dir
 from tests.fakes.run_states import running
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-class Watching(View):
-    """Keeps what it was shown."""
+class DashboardView(View):
+    """Remembers the dashboard and the messages."""
 
     def __init__(self) -> None:
         self.board = Dashboard()
@@ -44,7 +45,7 @@ class Watching(View):
     def message(self, level: str, text: str) -> None:
         self.messages.append((level, text))
 
-    def row(self, row: Row, dashboard: Dashboard) -> None:
+    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
         self.board = dashboard
 
     def update(self, dashboard: Dashboard) -> None:
@@ -83,7 +84,7 @@ def validation(version: int, step_number: int, reward: float) -> ValidationRecor
 
 
 def queue(trained: int, dropped: int = 0) -> QueueStatus:
-    return QueueStatus(Books(fed=trained + dropped, trained=trained, dropped={"stale": dropped}), 1, False, {})
+    return QueueStatus(SampleCounts(fed=trained + dropped, trained=trained, dropped={"stale": dropped}), 1, False, {})
 
 
 def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         await recorder.put(validation(0, 0, 0.25))
-        recorder.tick(queue(trained=0, dropped=1), rollouter(1000, 0.0), trainer(0.1))
+        recorder.update_parts(queue(trained=0, dropped=1), rollouter(1000, 0.0), trainer(0.1))
         await recorder.put(step(1, 1, 0.5, **{"actor/loss": float("nan")}))
         await recorder.put(apply(1))
         await recorder.aclose()
@@ -157,7 +158,7 @@ def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
         registry.check(name for name in line if "/" in name)
 
 
-def test_a_name_nobody_registered_stops_the_recording(run_dir: RunDir) -> None:
+def test_an_unregistered_name_is_refused(run_dir: RunDir) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*registry.py"):
@@ -165,24 +166,24 @@ def test_a_name_nobody_registered_stops_the_recording(run_dir: RunDir) -> None:
         with pytest.raises(BugError, match="tokens/trained"):
             await recorder.put(StepRecord(1, 1, {"reward/mean": 0.5}, (), ()))
         with pytest.raises(BugError, match="idle_s"):
-            recorder.tick(queue(0), {"incarnation": 1, "generated_tokens": 1}, {})
+            recorder.update_parts(queue(0), {"incarnation": 1, "generated_tokens": 1}, {})
         await recorder.aclose()
 
     anyio.run(main)
     assert lines(run_dir) == []
 
 
-def test_rates_shares_and_waits_reach_the_view(run_dir: RunDir) -> None:
-    clock, view = Clock(), Watching()
+def test_the_view_gets_rates_shares_and_waits(run_dir: RunDir) -> None:
+    clock, view = Clock(), DashboardView()
 
     async def main() -> None:
         recorder = Recorder([], view, clock=clock)
-        recorder.plan(10)
-        recorder.tick(queue(0), {}, {})
+        recorder.set_total_steps(10)
+        recorder.update_parts(queue(0), {}, {})
         for second in range(1, 6):
             clock.now_s += 1.0
             await recorder.put(step(second, second, 0.1 * second))
-            recorder.tick(queue(2 * second), rollouter(50 * second, 0.25 * second), trainer(0.0))
+            recorder.update_parts(queue(2 * second), rollouter(50 * second, 0.25 * second), trainer(0.0))
         await recorder.put(apply(5))
         clock.now_s += 2.0
         summary = recorder.summary("completed", None)
@@ -204,31 +205,22 @@ def test_rates_shares_and_waits_reach_the_view(run_dir: RunDir) -> None:
     assert board.eta_s(clock.now_s) == pytest.approx(5 * 1.0 - 2.0)
 
 
-def test_a_long_wait_of_the_trainer_shows_before_its_step_does() -> None:
-    clock, view = Clock(), Watching()
-    recorder = Recorder([], view, clock=clock)
-    for second in range(5):
-        recorder.tick(queue(0), {}, trainer(float(second)))
-        clock.now_s += 1.0
-    assert view.board.idle_trainer == pytest.approx(1.0)
-
-
-def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: RunDir) -> None:
+def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(run_dir: RunDir) -> None:
     config = writing("jsonl", "tensorboard")
 
     async def first() -> None:
         recorder = await Recorder.open(config, run_dir, View())
         await recorder.put(validation(0, 0, 0.0))
         for number in (1, 2, 3, 4):
-            recorder.tick(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
+            recorder.update_parts(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
             await recorder.put(step(number, number, 0.1 * number))
             await recorder.put(apply(number))
         await recorder.aclose()
 
     async def second() -> None:
-        recorder = await Recorder.open(config, run_dir, View(), Resumed(2, 2, "checkpoints/step_2"))
+        recorder = await Recorder.open(config, run_dir, View(), ResumePoint(2, 2, "checkpoints/step_2"))
         assert recorder.summary("interrupted", None)["step"] == 2
-        recorder.tick(queue(6), rollouter(70, 0.0), trainer(0.0))
+        recorder.update_parts(queue(6), rollouter(70, 0.0), trainer(0.0))
         await recorder.put(step(3, 3, 1.0))
         await recorder.put(apply(3))
         await recorder.put(validation(3, 3, 1.0))
@@ -237,9 +229,9 @@ def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: 
         assert summary["reward"]["first"] == pytest.approx(0.1)
         assert summary["reward"]["last"] == 1.0
         assert summary["tokens"] == {"generated": 270, "trained": 300}
-        # Its driver had known of more: step 3 is made of what was generated before the end.
-        recorder.made_earlier(420)
-        recorder.tick(queue(6), rollouter(75, 0.0), trainer(0.0))
+        # Its driver had counted more: step 3 uses tokens that were generated before the end.
+        recorder.add_earlier_tokens(420)
+        recorder.update_parts(queue(6), rollouter(75, 0.0), trainer(0.0))
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495
         assert summary["weight_sync"]["count"] == 3
         assert summary["validation"]["before"]["reward"] == 0.0
@@ -251,7 +243,7 @@ def test_a_resumed_run_records_no_step_twice_and_sums_up_the_whole_run(run_dir: 
 
     anyio.run(first)
     with run_dir.metrics.open("a") as file:
-        file.write('{"kind": "step", "step": 5, "ver')  # Cut off by a kill.
+        file.write('{"kind": "step", "step": 5, "ver')  # torn by a kill
     earlier_s = lines_before_tear(run_dir)[5]["time_s"]
     anyio.run(second)
     after = lines(run_dir)
@@ -264,10 +256,10 @@ def lines_before_tear(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()[:-1]]
 
 
-def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_dir: RunDir) -> None:
+def test_tensorboard_discards_the_steps_that_a_resume_repeats(run_dir: RunDir) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    async def part(resumed: Resumed | None, numbers: tuple[int, ...], reward: float) -> None:
+    async def part(resumed: ResumePoint | None, numbers: tuple[int, ...], reward: float) -> None:
         recorder = await Recorder.open(writing("tensorboard"), run_dir, View(), resumed)
         for number in numbers:
             await recorder.put(step(number, number, reward))
@@ -275,8 +267,8 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_
 
     anyio.run(part, None, (1, 2, 3), 0.25)
     first = next(run_dir.tensorboard.iterdir())
-    first.rename(first.with_name("events.out.tfevents.1.earlier.1"))  # As a process of an earlier second.
-    anyio.run(part, Resumed(2, 2, "c"), (3, 4), 0.5)
+    first.rename(first.with_name("events.out.tfevents.1.earlier.1"))  # as of an earlier process
+    anyio.run(part, ResumePoint(2, 2, "c"), (3, 4), 0.5)
     events = EventAccumulator(str(run_dir.tensorboard)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
         (1, 0.25),
@@ -296,19 +288,19 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resume_does_again(run_
 
 
 @pytest.mark.parametrize("jsonl", [True, False])
-def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, jsonl: bool) -> None:
-    view = Watching()
+def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir, jsonl: bool) -> None:
+    view = DashboardView()
 
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl") if jsonl else writing(), run_dir, view)
-        recorder.plan(10)
+        recorder.set_total_steps(10)
         await recorder.put(validation(0, 0, 0.0))
         for number in (1, 2, 3, 4):
-            recorder.tick(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
+            recorder.update_parts(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
             await recorder.put(step(number, number, 0.1 * number))
             await recorder.put(apply(number))
         await recorder.put(validation(4, 4, 0.9))
-        await recorder.rewind(Resumed(2, 2, "checkpoints/step_2", lineage=1))
+        await recorder.rewind(ResumePoint(2, 2, "checkpoints/step_2", lineage=1))
         board = view.board
         assert (board.step, board.version, board.lineage, board.total_steps) == (2, 2, 1, 10)
         assert board.validations == ((0, 0.0),)
@@ -318,7 +310,7 @@ def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, json
         assert summary["tokens"] == {"generated": 400, "trained": 200}
         assert summary["staleness"]["histogram"] == {"0": 2, "1": 2}
         assert summary["resumed"] is None
-        # What the old lineage tells afterwards is out of date, unless it is of what stays.
+        # Later records of the old lineage count only within the checkpoint.
         await recorder.put(apply(4))
         await recorder.put(step(5, 5, 9.0))
         await recorder.put(apply(2))
@@ -337,35 +329,22 @@ def test_a_rewind_takes_out_what_training_went_back_behind(run_dir: RunDir, json
 
     anyio.run(main)
     if jsonl:
-        told = [(line["kind"], line["version"], line["lineage"]) for line in lines(run_dir)]
-        assert told == [
+        recorded = [(line["kind"], line["version"], line["lineage"]) for line in lines(run_dir)]
+        assert recorded == [
             ("validation", 0, 0),
             *(("step", 1, 0), ("apply", 1, 0), ("step", 2, 0), ("apply", 2, 0)),
             *(("apply", 2, 0), ("apply", 2, 1), ("step", 3, 1), ("apply", 3, 1), ("validation", 3, 1)),
         ]
 
 
-def test_a_rewind_to_the_start_leaves_nothing(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
-        await recorder.put(step(1, 1, 0.1))
-        await recorder.rewind(Resumed(0, 0, "", lineage=1))
-        await recorder.put(step(1, 1, 0.3, lineage=1))
-        assert recorder.summary("completed", None)["reward"]["first"] == pytest.approx(0.3)
-        await recorder.aclose()
-
-    anyio.run(main)
-    assert [line["reward/mean"] for line in lines(run_dir)] == [0.3]
-
-
-def test_tensorboard_forgets_what_a_rewind_takes_out(run_dir: RunDir) -> None:
+def test_tensorboard_discards_what_a_rewind_removes(run_dir: RunDir) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     async def main() -> None:
         recorder = await Recorder.open(writing("tensorboard"), run_dir, View())
         for number in (1, 2, 3):
             await recorder.put(step(number, number, 0.25))
-        await recorder.rewind(Resumed(1, 1, "c", lineage=1))
+        await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
         for number in (2, 3):
             await recorder.put(step(number, number, 0.5, lineage=1))
         await recorder.aclose()
@@ -376,13 +355,13 @@ def test_tensorboard_forgets_what_a_rewind_takes_out(run_dir: RunDir) -> None:
     assert scalars == [(1, 0.25), (2, 0.5), (3, 0.5)]
 
 
-def test_rows_that_come_during_a_rewind_are_judged_by_it(run_dir: RunDir) -> None:
+def test_rows_that_arrive_during_a_rewind_obey_it(run_dir: RunDir) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         for number in range(1, 6):
             await recorder.put(step(number, number, 0.5))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(recorder.rewind, Resumed(2, 2, "c", lineage=1))
+            tasks.start_soon(recorder.rewind, ResumePoint(2, 2, "c", lineage=1))
             for number in range(1, 11):
                 tasks.start_soon(recorder.put, apply(number))
         assert recorder.summary("completed", None)["weight_sync"]["count"] == len(lines(run_dir)) - 2
@@ -392,8 +371,8 @@ def test_rows_that_come_during_a_rewind_are_judged_by_it(run_dir: RunDir) -> Non
     assert all(line["version"] <= 2 for line in lines(run_dir))
 
 
-def test_a_restarted_part_counts_on() -> None:
-    clock, view = Clock(), Watching()
+def test_counters_continue_over_a_restart() -> None:
+    clock, view = Clock(), DashboardView()
     recorder = Recorder([], view, clock=clock)
     for tokens, incarnation in ((100, 1), (200, 1), (20, 2), (80, 2)):
         status = {
@@ -401,35 +380,24 @@ def test_a_restarted_part_counts_on() -> None:
             "samples_done": tokens // 10,
             "drops": {"took too long": tokens},
         }
-        recorder.tick(queue(0), status, {})
+        recorder.update_parts(queue(0), status, {})
         clock.now_s += 1.0
-    state = recorder.tell(running())
+    state = recorder.complete_state(running())
     assert state.generated_tokens == 280
     assert state.generated_per_s == pytest.approx(180 / 3)
     assert state.drops == {"took too long": 280}
     assert view.board.idle_rollouter == pytest.approx(0.18 / 3)
 
 
-@pytest.mark.parametrize("second", [1, 3])
-def test_drops_go_on_where_the_next_rollouter_drops_as_many_or_more_of_a_kind(second: int) -> None:
-    recorder = Recorder([], View())
-    seen: list[tuple[int, dict[str, int]]] = [
-        (1, {"crashed engines": 1}), (2, {}), (2, {"crashed engines": second}), (2, {"crashed engines": second}),
-    ]  # fmt: skip
-    for incarnation, drops in seen:
-        recorder.tick(queue(0), {**rollouter(0, 0.0, incarnation), "drops": drops}, {})
-    assert recorder.tell(running()).drops == {"crashed engines": 1 + second}
-
-
-def test_restarts_are_told_twice_and_kept_once() -> None:
-    view = Watching()
+def test_a_restart_is_shown_twice_and_recorded_once() -> None:
+    view = DashboardView()
     recorder = Recorder([], view)
     begun = Restart("trainer", 2, 1000.0, "rank actor/0 died\nwith more lines")
-    recorder.restarted(begun)
-    assert recorder.tell(running()).restarts == (begun,)
+    recorder.record_restart(begun)
+    assert recorder.complete_state(running()).restarts == (begun,)
     assert recorder.summary("failed", None)["recovery"][0]["recovered_s"] is None
-    recorder.restarted(replace(begun, recovered_at=1008.4, detail="back to step 40 (version 5)"))
-    recorder.restarted(Restart("queue", 2, 1010.0, "killed", 1010.5))
+    recorder.record_restart(replace(begun, recovered_at=1008.4, detail="back to step 40 (version 5)"))
+    recorder.record_restart(Restart("queue", 2, 1010.0, "killed", 1010.5))
     assert view.messages == [
         ("warning", "the trainer is being replaced: rank actor/0 died"),
         ("", "the trainer is back after 8.4 s; back to step 40 (version 5) (rank actor/0 died)"),
@@ -444,7 +412,7 @@ def test_restarts_are_told_twice_and_kept_once() -> None:
     assert len(view.board.restarts) == 2
 
 
-def test_a_full_disk_stops_the_recording_with_its_name(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_recording(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         real_write = os.write
@@ -464,7 +432,7 @@ def test_a_full_disk_stops_the_recording_with_its_name(run_dir: RunDir, monkeypa
     anyio.run(main)
 
 
-def test_a_write_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = AppendFile(tmp_path / "f")
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, bytes(data[:3])))
@@ -473,51 +441,38 @@ def test_a_write_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "f").read_bytes() == b"0123456789"
 
 
-def test_records_of_two_tasks_never_mix_within_a_line(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
-        async with anyio.create_task_group() as tasks:
-            for number in range(1, 41):
-                tasks.start_soon(recorder.put, step(number, number, 0.5))
-                tasks.start_soon(recorder.put, apply(number))
-        await recorder.aclose()
-
-    anyio.run(main)
-    assert len(lines(run_dir)) == 80
-
-
 def test_the_page_of_metrics_is_current() -> None:
     page = ROOT / "docs" / "metrics.md"
     assert page.read_text(encoding="utf-8") == registry.markdown(), (
-        "docs/metrics.md is stale: python -m asyncrl.telemetry.registry > docs/metrics.md"
+        "docs/metrics.md is stale: python -m asyncrl.observe.metrics.registry > docs/metrics.md"
     )
 
 
-def test_every_metric_is_named_once_with_unit_and_meaning() -> None:
+def test_every_metric_is_registered_once_with_unit_and_meaning() -> None:
     names = [metric.name for metric in registry.METRICS]
     assert len(names) == len(set(names))
     assert all(metric.unit and metric.meaning for metric in registry.METRICS)
     assert registry.describe("validation/reward/mean/openai/gsm8k").unit == "1"
 
 
-def test_telemetry_loads_neither_torch_nor_ray() -> None:
+def test_observe_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, asyncrl.telemetry.recorder, asyncrl.telemetry.logs, asyncrl.telemetry.summary_file;"
+        "import sys, asyncrl.observe.metrics.recorder, asyncrl.observe.terminal.live, asyncrl.observe.status.summary;"
         "from tensorboard.summary.writer import record_writer;"
         "assert not {'torch', 'ray', 'vllm', 'transformers', 'tensorflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_what_a_file_has_is_not_kept_in_memory_too(run_dir: RunDir) -> None:
+def test_rows_in_a_file_are_not_kept_in_memory(run_dir: RunDir) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
         for number in (1, 2):
             await recorder.put(step(number, number, 0.25))
-        assert recorder._kept == []
+        assert recorder._rows == []
         await recorder.put(validation(2, 2, 0.5))
         assert recorder.validated_step == 2
-        await recorder.rewind(Resumed(1, 1, "c", lineage=1))
+        await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
         assert recorder.validated_step is None
         assert recorder.summary("failed", None)["step"] == 1
         await recorder.aclose()
@@ -525,14 +480,14 @@ def test_what_a_file_has_is_not_kept_in_memory_too(run_dir: RunDir) -> None:
     anyio.run(main)
 
 
-def test_of_very_many_restarts_the_newest_are_told_and_all_are_counted() -> None:
+def test_the_newest_restarts_are_listed_and_all_are_counted() -> None:
     recorder = Recorder([], View())
     many = MAX_RESTARTS + 50
     for number in range(2, many + 2):
-        recorder.restarted(Restart("replica", number, 1.0, "it ended"))
-        recorder.restarted(Restart("replica", number, 1.0, "it ended", 2.0))
+        recorder.record_restart(Restart("replica", number, 1.0, "it ended"))
+        recorder.record_restart(Restart("replica", number, 1.0, "it ended", 2.0))
     summary = recorder.summary("completed", None)
     assert summary["restarts"]["replica"] == many
     assert [one["incarnation"] for one in summary["recovery"]] == list(range(52, many + 2))
-    state = recorder.tell(running())
+    state = recorder.complete_state(running())
     assert len(state.restarts) == MAX_RESTARTS and state.earlier_restarts == {"replica": 50}

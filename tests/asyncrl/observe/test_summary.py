@@ -1,4 +1,4 @@
-"""The summary's figures, and that it reaches a full disk."""
+"""The summary of a run, its file on a full disk, and the meters behind it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import errno
 import json
 import math
 import os
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError, ConfigError, InfraError, UserCodeError
-from asyncrl.ports import ApplyReport, Books
-from asyncrl.records import ApplyRecord, StepRecord, ValidationRecord
-from asyncrl.telemetry.meters import Course, RollouterIdle, Total, TrainerIdle, WindowRate
-from asyncrl.telemetry.rows import Row, apply_row, finite, step_row, validation_row
-from asyncrl.telemetry.summary import Resumed, SummaryBuilder, Totals, choose_example, describe_error, happened_in
-from asyncrl.telemetry.summary_file import RESERVED_BYTES, SummaryFile
+from asyncrl.core.failures import BugError, ConfigError, InfraError, UserCodeError
+from asyncrl.core.ports import ApplyReport, SampleCounts
+from asyncrl.core.records import ApplyRecord, StepRecord, ValidationRecord
+from asyncrl.observe.metrics.part_metrics import (
+    DownsampledSeries,
+    RestartableCounter,
+    RollouterIdle,
+    TrainerIdle,
+    WindowRate,
+)
+from asyncrl.observe.metrics.rows import MetricsRow, apply_row, finite, step_row, validation_row
+from asyncrl.observe.status.summary import (
+    RESERVED_BYTES,
+    ResumePoint,
+    RunTotals,
+    SummaryBuilder,
+    SummaryFile,
+    attribute_failure_to,
+    choose_example,
+    describe_error,
+)
 
 
-def step(number: int, rewards: Sequence[float], **more: Any) -> Row:
+def step(number: int, rewards: Sequence[float], **more: Any) -> MetricsRow:
     metrics = {
         "reward/mean": sum(rewards) / len(rewards),
         "tokens/trained": 10.0,
@@ -35,17 +48,17 @@ def step(number: int, rewards: Sequence[float], **more: Any) -> Row:
     return step_row(StepRecord(number, number, metrics, tuple(rewards), staleness), {}, time_s=0.0, unix_s=0.0)
 
 
-def apply(version: int, pause_s: float, delay_s: float) -> Row:
+def apply(version: int, pause_s: float, delay_s: float) -> MetricsRow:
     report = ApplyReport("r0", version, 0.01, pause_s, 0.001, 3, True)
     return apply_row(ApplyRecord(version, (report,), delay_s), step=version, time_s=0.0, unix_s=0.0)
 
 
-def validation(version: int, reward: float, examples: Sequence[dict[str, Any]] = ()) -> Row:
+def validation(version: int, reward: float, examples: Sequence[dict[str, Any]] = ()) -> MetricsRow:
     record = ValidationRecord(version, version, {"reward/mean": reward}, tuple(examples))
     return validation_row(record, time_s=0.0, unix_s=0.0)
 
 
-def test_a_whole_run() -> None:
+def test_the_summary_of_a_complete_run() -> None:
     builder = SummaryBuilder()
     for row in (
         validation(0, 0.2),
@@ -58,8 +71,8 @@ def test_a_whole_run() -> None:
         validation(2, 0.6),
     ):
         builder.add(row)
-    books = Books(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
-    summary = builder.build("completed", None, Totals(9.0, books, 400, 0.25, None))
+    counts = SampleCounts(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
+    summary = builder.build("completed", None, RunTotals(9.0, counts, 400, 0.25, None))
     assert summary == {
         "status": "completed",
         "error": None,
@@ -101,8 +114,8 @@ def test_a_whole_run() -> None:
     }
 
 
-def test_a_run_in_which_nothing_happened_has_nulls_and_no_nan() -> None:
-    summary = SummaryBuilder(Resumed(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, Totals())
+def test_an_empty_run_has_nulls_and_no_nan() -> None:
+    summary = SummaryBuilder(ResumePoint(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, RunTotals())
     json.dumps(summary, allow_nan=False)
     assert summary["step"] == 7
     assert summary["version"] == 5
@@ -114,7 +127,7 @@ def test_a_run_in_which_nothing_happened_has_nulls_and_no_nan() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=9), min_size=1, max_size=12))
-def test_first_and_last_are_the_tenths_and_best_is_no_less(steps: list[list[float]]) -> None:
+def test_first_and_last_reward_are_tenths_and_best_is_at_least_as_high(steps: list[list[float]]) -> None:
     builder = SummaryBuilder()
     for number, rewards in enumerate(steps, start=1):
         builder.add(step(number, rewards))
@@ -142,7 +155,7 @@ def test_one_validation_has_no_after_and_a_late_first_one_no_before() -> None:
     assert late.validation()["after"]["version"] == 1
 
 
-def test_the_example_is_the_prompt_that_got_better() -> None:
+def test_the_example_is_the_prompt_that_improved_most() -> None:
     def answer(prompt: str, response: str, reward: float) -> dict[str, Any]:
         return {"prompt": prompt, "response": response, "ground_truth": "1", "reward": reward}
 
@@ -155,22 +168,26 @@ def test_the_example_is_the_prompt_that_got_better() -> None:
     assert choose_example(before, []) is None
 
 
-def test_an_error_is_told_by_its_innermost_name() -> None:
+def test_an_error_is_described_by_its_innermost_exception() -> None:
     cause = ValueError("no digits")
     typed = UserCodeError.wrap("the reward function raised", cause)
-    told = describe_error(ExceptionGroup("unhandled", [ExceptionGroup("inner", [typed])]), "rollouter")
-    assert (told["type"], told["message"], told["part"]) == ("UserCodeError", "the reward function raised", "rollouter")
-    assert "no digits" in told["cause"]
+    described = describe_error(ExceptionGroup("unhandled", [ExceptionGroup("inner", [typed])]), "rollouter")
+    assert (described["type"], described["message"], described["part"]) == (
+        "UserCodeError",
+        "the reward function raised",
+        "rollouter",
+    )
+    assert "no digits" in described["cause"]
 
     class Wrapper(Exception):
-        """As Ray's: the original is its `cause`."""
+        """Like Ray's: the original is its `cause`."""
 
-        cause = BugError("books do not balance")
+        cause = BugError("counts do not balance")
 
-    assert describe_error(Wrapper(), "trainer")["message"] == "books do not balance"
+    assert describe_error(Wrapper(), "trainer")["message"] == "counts do not balance"
 
 
-def test_a_configuration_that_is_wrong_has_no_traceback_but_a_librarys() -> None:
+def test_a_configuration_error_has_the_cause_of_a_library_only() -> None:
     try:
         raise ConfigError("model.path=x: is no model; give another")
     except ConfigError as error:
@@ -179,13 +196,13 @@ def test_a_configuration_that_is_wrong_has_no_traceback_but_a_librarys() -> None
     assert describe_error(wrapped, "trainer")["cause"].strip() == "OSError: no file config.json"
 
 
-def test_rays_guesses_about_a_dead_process_are_left_out() -> None:
-    said = (
+def test_rays_guesses_about_a_dead_process_are_removed() -> None:
+    detail = (
         "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. There are some "
         "potential root causes. (1) The process is killed by SIGKILL by OOM killer due to high memory usage. (2) …"
     )
-    told = describe_error(InfraError("a rank died", f"Traceback\n{said}\nlast line"), "trainer")
-    assert told["cause"] == f"Traceback\n{said.partition(' There are')[0]}\nlast line"
+    described = describe_error(InfraError("a rank died", f"Traceback\n{detail}\nlast line"), "trainer")
+    assert described["cause"] == f"Traceback\n{detail.partition(' There are')[0]}\nlast line"
 
 
 def test_not_finite_numbers_become_null_at_any_depth() -> None:
@@ -198,7 +215,7 @@ def test_not_finite_numbers_become_null_at_any_depth() -> None:
 # ---------------------------------------------------------------------------------------------- meters
 
 
-def test_a_rate_is_over_the_window_and_starts_anew_when_a_counter_falls() -> None:
+def test_a_rate_covers_its_window_and_restarts_when_the_counter_falls() -> None:
     rate = WindowRate(span_s=10.0)
     assert rate.per_s is None
     for second in range(31):
@@ -222,7 +239,7 @@ def test_rollouter_idle_is_interpolated_at_the_first_and_last_step() -> None:
     assert idle.share == pytest.approx((11.0 - 10.25) / 3.0)
 
 
-def test_trainer_idle_leaves_out_what_came_before_the_first_step() -> None:
+def test_trainer_idle_begins_with_the_first_step() -> None:
     idle = TrainerIdle()
     idle.add(step(1, [0.0], wait_s=100.0, end_s=50.0))
     assert idle.share is None
@@ -232,8 +249,8 @@ def test_trainer_idle_leaves_out_what_came_before_the_first_step() -> None:
 
 
 @given(st.integers(1, 3000))
-def test_a_course_is_short_and_ends_where_the_values_end(count: int) -> None:
-    course = Course(most=64)
+def test_a_downsampled_series_is_short_and_ends_with_the_last_values(count: int) -> None:
+    course = DownsampledSeries(max_points=64)
     for value in range(count):
         course.add(float(value))
     points = course.points
@@ -250,10 +267,10 @@ def failed(cause: str = "trace") -> dict[str, Any]:
     for version in range(3):
         builder.add(validation(version, 0.5))
     error = {"type": "InfraError", "message": "disk full", "part": "trainer", "cause": cause}
-    return builder.build("failed", error, Totals())
+    return builder.build("failed", error, RunTotals())
 
 
-def test_the_summary_takes_the_reserve_and_an_old_one_is_gone_at_the_start(tmp_path: Path) -> None:
+def test_the_summary_replaces_the_reserve_and_an_old_one_is_removed_at_the_start(tmp_path: Path) -> None:
     file = SummaryFile(tmp_path)
     file.path.write_text("{}")
     file.reserve()
@@ -264,10 +281,10 @@ def test_the_summary_takes_the_reserve_and_an_old_one_is_gone_at_the_start(tmp_p
     assert json.loads(file.path.read_text()) == failed()
 
 
-def test_a_long_summary_is_shortened_when_there_is_no_more_than_the_reserve(
+def test_a_long_summary_is_shortened_to_the_reserve_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full: only bytes that are already in the file can be written."""
+    """Only bytes that are already in the file can be written."""
     file = SummaryFile(tmp_path)
     file.reserve()
     real_fdopen = os.fdopen
@@ -301,7 +318,7 @@ def test_a_long_summary_is_shortened_when_there_is_no_more_than_the_reserve(
     assert 0 < len(read["error"]["cause"]) < RESERVED_BYTES
 
 
-def test_a_directory_without_room_for_the_reserve_is_an_error_at_the_start(
+def test_a_disk_without_space_for_the_reserve_fails_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -312,56 +329,28 @@ def test_a_directory_without_room_for_the_reserve_is_an_error_at_the_start(
         SummaryFile(tmp_path).reserve()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    try:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "asyncrl-test", str(disk)], capture_output=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_really_full_disk_still_gets_its_summary(small_disk: Path) -> None:
-    file = SummaryFile(small_disk)
-    file.reserve()
-    with pytest.raises(OSError, match="No space left"), (small_disk / "journal").open("wb", buffering=0) as journal:
-        while True:
-            journal.write(b"x" * 4096)
-    file.write(failed("y" * 2 * RESERVED_BYTES))
-    assert json.loads(file.path.read_text())["error"]["message"] == "disk full"
-    assert not (small_disk / "summary.reserve").exists()
-
-
-def test_an_error_is_of_the_part_nearest_to_it() -> None:
+def test_an_error_belongs_to_the_innermost_part() -> None:
     def fail() -> None:
-        with happened_in("run"), happened_in("trainer"):
+        with attribute_failure_to("run"), attribute_failure_to("trainer"):
             raise InfraError("rank 0 died")
 
     with pytest.raises(InfraError) as caught:
         fail()
     assert describe_error(caught.value, "driver")["part"] == "trainer"
     assert describe_error(ExceptionGroup("g", [caught.value]), "driver")["part"] == "trainer"
-    with pytest.raises(ExceptionGroup) as group, happened_in("queue"):
+    with pytest.raises(ExceptionGroup) as group, attribute_failure_to("queue"):
         raise ExceptionGroup("g", [InfraError("a"), BugError("b")])
     assert describe_error(group.value, "driver")["part"] == "queue"
     assert describe_error(InfraError("x"), "driver")["part"] == "driver"
 
 
-def test_a_counter_goes_on_over_restarts() -> None:
-    total = Total()
+def test_a_counter_continues_over_restarts() -> None:
+    total = RestartableCounter()
     seen = [(5, 1), (9, 1), (9, 1), (0, 2), (3, 2), (3, 3), (4, 3)]
-    assert [total.see(value, incarnation) for value, incarnation in seen] == [5, 9, 9, 9, 12, 15, 16]
+    assert [total.update(value, incarnation) for value, incarnation in seen] == [5, 9, 9, 9, 12, 15, 16]
 
 
-def test_a_trainer_on_another_machine_has_another_clock() -> None:
+def test_trainer_idle_survives_a_change_of_clock() -> None:
     idle = TrainerIdle()
     for end_s, wait_s in ((100.0, 0.0), (110.0, 5.0), (3.0, 4.0), (13.0, 1.0)):
         idle.add(step(1, [0.0], end_s=end_s, wait_s=wait_s))

@@ -1,4 +1,4 @@
-"""What people see: the live picture at 80 and 120 columns, plain lines, the closing words, log messages."""
+"""The terminal: live view at 80 and 120 columns, plain lines, closing summary, log messages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asyncrl.ports import Books
-from asyncrl.records import StepRecord, ValidationRecord
-from asyncrl.run_state import Restart
-from asyncrl.telemetry.dashboard import Dashboard, SyncShown, short_s, span, sparkline
-from asyncrl.telemetry.live import LiveView, PlainView, View, make_view
-from asyncrl.telemetry.logs import logging_to
-from asyncrl.telemetry.rows import Row, step_row, validation_row
-from asyncrl.telemetry.summary import SummaryBuilder, Totals
-from asyncrl.waits import Wait
+from asyncrl.core.ports import SampleCounts
+from asyncrl.core.records import StepRecord, ValidationRecord
+from asyncrl.core.waits import Wait
+from asyncrl.observe.metrics.rows import MetricsRow, step_row, validation_row
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.summary import RunTotals, SummaryBuilder
+from asyncrl.observe.terminal.live import LiveView, PlainView, View, logging_to, make_view
+from asyncrl.observe.terminal.screen import Dashboard, SyncShown, elapsed, short_s, sparkline
 
 BOARD = Dashboard(
     total_steps=200,
@@ -34,7 +33,9 @@ BOARD = Dashboard(
     reward_first=0.29,
     reward_last=0.47,
     validations=((0, 0.273), (20, 0.31), (40, 0.391), (48, 0.4), (56, 0.45)),
-    books=Books(fed=1_932, running=64, ready=12, leased=32, trained=1_824, dropped={"stale": 10, "overlong": 0}),
+    counts=SampleCounts(
+        fed=1_932, running=64, ready=12, leased=32, trained=1_824, dropped={"stale": 10, "overlong": 0}
+    ),
     staleness_mean=0.8,
     staleness_max=2.0,
     generated_per_s=3912.4,
@@ -54,9 +55,9 @@ def clock() -> float:
     return 1012.0
 
 
-def picture(view: LiveView, width: int) -> list[str]:
+def rendered(view: LiveView, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(view.picture())
+    console.print(view.render())
     return console.export_text().splitlines()
 
 
@@ -67,8 +68,8 @@ def live(board: Dashboard = BOARD) -> LiveView:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_picture_has_every_figure_on_one_line_each(width: int) -> None:
-    lines = picture(live(), width)
+def test_the_live_view_has_one_line_for_each_value(width: int) -> None:
+    lines = rendered(live(), width)
     assert all(len(line) <= min(width, 120) for line in lines)
     assert len(lines) == 14
     text = "\n".join(lines)
@@ -92,24 +93,24 @@ def test_the_picture_has_every_figure_on_one_line_each(width: int) -> None:
         assert figure in text, figure
 
 
-def test_phases_fill_the_picture_until_there_is_a_result() -> None:
+def test_the_live_view_shows_phases_until_there_is_a_result() -> None:
     view = live(Dashboard(total_steps=10))
     view.phase("starting Ray")
     view.phase("starting the engine")
-    text = "\n".join(picture(view, 80))
+    text = "\n".join(rendered(view, 80))
     assert "✓ starting Ray" in text
     assert "starting the engine" in text
     assert "reward" not in text
     view.update(BOARD)
     view.phase("")
-    assert "starting" not in "\n".join(picture(view, 80))
+    assert "starting" not in "\n".join(rendered(view, 80))
     view.phase("saving the checkpoint")
-    text = "\n".join(picture(view, 80))
+    text = "\n".join(rendered(view, 80))
     assert "saving the checkpoint" in text
     assert "step 57/200" in text
 
 
-def test_a_message_goes_above_the_live_area_and_the_cursor_comes_back() -> None:
+def test_a_message_appears_above_the_live_area_and_the_cursor_is_restored() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     view = LiveView(console, "t", clock)
@@ -124,7 +125,7 @@ def test_a_message_goes_above_the_live_area_and_the_cursor_comes_back() -> None:
 # ---------------------------------------------------------------------------------------------- plain lines
 
 
-def step(number: int) -> Row:
+def step(number: int) -> MetricsRow:
     metrics = {
         "reward/mean": 0.5,
         "tokens/trained": 1.0,
@@ -142,7 +143,7 @@ def plain(total: int, first: int = 0) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_short_run_prints_every_step_a_long_one_fewer_and_always_the_ends() -> None:
+def test_a_short_run_prints_every_step_and_a_long_one_fewer() -> None:
     assert len(plain(60)) == 60
     for total, first in ((200, 0), (301, 0), (5000, 0), (5003, 4000)):
         lines = plain(total, first)
@@ -172,7 +173,7 @@ def test_plain_lines_are_one_line_each_without_colour() -> None:
     assert "trained 1824 dropped 10" in lines[2]
 
 
-def test_the_mode_decides_and_auto_asks_the_terminal() -> None:
+def test_the_mode_selects_the_view_and_auto_depends_on_the_terminal() -> None:
     assert isinstance(make_view("auto", "t", Console(file=io.StringIO())), PlainView)
     assert isinstance(make_view("auto", "t", Console(file=io.StringIO(), force_terminal=True)), LiveView)
     assert isinstance(make_view("live", "t", Console(file=io.StringIO())), LiveView)
@@ -185,7 +186,7 @@ BEGUN = Restart("trainer", 2, 1000.0, "rank actor/0 died\nmore")
 BACK = replace(BEGUN, recovered_at=1008.4, detail="back to step 40 (version 5)")
 
 
-def test_a_restart_is_one_line_when_it_begins_and_one_when_it_is_over() -> None:
+def test_a_restart_is_one_line_at_its_begin_and_one_at_its_end() -> None:
     out = io.StringIO()
     view = PlainView(Console(file=out), clock)
     view.restart(BEGUN, BOARD)
@@ -196,18 +197,18 @@ def test_a_restart_is_one_line_when_it_begins_and_one_when_it_is_over() -> None:
     ]
 
 
-def test_the_picture_has_a_line_of_restarts_once_there_are_any() -> None:
+def test_the_live_view_has_a_line_for_restarts() -> None:
     board = replace(BOARD, restarts=(Restart("queue", 2, 1.0, "killed", 2.0), BEGUN))
-    lines = picture(live(board), 100)
+    lines = rendered(live(board), 100)
     assert len(lines) == 15
     assert any("queue 1   trainer 1   the trainer is being replaced: rank actor/0 died" in line for line in lines)
 
 
-def test_the_end_tells_of_restarts() -> None:
+def test_the_closing_summary_lists_restarts() -> None:
     builder = SummaryBuilder()
-    content = builder.build("completed", None, Totals(restarts=(BACK, Restart("queue", 2, 1.0, "killed", 2.0))))
+    content = builder.build("completed", None, RunTotals(restarts=(BACK, Restart("queue", 2, 1.0, "killed", 2.0))))
     assert "restarts  trainer 1, queue 1; recovered in 4.7 s (max 8.4 s)" in ending(content)
-    content = builder.build("failed", None, Totals(restarts=(BEGUN,)))
+    content = builder.build("failed", None, RunTotals(restarts=(BEGUN,)))
     assert "restarts  trainer 1" in ending(content) and "recovered" not in ending(content)
 
 
@@ -220,7 +221,9 @@ def summary(status: Any, error: Mapping[str, Any] | None = None) -> dict[str, An
         record = ValidationRecord(version, version, {"reward/mean": reward}, ())
         builder.add(validation_row(record, time_s=0.0, unix_s=0.0))
     builder.add(step(9))
-    return builder.build(status, error, Totals(201.0, Books(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25))
+    return builder.build(
+        status, error, RunTotals(201.0, SampleCounts(fed=3, trained=1, dropped={"stale": 2}), 10, 0.5, 0.25)
+    )
 
 
 def ending(content: Mapping[str, Any], *examples: Mapping[str, Any]) -> str:
@@ -230,7 +233,7 @@ def ending(content: Mapping[str, Any], *examples: Mapping[str, Any]) -> str:
     return out.getvalue()
 
 
-def test_the_end_tells_what_improved_where_it_is_and_one_sample() -> None:
+def test_the_closing_summary_shows_outcome_example_and_run_directory() -> None:
     before = {"prompt": "17+25=", "response": "[bold]31", "ground_truth": "42", "reward": 0.0}
     text = ending(summary("completed"), before, {**before, "response": "42", "reward": 1.0})
     for part in (
@@ -255,7 +258,7 @@ def test_a_failed_run_shows_the_error_and_the_end_of_its_traceback() -> None:
     assert "frame 10\n" not in text
 
 
-def test_a_wrong_configuration_shows_its_message_and_one_line_of_what_a_library_said() -> None:
+def test_a_configuration_error_shows_its_message_and_one_line_of_the_cause() -> None:
     cause = "Traceback (most recent call last):\n  frame 1\nOSError: no config.json\n  in that place\n"
     error = {"type": "ConfigError", "message": "model.path=x: is no model", "part": "run", "cause": cause}
     text = ending(summary("failed", error))
@@ -264,11 +267,6 @@ def test_a_wrong_configuration_shows_its_message_and_one_line_of_what_a_library_
     assert "frame" not in text and "Traceback" not in text
     assert "because" not in ending(summary("failed", {**error, "cause": ""}))
     assert "because" not in ending(summary("failed", {**error, "message": "model.path=x: no config.json"}))
-
-
-def test_a_run_that_never_started_ends_in_words_too() -> None:
-    text = ending(SummaryBuilder().build("interrupted", None, Totals(3.0)))
-    assert "interrupted after 0:03: step 0, version 0" in text
 
 
 # ---------------------------------------------------------------------------------------------- small pieces
@@ -287,12 +285,12 @@ def test_a_sparkline_rises_with_its_values() -> None:
     assert sparkline([3, 3, 3], 9) == "▁▁▁"
 
 
-def test_times_read_well() -> None:
-    assert [span(seconds) for seconds in (7, 754, 11045)] == ["0:07", "12:34", "3:04:05"]
+def test_durations_are_readable() -> None:
+    assert [elapsed(seconds) for seconds in (7, 754, 11045)] == ["0:07", "12:34", "3:04:05"]
     assert [short_s(seconds) for seconds in (0.0284, 1.44, 125)] == ["28 ms", "1.4 s", "2:05"]
 
 
-class Heard(View):
+class MessageView(View):
     def __init__(self) -> None:
         self.messages: list[tuple[str, str]] = []
 
@@ -300,14 +298,14 @@ class Heard(View):
         self.messages.append((level, text))
 
 
-def test_the_log_goes_to_its_file_and_the_view_from_its_level_on(tmp_path: Path) -> None:
-    view = Heard()
+def test_the_log_goes_to_file_and_view_from_its_level_on(tmp_path: Path) -> None:
+    view = MessageView()
     root = logging.getLogger()
     before = root.level, root.handlers[:]
     with logging_to(view, tmp_path, "warning"):
         logging.getLogger("a.b").info("too quiet")
-        logging.getLogger("asyncrl.cli.supervise").info("the trainer is replaced")
-        logging.getLogger("asyncrl.cli.supervise").debug("and more")
+        logging.getLogger("asyncrl.driver.supervision").info("the trainer is replaced")
+        logging.getLogger("asyncrl.driver.supervision").debug("and more")
         logging.getLogger("a.b").warning("a replica restarted")
         warnings.warn("odd", UserWarning, stacklevel=1)
     assert (root.level, root.handlers) == before
@@ -316,14 +314,14 @@ def test_the_log_goes_to_its_file_and_the_view_from_its_level_on(tmp_path: Path)
     text = (tmp_path / "driver.log").read_text()
     assert "WARNING a.b: a replica restarted" in text
     assert "too quiet" not in text
-    assert "INFO asyncrl.cli.supervise: the trainer is replaced" in text, "for who looks why, later"
+    assert "INFO asyncrl.driver.supervision: the trainer is replaced" in text
     assert "and more" not in text
 
 
-def test_a_log_that_cannot_be_written_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = Heard()
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = MessageView()
 
-    class Full:
+    class FullStream:
         def write(self, _: str) -> None:
             raise OSError(28, "No space left on device")
 
@@ -333,7 +331,7 @@ def test_a_log_that_cannot_be_written_says_so_once(tmp_path: Path, monkeypatch: 
 
     with logging_to(view, tmp_path, "warning"):
         file = logging.getLogger().handlers[0]
-        monkeypatch.setattr(file, "stream", Full())
+        monkeypatch.setattr(file, "stream", FullStream())
         logging.getLogger("a").warning("one")
         logging.getLogger("a").warning("two")
     assert [text for _, text in view.messages if "driver.log" in text] == [

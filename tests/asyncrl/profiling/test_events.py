@@ -1,4 +1,4 @@
-"""Events: what is recorded, what it carries, what is written where, and what happens when there are too many."""
+"""Events: recording, fields, forwarding, files and losses."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError
-from asyncrl.profiling import Profiler, Setup
-from asyncrl.profiling import events as registry
-from asyncrl.profiling.files import MAX_TEXT, EventFiles, Line, event_files
+from asyncrl.core.failures import BugError
+from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling import catalog as registry
+from asyncrl.profiling.files import MAX_TEXT, EventFiles, EventLine, event_files
 from asyncrl.profiling.profiler import MAX_DRAINED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def profiler(tmp_path: Path) -> Any:
     profiler = Profiler()
-    profiler.configure("rollouter", Setup("full", tmp_path / "events"))
+    profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     yield profiler
     profiler.close()
 
 
 def written(profiler: Profiler, tmp_path: Path) -> list[dict[str, Any]]:
-    """What is in the files, in the order of the files and their lines; `file` says which."""
+    """The events in all files, in order; `file` is their file."""
     profiler.flush()
     return [
         {**json.loads(line), "file": f"{path.parent.name}/{path.stem}"}
@@ -49,9 +49,9 @@ def written(profiler: Profiler, tmp_path: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ recording
 
 
-def test_a_span_says_what_took_how_long_when_and_for_whom(profiler: Profiler, tmp_path: Path) -> None:
+def test_a_span_records_time_duration_and_fields(profiler: Profiler, tmp_path: Path) -> None:
     before = time.time()
-    profiler.at(step=12, version=3)
+    profiler.set_position(step=12, version=3)
     with profiler.span("tool.execute", sample="sample_0_42", trajectory=1, turn=2, tool="search") as span:
         time.sleep(0.02)
         span.add(status="ok")
@@ -71,13 +71,13 @@ def test_a_span_says_what_took_how_long_when_and_for_whom(profiler: Profiler, tm
     }
 
 
-def test_a_span_that_fails_says_with_what_and_hides_nothing(profiler: Profiler, tmp_path: Path) -> None:
+def test_a_failing_span_records_the_error_and_raises(profiler: Profiler, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), profiler.span("tool.execute"):
         1 / 0  # noqa: B018
     assert written(profiler, tmp_path)[0]["error"] == "ZeroDivisionError"
 
 
-async def test_the_async_twin(profiler: Profiler, tmp_path: Path) -> None:
+async def test_a_span_is_an_async_context_manager(profiler: Profiler, tmp_path: Path) -> None:
     async with profiler.span("user.step", interaction="tutor") as span:
         await anyio.lowlevel.checkpoint()
         span.add(turn=1)
@@ -85,17 +85,17 @@ async def test_the_async_twin(profiler: Profiler, tmp_path: Path) -> None:
     assert (event["event"], event["interaction"], event["turn"]) == ("user.step", "tutor", 1)
 
 
-def test_moments_and_what_was_timed_elsewhere(profiler: Profiler, tmp_path: Path) -> None:
+def test_events_without_duration_and_events_timed_elsewhere(profiler: Profiler, tmp_path: Path) -> None:
     profiler.note("sample.ready", sample="sample_0_1", reward=np.float32(0.5), tokens=np.int64(3), versions=None)
     profiler.record("sync.load", 1000.25, 2.5, version=7)
-    profiler.took("sample.generate", 4.0)
+    profiler.record_ended("sample.generate", 4.0)
     ready, load, generate = sorted(written(profiler, tmp_path), key=lambda event: event["duration_s"])
     assert ready["duration_s"] == 0 and (ready["reward"], ready["tokens"]) == (0.5, 3) and "versions" not in ready
     assert (load["timestamp"], load["duration_s"], load["version"]) == (1000.25, 2.5, 7)
     assert abs(generate["timestamp"] + 4.0 - time.time()) < 5
 
 
-async def test_contexts_of_tasks_do_not_mix_and_reach_what_they_start(profiler: Profiler, tmp_path: Path) -> None:
+async def test_contexts_reach_child_tasks_and_no_other_tasks(profiler: Profiler, tmp_path: Path) -> None:
     started = anyio.Event()
 
     async def tool(number: int) -> None:
@@ -121,7 +121,7 @@ async def test_contexts_of_tasks_do_not_mix_and_reach_what_they_start(profiler: 
     assert Counter(event["trajectory"] for event in events) == {0: 19, 1: 19}
 
 
-def test_ones_own_field_counts_more_than_the_context(profiler: Profiler, tmp_path: Path) -> None:
+def test_fields_of_an_event_override_the_context(profiler: Profiler, tmp_path: Path) -> None:
     with profiler.context(sample="sample_0_1", version=1):
         profiler.note("sample.ready", sample="sample_0_2")
     event = written(profiler, tmp_path)[0]
@@ -129,40 +129,40 @@ def test_ones_own_field_counts_more_than_the_context(profiler: Profiler, tmp_pat
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_levels_record_what_belongs_to_them(level: registry.Level, tmp_path: Path) -> None:
+def test_a_level_records_its_events(level: registry.Level, tmp_path: Path) -> None:
     profiler = Profiler()
-    profiler.configure("x", Setup(level, tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings(level, tmp_path / "events"))
     for name in registry.EVENTS:
         with profiler.span(name) as span:
             span.add(tokens=1)
         profiler.note(name)
-        profiler.took(name, 0.0)
+        profiler.record_ended(name, 0.0)
         profiler.record(name, 0.0, 0.0)
         with profiler.context(sample="x"):
             assert profiler.records(name) == (name in registry.enabled(level))
     counts = Counter(event["event"] for event in written(profiler, tmp_path))
     assert counts == dict.fromkeys(registry.enabled(level), 4)
-    assert profiler.on == (level != "off")
+    assert profiler.enabled == (level != "off")
     profiler.close()
-    assert not profiler.on
+    assert not profiler.enabled
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_a_name_that_nobody_could_look_up_is_refused(level: registry.Level, tmp_path: Path) -> None:
+def test_an_unregistered_name_is_refused(level: registry.Level, tmp_path: Path) -> None:
     profiler = Profiler()
-    profiler.configure("x", Setup(level, tmp_path))
+    profiler.configure("x", ProfilerSettings(level, tmp_path))
     for record in (
         profiler.span,
         profiler.note,
-        lambda name: profiler.took(name, 0.0),
+        lambda name: profiler.record_ended(name, 0.0),
         lambda name: profiler.record(name, 0.0, 0.0),
     ):
-        with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*events\.py"):
+        with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*catalog\.py"):
             record("tool.exec")
     profiler.close()
 
 
-def test_the_page_of_events_is_current_and_every_event_is_explained() -> None:
+def test_the_page_of_events_is_current_and_complete() -> None:
     page = ROOT / "docs" / "events.md"
     assert page.read_text(encoding="utf-8") == registry.markdown(), "docs/events.md is stale: make docs"
     infos = [info for section in registry.SECTIONS.values() for info in section]
@@ -171,39 +171,39 @@ def test_the_page_of_events_is_current_and_every_event_is_explained() -> None:
     assert not any(extra in registry.FIELDS for info in infos for extra in info.extras)
 
 
-# ------------------------------------------------------------------------------------------------ away and home
+# ------------------------------------------------------------------------------------------------ forwarding
 
 
-def test_what_is_recorded_away_is_written_at_home(profiler: Profiler, tmp_path: Path) -> None:
-    away = Profiler()
-    away.configure("replica-a", Setup("summary"))
-    with away.span("request", request="sample_0_1/0-1", version=2):
+def test_forwarded_events_are_written_by_the_receiver(profiler: Profiler, tmp_path: Path) -> None:
+    sender = Profiler()
+    sender.configure("replica-a", ProfilerSettings("summary"))
+    with sender.span("request", request="sample_0_1/0-1", version=2):
         pass
-    away.note("turn.parse")
-    sent = json.loads(json.dumps(away.drain()))
-    assert len(sent) == 1 and away.drain() == []
-    profiler.at(step=4, version=9)
-    profiler.take("replica-a", sent)
+    sender.note("turn.parse")
+    sent = json.loads(json.dumps(sender.drain()))
+    assert len(sent) == 1 and sender.drain() == []
+    profiler.set_position(step=4, version=9)
+    profiler.ingest("replica-a", sent)
     event = written(profiler, tmp_path)[0]
     assert (event["file"], event["step"], event["version"]) == ("step_000004/replica-a", 4, 2)
     assert profiler.drain() == []
-    away.close()
+    sender.close()
 
 
-def test_nothing_is_taken_where_nothing_is_recorded(tmp_path: Path) -> None:
+def test_events_are_ignored_when_profiling_is_off(tmp_path: Path) -> None:
     profiler = Profiler()
-    profiler.configure("rollouter", Setup("off", tmp_path / "events"))
-    profiler.take("replica-a", [{"event": "request", "timestamp": 0, "duration_s": 0}])
+    profiler.configure("rollouter", ProfilerSettings("off", tmp_path / "events"))
+    profiler.ingest("replica-a", [{"event": "request", "timestamp": 0, "duration_s": 0}])
     profiler.flush()
     assert not (tmp_path / "events").exists()
 
 
 @given(st.lists(st.integers(min_value=0, max_value=30), max_size=20), st.integers(min_value=1, max_value=20))
-def test_too_many_are_counted_and_told(bursts: list[int], most: int) -> None:
-    """Between two answers a process holds `most`; every event is sent or told as dropped, once."""
+def test_dropped_events_are_counted_and_reported(bursts: list[int], most: int) -> None:
+    """A process buffers `most` events; every event is sent or reported as dropped, once."""
     profiler = Profiler()
-    profiler.configure("replica-a", Setup("summary", None, most))
-    recorded = sent = told = 0
+    profiler.configure("replica-a", ProfilerSettings("summary", None, most))
+    recorded = sent = reported = 0
     for burst in [*bursts, 0, 0]:
         for _ in range(burst):
             profiler.note("request")
@@ -212,14 +212,14 @@ def test_too_many_are_counted_and_told(bursts: list[int], most: int) -> None:
             if event["event"] == "request":
                 sent += 1
             else:
-                told += event["events"]
-    assert sent + told == recorded
-    assert profiler.status() == {"events": sent, "dropped": told, "own_dropped": told, "unsent": 0}
+                reported += event["events"]
+    assert sent + reported == recorded
+    assert profiler.status() == {"events": sent, "dropped": reported, "own_dropped": reported, "unsent": 0}
 
 
-def test_an_answer_carries_so_many() -> None:
+def test_an_answer_has_a_limited_number_of_events() -> None:
     profiler = Profiler()
-    profiler.configure("replica-a", Setup("summary"))
+    profiler.configure("replica-a", ProfilerSettings("summary"))
     for _ in range(MAX_DRAINED + 7):
         profiler.note("request")
     assert [len(profiler.drain()) for _ in range(3)] == [MAX_DRAINED, 7, 0]
@@ -234,49 +234,42 @@ def dropped(count: int) -> dict[str, Any]:
     [
         ([(2, 2), (3, 5), (1, 6)], 0),
         ([(2, 2), (1, 6), (1, 7), (1, 8)], 3),
-        ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # overtaken
-        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # late, after it was told; then as many are lost
-        ([(2, 502), (1, 503), (1, 504)], 0),  # most went to the Rollouter before this one
+        ([(2, 2), (1, 6), (3, 5), (1, 7)], 0),  # one answer overtook another
+        ([(2, 2), (1, 6), (1, 7), (3, 5), (1, 11), (1, 12)], 3),  # one arrives after it was reported
+        ([(2, 502), (1, 503), (1, 504)], 0),  # a previous receiver got the earlier ones
         ([(2, 2), (4, None), (1, 7), (1, 8)], 0),
         ([(2, 2), (2, None), (1, 7), (1, 8)], 2),
     ],
 )
-def test_what_was_sent_and_does_not_come_is_lost(
+def test_sent_events_that_do_not_arrive_are_lost(
     tmp_path: Path, answers: list[tuple[int, int | None]], lost: int
 ) -> None:
     profiler = Profiler()
-    profiler.configure("rollouter", Setup("full", tmp_path / "events"))
+    profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     request = {"event": "request", "timestamp": 0.0, "duration_s": 0.0}
     for count, sent in answers:
-        profiler.take("replica-a", [request] * count, sent=sent)
-        profiler.take("replica-b", [request] * 2)
+        profiler.ingest("replica-a", [request] * count, sent=sent)
+        profiler.ingest("replica-b", [request] * 2)
     events = written(profiler, tmp_path)
     assert profiler.status()["dropped"] == lost and profiler.status()["own_dropped"] == 0
-    told = [(event["file"], event["events"]) for event in events if event["event"] == "profiler.dropped"]
-    assert told == ([("step_000000/rollouter", lost)] if lost else [])
+    reported = [(event["file"], event["events"]) for event in events if event["event"] == "profiler.dropped"]
+    assert reported == ([("step_000000/rollouter", lost)] if lost else [])
     profiler.close()
 
 
-def test_what_others_have_dropped_is_told_though_their_word_of_it_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_reported_even_if_their_report_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
     profiler = Profiler()
-    profiler.configure("rollouter", Setup("full", tmp_path / "events", 1))
-    profiler.take("replica-a", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}, dropped(5)])
+    profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events", 1))
+    profiler.ingest("replica-a", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}, dropped(5)])
     assert written(profiler, tmp_path)[-1]["events"] == 6
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full_disk)
-        profiler.take("replica-a", [dropped(7)])
+        profiler.ingest("replica-a", [dropped(7)])
         profiler.flush()
-    told = sum(event.get("events", 0) for event in written(profiler, tmp_path))
-    assert told == profiler.status()["dropped"] == 6 + 8
+    reported = sum(event.get("events", 0) for event in written(profiler, tmp_path))
+    assert reported == profiler.status()["dropped"] == 6 + 8
     profiler.close()
-
-
-def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
-    profiler.take("replica-a", [dropped(5)])
-    assert profiler.status() == {"events": 1, "dropped": 5, "own_dropped": 0, "unsent": 0}
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -285,16 +278,16 @@ def test_what_others_have_dropped_is_in_the_status(profiler: Profiler) -> None:
 def test_each_step_has_its_directory_and_each_part_its_file(profiler: Profiler, tmp_path: Path) -> None:
     profiler.note("sample.ready")
     for step in range(1, 30):
-        profiler.at(step=step)
+        profiler.set_position(step=step)
         profiler.note("sample.ready")
-        profiler.take("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0}])
-    profiler.take("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0, "step": 3}])
+        profiler.ingest("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0}])
+    profiler.ingest("rank-actor-0", [{"event": "rank.call", "timestamp": 0.0, "duration_s": 0.0, "step": 3}])
     files = Counter(event["file"] for event in written(profiler, tmp_path))
     assert files["step_000000/rollouter"] == 1 and files["step_000003/rank-actor-0"] == 2
     assert len(files) == 59 and sum(files.values()) == 60
 
 
-def test_a_thread_writes_without_being_asked(profiler: Profiler, tmp_path: Path) -> None:
+def test_a_thread_writes_periodically(profiler: Profiler, tmp_path: Path) -> None:
     profiler.note("sample.ready")
     until = time.monotonic() + 30
     while not list(event_files(tmp_path)):
@@ -302,28 +295,19 @@ def test_a_thread_writes_without_being_asked(profiler: Profiler, tmp_path: Path)
         time.sleep(0.01)
 
 
-def test_what_is_left_is_written_at_the_end(tmp_path: Path) -> None:
-    profiler = Profiler()
-    profiler.configure("x", Setup("summary", tmp_path / "events"))
-    profiler.note("sample.ready")
-    profiler.close()
-    profiler.note("sample.ready")
-    assert len(written(profiler, tmp_path)) == 1
-
-
-def test_the_line_of_a_killed_process_does_not_damage_the_next(tmp_path: Path) -> None:
+def test_a_torn_line_does_not_damage_the_next(tmp_path: Path) -> None:
     path = tmp_path / "events" / "step_000000" / "x.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text('{"event": "sample.re')
     profiler = Profiler()
-    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     profiler.note("sample.ready")
     profiler.close()
     torn, whole = path.read_text().splitlines()
     assert torn == '{"event": "sample.re' and json.loads(whole)["event"] == "sample.ready"
 
 
-def test_a_full_disk_costs_events_and_nothing_else(
+def test_a_full_disk_costs_only_events(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = True
@@ -336,7 +320,7 @@ def test_a_full_disk_costs_events_and_nothing_else(
 
     profiler.close()
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
-    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     monkeypatch.setattr(os, "write", limited)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -356,24 +340,24 @@ def full_disk(descriptor: int, data: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_behind_a_torn_line_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_after_a_torn_line_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torn = tmp_path / "step_000000" / "x.jsonl"
     torn.parent.mkdir()
     torn.write_text('{"event": "sample.re')
     files = EventFiles(tmp_path)
     monkeypatch.setattr(os, "write", full_disk)
-    line = Line("x", {"event": "sample.ready"})
+    line = EventLine("x", {"event": "sample.ready"})
     assert files.write([line]) == [line]
     here = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     assert torn.resolve() not in here
 
 
-def test_a_disk_that_takes_a_part_keeps_whole_lines(
+def test_a_partial_write_leaves_complete_lines(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiler.close()
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
-    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     profiler.note("sample.ready", tokens=1)
     profiler.flush()
     write, room = os.write, 40
@@ -391,11 +375,11 @@ def test_a_disk_that_takes_a_part_keeps_whole_lines(
         profiler.note("sample.ready", tokens=2)
         profiler.flush()
     profiler.note("sample.ready", tokens=3)
-    told = [(event["event"], event.get("tokens"), event.get("events")) for event in written(profiler, tmp_path)]
-    assert told == [("sample.ready", 1, None), ("sample.ready", 3, None), ("profiler.dropped", None, 1)]
+    reported = [(event["event"], event.get("tokens"), event.get("events")) for event in written(profiler, tmp_path)]
+    assert reported == [("sample.ready", 1, None), ("sample.ready", 3, None), ("profiler.dropped", None, 1)]
 
 
-class Odd:
+class BrokenRepr:
     def __repr__(self) -> str:
         raise RuntimeError("no words")
 
@@ -407,14 +391,12 @@ class Odd:
         ({(1, 2): 3}, "{(1, 2): 3}"),
         (float("nan"), None),
         (np.float32("inf"), None),
-        (Odd(), "Odd"),
+        (BrokenRepr(), "BrokenRepr"),
         ("x" * 5000, "x" * MAX_TEXT),
         ([1, 2], [1, 2]),
     ],
 )
-def test_whatever_somebody_puts_into_a_field_the_line_can_be_read(
-    profiler: Profiler, tmp_path: Path, value: Any, read: Any
-) -> None:
+def test_a_line_is_valid_json_for_any_field_value(profiler: Profiler, tmp_path: Path, value: Any, read: Any) -> None:
     with profiler.span("tool.execute", tool="t") as span:
         span.add(scores=value, turn=1)
     profiler.note("sample.ready", step="seven")
@@ -434,18 +416,20 @@ def test_whatever_somebody_puts_into_a_field_the_line_can_be_read(
         (["\ud800", 1], ["?", 1]),
     ],
 )
-def test_half_a_character_is_not_written(profiler: Profiler, tmp_path: Path, text: Any, read: Any) -> None:
-    """A model may call a tool of any name, and `json.loads` takes it."""
+def test_lone_surrogates_are_replaced(profiler: Profiler, tmp_path: Path, text: Any, read: Any) -> None:
+    """A model may call a tool by any name, and `json.loads` accepts surrogates."""
     profiler.note("tool.execute", tool=text)
     (event,) = written(profiler, tmp_path)
     assert event["tool"] == read
 
 
-@pytest.mark.parametrize("at_home", [True, False])
-def test_texts_are_cut_before_they_wait(tmp_path: Path, at_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("writes", [True, False])
+def test_long_texts_are_cut_before_they_are_buffered(
+    tmp_path: Path, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
     profiler = Profiler()
-    profiler.configure("x", Setup("full", tmp_path if at_home else None))
+    profiler.configure("x", ProfilerSettings("full", tmp_path if writes else None))
     tracemalloc.start()
     for number in range(20):
         with profiler.span("tool.execute", turn=number) as span:
@@ -458,7 +442,7 @@ def test_texts_are_cut_before_they_wait(tmp_path: Path, at_home: bool, monkeypat
     assert held < 1_000_000
 
 
-def test_an_event_that_cannot_be_encoded_is_lost_alone_and_told_once(
+def test_an_event_that_cannot_be_encoded_is_lost_alone_and_reported_once(
     profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -467,7 +451,7 @@ def test_an_event_that_cannot_be_encoded_is_lost_alone_and_told_once(
             profiler.record("request", started_at=cast(float, None), duration_s=1.0)
             profiler.note("sample.ready", tokens=10**5000)
             profiler.note("sample.ready", tokens=2)
-            profiler.take("\0", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}])
+            profiler.ingest("\0", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}])
             profiler.flush()
     events = written(profiler, tmp_path)
     assert [event["tokens"] for event in events if event["event"] == "sample.ready"] == [1, 2] * 2
@@ -475,7 +459,7 @@ def test_an_event_that_cannot_be_encoded_is_lost_alone_and_told_once(
     assert caplog.text.count("cannot be encoded") == caplog.text.count("nor others like it") == 1
 
 
-def test_whatever_goes_wrong_the_thread_writes_on(
+def test_the_writing_thread_survives_any_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = EventFiles.write
@@ -488,7 +472,7 @@ def test_whatever_goes_wrong_the_thread_writes_on(
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
     monkeypatch.setattr(EventFiles, "write", fail)
     profiler = Profiler()
-    profiler.configure("x", Setup("full", tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings("full", tmp_path / "events"))
     profiler.note("sample.ready", tokens=1)
     for _ in range(3):
         assert failed.acquire(timeout=30)
@@ -503,7 +487,7 @@ def test_whatever_goes_wrong_the_thread_writes_on(
     assert caplog.text.count("events cannot be written") == 1
 
 
-def test_a_writer_that_is_late_leaves_the_next_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_writer_does_not_affect_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, go_on = threading.Event(), threading.Event()
     in_time: list[bool] = []
     write = EventFiles.write
@@ -518,26 +502,24 @@ def test_a_writer_that_is_late_leaves_the_next_run_alone(tmp_path: Path, monkeyp
     monkeypatch.setattr("asyncrl.profiling.profiler.CLOSE_S", 0.01)
     monkeypatch.setattr(EventFiles, "write", slow)
     profiler = Profiler()
-    profiler.configure("x", Setup("summary", tmp_path / "old" / "events"))
-    late = profiler._thread
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "old" / "events"))
+    late = profiler._writer._thread if profiler._writer is not None else None
     profiler.note("sample.ready")
     assert writing.wait(30) and late is not None
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
-    profiler.configure("x", Setup("summary", tmp_path / "new" / "events"))
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "new" / "events"))
     profiler.note("sample.ready", tokens=1)
     profiler.flush()
     profiler.note("sample.ready", tokens=2)
     go_on.set()
     late.join(30)
-    assert in_time[0], "nobody waits for the other's disk"
+    assert in_time[0], "the new run does not wait for the old disk"
     assert [event["tokens"] for event in written(profiler, tmp_path / "new")] == [1, 2]
     assert profiler.status() == {"events": 2, "dropped": 0, "own_dropped": 0, "unsent": 0}
     profiler.close()
 
 
-def test_what_is_recorded_while_the_last_lines_are_written_is_written_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_recorded_during_the_last_write_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, go_on = threading.Event(), threading.Event()
     write = os.write
 
@@ -548,7 +530,7 @@ def test_what_is_recorded_while_the_last_lines_are_written_is_written_too(
 
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
     profiler = Profiler()
-    profiler.configure("x", Setup("summary", tmp_path / "events"))
+    profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     monkeypatch.setattr(os, "write", slow)
     profiler.note("sample.ready", tokens=1)
     assert writing.wait(30)
@@ -574,24 +556,7 @@ def test_many_threads_record_at_once(profiler: Profiler, tmp_path: Path) -> None
     assert len(found) == 4000 and set(found.values()) == {1}
 
 
-def test_a_sink_is_given_what_is_written_and_one_that_fails_is_left_out(
-    profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    given: list[str] = []
-
-    def bad(lines: Any) -> None:
-        raise ConnectionError("gone")
-
-    profiler.add_sink(lambda lines: given.extend(line.event["event"] for line in lines))
-    profiler.add_sink(bad)
-    for _ in range(2):
-        profiler.note("sample.ready")
-        profiler.flush()
-    assert given == ["sample.ready"] * 2 and len(written(profiler, tmp_path)) == 2
-    assert caplog.text.count("could not be sent on") == 1
-
-
-def test_the_gpu_is_waited_for_only_where_it_is_asked_for(profiler: Profiler) -> None:
+def test_only_spans_with_sync_wait_for_the_gpu(profiler: Profiler) -> None:
     calls: list[int] = []
     profiler.synchronize = lambda: calls.append(1)
     with profiler.span("rank.forward"):

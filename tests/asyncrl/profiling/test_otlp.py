@@ -1,4 +1,4 @@
-"""Events as OpenTelemetry spans, to a collector that is a small server here; a dead one holds nothing up."""
+"""Events as OpenTelemetry spans, sent to a small server; a dead one blocks nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.sections.run import ProfilerConfig
-from asyncrl.profiling import Profiler, Setup
-from asyncrl.profiling.files import Line
+from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling.files import EventLine
 from asyncrl.profiling.otlp import MAX_BATCH, OtlpSink, trace_id
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """Takes spans at `url`. `status`: what it answers."""
+    """A server that accepts spans at `url` and answers with `status`."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -71,8 +71,8 @@ def collector() -> Iterator[Collector]:
     found.close()
 
 
-def line(part: str = "rollouter", **fields: Any) -> Line:
-    return Line(part, {"timestamp": 1000.5, "event": "trajectory", "duration_s": 0.25, **fields})
+def line(part: str = "rollouter", **fields: Any) -> EventLine:
+    return EventLine(part, {"timestamp": 1000.5, "event": "trajectory", "duration_s": 0.25, **fields})
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -104,16 +104,16 @@ def test_events_are_spans_with_their_fields(collector: Collector) -> None:
     assert len({span.span_id for _, span in found}) == 4
 
 
-def test_a_trace_is_of_one_run() -> None:
+def test_traces_differ_between_runs() -> None:
     assert trace_id("a", "sample_0_1", 1) == trace_id("a", "sample_0_1", 2)
     ids = {trace_id(run, sample, 1) for run in "ab" for sample in ("sample_0_1", None)} | {trace_id("a", None, 2)}
     assert len(ids) == 5 and all(0 < one < 1 << 128 for one in ids)
 
 
-def test_it_takes_what_a_profiler_writes(collector: Collector, tmp_path: Path) -> None:
+def test_a_profiler_sends_its_events(collector: Collector, tmp_path: Path) -> None:
     profiler = Profiler()
     config = ProfilerConfig(otlp_endpoint=collector.url)
-    profiler.configure("rollouter", Setup.of(config, tmp_path / "small-1"))
+    profiler.configure("rollouter", ProfilerSettings.of(config, tmp_path / "small-1"))
     with profiler.span("tool.execute", sample="sample_0_1", turn=1, tool="search"):
         pass
     profiler.close()
@@ -135,70 +135,72 @@ def test_many_events_go_in_batches(collector: Collector) -> None:
 def test_a_collector_that_refuses_costs_spans_and_one_warning(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector.status = 400  # not one of those that are tried again
+    collector.status = 400  # not retried
     sink = OtlpSink(collector.url, "rollouter", "small-1")
     with caplog.at_level(logging.INFO):
         sink([line(), line()])
         sink.close()
     assert sink.lost == 2
     assert messages(caplog) == [
-        f"profiler.otlp_endpoint: events for {collector.url} are lost: it does not take them",
+        f"profiler.otlp_endpoint: events for {collector.url} are lost: it does not accept them",
         f"{collector.url} lacks 2 events of this run",
     ]
 
 
-def test_a_dead_collector_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_collector_blocks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     exporting, go = threading.Event(), threading.Event()
 
-    class Dead:
+    class DeadExporter:
         def export(self, spans: Any) -> Any:
             exporting.set()
             go.wait(30)
-            raise ConnectionError("nobody is there")
+            raise ConnectionError("no answer")
 
         def shutdown(self) -> None:
             go.set()
 
-    exporter: Any = Dead()
+    exporter: Any = DeadExporter()
     sink = OtlpSink("http://127.0.0.1:9/v1/traces", "rollouter", "r", max_events=5, make_exporter=lambda: exporter)
     sink([line()])
     assert exporting.wait(10)
-    for _ in range(4):  # five wait, the rest is lost
+    for _ in range(4):  # five are queued, the rest is lost
         sink([line(), line()])
     assert sink.lost == 3
     started = time.monotonic()
     sink.close(0.2)
     assert time.monotonic() - started < 5
-    assert messages(caplog)[0].endswith("are lost: more events come than it takes")
+    assert messages(caplog)[0].endswith("are lost: events come faster than it accepts them")
     sink([line()])  # after the end: counted, not kept
     assert sink.lost >= 4
 
 
-def test_half_a_character_costs_no_batch(collector: Collector) -> None:
+def test_a_lone_surrogate_costs_no_batch(collector: Collector) -> None:
     sink = OtlpSink(collector.url, "rollouter", "small-1")
     sink([line(tool="\ud800add"), line(tool="größer 😀")])
     sink.close()
-    told = sorted(attribute.value.string_value for _, span in collector.spans() for attribute in span.attributes)
-    assert sink.lost == 0 and told == ["?add", "größer 😀"]
+    values = sorted(attribute.value.string_value for _, span in collector.spans() for attribute in span.attributes)
+    assert sink.lost == 0 and values == ["?add", "größer 😀"]
 
 
-def test_what_is_not_sent_is_in_the_status(collector: Collector, tmp_path: Path) -> None:
+def test_the_status_counts_unsent_events(collector: Collector, tmp_path: Path) -> None:
     collector.status = 400
     profiler = Profiler()
-    profiler.configure("rollouter", Setup.of(ProfilerConfig(otlp_endpoint=collector.url), tmp_path / "small-1"))
+    profiler.configure(
+        "rollouter", ProfilerSettings.of(ProfilerConfig(otlp_endpoint=collector.url), tmp_path / "small-1")
+    )
     profiler.note("sample.ready")
     profiler.flush()
     assert (profiler.status()["unsent"], profiler.status()["dropped"]) == (1, 0)
     profiler.close()
 
 
-def test_without_an_endpoint_none_is_made(tmp_path: Path) -> None:
-    assert Setup.of(ProfilerConfig(), tmp_path).otlp_endpoint is None
-    away = Setup.of(ProfilerConfig(otlp_endpoint="http://127.0.0.1:9"), None)
+def test_only_the_writing_process_has_an_endpoint(tmp_path: Path) -> None:
+    assert ProfilerSettings.of(ProfilerConfig(), tmp_path).otlp_endpoint is None
+    away = ProfilerSettings.of(ProfilerConfig(otlp_endpoint="http://127.0.0.1:9"), None)
     assert away.otlp_endpoint is None
 
 
-def test_an_exporter_that_cannot_be_made_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_exporter_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     def make() -> Any:
         raise ImportError("no opentelemetry")
 

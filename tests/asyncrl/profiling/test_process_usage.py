@@ -1,4 +1,4 @@
-"""How late an event loop is, on a clock of the test's."""
+"""The lag of an event loop on a fake clock, and the measurement of a process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.health import processes
-from asyncrl.health.lag import EVERY_S, WINDOW_S, LagMonitor
-from asyncrl.health.processes import OwnHealth
-from asyncrl.profiling import Profiler, Setup
+from asyncrl.profiling import Profiler, ProfilerSettings
+from asyncrl.profiling import process_usage as processes
+from asyncrl.profiling.process_usage import TICK_S, WINDOW_S, LoopLagMonitor, ProcessMonitor
 
 
-class Timers(asyncio.AbstractEventLoop):
-    """A loop that runs its one timer when the test says so."""
+class FakeTimerLoop(asyncio.AbstractEventLoop):
+    """A loop that runs its one timer on `turn`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -33,16 +32,16 @@ class Timers(asyncio.AbstractEventLoop):
         self.timer = None
 
     def turn(self, late_s: float = 0.0) -> None:
-        """The timer runs, so late."""
+        """Run the timer `late_s` too late."""
         assert self.timer is not None
         due_s, callback, args = self.timer
         self.now_s = due_s + late_s
         callback(*args)  # type: ignore[operator]
 
 
-def watched(profiler: Profiler | None = None) -> tuple[Timers, LagMonitor]:
-    loop = Timers()
-    monitor = LagMonitor("queue", clock=lambda: loop.now_s, profiler=profiler or Profiler())
+def watched(profiler: Profiler | None = None) -> tuple[FakeTimerLoop, LoopLagMonitor]:
+    loop = FakeTimerLoop()
+    monitor = LoopLagMonitor("queue", clock=lambda: loop.now_s, profiler=profiler or Profiler())
     asyncio._set_running_loop(loop)
     try:
         monitor.start()
@@ -51,7 +50,7 @@ def watched(profiler: Profiler | None = None) -> tuple[Timers, LagMonitor]:
     return loop, monitor
 
 
-def test_the_longest_standstill_of_the_window_is_told_and_then_forgotten() -> None:
+def test_the_longest_lag_of_the_window_is_reported_and_then_forgotten() -> None:
     loop, monitor = watched()
     for late_s in (0.01, 0.4, 0.02, 0.2, 0.0):
         loop.turn(late_s)
@@ -65,23 +64,23 @@ def test_the_longest_standstill_of_the_window_is_told_and_then_forgotten() -> No
     assert (monitor.worst_s() or 0.0) < 1e-9
 
 
-def test_a_standstill_that_goes_on_counts() -> None:
+def test_a_lasting_lag_counts() -> None:
     loop, monitor = watched()
     loop.turn()
-    loop.now_s += EVERY_S + 7.0
+    loop.now_s += TICK_S + 7.0
     assert abs((monitor.worst_s() or 0.0) - 7.0) < 1e-9
 
 
-def test_what_is_kept_stays_small() -> None:
+def test_the_monitor_remembers_a_bounded_number_of_delays() -> None:
     loop, monitor = watched()
     for number in range(5000):
         loop.turn(0.001 * (number % 90))
-    assert len(monitor._late) <= WINDOW_S / EVERY_S + 1
+    assert len(monitor._delays) <= WINDOW_S / TICK_S + 1
 
 
-def test_a_stall_is_an_event_and_a_short_wait_is_none() -> None:
+def test_a_stall_is_an_event_and_a_short_delay_is_not() -> None:
     profiler = Profiler()
-    profiler.configure("queue", Setup("summary", None, 10))
+    profiler.configure("queue", ProfilerSettings("summary", None, 10))
     loop, _ = watched(profiler)
     loop.turn(0.05)
     loop.turn(0.25)
@@ -91,7 +90,7 @@ def test_a_stall_is_an_event_and_a_short_wait_is_none() -> None:
     profiler.close()
 
 
-def test_stopped_it_knows_nothing_and_leaves_nothing_behind() -> None:
+def test_a_stopped_monitor_has_no_value_and_no_timer() -> None:
     loop, monitor = watched()
     loop.turn(1.0)
     monitor.stop()
@@ -99,8 +98,8 @@ def test_stopped_it_knows_nothing_and_leaves_nothing_behind() -> None:
     monitor.stop()
 
 
-async def test_a_real_loop_that_is_blocked_is_seen_from_a_thread() -> None:
-    monitor = LagMonitor("driver", profiler=Profiler())
+async def test_a_thread_can_see_that_a_real_loop_is_blocked() -> None:
+    monitor = LoopLagMonitor("driver", profiler=Profiler())
     monitor.start()
     monitor.start()
     seen: list[float] = []
@@ -117,21 +116,21 @@ async def test_a_real_loop_that_is_blocked_is_seen_from_a_thread() -> None:
     monitor.stop()
 
 
-async def test_a_process_tells_of_itself() -> None:
-    own = OwnHealth("driver")
-    told = own.tell()
-    assert told is not None and told.rss_bytes > 1 << 20 and told.lag_s is not None and told.dropped_events >= 0
+async def test_a_process_measures_itself() -> None:
+    own = ProcessMonitor("driver")
+    health = own.measure()
+    assert health is not None and health.rss_bytes > 1 << 20 and health.lag_s is not None and health.dropped_events >= 0
     own.stop()
-    last = OwnHealth("gone", pid=2**30).tell()
+    last = ProcessMonitor("gone", pid=2**30).measure()
     assert last is None
 
 
-def test_a_process_tells_of_the_events_that_it_dropped_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    home = Profiler()
-    home.configure("rollouter", Setup("summary", tmp_path, 100))
+def test_a_process_reports_only_its_own_dropped_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profiler = Profiler()
+    profiler.configure("rollouter", ProfilerSettings("summary", tmp_path, 100))
     sent = {"timestamp": 0.0, "event": "profiler.dropped", "duration_s": 0.0, "events": 7}
-    home.take("replica-a", [sent])
-    monkeypatch.setattr(processes, "profile", home)
-    told = OwnHealth("rollouter").tell()
-    assert home.status()["dropped"] == 7 and told is not None and told.dropped_events == 0
-    home.close()
+    profiler.ingest("replica-a", [sent])
+    monkeypatch.setattr(processes, "profile", profiler)
+    health = ProcessMonitor("rollouter").measure()
+    assert profiler.status()["dropped"] == 7 and health is not None and health.dropped_events == 0
+    profiler.close()

@@ -12,13 +12,14 @@ import pytest
 import ray
 from ray.exceptions import OwnerDiedError
 
-from asyncrl.failures import BugError, DeadlineError, InfraError
-from asyncrl.payload_objects import PayloadRef, RayPayloads
-from asyncrl.ports import Lease
-from asyncrl.queue_actor import QueueActor, QueueClient, start_queue
-from asyncrl.sample_queue import Caller, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
+from asyncrl.core.failures import BugError, DeadlineError, InfraError
+from asyncrl.core.ports import Lease
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
+from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
+from asyncrl.queue.operations import DropSamples, Operation, QueueOptions
+from asyncrl.queue.payloads import PayloadRef, RayPayloads
+from asyncrl.queue.sample_queue import QueueCaller
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,8 +75,8 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
     await client.release(lease.lease_id)
     await client.drop(lease.samples[7].meta.sample_id, DropReason.FILTERED)
     status = await client.status()
-    books = status.books
-    assert (books.fed, books.ready, books.trained, books.dropped["filtered"]) == (10, 3, 6, 1)
+    counts = status.counts
+    assert (counts.fed, counts.ready, counts.trained, counts.dropped["filtered"]) == (10, 3, 6, 1)
     assert status.health is not None and status.health.rss_bytes > 1 << 20 and status.health.lag_s is not None
     assert len((await client.mark(1)).outstanding) == 3
     await client.close()
@@ -86,7 +87,7 @@ async def test_samples_go_from_one_side_to_the_other(actor: Any) -> None:
 async def test_the_actor_holds_references_not_payloads() -> None:
     class Spy(QueueActor):
         async def kinds(self) -> list[str]:
-            return [type(entry.payload.ref).__name__ for entry in self._queue.state._entries.values()]
+            return [type(entry.payload.ref).__name__ for entry in self._queue.state.entries.values()]
 
     handle: Any = ray.remote(Spy).options(num_cpus=0).remote(TEN)
     client, payloads = QueueClient(handle, 30), RayPayloads(30)
@@ -110,8 +111,8 @@ async def test_an_illegal_transition_arrives_as_it_was_raised(actor: Any) -> Non
 
     outcomes = await asyncio.gather(offer(meta), offer(SampleMeta(good, 0, 0, 1, 1, 1)), offer(meta))
     assert outcomes[1] == "taken", "one bad offer does not spoil those that travel with it"
-    assert outcomes[0] == outcomes[2] == "illegal transition: finish of sample_0_77, which is never fed"
-    with pytest.raises(BugError, match="lease 5 was never given") as caught:
+    assert outcomes[0] == outcomes[2] == "illegal transition: offer of sample_0_77, which is never fed"
+    with pytest.raises(BugError, match="lease 5 was never granted") as caught:
         await client.release(5)
     assert type(caught.value) is BugError
 
@@ -144,11 +145,11 @@ async def test_a_cancelled_wait_leaks_no_permit(actor: Any) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: client.admit(1, timeout_s=30))
         await anyio.sleep(0.02)
-        actor.drop.remote(client._caller, first, DropReason.FAILED)
+        actor.call.remote(client._caller, DropSamples(DropReason.FAILED, (first,)))
         tasks.cancel_scope.cancel()
     admission = await client.admit(1, timeout_s=5)
     assert [sample_id.index for sample_id in admission.sample_ids] == [2]
-    assert (await client.status()).books.running == 1
+    assert (await client.status()).counts.running == 1
 
 
 async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
@@ -167,16 +168,16 @@ async def test_a_cancelled_lease_is_given_back(actor: Any) -> None:
     status = await client.status()
     # The answer may have won the race against the cancellation: then the caller has the lease, and keeps it.
     ready, leased = (0, 4) if taken else (4, 0)
-    assert (status.books.ready, status.books.leased, status.waiting) == (ready, leased, {})
+    assert (status.counts.ready, status.counts.leased, status.waiting) == (ready, leased, {})
 
 
 async def test_an_actor_that_does_not_answer_is_a_deadline_error() -> None:
     class Wedged:
-        async def status(self, caller: Caller) -> None:
+        async def call(self, caller: QueueCaller, operation: Operation, timeout_s: float | None) -> None:
             await asyncio.Event().wait()
 
     handle: Any = ray.remote(Wedged).options(num_cpus=0).remote()
-    with pytest.raises(DeadlineError, match=r"did not answer `status` within 0\.5 s"):
+    with pytest.raises(DeadlineError, match=r"did not answer `ReadStatus` within 0\.5 s"):
         await QueueClient(handle, 0.5).status()
     ray.kill(handle)
 

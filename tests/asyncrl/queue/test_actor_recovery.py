@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import ray
 
-from asyncrl.failures import DeadlineError, DiskFullError, FencedError, InfraError
-from asyncrl.journal_reader import read_books, read_head, read_samples
-from asyncrl.payload_files import FilePayloads
-from asyncrl.payloads import FileRef
-from asyncrl.queue_actor import QueueActor, QueueClient, start_queue
-from asyncrl.sample_queue import QueueOptions
-from asyncrl.segments import segment_sizes
-from asyncrl.staleness import Pacing
-from asyncrl.turn_files import FileTurns
-from asyncrl.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
+from asyncrl.core.failures import DeadlineError, DiskFullError, FencedError, InfraError
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import DropReason, FinishReason, Row, Sample, SampleId, SampleMeta, Span, sample_meta
+from asyncrl.queue.actor import QueueActor, QueueClient, start_queue
+from asyncrl.queue.journal_reader import read_head, read_sample_counts, read_samples
+from asyncrl.queue.operations import AdmitSamples, QueueOptions
+from asyncrl.queue.payloads import FilePayloads
+from asyncrl.queue.turn_log import FileTurns
+from asyncrl.storage.sample_bytes import FileRef
+from asyncrl.storage.segments import segment_sizes
 from tests.fakes.samples import make_turn
 
 pytestmark = pytest.mark.asyncio
@@ -113,15 +113,15 @@ async def test_both_sides_go_on_over_kills_at_random_moments(actor: Any, tmp_pat
             tasks.start_soon(consume)
             tasks.start_soon(kill_now_and_then)
     status = await driver.status()
-    books = status.books
-    assert len(trained) == len(set(trained)) == books.trained
-    assert books.fed == books.running + books.ready + books.leased + books.trained + books.num_dropped
-    assert (books.running, books.leased) == (0, 0)
+    counts = status.counts
+    assert len(trained) == len(set(trained)) == counts.trained
+    assert counts.fed == counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
+    assert (counts.running, counts.leased) == (0, 0)
     records = list(await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path))))
     assert {record.sample_id for record in records if record.state == "trained"} == set(trained)
     assert all(record.num_commits == (record.state == "trained") for record in records)
-    assert await anyio.to_thread.run_sync(read_books, tmp_path) == books
-    assert status.told == ()
+    assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
+    assert status.notices == ()
 
 
 async def test_a_killed_queue_remembers_everything(actor: Any, tmp_path: Path) -> None:
@@ -134,16 +134,16 @@ async def test_a_killed_queue_remembers_everything(actor: Any, tmp_path: Path) -
     lease = await trainer.lease(3, trainer_version=0, timeout_s=5)
     await trainer.commit(lease.lease_id, [lease.samples[0].meta.sample_id])
     await rollouter.set_applied_version(1)
-    caller = rollouter._caller._replace(ask="carried out, and its answer lost")
-    admission = await actor.admit.remote(caller, 3, 5.0)
+    caller, request = rollouter._caller, AdmitSamples(3, "carried out, and its answer lost")
+    admission = await actor.call.remote(caller, request, 5.0)
     before = await trainer.status()
     pid = await kill(trainer)
     after = await trainer.status()
     assert after.pid != pid
-    assert (after.books, after.version, after.journal_seq, after.payload_bytes) == (
-        before.books, 1, before.journal_seq, 500,
+    assert (after.counts, after.version, after.journal_seq, after.payload_bytes) == (
+        before.counts, 1, before.journal_seq, 500,
     )  # fmt: skip
-    assert await actor.admit.remote(caller._replace(again=True), 3, 5.0) == admission
+    assert await actor.call.remote(caller._replace(retried=True), request, 5.0) == admission
     await trainer.release(lease.lease_id)
     again = await trainer.lease(4, trainer_version=1, timeout_s=5)
     assert [queued.meta.sample_id.index for queued in again.samples] == [5, 4, 3, 2], "completion order"
@@ -166,7 +166,7 @@ async def test_a_cancelled_ask_takes_nothing_with_it_over_a_kill(actor: Any) -> 
         await kill(client)
         tasks.cancel_scope.cancel()
     status = await client.status()
-    assert (status.books.running, status.waiting) == (32, {})
+    assert (status.counts.running, status.waiting) == (32, {})
 
 
 def make_sample(sample_id: SampleId) -> Sample:
@@ -240,11 +240,11 @@ async def test_a_rewind_hands_out_again_what_was_trained_since(actor: Any) -> No
     lease = await client.lease(2, trainer_version=0, timeout_s=5)
     assert [queued.meta.sample_id.index for queued in lease.samples] == [3, 4]
     status = await client.status()
-    assert (status.lineage, status.books.trained, status.books.leased) == (1, 2, 2)
+    assert (status.lineage, status.counts.trained, status.counts.leased) == (1, 2, 2)
     # Back behind what is covered: those payloads are gone, so they are fed again.
     await client.rewind(0, version=0, lineage=2, total_samples=None)
     assert [i.index for i in (await client.admit(2, timeout_s=5)).sample_ids] == [1, 2]
-    assert (await client.status()).books.trained == 0
+    assert (await client.status()).counts.trained == 0
 
 
 async def test_a_queue_without_a_journal_that_dies_is_gone_at_once() -> None:
@@ -272,7 +272,7 @@ async def test_a_journal_that_is_lost_under_a_living_run_ends_it_in_words(actor:
 async def test_a_full_disk_is_told_to_everybody(tmp_path: Path) -> None:
     class Small(QueueActor):
         async def fill(self) -> None:
-            connection = self._queue._journal._connection  # type: ignore[union-attr]
+            connection = self._queue._core.log._connection  # type: ignore[union-attr]
             [pages] = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count = {pages}")
 

@@ -18,19 +18,27 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
-from asyncrl.journal import Journal
-from asyncrl.journal_file import meta_crc
-from asyncrl.journal_reader import read_books, read_head, read_samples
-from asyncrl.lineage import Line
-from asyncrl.payloads import FileRef
-from asyncrl.ports import Books, QueuedSample, QueueSnapshot
-from asyncrl.recovery import QueueState
-from asyncrl.sample_queue import LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.transitions import Admitted, Committed, Dropped, Finished, Leased, Marked, Transition
-from asyncrl.types import DropReason, SampleId, SampleMeta
-from asyncrl.wal import survey
+from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.journal_reader import meta_crc, read_head, read_sample_counts, read_samples
+from asyncrl.queue.operations import (
+    CommitSamples,
+    DropSamples,
+    LeaseGranted,
+    MarkCheckpoint,
+    OfferSamples,
+    Operation,
+    PermitsGranted,
+    apply,
+)
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.queue.state import QueueState
+from asyncrl.queue.wal_survey import survey
+from asyncrl.storage.checkpoint_manifest import LineageHistory
+from asyncrl.storage.sample_bytes import FileRef
 from tests.fakes.queues import end, replay
 
 PROMPTS = 7
@@ -41,29 +49,29 @@ def open_journal(path: Path, restore: QueueSnapshot | None = None, *, continuing
     return Journal.open(path, num_prompts=PROMPTS, identity={"seed": 1}, restore=restore, continuing=continuing)
 
 
-def transition(number: int) -> list[Transition]:
+def operations_of(number: int) -> list[Operation]:
     """The life of one sample, which is its own batch."""
     sample_id = SampleId((number - 1) // PROMPTS, number)
     queued = QueuedSample(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", number))
     ids = (sample_id,)
     return [
-        Admitted(f"ask {number}", ids),
-        Finished((queued,)),
-        Leased("", number, ids, False),
-        Committed(number, ids),
-        Marked(number),
+        PermitsGranted(f"ask {number}", ids),
+        OfferSamples((queued,)),
+        LeaseGranted("", number, ids, False),
+        CommitSamples(number, ids),
+        MarkCheckpoint(number),
     ]
 
 
-HISTORY = [step for number in range(1, 41) for step in transition(number)]
+HISTORY = [step for number in range(1, 41) for step in operations_of(number)]
 
 
-async def write(path: Path, transitions: list[Transition], *, per_commit: int = 1, close: bool = True) -> None:
+async def write(path: Path, operations: list[Operation], *, per_commit: int = 1, close: bool = True) -> None:
     journal = open_journal(path)
-    for number, step in enumerate(transitions, 1):
-        journal.state.apply(step)
+    for number, step in enumerate(operations, 1):
+        apply(step, journal.state)
         seq = journal.append(step)
-        if number % per_commit == 0 or number == len(transitions):
+        if number % per_commit == 0 or number == len(operations):
             await journal.flushed(seq)
     if close:
         await end(journal)
@@ -109,14 +117,14 @@ def prefixes() -> dict[str, int]:
     state = fresh()
     found = {json.dumps(state.dump()): 0}
     for number, step in enumerate(HISTORY, 1):
-        state.apply(step)
+        apply(step, state)
         found[json.dumps(state.dump())] = number
     return found
 
 
 def reopen(path: Path, restore: QueueSnapshot | None = None) -> tuple[QueueState, int, tuple[str, ...]]:
     journal = open_journal(path, restore)
-    found = journal.state, journal.durable, journal.told
+    found = journal.state, journal.durable, journal.notices
     asyncio.run(end(journal))
     return found
 
@@ -125,7 +133,7 @@ def test_what_is_reopened_is_what_was_there(crashed: Path, broken: Path) -> None
     state, seq, told = reopen(broken / "journal.db")
     assert (seq, told) == (200, ())
     assert state.dump() == replay(fresh(), HISTORY).dump()
-    assert state.ledger.books() == Books(40, trained=40, dropped=dict.fromkeys(map(str, DropReason), 0))
+    assert state.counts() == SampleCounts(40, trained=40, dropped=dict.fromkeys(map(str, DropReason), 0))
 
 
 async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
@@ -138,13 +146,19 @@ async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
     await queue.commit(lease.lease_id, ids[:2])
     await queue.drop(ids[9], DropReason.OVERLONG)
     snapshot = await queue.mark(1)
-    books = (await queue.status()).books
+    counts = (await queue.status()).counts
     # Read by others while it is being written to.
     assert snapshot.seq == 13
-    assert await anyio.to_thread.run_sync(read_books, tmp_path) == books
+    assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
     head = await anyio.to_thread.run_sync(read_head, tmp_path)
     assert head is not None
-    assert (head.seq, head.identity, head.num_prompts, head.line, head.damage) == (13, {"seed": 1}, 7, Line(), "")
+    assert (head.seq, head.identity, head.num_prompts, head.history, head.damage) == (
+        13,
+        {"seed": 1},
+        7,
+        LineageHistory(),
+        "",
+    )
     records = await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
     assert [record.state for record in records] == [
         "trained", "trained", "leased", "leased", "ready", "ready", "ready", "ready", "running", "dropped",
@@ -160,7 +174,7 @@ async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> N
     journal = open_journal(tmp_path / "journal.db")
     done: list[int] = []
 
-    async def one(step: Transition) -> None:
+    async def one(step: Operation) -> None:
         seq = journal.append(step)
         await journal.flushed(seq)
         assert journal.durable >= seq
@@ -176,28 +190,28 @@ async def test_commits_are_shared_and_acknowledged_in_order(tmp_path: Path) -> N
 
 
 async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.journal.SNAPSHOT_EVERY_BYTES", 500)
-    monkeypatch.setattr("asyncrl.journal.BYTES_PER_ENTRY", 0)
+    monkeypatch.setattr("asyncrl.queue.journal.SNAPSHOT_EVERY_BYTES", 500)
+    monkeypatch.setattr("asyncrl.queue.journal.BYTES_PER_ENTRY", 0)
     path = tmp_path / "journal.db"
     journal = open_journal(path)
     for step in HISTORY:
-        journal.state.apply(step)
+        apply(step, journal.state)
         seq = journal.append(step)
-        journal.snapshot_if_due(journal.state.num_entries, journal.state.dump)
+        journal.snapshot_if_due(len(journal.state.entries), journal.state.dump)
         await journal.flushed(seq)
     kept = [row[0] for row in journal._connection.execute("SELECT seq FROM snapshots ORDER BY seq")]
     assert len(kept) == 2
     assert kept[0] == 0
     assert kept[1] > 150
     # What lies before the snapshot is not needed to go on.
-    journal._connection.execute("UPDATE transitions SET body = '?' WHERE seq = 3")
+    journal._connection.execute("UPDATE operations SET body = '?' WHERE seq = 3")
     before = journal.state.dump()
     await end(journal)
     again = open_journal(path)
     assert again.state.dump() == before
     assert again.durable == 200
     await end(again)
-    with pytest.raises(ConfigError, match="the checksum of transition 3 is wrong"):
+    with pytest.raises(ConfigError, match="the checksum of operation 3 is wrong"):
         await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
 
 
@@ -216,7 +230,7 @@ def test_a_torn_tail_is_named_and_costs_the_last_write_only(broken: Path, prefix
     state, seq, [told] = reopen(broken / "journal.db")
     assert seq == prefixes[json.dumps(state.dump())] == 199
     assert "torn tail" in told
-    assert "behind transition 199" in told
+    assert "after operation 199" in told
     assert "If the last write was cut off" in told and "if its pages have gone bad since" in told
     assert reopen(broken / "journal.db")[1:] == (199, ()), "it is told once"
 
@@ -226,20 +240,22 @@ def test_acknowledged_commits_behind_a_bad_page_are_missed(broken: Path) -> None
     flip(log, log.stat().st_size // 2)
     head = read_head(broken)
     assert head is not None
-    assert "commits behind it that had been acknowledged" in head.damage
+    assert "acknowledged commits after it" in head.damage
     with pytest.raises(InfraError, match="damaged while the run is alive"):
         open_journal(broken / "journal.db", continuing=True)
     state, seq, [told] = reopen(broken / "journal.db", SNAPSHOT)
-    assert (seq, state.version, state.ledger.books().trained) == (77, 3, 2)
+    assert (seq, state.version, state.counts().trained) == (77, 3, 2)
     assert "the journal is damaged: journal.db-wal has a bad frame" in told
     [aside] = broken.glob("journal-damaged-*.db")
     assert str(aside) in told
-    assert "and so is what was dropped since" in told
+    assert "samples generated or dropped since then are generated again" in told
     assert (broken / f"{aside.name}-wal").exists()
     assert reopen(broken / "journal.db", SNAPSHOT)[1:] == (77, ())
 
 
-SNAPSHOT = QueueSnapshot(6, (SampleId(0, 3), SampleId(0, 5)), Books(5, trained=2, dropped={"failed": 1}), 3, seq=77)
+SNAPSHOT = QueueSnapshot(
+    6, (SampleId(0, 3), SampleId(0, 5)), SampleCounts(5, trained=2, dropped={"failed": 1}), 3, seq=77
+)
 
 
 def flip(path: Path, offset: int, bit: int = 2) -> None:
@@ -273,7 +289,7 @@ def test_whatever_breaks_is_named_or_harmless(
         head = read_head(root)
         assert head is not None
         journal = open_journal(root / "journal.db")
-        seq, told = journal.durable, " ".join(journal.told)
+        seq, told = journal.durable, " ".join(journal.notices)
         assert bool(head.damage) == ("damaged" in told)
         if head.damage:
             assert seq == 0
@@ -298,9 +314,9 @@ def is_clean_cut(size: int) -> bool:
     [
         (lambda path: path.write_bytes(b""), "it is empty"),
         (lambda path: path.write_bytes(b"no database" * 1000), "SQLite says: file is not a database"),
-        (lambda path: alter(path, "UPDATE transitions SET body = '[]' WHERE seq = 9"), "checksum of transition 9 is"),
-        (lambda path: alter(path, "DELETE FROM transitions WHERE seq = 7"), "transition 7 is missing"),
-        (lambda path: alter(path, "UPDATE snapshots SET body = '{}'"), "checksum of the snapshot at transition 0"),
+        (lambda path: alter(path, "UPDATE operations SET body = '[]' WHERE seq = 9"), "checksum of operation 9 is"),
+        (lambda path: alter(path, "DELETE FROM operations WHERE seq = 7"), "operation 7 is missing"),
+        (lambda path: alter(path, "UPDATE snapshots SET body = '{}'"), "checksum of the snapshot at operation 0"),
         (lambda path: alter(path, "UPDATE meta SET value = '8' WHERE key = 'num_prompts'"), "checksum of its meta"),
         (lambda path: alter(path, "DROP TABLE snapshots"), "SQLite says: no such table: snapshots"),
         (lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
@@ -315,8 +331,8 @@ def test_each_damage_has_its_words(broken: Path, spoil: Callable[[Path], object]
     assert said in head.damage
     state, seq, [told] = reopen(path, SNAPSHOT)
     assert said in told
-    assert "the books of its checkpoint" in told
-    assert (seq, state.ledger.next_ids(3)) == (77, (SampleId(0, 3), SampleId(0, 5), SampleId(0, 6)))
+    assert "the sample counts of its checkpoint" in told
+    assert (seq, state.next_ids(3)) == (77, (SampleId(0, 3), SampleId(0, 5), SampleId(0, 6)))
     assert len(list(broken.glob("journal-damaged-*.db"))) == 1
 
 
@@ -336,7 +352,7 @@ def test_a_journal_of_another_asyncrl_says_whose_it_is(broken: Path) -> None:
         meta = dict(connection.execute("SELECT key, value FROM meta WHERE key <> 'crc'"))
         connection.execute("UPDATE meta SET value = ? WHERE key = 'crc'", (str(meta_crc(meta)),))
     connection.close()
-    for read in (read_head, read_books, lambda root: open_journal(root / "journal.db")):
+    for read in (read_head, read_sample_counts, lambda root: open_journal(root / "journal.db")):
         with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
             read(broken)
     assert path.exists()
@@ -344,44 +360,44 @@ def test_a_journal_of_another_asyncrl_says_whose_it_is(broken: Path) -> None:
 
 def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path) -> None:
     path = broken / "journal.db"
-    at_mark = QueueSnapshot(41, (), Books(40, trained=40), 3, seq=200)
+    at_mark = QueueSnapshot(41, (), SampleCounts(40, trained=40), 3, seq=200)
     assert reopen(path, at_mark)[1:] == (200, ())
-    behind = QueueSnapshot(61, (), Books(60, trained=60), 3, seq=300)
+    behind = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3, seq=300)
     state, seq, [told] = reopen(path, behind)
-    assert (seq, state.ledger.books().trained) == (300, 60)
-    assert "ends at transition 200 and does not hold the checkpoint's, 300" in told
-    assert "and so is what was dropped since" in told
+    assert (seq, state.counts().trained) == (300, 60)
+    assert "ends at operation 200 and does not contain the checkpoint's, 300" in told
+    assert "samples generated or dropped since then are generated again" in told
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
     # The new one begins at the checkpoint, so it holds it.
     assert reopen(path, behind)[1:] == (300, ())
-    without = QueueSnapshot(61, (), Books(60, trained=60), 3)
+    without = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3)
     assert "written without a journal" in reopen(path, without)[2][0]
 
 
 def test_a_journal_that_is_gone_is_missed(tmp_path: Path) -> None:
-    at_mark = QueueSnapshot(41, (), Books(40, trained=40), 3, seq=200)
+    at_mark = QueueSnapshot(41, (), SampleCounts(40, trained=40), 3, seq=200)
     state, seq, [told] = reopen(tmp_path / "journal.db", at_mark)
-    assert (seq, state.ledger.books().trained) == (200, 40)
+    assert (seq, state.counts().trained) == (200, 40)
     assert (
-        f"the journal is gone: there is no {tmp_path / 'journal.db'}, in which the checkpoint is at transition 200"
+        f"the journal is gone: there is no {tmp_path / 'journal.db'}, in which the checkpoint is at operation 200"
         in told
     )
     assert (
-        "goes on from the books of the checkpoint: what was generated since is generated again, and so is what was"
-        in told
+        "continues from the sample counts of the checkpoint: samples generated or dropped since then are "
+        "generated again" in told
     )
     assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "it has one again"
-    for restore in (None, QueueSnapshot(41, (), Books(40, trained=40), 3)):
+    for restore in (None, QueueSnapshot(41, (), SampleCounts(40, trained=40), 3)):
         assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "it has never had one"
 
 
 async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_gone_on_with(tmp_path: Path) -> None:
     """No transition's number is in such a checkpoint."""
     path = tmp_path / "journal.db"
-    books = Books(4, running=1, trained=2, dropped={"failed": 1})
-    ten = QueueSnapshot(5, (SampleId(0, 2),), books, 3)
+    counts = SampleCounts(4, running=1, trained=2, dropped={"failed": 1})
+    ten = QueueSnapshot(5, (SampleId(0, 2),), counts, 3)
     journal = open_journal(path, ten)
-    assert journal.told == ()
+    assert journal.notices == ()
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     await queue.rewind(10, version=3, lineage=1, total_samples=None)
     poison, fine = (await queue.admit(2, timeout_s=0)).sample_ids
@@ -390,14 +406,14 @@ async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_
     await end(journal)
 
     journal = open_journal(path, ten)
-    assert journal.told == () and journal.state.ledger.books().dropped["failed"] == 2
-    assert journal.state.ledger.is_ready(fine)
+    assert journal.notices == () and journal.state.counts().dropped["failed"] == 2
+    assert fine in journal.state.ready
     await end(journal)
 
-    five = QueueSnapshot(4, (SampleId(0, 3),), Books(3, ready=1, trained=1, dropped={"failed": 1}), 1)
+    five = QueueSnapshot(4, (SampleId(0, 3),), SampleCounts(3, ready=1, trained=1, dropped={"failed": 1}), 1)
     for other in (five, replace(ten, version=2)):
         journal = open_journal(path, other)
-        assert "does not hold the checkpoint's, which was written without a journal" in journal.told[0]
+        assert "does not contain the checkpoint's, which was written without a journal" in journal.notices[0]
         await end(journal)
     aside = [name for name in os.listdir(tmp_path) if name.startswith("journal-behind-") and name.endswith(".db")]
     assert len(aside) == 2
@@ -406,7 +422,7 @@ async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_
 @pytest.mark.parametrize("seq", [0, 300])
 async def test_training_may_go_back_to_the_checkpoint_that_a_journal_begins_with(tmp_path: Path, seq: int) -> None:
     """When later ones cover what has been trained since, so that no mark of it is left."""
-    ten = QueueSnapshot(3, (), Books(2, trained=2), 3, seq)
+    ten = QueueSnapshot(3, (), SampleCounts(2, trained=2), 3, seq)
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     await queue.rewind(10, version=3, lineage=1, total_samples=None)
@@ -420,10 +436,10 @@ async def test_training_may_go_back_to_the_checkpoint_that_a_journal_begins_with
     await end(journal)
 
     journal = open_journal(tmp_path / "journal.db", ten)
-    assert journal.told == ()
+    assert journal.notices == ()
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     await queue.rewind(10, version=3, lineage=2, total_samples=None)
-    assert (await queue.status()).books.trained == 2
+    assert (await queue.status()).counts.trained == 2
     assert (await queue.admit(2, timeout_s=0)).sample_ids == ids
     await end(journal)
 
@@ -456,23 +472,23 @@ async def test_nothing_is_acknowledged_behind_rows_that_were_lost(
 
     with monkeypatch.context() as patched:
         patched.setattr(journal, "_commit", no_thread)
-        seq = journal.append(transition(1)[0])
+        seq = journal.append(operations_of(1)[0])
         with pytest.raises(RuntimeError):
             await journal.flushed(seq)
     with pytest.raises(InfraError, match="was not written to"):
-        journal.append(transition(1)[1])
-    with pytest.raises(InfraError, match="whole up to transition 0"):
+        journal.append(operations_of(1)[1])
+    with pytest.raises(InfraError, match="complete up to operation 0"):
         await journal.flushed(seq)
 
 
 def test_there_is_nothing_to_read_without_a_journal(tmp_path: Path) -> None:
     assert read_head(tmp_path) is None
     with pytest.raises(ConfigError, match="journal=off"):
-        read_books(tmp_path)
+        read_sample_counts(tmp_path)
 
 
 async def test_two_processes_cannot_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.journal_opening.LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("asyncrl.queue.journal.LOCK_WAIT_S", 0.0)
     journal = open_journal(tmp_path / "journal.db")
     with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):
         open_journal(tmp_path / "journal.db")
@@ -490,7 +506,7 @@ async def test_a_full_disk_fails_every_call_and_keeps_what_was_acknowledged(tmp_
     acknowledged = 0
     failures: list[AsyncRLError] = []
 
-    async def one(step: Transition) -> None:
+    async def one(step: Operation) -> None:
         nonlocal acknowledged
         try:
             seq = journal.append(step)
@@ -522,14 +538,14 @@ async def test_a_full_disk_fails_every_call_and_keeps_what_was_acknowledged(tmp_
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from tests.asyncrl import test_journal as t
+from tests.asyncrl.queue import test_journal as t
 
 async def main(path):
     journal = t.open_journal(path)
     number = journal.durable // 5
     while True:
         number += 1
-        for step in t.transition(number):
+        for step in t.operations_of(number):
             journal.append(step)
             if number % 3:
                 await journal.flushed(journal._seq)
@@ -552,8 +568,8 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
         process.wait()
         journal = open_journal(path)
         assert journal.durable >= acknowledged
-        assert journal.told == () or "torn tail" in journal.told[0]
-        history = [step for number in range(1, journal.durable // 5 + 2) for step in transition(number)]
+        assert journal.notices == () or "torn tail" in journal.notices[0]
+        history = [step for number in range(1, journal.durable // 5 + 2) for step in operations_of(number)]
         assert journal.state.dump() == replay(fresh(), history[: journal.durable]).dump()
         rest = -journal.durable % 5
         for step in history[journal.durable : journal.durable + rest]:
@@ -563,6 +579,6 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
 
 def test_dropped_samples_are_told_with_their_reason(tmp_path: Path) -> None:
     ids = (SampleId(0, 1), SampleId(0, 2))
-    asyncio.run(write(tmp_path / "journal.db", [Admitted("", ids), Dropped(DropReason.FAILED, ids[1:])]))
+    asyncio.run(write(tmp_path / "journal.db", [PermitsGranted("", ids), DropSamples(DropReason.FAILED, ids[1:])]))
     states = [(record.state, record.reason) for record in read_samples(tmp_path)]
     assert states == [("running", ""), ("dropped", "failed")]

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, ConfigError, DiskFullError, InfraError
-from asyncrl.payload_files import FilePayloads, make_payloads
-from asyncrl.payload_objects import RayPayloads
-from asyncrl.payloads import JOIN_BELOW_TOKENS, FileRef
-from asyncrl.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
-from asyncrl.types import Sample
+from asyncrl.core.failures import BugError, ConfigError, DiskFullError, InfraError
+from asyncrl.core.types import Sample
+from asyncrl.queue.payloads import FilePayloads, RayPayloads, make_payloads
+from asyncrl.storage.sample_bytes import JOIN_BELOW_TOKENS, FileRef
+from asyncrl.storage.segments import read_segment, remove_segments, segment_incarnation, segment_name, segment_sizes
 from tests.fakes.samples import assert_same_sample, make_sample, samples
 
 
@@ -80,7 +79,7 @@ async def test_file_and_name_are_on_disk_before_put_returns(tmp_path: Path, monk
         synced.append((path.name, path.stat().st_size if path.is_file() else None))
         fsync(descriptor)
 
-    monkeypatch.setattr("asyncrl.segments.os.fsync", recorded)
+    monkeypatch.setattr("asyncrl.storage.segments.os.fsync", recorded)
     ref = await store.put(make_sample(2))
     assert synced == [(ref.file, path_of(tmp_path, ref).stat().st_size), ("samples", None)]
 
@@ -115,7 +114,7 @@ async def test_a_segment_that_leases_share_is_read_once(tmp_path: Path, monkeypa
     refs = [FileRef(segment_name(1, 1), position) for position in range(5)]
     await anyio.to_thread.run_sync(store._put_blocking, refs[0].file, originals)
     reads = []
-    monkeypatch.setattr("asyncrl.payload_files.read_segment", lambda path: reads.append(path) or read_segment(path))
+    monkeypatch.setattr("asyncrl.queue.payloads.read_segment", lambda path: reads.append(path) or read_segment(path))
     for taken in ([0, 1], [2], [3, 4]):
         for number, sample in zip(taken, await store.get([refs[number] for number in taken]), strict=True):
             assert_same_sample(sample, originals[number])
@@ -185,7 +184,7 @@ async def test_a_file_that_is_there_and_may_not_be_opened_is_no_lost_one(
     def too_many(*args: object, **options: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("asyncrl.segments.os.open", too_many)
+    monkeypatch.setattr("asyncrl.storage.segments.os.open", too_many)
     with pytest.raises(InfraError, match="Too many open files"):
         await store.get([ref])
 
@@ -207,11 +206,11 @@ async def test_a_disk_that_takes_no_more_fails_the_puts_and_leaves_nothing_behin
     store = FilePayloads(tmp_path, 1)
     kept = await store.put(make_sample(1))
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.segments.os.writev", half_then(code))
+        broken.setattr("asyncrl.storage.segments.os.writev", half_then(code))
         with pytest.raises(kind, match=r"1-2\.safetensors"):
             await store.put(make_sample(2))
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.segments.os.fsync", lambda _: half_then(code)(1, [memoryview(b"")]))
+        broken.setattr("asyncrl.storage.segments.os.fsync", lambda _: half_then(code)(1, [memoryview(b"")]))
         with pytest.raises(kind):
             await store.put(make_sample(3))
     assert set(segment_sizes(tmp_path)) == {kept.file}
@@ -274,7 +273,7 @@ KILLED_AGAIN_AND_AGAIN = """
 import os, signal, sys
 from pathlib import Path
 import anyio
-from asyncrl.payload_files import FilePayloads
+from asyncrl.queue.payloads import FilePayloads
 from tests.fakes.samples import make_sample
 
 async def write(incarnation, pipe):

@@ -12,12 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.failures import BugError, FencedError
-from asyncrl.history import MemoryLog
-from asyncrl.ports import Admission, Lease, SampleQueue
-from asyncrl.sample_queue import Caller, LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing, StaleAction
-from asyncrl.types import DropReason, Provenance, SampleId, SampleMeta
+from asyncrl.core.failures import BugError, FencedError
+from asyncrl.core.ports import Admission, Lease
+from asyncrl.core.staleness import Pacing, StaleAction
+from asyncrl.core.types import DropReason, Provenance, SampleId, SampleMeta
+from asyncrl.queue.operations import ReturnPermits
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
+from tests.fakes.queues import CalledBy, MemoryLog
 
 pytestmark = pytest.mark.asyncio
 
@@ -102,7 +103,7 @@ async def test_in_feed_order_what_is_made_again_comes_back_to_its_place() -> Non
     queue = ordered()
     one, *_ = await fill(queue, 4)
     lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    await queue.redo(one)
+    await queue.requeue(one)
     await queue.release(lease.lease_id)
     assert (await queue.lease(1, trainer_version=0, timeout_s=0)).samples == ()
     assert await admit(queue, 1) == (one,)
@@ -150,15 +151,15 @@ async def test_books_count_what_came_out_of_records() -> None:
     ids = await admit(queue, 3)
     for sample_id, provenance in zip(ids, Provenance, strict=True):
         await queue.offer(meta(sample_id)._replace(provenance=provenance), None)
-    books = (await queue.status()).books
-    assert (books.ready, books.replayed, books.substituted) == (3, 2, 1)
+    counts = (await queue.status()).counts
+    assert (counts.ready, counts.replayed, counts.substituted) == (3, 2, 1)
     again = LocalSampleQueue(QueueOptions(100, Pacing(4, 0)), await queue.mark(1))
-    assert (await again.status()).books.replayed == 2
+    assert (await again.status()).counts.replayed == 2
 
 
 async def test_it_is_a_sample_queue() -> None:
     queue: SampleQueue = make_queue()
-    assert (await queue.status()).books.fed == 0
+    assert (await queue.status()).counts.fed == 0
 
 
 async def test_leases_go_out_in_completion_order_with_their_payloads() -> None:
@@ -172,7 +173,7 @@ async def test_leases_go_out_in_completion_order_with_their_payloads() -> None:
     assert (await queue.lease(2, trainer_version=0, timeout_s=0)) == Lease(0, (), ended=False)
 
 
-@pytest.mark.parametrize("way", ["applied version", "drop", "eviction", "unfeed"])
+@pytest.mark.parametrize("way", ["applied version", "drop", "eviction", "return"])
 async def test_what_frees_a_permit(way: str) -> None:
     queue = make_queue(size=2, max_staleness=0)
     first, second = await admit(queue, 2)
@@ -186,10 +187,10 @@ async def test_what_frees_a_permit(way: str) -> None:
         elif way == "eviction":
             await queue.lease(1, trainer_version=1, timeout_s=0)
         else:
-            await queue.unfeed([second])
+            await queue.call(ReturnPermits("", (second,)))
 
     admission = await unblocked_by(queue.admit(1, timeout_s=60), act)
-    assert [sample_id.index for sample_id in admission.sample_ids] == [2 if way == "unfeed" else 3]
+    assert [sample_id.index for sample_id in admission.sample_ids] == [2 if way == "return" else 3]
 
 
 @pytest.mark.parametrize("way", ["offer", "release", "close"])
@@ -251,7 +252,7 @@ async def test_a_cancelled_waiter_takes_no_permit_with_it() -> None:
         await anyio.wait_all_tasks_blocked()
         await queue.drop(first, DropReason.FAILED)
         scope.cancel()
-    assert (await queue.status()).books.running == len(got)
+    assert (await queue.status()).counts.running == len(got)
     got.extend((await queue.admit(1, timeout_s=0)).sample_ids)
     assert [sample_id.index for sample_id in got] == [2]
 
@@ -284,7 +285,7 @@ async def test_beyond_the_bound(action: StaleAction, out: list[int]) -> None:
     await queue.offer(meta(new, version=1), None)
     lease = await queue.lease(len(out), trainer_version=2, timeout_s=0)
     assert indices(lease) == out
-    assert (await queue.status()).books.dropped["stale"] == 2 - len(out)
+    assert (await queue.status()).counts.dropped["stale"] == 2 - len(out)
 
 
 async def test_a_sample_that_arrives_too_old_is_evicted_while_the_lease_waits() -> None:
@@ -308,7 +309,7 @@ async def test_a_released_sample_is_judged_again() -> None:
     await queue.lease(1, trainer_version=2, timeout_s=0)
     await queue.release(lease.lease_id)
     assert (await queue.lease(2, trainer_version=2, timeout_s=0)).samples == ()
-    assert (await queue.status()).books.dropped["stale"] == 2
+    assert (await queue.status()).counts.dropped["stale"] == 2
 
 
 async def test_the_total_ends_the_stream_with_a_smaller_lease() -> None:
@@ -358,48 +359,50 @@ async def test_after_close_work_in_flight_may_report_in() -> None:
     await queue.drop(ready, DropReason.FAILED)
     await queue.commit(lease.lease_id, [leased])
     await queue.release(lease.lease_id)
-    await queue.unfeed([running])
+    await queue.call(ReturnPermits("", (running,)))
     await queue.close()
     assert await queue.admit(1, timeout_s=60) == Admission((), closed=True)
     assert await queue.lease(1, trainer_version=0, timeout_s=60) == Lease(0, (), ended=True)
-    books = (await queue.status()).books
-    assert (books.fed, books.dropped["shutdown"], books.trained) == (3, 3, 0)
+    counts = (await queue.status()).counts
+    assert (counts.fed, counts.dropped["shutdown"], counts.trained) == (3, 3, 0)
     with pytest.raises(BugError, match="never fed"):
         await queue.offer(meta(SampleId(0, 50)), None)
 
 
 async def test_a_rewind_opens_a_closed_queue_for_another_rollouter_than_was_generating_then() -> None:
     """What that one is still at was given back, and its offers would be illegal: it has to be replaced."""
-    queue, old, new = make_queue(size=3), Caller("rollouter", 1), Caller("rollouter", 2)
+    queue = make_queue(size=3)
+    old, new = CalledBy(queue, "rollouter", 1), CalledBy(queue, "rollouter", 2)
     await queue.attach("rollouter", 1)
-    first, second, third = (await queue.admit(3, timeout_s=0, caller=old)).sample_ids
-    await queue.offer(meta(first), None, caller=old)
+    first, second, third = (await old.admit(3, timeout_s=0)).sample_ids
+    await old.offer(meta(first), None)
     await queue.close()
-    await queue.offer(meta(second), None, caller=old)
+    await old.offer(meta(second), None)
     assert (await queue.status()).closed
     await queue.rewind(0, version=0, lineage=1, total_samples=None)
     assert not (await queue.status()).closed
     with pytest.raises(FencedError, match="incarnation 1 of the rollouter was replaced by incarnation 2"):
-        await queue.offer(meta(third), None, caller=old)
+        await old.offer(meta(third), None)
     with pytest.raises(FencedError):
-        await queue.admit(1, timeout_s=60, caller=old)
+        await old.admit(1, timeout_s=60)
     await queue.attach("rollouter", 2)
-    assert (await queue.admit(3, timeout_s=0, caller=new)).sample_ids == (first, second, third)
+    assert (await new.admit(3, timeout_s=0)).sample_ids == (first, second, third)
 
 
 @pytest.mark.parametrize("why", ["it had nothing to do", "it came behind the end"])
 async def test_a_rewind_opens_a_closed_queue_for_the_same_rollouter(why: str) -> None:
-    queue, caller = make_queue(size=2), Caller("rollouter", 1)
+    queue = make_queue(size=2)
+    caller = CalledBy(queue, "rollouter", 1)
     await queue.attach("rollouter", 1)
-    for sample_id in (ids := (await queue.admit(2, timeout_s=0, caller=caller)).sample_ids):
+    for sample_id in (ids := (await caller.admit(2, timeout_s=0)).sample_ids):
         if why == "it had nothing to do":
-            await queue.offer(meta(sample_id), None, caller=caller)
+            await caller.offer(meta(sample_id), None)
     await queue.close()
     if why == "it came behind the end":
-        caller = Caller("rollouter", 2)
+        caller = CalledBy(queue, "rollouter", 2)
         await queue.attach("rollouter", 2)
     await queue.rewind(0, version=0, lineage=1, total_samples=None)
-    assert (await queue.admit(2, timeout_s=0, caller=caller)).sample_ids == ids
+    assert (await caller.admit(2, timeout_s=0)).sample_ids == ids
 
 
 async def test_without_a_journal_payloads_die_with_their_rollouter() -> None:
@@ -411,11 +414,11 @@ async def test_without_a_journal_payloads_die_with_their_rollouter() -> None:
     lease = await queue.lease(1, trainer_version=0, timeout_s=0)
     await queue.attach("rollouter", 2)
     status = await queue.status()
-    assert (status.books.ready, status.books.running, status.books.leased, status.payload_bytes) == (0, 0, 1, 1)
+    assert (status.counts.ready, status.counts.running, status.counts.leased, status.payload_bytes) == (0, 0, 1, 1)
     assert await queue.lease(1, trainer_version=0, timeout_s=0.01) == Lease(0, (), ended=False)
     assert await admit(queue, 3) == (first, second, fourth)
     await queue.commit(lease.lease_id, [third])  # the Trainer had it already
-    assert (await queue.status()).books.trained == 1
+    assert (await queue.status()).counts.trained == 1
 
 
 async def test_a_restored_queue_feeds_the_outstanding_first() -> None:
@@ -426,7 +429,7 @@ async def test_a_restored_queue_feeds_the_outstanding_first() -> None:
     await queue.set_applied_version(1)
     again = LocalSampleQueue(QueueOptions(100, Pacing(4, 1)), await queue.mark(1))
     status = await again.status()
-    assert (status.version, status.books.fed, status.books.trained) == (1, 1, 1)
+    assert (status.version, status.counts.fed, status.counts.trained) == (1, 1, 1)
     assert [sample_id.index for sample_id in await admit(again, 4)] == [2, 3, 4, 5]
 
 
@@ -517,12 +520,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.queue.offer(meta(sample_id, self.running.pop(sample_id)), None))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), way=st.sampled_from(["drop", "unfeed"]))
+    @rule(data=st.data(), way=st.sampled_from(["drop", "return"]))
     def give_up(self, data: st.DataObject, way: str) -> None:
         sample_id = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[sample_id]
         drop = self.queue.drop(sample_id, DropReason.FAILED) if way == "drop" else None
-        self.do(drop or self.queue.unfeed([sample_id]))
+        self.do(drop or self.queue.call(ReturnPermits("", (sample_id,))))
 
     @precondition(lambda self: self.leased)
     @rule(data=st.data(), commits=st.booleans())
@@ -572,11 +575,11 @@ class QueueMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         if not hasattr(self, "queue"):
             return
-        books = self.runner.run(self.queue.status()).books
-        assert books.running == len(self.running), "every permit is somebody's"
-        assert books.leased == sum(map(len, self.leased.values()))
-        assert books.trained == len(self.trained) == len(set(self.trained))
-        assert books.fed - books.num_dropped <= self.options.pacing.limit(self.applied)
+        counts = self.runner.run(self.queue.status()).counts
+        assert counts.running == len(self.running), "every permit is somebody's"
+        assert counts.leased == sum(map(len, self.leased.values()))
+        assert counts.trained == len(self.trained) == len(set(self.trained))
+        assert counts.fed - counts.num_dropped <= self.options.pacing.limit(self.applied)
 
     @invariant()
     def nobody_waits_in_vain(self) -> None:
@@ -584,7 +587,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not hasattr(self, "queue") or not self.parked:
             return
         status = self.runner.run(self.queue.status())
-        permits = self.options.pacing.permits(status.books.fed, status.books.num_dropped, self.applied)
+        permits = self.options.pacing.permits(status.counts.fed, status.counts.num_dropped, self.applied)
         assert not (permits and status.waiting.get("permit"))
 
     def teardown(self) -> None:

@@ -13,41 +13,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.failures import BugError, FencedError
-from asyncrl.history import MemoryLog, surviving_marks, trained_since
-from asyncrl.lineage import NO_REWINDS
-from asyncrl.lives import Lives
-from asyncrl.payloads import FileRef
-from asyncrl.ports import Admission, Lease, QueueControl, QueuedSample, SampleQueue
-from asyncrl.recovery import QueueState
-from asyncrl.sample_queue import ANYBODY, Caller, LocalSampleQueue, QueueOptions
-from asyncrl.staleness import Pacing
-from asyncrl.transitions import (
-    Admitted,
-    Applied,
-    Attached,
-    Closed,
-    Committed,
-    Covered,
-    Dropped,
-    Finished,
-    Leased,
-    Marked,
-    Reading,
-    Redone,
-    Released,
-    Rewound,
-    Transition,
-    Unfed,
-    from_row,
-    to_row,
+from asyncrl.core.failures import BugError, FencedError
+from asyncrl.core.ports import Admission, Lease, QueuedSample
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.types import DropReason, SampleId, SampleMeta
+from asyncrl.queue.journal_reader import SampleHistories
+from asyncrl.queue.operation_rows import from_row, surviving_marks, to_row, trained_since
+from asyncrl.queue.operations import (
+    AdmitSamples,
+    AttachPart,
+    CloseQueue,
+    CommitSamples,
+    CoverCheckpoint,
+    DropSamples,
+    LeaseGranted,
+    LeaseSamples,
+    MarkCheckpoint,
+    OfferSamples,
+    Operation,
+    PermitsGranted,
+    ReleaseLease,
+    RequeueSample,
+    ReturnPermits,
+    RewindTraining,
+    SetAppliedVersion,
 )
-from asyncrl.types import DropReason, SampleId, SampleMeta
-from tests.fakes.queues import rebuilt
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
+from asyncrl.queue.state import QueueState
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS
+from asyncrl.storage.sample_bytes import FileRef
+from tests.fakes.queues import CalledBy, MemoryLog, rebuilt
 
 PROMPTS = 5
-READ = Reading(PROMPTS)
-ROLLOUTER, TRAINER = Caller("rollouter", 1), Caller("trainer", 1)
 
 
 def make_queue(log: MemoryLog, size: int = 4, threshold: float = 0.0, total: int | None = None) -> LocalSampleQueue:
@@ -78,7 +75,7 @@ async def train(queue: LocalSampleQueue, count: int, version: int = 0) -> list[i
 
 # ------------------------------------------------------------------------------------------------ rows
 
-IDS = st.integers(1, 10**6).map(READ.id_of)
+IDS = st.integers(1, 10**6).map(QueueState(PROMPTS, keeps_payloads=True).id_of)
 ID_TUPLES = st.lists(IDS, max_size=4).map(tuple)
 NUMBERS = st.integers(0, 10**9)
 SAMPLES = st.builds(
@@ -87,29 +84,29 @@ SAMPLES = st.builds(
     st.one_of(st.none(), st.builds(FileRef, st.text(min_size=1, max_size=8), NUMBERS)),
 )
 TRANSITIONS: list[st.SearchStrategy[Any]] = [
-    st.builds(Admitted, st.text(), ID_TUPLES),
-    st.builds(Unfed, st.text(), ID_TUPLES),
-    st.builds(Finished, st.lists(SAMPLES, max_size=3).map(tuple)),
-    st.builds(Dropped, st.sampled_from(DropReason), ID_TUPLES),
-    st.builds(Leased, st.text(), NUMBERS, ID_TUPLES, st.booleans()),
-    st.builds(Committed, NUMBERS, ID_TUPLES),
-    st.builds(Released, NUMBERS),
-    st.builds(Redone, IDS),
-    st.builds(Applied, NUMBERS),
-    st.just(Closed()),
-    st.builds(Marked, NUMBERS),
-    st.builds(Covered, NUMBERS),
-    st.builds(Attached, st.text(), NUMBERS),
-    st.builds(Rewound, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, ID_TUPLES),
+    st.builds(PermitsGranted, st.text(), ID_TUPLES),
+    st.builds(ReturnPermits, st.text(), ID_TUPLES),
+    st.builds(OfferSamples, st.lists(SAMPLES, max_size=3).map(tuple)),
+    st.builds(DropSamples, st.sampled_from(DropReason), ID_TUPLES),
+    st.builds(LeaseGranted, st.text(), NUMBERS, ID_TUPLES, st.booleans()),
+    st.builds(CommitSamples, NUMBERS, ID_TUPLES),
+    st.builds(ReleaseLease, NUMBERS),
+    st.builds(RequeueSample, IDS),
+    st.builds(SetAppliedVersion, NUMBERS, NUMBERS),
+    st.just(CloseQueue()),
+    st.builds(MarkCheckpoint, NUMBERS),
+    st.builds(CoverCheckpoint, NUMBERS),
+    st.builds(AttachPart, st.text(), NUMBERS),
+    st.builds(RewindTraining, NUMBERS, NUMBERS, NUMBERS, st.none() | NUMBERS, ID_TUPLES),
 ]
 
 
 @given(st.one_of(TRANSITIONS))
-def test_every_transition_survives_its_row(transition: Transition) -> None:
+def test_every_transition_survives_its_row(transition: Operation) -> None:
     row = to_row(transition)
-    back = from_row(row, READ)
+    back = from_row(row, PROMPTS)
     assert back == transition
-    if isinstance(back, Finished):
+    if isinstance(back, OfferSamples):
         assert all(sample.payload is None or isinstance(sample.payload, FileRef) for sample in back.samples)
 
 
@@ -120,19 +117,18 @@ async def test_it_is_both_ports() -> None:
     queue = make_queue(MemoryLog())
     for port in (queue,):
         as_queue: SampleQueue = port
-        as_control: QueueControl = port
-        assert as_queue is as_control
+        assert as_queue is port
 
 
 async def test_a_new_rollouter_gets_what_the_old_one_ran_and_fences_it() -> None:
     queue = make_queue(MemoryLog())
-    ids = (await queue.admit(4, timeout_s=0, caller=ROLLOUTER)).sample_ids
-    await queue.offer(meta(ids[1]), payload(ids[1]), caller=ROLLOUTER)
+    ids = (await CalledBy(queue, "rollouter").admit(4, timeout_s=0)).sample_ids
+    await CalledBy(queue, "rollouter").offer(meta(ids[1]), payload(ids[1]))
     parked: list[type[BaseException]] = []
 
     async def old_one() -> None:
         try:
-            await queue.admit(1, timeout_s=60, caller=ROLLOUTER)
+            await CalledBy(queue, "rollouter").admit(1, timeout_s=60)
         except FencedError as error:
             parked.append(type(error))
 
@@ -144,27 +140,27 @@ async def test_a_new_rollouter_gets_what_the_old_one_ran_and_fences_it() -> None
             await queue.attach("rollouter", 2)
     assert parked == [FencedError], "it is told at once, not when its wait runs out"
     old: list[Callable[[], Awaitable[Any]]] = [
-        lambda: queue.offer(meta(ids[0]), payload(ids[0]), caller=ROLLOUTER),
-        lambda: queue.drop(ids[0], DropReason.FAILED, caller=ROLLOUTER),
-        lambda: queue.unfeed(ids, caller=ROLLOUTER),
-        lambda: queue.set_applied_version(3, caller=ROLLOUTER),
-        lambda: queue.close(caller=ROLLOUTER),
+        lambda: CalledBy(queue, "rollouter").offer(meta(ids[0]), payload(ids[0])),
+        lambda: CalledBy(queue, "rollouter").drop(ids[0], DropReason.FAILED),
+        lambda: CalledBy(queue, "rollouter").call(ReturnPermits("", ids)),
+        lambda: CalledBy(queue, "rollouter").set_applied_version(3),
+        lambda: CalledBy(queue, "rollouter").close(),
         lambda: queue.attach("rollouter", 1),
     ]
     for call in old:
         with pytest.raises(FencedError):
             await call()
-    admission = await queue.admit(4, timeout_s=0, caller=Caller("rollouter", 2))
+    admission = await CalledBy(queue, "rollouter", 2).admit(4, timeout_s=0)
     assert admission.sample_ids == (ids[0], ids[2], ids[3])
 
 
 async def test_a_new_trainer_finds_everything_ready_again() -> None:
     queue = make_queue(MemoryLog())
     await fill(queue, 3)
-    lease = await queue.lease(3, trainer_version=0, timeout_s=0, caller=TRAINER)
+    lease = await CalledBy(queue, "trainer").lease(3, trainer_version=0, timeout_s=0)
     await queue.attach("trainer", 2)
     ids = [queued.meta.sample_id for queued in lease.samples]
-    for call in (queue.commit(lease.lease_id, ids, caller=TRAINER), queue.redo(ids[0], caller=TRAINER)):
+    for call in (CalledBy(queue, "trainer").commit(lease.lease_id, ids), CalledBy(queue, "trainer").requeue(ids[0])):
         with pytest.raises(FencedError, match="incarnation 1 of the trainer was replaced by incarnation 2"):
             await call
     assert await train(queue, 3) == [1, 2, 3]
@@ -175,7 +171,7 @@ async def test_a_rewind_gives_back_payloads_gate_and_total() -> None:
     await fill(queue, 4)
     assert await train(queue, 3) == [1, 2, 3]
     snapshot = await queue.mark(1)
-    assert (snapshot.books.trained, snapshot.seq) == (3, 8)
+    assert (snapshot.counts.trained, snapshot.seq) == (3, 8)
     await queue.covered(1)
     await queue.set_applied_version(1)
     await fill(queue, 4)
@@ -184,7 +180,7 @@ async def test_a_rewind_gives_back_payloads_gate_and_total() -> None:
     await queue.rewind(1, version=0, lineage=1, total_samples=8)
     status = await queue.status()
     assert (status.lineage, status.version, status.total_samples, status.paced_to) == (1, 0, 8, 4)
-    assert (status.books.trained, status.books.ready, status.payload_bytes) == (3, 5, 500)
+    assert (status.counts.trained, status.counts.ready, status.payload_bytes) == (3, 5, 500)
     await queue.set_applied_version(5, lineage=0)
     assert (await queue.status()).version == 0, "of the weights that are gone"
     with pytest.raises(BugError, match="lineage 2 applied in lineage 1"):
@@ -193,7 +189,7 @@ async def test_a_rewind_gives_back_payloads_gate_and_total() -> None:
         await queue.rewind(1, version=0, lineage=0, total_samples=8)
     with pytest.raises(BugError, match="rewind into lineage 1 out of lineage 1"):
         await queue.rewind(1, version=7, lineage=1, total_samples=8)
-    with pytest.raises(BugError, match="step 9, whose books were never marked"):
+    with pytest.raises(BugError, match="step 9, whose sample counts were never marked"):
         await queue.rewind(9, version=0, lineage=2, total_samples=8)
     lease = await queue.lease(5, trainer_version=0, timeout_s=0)
     assert [queued.meta.sample_id.index for queued in lease.samples] == [4, 5, 6, 7, 8]
@@ -228,30 +224,30 @@ async def test_a_lease_parked_over_a_rewind_gets_what_it_gave_back() -> None:
     assert len(answers[0].samples) == 2
 
 
-async def test_redo_feeds_it_again_and_forgets_the_payload() -> None:
+async def test_requeue_feeds_it_again_and_forgets_the_payload() -> None:
     queue = make_queue(MemoryLog())
     ids = await fill(queue, 4)
     lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    await queue.redo(ids[1])
-    await queue.redo(ids[3])
+    await queue.requeue(ids[1])
+    await queue.requeue(ids[3])
     assert (await queue.admit(4, timeout_s=0)).sample_ids == (ids[1], ids[3])
     assert (await queue.status()).payload_bytes == 200
     await queue.commit(lease.lease_id, [ids[0]])
-    with pytest.raises(BugError, match="redo of sample_0_1, which is TRAINED"):
-        await queue.redo(ids[0])
+    with pytest.raises(BugError, match="requeue of sample_0_1, which is TRAINED"):
+        await queue.requeue(ids[0])
 
 
 async def test_an_offer_that_is_repeated_is_not_what_the_sample_was_fed_again_for() -> None:
     """The queue's answer to it was lost, and by the time it comes again its payload has been found damaged."""
     queue = make_queue(MemoryLog())
     (first,) = await fill(queue, 1)
-    await queue.redo(first)
+    await queue.requeue(first)
     assert (await queue.admit(1, timeout_s=0)).sample_ids == (first,)
-    repeated = ANYBODY._replace(again=True)
-    await queue.offer(meta(first), payload(first), caller=repeated)
-    assert (await queue.status()).books.running == 1
+    repeated = CalledBy(queue, "driver", 0, retried=True)
+    await repeated.offer(meta(first), payload(first))
+    assert (await queue.status()).counts.running == 1
     anew = FileRef("1-anew.safetensors", 0)
-    await queue.offer(meta(first), anew, caller=repeated)
+    await repeated.offer(meta(first), anew)
     assert [each.payload for each in (await queue.lease(1, trainer_version=0, timeout_s=0)).samples] == [anew]
 
 
@@ -269,7 +265,7 @@ async def test_files_are_idle_once_nothing_in_them_is_needed() -> None:
     assert queue.state.take_idle_files() == {"1-1.safetensors", "1-2.safetensors"}
     await queue.covered(1)
     await queue.covered(0)
-    assert not queue.state.names_file("1-1.safetensors")
+    assert not queue.state.is_file_needed("1-1.safetensors")
 
 
 async def test_without_a_journal_a_rewind_feeds_again_what_was_trained() -> None:
@@ -281,7 +277,7 @@ async def test_without_a_journal_a_rewind_feeds_again_what_was_trained() -> None
     assert (await queue.status()).payload_bytes == 100, "payloads are not kept for it"
     await queue.rewind(1, version=0, lineage=1, total_samples=None)
     status = await queue.status()
-    assert (status.books.trained, status.books.ready, status.journal_seq) == (1, 1, 0)
+    assert (status.counts.trained, status.counts.ready, status.journal_seq) == (1, 1, 0)
     assert [i.index for i in (await queue.admit(2, timeout_s=0)).sample_ids] == [2, 3]
 
 
@@ -302,13 +298,24 @@ async def test_a_run_that_lost_its_journal_goes_on_from_the_snapshot() -> None:
 
 def test_what_was_trained_since_a_step_is_read_from_its_newest_mark() -> None:
     one, two, three = (SampleId(0, index) for index in (1, 2, 3))
-    history = [Committed(1, (one,)), Marked(1), Committed(2, (two, three)), Dropped(DropReason.STALE, (three,))]
+    history = [
+        CommitSamples(1, (one,)),
+        MarkCheckpoint(1),
+        CommitSamples(2, (two, three)),
+        DropSamples(DropReason.STALE, (three,)),
+    ]
     assert trained_since(0, history) == (one, two)
     assert trained_since(1, history) == (two,)
-    assert trained_since(1, [*history, Marked(1)]) == ()
+    assert trained_since(1, [*history, MarkCheckpoint(1)]) == ()
     assert trained_since(2, history) is None
     assert trained_since(0, history, from_start=False) is None
-    from_ten = [Rewound(10, 0, 1, None), *history, Marked(11), Rewound(10, 0, 2, None), Rewound(10, 0, 3, None)]
+    from_ten = [
+        RewindTraining(10, 0, 1, None),
+        *history,
+        MarkCheckpoint(11),
+        RewindTraining(10, 0, 2, None),
+        RewindTraining(10, 0, 3, None),
+    ]
     assert trained_since(10, from_ten, from_start=False) == (one, two), "of the checkpoint that they begin at"
     assert trained_since(10, [*history, *from_ten], from_start=False) is None
     assert trained_since(9, from_ten, from_start=False) is None
@@ -317,13 +324,13 @@ def test_what_was_trained_since_a_step_is_read_from_its_newest_mark() -> None:
 def test_marks_that_training_went_back_behind_do_not_count() -> None:
     one, two, three = (SampleId(0, index) for index in (1, 2, 3))
     history = [
-        *(Committed(1, (one,)), Marked(1), Committed(2, (two,)), Marked(2)),
-        *(Rewound(1, 0, 1, None), Committed(3, (two, three))),
+        *(CommitSamples(1, (one,)), MarkCheckpoint(1), CommitSamples(2, (two,)), MarkCheckpoint(2)),
+        *(RewindTraining(1, 0, 1, None), CommitSamples(3, (two, three))),
     ]
     assert surviving_marks(enumerate(history, 1)) == {1: 2}
     assert trained_since(2, history) is None, "it is another future"
     assert trained_since(1, history) == (two, three)
-    again = [*history, Marked(2), Rewound(2, 0, 2, None)]
+    again = [*history, MarkCheckpoint(2), RewindTraining(2, 0, 2, None)]
     assert surviving_marks(enumerate(again, 1)) == {1: 2, 2: 7}
     assert (trained_since(2, again), trained_since(0, again)) == ((), (one, two, three))
 
@@ -335,17 +342,17 @@ async def test_only_a_checkpoint_of_the_surviving_line_may_get_its_name() -> Non
     await queue.mark(1)
     await train(queue, 1)
     await queue.mark(2)
-    await queue.confirm(2, caller=TRAINER)
+    await CalledBy(queue, "trainer").confirm(2)
     await queue.attach("trainer", 2)
     with pytest.raises(FencedError, match="incarnation 1 of the trainer was replaced"):
-        await queue.confirm(2, caller=TRAINER)
+        await CalledBy(queue, "trainer").confirm(2)
     await queue.rewind(1, version=0, lineage=1, total_samples=None)
-    with pytest.raises(FencedError, match="gone back behind step 2"):
+    with pytest.raises(FencedError, match="gone back to before step 2"):
         await queue.confirm(2)
     await train(queue, 1)
     await queue.mark(2)
-    await queue.confirm(2, caller=TRAINER._replace(incarnation=2))
-    assert (queue.state.line, queue.state.lineage) == (NO_REWINDS.rewound(1), 1)
+    await CalledBy(queue, "trainer", 2).confirm(2)
+    assert (queue.state.history, queue.state.lineage) == (NO_REWINDS.after_rewind(1), 1)
 
 
 # ------------------------------------------------------------------------------------------------ everything at once
@@ -364,7 +371,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.log = MemoryLog()
         self.queue = LocalSampleQueue(self.options, journal=self.log)
         self.runner.run(_do(self.queue.attach("rollouter", 1)))
-        self.asks = 0
+        self.requests = 0
         self.step = self.version = self.lineage = 0
         self.incarnation = {"rollouter": 1, "trainer": 1}
         self.running: set[SampleId] = set()
@@ -374,33 +381,34 @@ class CrashMachine(RuleBasedStateMachine):
         self.checkpoints: dict[int, tuple[int, int]] = {0: (0, 0)}
         """By step: samples trained by then, and the version."""
 
-    def call(self, make: Callable[[Caller], Awaitable[Any]], part: str, *, twice: bool, dies: bool) -> Any:
+    def call(self, make: Callable[[CalledBy], Awaitable[Any]], part: str, *, twice: bool, dies: bool) -> Any:
         """Make the call; if its answer is lost, make it again, of another process of the queue if that `dies`."""
-        self.asks += 1
-        caller = Caller(part, self.incarnation[part], ask=f"{part} {self.asks}")
-        answer = self.runner.run(_do(make(caller)))
+        answer = self.runner.run(_do(make(CalledBy(self.queue, part, self.incarnation[part]))))
         if twice:
             if dies:
                 self.crash()
-            before, transitions = self.queue.state.dump(), len(self.log.transitions)
-            assert self.runner.run(_do(make(caller._replace(again=True)))) == answer
+            before, transitions = self.queue.state.dump(), len(self.log.operations)
+            again = CalledBy(self.queue, part, self.incarnation[part], retried=True)
+            assert self.runner.run(_do(make(again))) == answer
             assert self.queue.state.dump() == before
-            assert len(self.log.transitions) == transitions
+            assert len(self.log.operations) == transitions
         return answer
 
     @rule()
     def crash(self) -> None:
         before = self.queue.state.dump()
-        rows = [to_row(transition) for transition in self.log.transitions]
-        history = [from_row(row, READ) for row in rows]
+        rows = [to_row(operation) for operation in self.log.operations]
+        history = [from_row(row, PROMPTS) for row in rows]
         self.queue = rebuilt(self.options, history, self.log)
         assert self.queue.state.dump() == before
-        assert QueueState.load(json.loads(json.dumps(before)), READ, keeps_payloads=True).dump() == before
+        assert QueueState.load(json.loads(json.dumps(before)), PROMPTS, keeps_payloads=True).dump() == before
 
     @rule(count=st.integers(1, 4), twice=st.booleans(), dies=st.booleans())
     def admit(self, count: int, twice: bool, dies: bool) -> None:
+        self.requests += 1
+        request = AdmitSamples(count, str(self.requests))
         admission: Admission = self.call(
-            lambda who: self.queue.admit(count, timeout_s=0, caller=who), "rollouter", twice=twice, dies=dies
+            lambda queue: queue.call(request, timeout_s=0), "rollouter", twice=twice, dies=dies
         )
         ids = set(admission.sample_ids)
         assert not ids & (self.running | set(self.trained) | self.gone)
@@ -413,13 +421,11 @@ class CrashMachine(RuleBasedStateMachine):
         self.running.remove(sample_id)
         made = meta(sample_id, self.version)
         if how == "offer":
-            self.call(
-                lambda who: self.queue.offer(made, payload(sample_id), caller=who), "rollouter", twice=twice, dies=dies
-            )
+            self.call(lambda queue: queue.offer(made, payload(sample_id)), "rollouter", twice=twice, dies=dies)
         else:
             self.gone.add(sample_id)
             self.call(
-                lambda who: self.queue.drop(sample_id, DropReason.FAILED, caller=who),
+                lambda queue: queue.drop(sample_id, DropReason.FAILED),
                 "rollouter",
                 twice=twice,
                 dies=dies,
@@ -427,8 +433,10 @@ class CrashMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), twice=st.booleans(), dies=st.booleans())
     def lease(self, count: int, twice: bool, dies: bool) -> None:
+        self.requests += 1
+        request = LeaseSamples(count, self.version, str(self.requests))
         lease: Lease = self.call(
-            lambda who: self.queue.lease(count, trainer_version=self.version, timeout_s=0, caller=who),
+            lambda queue: queue.call(request, timeout_s=0),
             "trainer",
             twice=twice,
             dies=dies,
@@ -445,17 +453,17 @@ class CrashMachine(RuleBasedStateMachine):
         part = held[: data.draw(st.integers(0, len(held)))]
         if how == "commit":
             self.trained += part
-            self.call(lambda who: self.queue.commit(lease_id, part, caller=who), "trainer", twice=twice, dies=dies)
+            self.call(lambda queue: queue.commit(lease_id, part), "trainer", twice=twice, dies=dies)
         else:
             for sample_id in part:
-                self.call(lambda who, i=sample_id: self.queue.redo(i, caller=who), "trainer", twice=twice, dies=dies)
-        self.call(lambda who: self.queue.release(lease_id, caller=who), "trainer", twice=twice, dies=dies)
+                self.call(lambda queue, i=sample_id: queue.requeue(i), "trainer", twice=twice, dies=dies)
+        self.call(lambda queue: queue.release(lease_id), "trainer", twice=twice, dies=dies)
 
     @rule(twice=st.booleans(), dies=st.booleans())
     def publish(self, twice: bool, dies: bool) -> None:
         self.version += 1
         self.call(
-            lambda who: self.queue.set_applied_version(self.version, lineage=self.lineage, caller=who),
+            lambda queue: queue.set_applied_version(self.version, lineage=self.lineage),
             "rollouter",
             twice=twice,
             dies=dies,
@@ -465,10 +473,10 @@ class CrashMachine(RuleBasedStateMachine):
     def checkpoint(self, covers: bool) -> None:
         self.step += 1
         snapshot = self.runner.run(_do(self.queue.mark(self.step)))
-        assert snapshot.books.trained == len(self.trained)
+        assert snapshot.counts.trained == len(self.trained)
         self.checkpoints[self.step] = (len(self.trained), self.version)
         if covers:
-            self.call(lambda who: self.queue.covered(self.step, caller=who), "trainer", twice=True, dies=False)
+            self.call(lambda queue: queue.covered(self.step), "trainer", twice=True, dies=False)
 
     @rule(part=st.sampled_from(["rollouter", "trainer"]))
     def replace(self, part: str) -> None:
@@ -485,7 +493,7 @@ class CrashMachine(RuleBasedStateMachine):
         """To any checkpoint, covered or not; or from behind the end, in a whole new launch or in this one."""
         self.replace("trainer")
         if closes:
-            self.call(lambda who: self.queue.close(caller=who), "trainer", twice=True, dies=True)
+            self.call(lambda queue: queue.close(), "trainer", twice=True, dies=True)
             if launches:
                 self.replace("rollouter")
         self.step = data.draw(st.sampled_from(sorted(self.checkpoints)))
@@ -503,34 +511,49 @@ class CrashMachine(RuleBasedStateMachine):
             self.replace("rollouter")
 
     def note_stale(self) -> None:
-        for transition in self.log.transitions:
-            if isinstance(transition, Dropped):
-                self.gone |= set(transition.sample_ids)
+        for operation in self.log.operations:
+            if isinstance(operation, DropSamples):
+                self.gone |= set(operation.sample_ids)
+
+    @precondition(lambda self: self.trained or self.gone)
+    @rule(data=st.data())
+    def try_to_offer_or_drop_what_has_ended(self, data: st.DataObject) -> None:
+        sample_id = data.draw(st.sampled_from(sorted({*self.trained, *self.gone})))
+        before = self.queue.state.dump()
+        for attempt in (
+            self.queue.offer(meta(sample_id), payload(sample_id)),
+            self.queue.drop(sample_id, DropReason.FAILED),
+            self.queue.requeue(sample_id),
+        ):
+            with pytest.raises(BugError, match="illegal transition"):
+                self.runner.run(_do(attempt))
+        assert self.queue.state.dump() == before
 
     @invariant()
     def every_sample_is_where_it_should_be(self) -> None:
         if not hasattr(self, "queue"):
             return
-        ledger = self.queue.state.ledger
-        books = ledger.books()
-        assert books.fed == books.running + books.ready + books.leased + books.trained + books.num_dropped
-        assert books.running == len(self.running)
-        assert books.leased == sum(map(len, self.leases.values()))
-        assert books.trained == len(self.trained) == len(set(self.trained))
-        assert books.num_dropped == len(self.gone)
-        live = set(ledger.snapshot(0).outstanding)
+        state = self.queue.state
+        counts = state.counts()
+        assert counts.fed == counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
+        assert counts.running == len(self.running)
+        assert counts.leased == sum(map(len, self.leases.values()))
+        assert counts.trained == len(self.trained) == len(set(self.trained))
+        assert counts.num_dropped == len(self.gone)
+        live = set(state.snapshot().outstanding)
         assert live.isdisjoint(self.trained)
         assert live.isdisjoint(self.gone)
+        assert list(state.ready.values()) == sorted(state.ready.values()), "completion order"
 
     def teardown(self) -> None:
         """What people can read of it agrees."""
         if not hasattr(self, "queue"):
             return
         self.runner.close()
-        lives = Lives(QueueState.begin(PROMPTS, keeps_payloads=True))
-        for transition in self.log.transitions:
-            lives.see(1.0, transition)
-        records = {record.sample_id: record for record in lives.records()}
+        histories = SampleHistories(QueueState.begin(PROMPTS, keeps_payloads=True))
+        for operation in self.log.operations:
+            histories.add(1.0, operation)
+        records = {record.sample_id: record for record in histories.records()}
         assert {i for i, record in records.items() if record.state == "trained"} == set(self.trained)
         assert {i for i, record in records.items() if record.state == "dropped"} == self.gone
         assert all(record.reason for record in records.values() if record.state == "dropped")

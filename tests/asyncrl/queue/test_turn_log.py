@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.failures import BugError, ConfigError, DiskFullError
-from asyncrl.turn_files import FileTurns, NoTurns, RecordedTurn, forget_old_turns, read_turns
-from asyncrl.types import FinishReason, SampleId, Span, Turn
+from asyncrl.core.failures import BugError, ConfigError, DiskFullError
+from asyncrl.core.types import FinishReason, SampleId, Span, Turn
+from asyncrl.queue.turn_log import FileTurns, NoTurns, RecordedTurn, forget_old_turns, read_turns
 from tests.fakes.samples import assert_same_turn, make_turn
 
 ONE, TWO, THREE = SampleId(0, 1), SampleId(0, 2), SampleId(1, 3)
@@ -127,7 +127,7 @@ async def test_a_torn_or_damaged_log_gives_what_is_before_the_damage(
     for place in range(ends[0], len(whole), 17):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         assert await found() == ([1] if place < ends[1] else [1, 2])
-    assert f"{path}: " in caplog.text and "The 1 turns before it count" in caplog.text
+    assert f"{path}: " in caplog.text and "The 1 turns before it are used" in caplog.text
 
 
 async def test_a_log_damaged_after_it_was_read_costs_its_turns_only(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ async def test_a_full_disk_is_told_and_leaves_no_torn_frame(tmp_path: Path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.segments.os.writev", half)
+        broken.setattr("asyncrl.storage.segments.os.writev", half)
         with pytest.raises(DiskFullError, match=r"turns-1-1\.log"):
             await turns.record(TWO, "0", make_turn(2))
     await turns.record(THREE, "0", make_turn(3))
@@ -275,8 +275,8 @@ async def test_a_killed_process_loses_no_turn(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, anyio
 from pathlib import Path
-from asyncrl.turn_files import FileTurns
-from asyncrl.types import SampleId
+from asyncrl.queue.turn_log import FileTurns
+from asyncrl.core.types import SampleId
 from tests.fakes.samples import make_turn
 async def write():
     turns = FileTurns(Path(sys.argv[1]), 1)

@@ -15,8 +15,8 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
-from asyncrl import blobs
-from asyncrl.blobs import Blob, DamageError, decode, encode
+from asyncrl.storage import array_bytes as blobs
+from asyncrl.storage.array_bytes import Blob, DamageError, decode, encode
 
 arrays = st.dictionaries(
     st.text(max_size=4).filter(lambda name: name != "__metadata__"),
@@ -76,7 +76,7 @@ def test_every_missing_or_added_end_is_seen() -> None:
     for num_bytes in range(len(whole)):
         with pytest.raises(DamageError):
             read(whole[:num_bytes])
-    with pytest.raises(DamageError, match="makes no sense"):
+    with pytest.raises(DamageError, match="cannot be interpreted"):
         read(whole + b"\0")
 
 
@@ -156,7 +156,7 @@ def test_a_forged_header_is_refused(forged: bytes) -> None:
 def test_bytes_that_are_no_truth_values_are_refused() -> None:
     data = b"\1\2"
     forged = forge({"a": entry("BOOL", (2,), (0, 2))}, {"a": xxh3_64_hexdigest(data)}, data=data)
-    with pytest.raises(DamageError, match="neither true nor false"):
+    with pytest.raises(DamageError, match="other than 0 and 1"):
         read(forged).array("a", np.bool_)
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, InfraError
-from asyncrl.run_dir import create_run_dir, disk_error, reopen_run_dir, runs_of
+from asyncrl.core.failures import ConfigError, InfraError
+from asyncrl.storage.run_dir import create_run_dir, disk_error, reopen_run_dir, runs_of
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl import payload_objects
-from asyncrl.blobs import DamageError, decode, encode
-from asyncrl.failures import DeadlineError
-from asyncrl.payloads import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
-from asyncrl.types import FinishReason, Media, Row, Sample, SampleId, Span
+from asyncrl.core.failures import DeadlineError
+from asyncrl.core.types import FinishReason, Media, Row, Sample, SampleId, Span
+from asyncrl.queue import payloads
+from asyncrl.storage.array_bytes import DamageError, decode, encode
+from asyncrl.storage.sample_bytes import JOIN_BELOW_TOKENS, PackedBlob, pack, to_blob, unpack
 from tests.fakes.samples import assert_same_sample, make_sample, samples
 
 LONG = make_sample(7, tokens=JOIN_BELOW_TOKENS + 3)
@@ -95,10 +95,10 @@ async def test_an_object_store_that_does_not_take_a_payload_is_not_waited_for_wi
 ) -> None:
     """Nor does a cancellation reach the call: it belongs to all whose samples are in it."""
     full = threading.Event()
-    monkeypatch.setattr(payload_objects.ray, "put", lambda packed: full.wait())
+    monkeypatch.setattr(payloads.ray, "put", lambda packed: full.wait())
     try:
         with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"did not take 1 sample payloads \(\d+ bytes\)"):
-            await payload_objects.RayPayloads(0.05).put(make_sample(1))
+            await payloads.RayPayloads(0.05).put(make_sample(1))
     finally:
         full.set()
 
@@ -127,7 +127,7 @@ def test_a_description_of_media_that_is_none_is_refused(told: Any) -> None:
     _, texts = to_blob(pack([original]))
     samples_ = json.loads(texts["samples"])
     samples_[0]["media"] = told
-    with pytest.raises(ValueError, match="media is none"):
+    with pytest.raises(ValueError, match="media is invalid"):
         through_bytes([original], {"samples": json.dumps(samples_)}).unpack(0)
 
 

@@ -15,10 +15,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.ports import Score
-from asyncrl.trajectory_files import append, file_name, find
-from asyncrl.trajectory_lines import DumpedTrajectory, Piece, as_json, mask_runs, parse, plain, to_line
-from asyncrl.types import FinishReason, SampleId, Span
+from asyncrl.core.ports import Score
+from asyncrl.core.types import FinishReason, SampleId, Span
+from asyncrl.storage.trajectory_files import (
+    DumpedTrajectory,
+    Piece,
+    append,
+    as_json,
+    file_name,
+    find,
+    mask_runs,
+    parse,
+    plain,
+    to_line,
+)
 from tests.fakes.dumped import SCORES, calculation, group
 
 RUN = "/runs/one"
@@ -170,7 +180,7 @@ def test_a_run_that_was_moved_keeps_its_dump(tmp_path: Path) -> None:
     write(tmp_path, *whole(run=str(tmp_path / "before")))
     found = find(tmp_path, 42, tmp_path / "after")
     assert len(found.trajectories) == 2
-    assert "which is not there any more: taken to be this one" in found.notes[0]
+    assert "which no longer exists; assuming that it is this run" in found.notes[0]
     (tmp_path / "before").mkdir()
     assert find(tmp_path, 42, tmp_path / "after").trajectories == ()
 
@@ -198,7 +208,7 @@ def test_a_write_that_was_cut_off_shows_what_there_is_of_it(tmp_path: Path) -> N
 
 
 def test_appending_is_one_write_behind_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncrl.trajectory_files as files
+    import asyncrl.storage.trajectory_files as files
 
     writes: list[int] = []
     real = files.write_all

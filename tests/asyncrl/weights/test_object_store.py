@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import ray
 
-from asyncrl.cli.health import object_store_share
-from asyncrl.failures import BugError, DeadlineError, FencedError, InfraError
-from asyncrl.ports import Edition, Publication, ReplicaReport
+from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
+from asyncrl.core.ports import Publication, ReplicaReport, WeightsVersion
+from asyncrl.driver.health_monitor import object_store_share
 from asyncrl.weights import object_store
 from asyncrl.weights.checksums import group_checksums
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, find_store, start_store
@@ -57,8 +57,8 @@ async def publish(store: Any, version: int, *, lineage: int = 0) -> Publication:
     return await publisher.publish(version, version * 10, weights(version), validate=version == 2)
 
 
-def plain(version: int) -> Edition:
-    return Edition(0, version)
+def plain(version: int) -> WeightsVersion:
+    return WeightsVersion(0, version)
 
 
 async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +145,16 @@ async def test_a_newer_lineage_is_newer_whatever_its_version(store: Any) -> None
     for version in (1, 2, 3):
         await publish(store, version)
     back = await publish(store, 1, lineage=1)
-    assert back.edition == Edition(1, 1)
-    assert await feed.wait_newer(Edition(0, 3), timeout_s=10) == back
+    assert back.weights_version == WeightsVersion(1, 1)
+    assert await feed.wait_newer(WeightsVersion(0, 3), timeout_s=10) == back
     # Version 2 had asked for its validation; training will come to it again.
     assert not back.validate
-    with pytest.raises(FencedError, match="lineage 0, which another one of lineage 1 has replaced"):
+    with pytest.raises(FencedError, match="lineage 0, which one of lineage 1 has replaced"):
         await publish(store, 4)
     await publish(store, 2, lineage=1)
-    newest = await feed.wait_newer(back.edition, timeout_s=10)
+    newest = await feed.wait_newer(back.weights_version, timeout_s=10)
     assert newest is not None
-    assert (newest.edition, newest.validate) == (Edition(1, 2), True)
+    assert (newest.weights_version, newest.validate) == (WeightsVersion(1, 2), True)
 
 
 async def test_training_that_goes_back_to_an_unvalidated_version_or_beyond_keeps_the_wish(store: Any) -> None:
@@ -163,10 +163,10 @@ async def test_training_that_goes_back_to_an_unvalidated_version_or_beyond_keeps
     await publish(store, 3, lineage=2)
     newest = await ObjectStoreFeed(store, call_s=10).latest()
     assert newest is not None
-    assert (newest.edition, newest.validate) == (Edition(2, 3), True)
+    assert (newest.weights_version, newest.validate) == (WeightsVersion(2, 3), True)
 
 
-async def test_a_store_that_dies_is_told_again_and_nobody_notices() -> None:
+async def test_a_restarted_store_is_filled_again_unnoticed() -> None:
     store = start_store(NAMESPACE, max_restarts=-1)
     feed = ObjectStoreFeed(store, call_s=20)
     publisher = ObjectStorePublisher(store, call_s=20)
@@ -178,7 +178,7 @@ async def test_a_store_that_dies_is_told_again_and_nobody_notices() -> None:
         status = await object_store._ask(lambda _: store.status.remote(), 20, "status")
         assert (status.pid != died, status.newest) == (True, None)
         # What there was is not known yet: nobody is told that there is nothing.
-        with pytest.raises(DeadlineError, match="nobody has published to it since"):
+        with pytest.raises(DeadlineError, match="nothing has been published to it since"):
             await ObjectStoreFeed(store, call_s=0.5).latest()
         async with anyio.create_task_group() as group:
             found: list[Any] = []
@@ -203,7 +203,7 @@ async def test_a_publisher_that_has_published_nothing_says_so(store: Any) -> Non
     assert await object_store._answer(store.start_with.remote(0.05), 10, "asking") is None
     await publish(store, 1)
     published = await publish(store, 2)
-    assert (await object_store._answer(store.start_with.remote(0.05), 10, "asking")).edition == plain(2)
+    assert (await object_store._answer(store.start_with.remote(0.05), 10, "asking")).weights_version == plain(2)
     # Something newer than what could not be fetched, or else the same again.
     lost = await object_store._answer(store.start_with.remote(10, plain(1)), 10, "asking")
     assert lost == await object_store._answer(store.start_with.remote(0.05, plain(2)), 10, "asking") == published
@@ -257,11 +257,11 @@ async def test_a_validation_that_nobody_has_heard_of_is_left_to_the_next_version
     assert (await publisher.publish(2, 2, weights(2), validate=False)).validate is False
     second = await feed.wait_newer(plain(1), timeout_s=10)
     assert second is not None
-    assert (second.edition, second.validate) == (plain(2), True)
+    assert (second.weights_version, second.validate) == (plain(2), True)
     await publisher.publish(3, 3, weights(3), validate=False)
     third = await feed.wait_newer(plain(2), timeout_s=10)
     assert third is not None
-    assert (third.edition, third.validate) == (plain(3), False)
+    assert (third.weights_version, third.validate) == (plain(3), False)
 
 
 async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:
@@ -300,7 +300,7 @@ async def test_an_object_store_that_fails_is_an_infra_error(store: Any, monkeypa
         raise ray.exceptions.OutOfDiskError("/tmp is over 95% full")
 
     monkeypatch.setattr(ray, "put", fail)
-    with pytest.raises(InfraError, match=r"could not take 16000 bytes of version 1; look at the disk") as caught:
+    with pytest.raises(InfraError, match=r"could not take 16000 bytes of version 1; check the disk") as caught:
         await ObjectStorePublisher(store, call_s=10).publish(1, 1, weights(1), validate=False)
     assert "over 95% full" in caught.value.cause
 

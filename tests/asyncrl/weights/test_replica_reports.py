@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from asyncrl.ports import ReplicaReport, StoreStatus
-from asyncrl.weights.replica_reports import FORGET_REPLICA_S, ReplicaReports, on_clock
+from asyncrl.core.ports import ReplicaReport, StoreStatus
+from asyncrl.weights.object_store import FORGET_REPLICA_S, ReplicaReports, on_clock
 
 
 def reported(name: str, at: float, phase_since: float = 0.0) -> ReplicaReport:
     return ReplicaReport(name, "node", 1, (2, 3), "serving", phase_since, 0, 1, 4, 100, at)
 
 
-def test_reports_are_told_on_the_askers_clock_and_forgotten_after_a_while() -> None:
+def test_reports_are_converted_to_the_readers_clock_and_dropped_after_a_while() -> None:
     reports = ReplicaReports()
-    reports.arrived(reported("old", 7.0), 1000.0)
-    reports.arrived(reported("a", 50.0, phase_since=40.0), 1100.0)
-    reports.arrived(reported("b", 9000.0), 1090.0)
-    assert [report.replica for report in reports.told(1000.0 + FORGET_REPLICA_S)] == ["old", "b", "a"]
-    left = reports.told(1001.0 + FORGET_REPLICA_S)
+    reports.add(reported("old", 7.0), 1000.0)
+    reports.add(reported("a", 50.0, phase_since=40.0), 1100.0)
+    reports.add(reported("b", 9000.0), 1090.0)
+    assert [report.replica for report in reports.recent(1000.0 + FORGET_REPLICA_S)] == ["old", "b", "a"]
+    left = reports.recent(1001.0 + FORGET_REPLICA_S)
     assert [report.replica for report in left] == ["b", "a"]
     status = on_clock(StoreStatus(1, None, left, at=1001.0 + FORGET_REPLICA_S), 5000.0)
     assert status.at == 5000.0

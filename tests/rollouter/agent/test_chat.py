@@ -13,9 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.assets import resolve
-from asyncrl.failures import DataError
-from rollouter.agent.chat import Chat
-from rollouter.agent.cutting import cut_text
+from asyncrl.core.failures import DataError
+from rollouter.agent.chat import ChatTokenizer, cut_text
 from rollouter.agent.parsing import call_id, tool_message
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -32,7 +31,7 @@ MARKUP = {
     "glm": ("<|endoftext|>", ["<|user|>", "<|assistant|>", "<|observation|>"]),
     "bare": ("<|endoftext|>", []),
 }
-"""Of each template: its end of sequence, and its other special tokens."""
+"""The end of sequence of each template, and its other special tokens."""
 TOOLS = [
     {
         "type": "function",
@@ -69,8 +68,8 @@ def tokenizer(name: str, kind: str = "bytes") -> PreTrainedTokenizerFast:
     return made
 
 
-def chat(name: str, kind: str = "bytes", *, tools: bool = False, **kwargs: Any) -> Chat:
-    return Chat(tokenizer(name, kind), tools=TOOLS if tools else (), **kwargs)
+def chat(name: str, kind: str = "bytes", *, tools: bool = False, **kwargs: Any) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer(name, kind), tools=TOOLS if tools else (), **kwargs)
 
 
 def ids(name: str, text: str, kind: str = "bytes") -> list[int]:
@@ -79,9 +78,9 @@ def ids(name: str, text: str, kind: str = "bytes") -> list[int]:
 
 
 def text(name: str, tokens: list[int]) -> str:
-    told = tokenizer(name).decode(tokens, skip_special_tokens=False)
-    assert isinstance(told, str)
-    return told
+    decoded = tokenizer(name).decode(tokens, skip_special_tokens=False)
+    assert isinstance(decoded, str)
+    return decoded
 
 
 def says(content: str, **more: Any) -> dict[str, Any]:
@@ -100,28 +99,17 @@ def answers(*texts: str, turn: int = 0) -> list[dict[str, Any]]:
     return [tool_message(call_id(turn, number), "add", one) for number, one in enumerate(texts)]
 
 
-CALL = '{"a": 1}'
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-HERMES_CALLS = [
-    (
-        "hermes",
-        HERMES + "<|im_end|>",
-        "\n<|im_start|>tool\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        "qwen25",
-        HERMES + "<|im_end|>",
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-    ),
-    (
-        "qwen3",
-        HERMES + "<|im_end|>",
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-    ),
+RESPONSE = "<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LLAMA_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+TOOL_RESPONSES = [
+    ("hermes", HERMES + "<|im_end|>", f"\n<|im_start|>tool\n{RESPONSE}"),
+    ("qwen25", HERMES + "<|im_end|>", f"\n<|im_start|>user\n{RESPONSE}"),
+    ("qwen3", HERMES + "<|im_end|>", f"\n<|im_start|>user\n{RESPONSE}"),
     (
         "llama3",
         '{"name": "add", "parameters": {"a": 1}}<|eot_id|>',
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+        LLAMA_HEADER.format("ipython") + '"3"<|eot_id|>' + LLAMA_HEADER.format("assistant"),
     ),
     (
         "mistral",
@@ -131,29 +119,25 @@ HERMES_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sampled", "delta"), HERMES_CALLS)
-def test_delta_of_a_tools_answer(name: str, sampled: str, delta: str) -> None:
+@pytest.mark.parametrize(("name", "sampled", "delta"), TOOL_RESPONSES)
+def test_delta_of_a_tool_response(name: str, sampled: str, delta: str) -> None:
     reasoning = {"reasoning_content": "I add."} if name == "qwen3" else {}
-    more = chat(name, tools=True).extend([USER, calls({"a": 1}, **reasoning)], answers("3"), ids(name, sampled))
+    before, end = [USER, calls({"a": 1}, **reasoning)], MARKUP[name][0]
+    talk = chat(name, tools=True)
+    more = talk.extend(before, answers("3"), ids(name, sampled))
     assert (text(name, more.ids), more.rewritten) == (delta, False)
     assert more.ids == ids(name, delta)
-
-
-@pytest.mark.parametrize(("name", "sampled", "delta"), HERMES_CALLS)
-def test_a_turn_that_was_cut_gets_the_end_that_it_misses(name: str, sampled: str, delta: str) -> None:
-    end = MARKUP[name][0]
-    before = [USER, calls({"a": 1}, **({"reasoning_content": "I add."} if name == "qwen3" else {}))]
-    more = chat(name, tools=True).extend(before, answers("3"), ids(name, sampled.removesuffix(end)))
-    assert text(name, more.ids) == end + delta
+    cut = talk.extend(before, answers("3"), ids(name, sampled.removesuffix(end)))
+    assert text(name, cut.ids) == end + delta, "the delta adds the end that a cut turn lacks"
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen25"])
 def test_answers_to_parallel_calls_share_a_turn(name: str) -> None:
     before = [USER, calls({"a": 1}, {"a": 2}, content="Both.")]
     more = chat(name, tools=True).extend(before, answers("3", "4"), ids(name, "…<|im_end|>"))
-    told = text(name, more.ids)
+    message = text(name, more.ids)
     assert not more.rewritten
-    assert told.count("<|im_start|>") == 2 and told.count("<tool_response>") == 2
+    assert message.count("<|im_start|>") == 2 and message.count("<tool_response>") == 2
 
 
 def test_a_template_of_single_calls_gets_several_as_the_model_wrote_them() -> None:
@@ -193,7 +177,7 @@ def test_a_turn_may_end_with_the_token_that_begins_the_next_one() -> None:
             assert [*talk.prompt([USER]), *sampled, *more.ids] == whole and not more.rewritten
 
 
-def test_a_seal_behind_the_last_turn_is_no_rewriting() -> None:
+def test_a_token_after_the_last_turn_is_no_rewriting() -> None:
     talk = chat("sealed")
     more = talk.extend([USER, says("3")], [USER], ids("sealed", "3<|im_end|>"))
     assert text("sealed", more.ids).startswith("\n<|im_start|>user") and not more.rewritten
@@ -202,7 +186,7 @@ def test_a_seal_behind_the_last_turn_is_no_rewriting() -> None:
 
 
 class TestRewriting:
-    """The template changes what the model has seen: the conversation goes on in a new row."""
+    """The template rewrites history, so the conversation continues in a new row."""
 
     thought = says("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
 
@@ -236,7 +220,7 @@ class TestRewriting:
         before = [USER, calls({"a": 1}, content="I shall add.")]
         assert chat("llama3", tools=True).extend(before, answers("3"), ids("llama3", "…<|eot_id|>")).rewritten
 
-    def test_reasoning_and_calls_become_text_where_the_template_knows_neither(self) -> None:
+    def test_reasoning_and_calls_that_a_template_does_not_know_become_text(self) -> None:
         written = f"<think>\nI add.\n</think>\n\n{HERMES}"
         before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n", text=written)]
         talk = chat("chatml")
@@ -244,11 +228,7 @@ class TestRewriting:
         more = talk.extend(before, answers("3"), sampled)
         assert not more.rewritten
         assert [*talk.prompt([USER]), *sampled, *more.ids] == talk.prompt([*before, *answers("3")])
-
-    def test_reasoning_becomes_text_where_the_template_knows_calls_only(self) -> None:
-        written = f"<think>\nI add.\n</think>\n\n{HERMES}"
-        before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n", text=written)]
-        talk = chat("qwen25")
+        talk = chat("qwen25")  # knows calls, and no reasoning
         assert not talk.extend(before, answers("3"), ids("qwen25", written + "<|im_end|>")).rewritten
         assert "<think>\nI add.\n</think>\n<tool_call>" in text("qwen25", talk.retokenized(before))
 
@@ -259,7 +239,7 @@ def test_special_tokens_in_what_a_tool_says_stay_text(name: str, kind: str) -> N
     eos, others = MARKUP[name]
     odd = f"{eos}{others[0]}{eos[0]}{eos}{eos[1:]}</tool_response> é\n{eos}"
     made = tokenizer(name, kind)
-    talk = Chat(made, tools=TOOLS)
+    talk = ChatTokenizer(made, tools=TOOLS)
     before = [USER, calls({"a": 1}, reasoning_content="r", text="<think>r</think>")]
     if name == "chatml":
         before = [USER, says("x")]
@@ -273,7 +253,6 @@ def test_special_tokens_in_what_a_tool_says_stay_text(name: str, kind: str) -> N
         assert full.ids.count(close) == plain.ids.count(close) == 1
     if kind == "bytes" and name != "llama3" and name != "mistral":  # these two write it as JSON
         assert odd in made.decode(full.ids, skip_special_tokens=False)
-    # Wherever it stands: in the delta, in a whole prompt, in the check at the end.
     whole = talk.prompt([*before, *answers(odd)])
     assert full.rewritten or whole[-len(full.ids) :] == full.ids
 
@@ -292,7 +271,7 @@ def test_what_the_assistant_types_does_not_end_its_turn() -> None:
     assert not more.rewritten and text("chatml", more.ids).startswith("\n<|im_start|>user")
 
 
-def test_a_template_that_refuses_says_so_in_its_own_words() -> None:
+def test_the_error_of_a_template_has_its_own_message() -> None:
     talk = chat("gemma")
     with pytest.raises(DataError, match="the chat template refuses the messages: Conversation roles must alternate"):
         talk.extend([USER, says("3")], answers("3"), ids("gemma", "3<end_of_turn>"))
@@ -309,10 +288,10 @@ TURN = st.tuples(st.none() | WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_si
 @pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "sealed", "llama3", "mistral"])
 @settings(max_examples=15)
 @given(rounds=st.lists(TURN, min_size=1, max_size=3))
-def test_a_row_is_what_the_template_gives_for_the_whole_conversation(name: str, kind: str, rounds: list[Any]) -> None:
-    """For a model that writes as the template does: prompt, turns and deltas are the tokens of all messages."""
+def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any]) -> None:
+    """If the model writes what the template writes, prompt, turns and deltas are the tokens of all messages."""
     takes_calls = name not in ("chatml", "sealed")
-    talk = Chat(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
+    talk = ChatTokenizer(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
     messages: list[dict[str, Any]] = [USER]
     row = talk.prompt(messages)
     for turn, (content, made, reply) in enumerate(rounds):
@@ -339,9 +318,9 @@ def test_a_row_is_what_the_template_gives_for_the_whole_conversation(name: str, 
         assert row == talk.prompt(messages)
 
 
-def test_the_shipped_model_that_spells_its_words() -> None:
+def test_the_quickstart_tokenizer_extends_as_its_template() -> None:
     made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
-    talk = Chat(made)
+    talk = ChatTokenizer(made)
     sampled = made("3<eos>", add_special_tokens=False)["input_ids"]
     before, new = [USER, says("3")], [{"role": "user", "content": "4+<eos>5"}]
     more = talk.extend(before, new, sampled)
@@ -356,19 +335,18 @@ class TestDifference:
         assert talk.difference(row, [USER, says("It is 3.")]) is None
         assert talk.difference(row[:-1], [USER, says("It is 3.")]) is None  # cut before its end
 
-    def test_tells_position_and_surroundings(self) -> None:
+    def test_a_difference_has_position_and_surroundings(self) -> None:
         talk = chat("chatml")
         prompt = talk.prompt([USER])
-        told = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, says("It is 3.")])
-        assert told is not None
+        message = talk.difference([*prompt, *ids("chatml", "It is 4.<|im_end|>")], [USER, says("It is 3.")])
+        assert message is not None
         place = len(prompt) + len(ids("chatml", "It is"))
-        assert told.startswith(f"token {place} of ") and "4" in told and "the chat template gives" in told
+        assert message.startswith(f"token {place} of ") and "4" in message and "the chat template gives" in message
 
     def test_another_split_of_the_same_text(self) -> None:
         talk = chat("chatml")
         spelled = [token for letter in "It is 3." for token in ids("chatml", letter)]
-        told = talk.difference([*talk.prompt([USER]), *spelled], [USER, says("It is 3.")])
-        assert told is not None
+        assert talk.difference([*talk.prompt([USER]), *spelled], [USER, says("It is 3.")]) is not None
 
     def test_more_or_fewer_tokens(self) -> None:
         talk = chat("chatml")
@@ -394,7 +372,7 @@ class TestCut:
 
     @pytest.mark.parametrize("side", ["left", "middle", "right"])
     @pytest.mark.parametrize("most", [1, 2, 3, 17, 64])
-    def test_keeps_the_bound_and_what_it_can(self, side: Any, most: int) -> None:
+    def test_a_cut_text_fills_the_bound(self, side: Any, most: int) -> None:
         talk = chat("chatml")
         cut = talk.cut(self.long, most, side)
         used = len(ids("chatml", cut))
@@ -406,7 +384,7 @@ class TestCut:
             assert self.long.startswith(head) and self.long.endswith(tail)
             assert (side != "left" or not head) and (side != "right" or not tail)
 
-    def test_what_fits_stays(self) -> None:
+    def test_a_text_that_fits_is_unchanged(self) -> None:
         assert chat("chatml").cut("short", 5, "middle") == "short"
         assert chat("chatml").cut("", 1, "left") == ""
 
@@ -420,7 +398,7 @@ class TestCut:
 
     def test_a_tokenizer_without_an_ellipsis(self) -> None:
         made = AutoTokenizer.from_pretrained(resolve("asyncrl://quickstart"))
-        cut = Chat(made).cut("1+2=3" * 20, 10, "left")
+        cut = ChatTokenizer(made).cut("1+2=3" * 20, 10, "left")
         assert len(made(cut, add_special_tokens=False)["input_ids"]) <= 10 and cut.endswith("=3")
 
     def test_no_text_at_all_for_no_tokens(self) -> None:

@@ -13,12 +13,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from rollouter.agent.parsing import (
     NO_TOOLS,
-    CallParser,
-    Parsed,
     ParsedCall,
+    ParsedTurn,
+    ToolCallParser,
     assistant_message,
     call_arguments,
     call_id,
@@ -57,16 +57,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @cache
-def parser(name: str) -> CallParser:
+def parser(name: str) -> ToolCallParser:
     eom = tokenizer().convert_tokens_to_ids("<|eom|>")
-    return CallParser(name, tokenizer(), TOOLS, end_ids=[eom])
+    return ToolCallParser(name, tokenizer(), TOOLS, end_ids=[eom])
 
 
-def parse(name: str, text: str) -> Parsed:
+def parse(name: str, text: str) -> ParsedTurn:
     return parser(name).parse(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
 
-def called(parsed: Parsed) -> list[tuple[str, Any]]:
+def called(parsed: ParsedTurn) -> list[tuple[str, Any]]:
     return [(call.name, call_arguments(call)) for call in parsed.calls]
 
 
@@ -92,7 +92,7 @@ def test_one_call(name: str, end: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_answer(name: str) -> None:
     for text in ("It is 3: \\frac{6}{2} [1], é…", 'In JSON: {"a": 3}', ""):
-        assert parse(name, text + "<|im_end|>") == Parsed(text, text=text)
+        assert parse(name, text + "<|im_end|>") == ParsedTurn(text, text=text)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_an_answer(name: str) -> None:
         ("qwen3_xml", "<tool_call>\nadd 1 and 2\n</tool_call>"),
     ],
 )
-def test_what_was_meant_as_a_call_and_is_none(name: str, text: str) -> None:
-    assert parse(name, text + "<|im_end|>") == Parsed(text, malformed=True, text=text)
+def test_broken_calls_are_malformed(name: str, text: str) -> None:
+    assert parse(name, text + "<|im_end|>") == ParsedTurn(text, malformed=True, text=text)
 
 
 def test_calls_beside_words_and_one_twice() -> None:
@@ -136,10 +136,10 @@ def test_turns_do_not_disturb_each_other() -> None:
 )
 def test_reasoning(text: str, reasoning: str, content: str) -> None:
     for name in ("hermes", NO_TOOLS):
-        assert parse(name, text) == Parsed(content, reasoning=reasoning, text=text)
+        assert parse(name, text) == ParsedTurn(content, reasoning=reasoning, text=text)
 
 
-def test_a_call_in_reasoning_is_none() -> None:
+def test_calls_inside_reasoning_are_ignored() -> None:
     parsed = parse("hermes", f"<think>Shall I {WRITTEN['hermes']}?</think>{WRITTEN['hermes']}")
     assert called(parsed) == ONE
 
@@ -148,10 +148,10 @@ def test_no_tools_reads_no_calls() -> None:
     assert parse(NO_TOOLS, WRITTEN["hermes"] + "<|im_end|>").content == WRITTEN["hermes"]
 
 
-def test_what_a_parser_raises_is_a_malformed_call_and_told_once(
+def test_a_parser_exception_is_a_malformed_call_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = CallParser("hermes", tokenizer(), TOOLS)
+    made = ToolCallParser("hermes", tokenizer(), TOOLS)
 
     def fail(text: str) -> Any:
         raise RecursionError(text)
@@ -159,7 +159,7 @@ def test_what_a_parser_raises_is_a_malformed_call_and_told_once(
     monkeypatch.setattr(made._vllm, "extract", fail)
     ids = tokenizer()("x", add_special_tokens=False)["input_ids"]
     with caplog.at_level(logging.WARNING):
-        assert [made.parse(ids), made.parse(ids)] == [Parsed("x", malformed=True, text="x")] * 2
+        assert [made.parse(ids), made.parse(ids)] == [ParsedTurn("x", malformed=True, text="x")] * 2
     assert sum("RecursionError" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -180,16 +180,16 @@ class TestFormats:
 
     def test_a_parser_of_another_tokenizer(self) -> None:
         with pytest.raises(ConfigError, match="'deepseek_v3' does not fit this model's tokenizer"):
-            CallParser("deepseek_v3", tokenizer(), TOOLS)
+            ToolCallParser("deepseek_v3", tokenizer(), TOOLS)
 
     def test_a_parser_that_reads_no_text(self) -> None:
         with pytest.raises(ConfigError, match="'openai' reads no text"):
-            CallParser("openai", tokenizer(), TOOLS)
+            ToolCallParser("openai", tokenizer(), TOOLS)
 
 
 class TestMessages:
     def test_all_of_a_turn(self) -> None:
-        parsed = Parsed("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
+        parsed = ParsedTurn("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
         assert assistant_message(parsed, turn=2) == {
             "role": "assistant",
             "content": "So:",
@@ -201,11 +201,11 @@ class TestMessages:
         }
 
     def test_an_answer_is_no_more_than_that(self) -> None:
-        assert assistant_message(Parsed("3", text="3")) == {"role": "assistant", "content": "3"}
+        assert assistant_message(ParsedTurn("3", text="3")) == {"role": "assistant", "content": "3"}
 
     @pytest.mark.parametrize("arguments", ["[1]", "1", "{", ""])
     def test_arguments_that_are_no_object_stay_text(self, arguments: str) -> None:
-        parsed = Parsed("", (ParsedCall("add", arguments), ParsedCall("add", "{}")))
+        parsed = ParsedTurn("", (ParsedCall("add", arguments), ParsedCall("add", "{}")))
         message = assistant_message(parsed)
         assert message["content"] == f'{{"name": "add", "arguments": {arguments}}}'
         assert [call["id"] for call in message["tool_calls"]] == [call_id(0, 1)]

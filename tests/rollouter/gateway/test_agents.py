@@ -1,4 +1,4 @@
-"""Agents with the official client, over the real HTTP side: what is recorded of them, and how they end."""
+"""Agents that use the OpenAI client over HTTP: their recorded rows, rewards, and ends."""
 
 from __future__ import annotations
 
@@ -11,27 +11,45 @@ import numpy as np
 import openai
 import pytest
 
-from asyncrl.failures import DataError, InfraError, UserCodeError
-from asyncrl.trajectory import Trajectory
-from asyncrl.types import FinishReason, Span, versions_per_token
-from rollouter.agent.asking import TurnRequest
+from asyncrl.core.failures import DataError, InfraError, UserCodeError
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import FinishReason, Span, versions_per_token
+from rollouter.agent.conversation import TurnRequest
 from rollouter.agent.loop import MismatchError
-from rollouter.agent.parsing import Parsed
-from rollouter.drops import TooLongError
+from rollouter.agent.parsing import ParsedTurn
+from rollouter.drop_policy import TooLongError
 from rollouter.gateway.program import FunctionProgram
 from rollouter.gateway.task import AgentTask
-from tests.rollouter.gateway.rig import CALL, MODEL, QUESTION, TOOLS, Rig
+from tests.fakes.gateway_agent import CALL, MODEL, QUESTION, TOOLS, GatewayRig
 
 
-def mask_text(rig: Rig, one: Trajectory, row: int = 0) -> list[str]:
-    """What was sampled in a row, and what was told, alternately."""
+def mask_text(rig: GatewayRig, one: Trajectory, row: int = 0) -> list[str]:
+    """The texts of a row: sampled and unsampled parts, alternately."""
     tokens = one.rows[row]
     cuts = np.flatnonzero(np.diff(tokens.response_mask.astype(int))) + 1
     return [rig.text(part) for part in np.split(tokens.response_ids, cuts)]
 
 
-async def with_calculator(rig: Rig, task: AgentTask, *, reward: float | None = 1.0) -> Any:
-    """What everybody's first agent looks like."""
+async def question(rig: GatewayRig, task: AgentTask, *more: Any, **options: Any) -> Any:
+    """Ask the model the question of the prompt, and return its message."""
+    answer = await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION, *more], **options)
+    return answer.choices[0].message
+
+
+def stuck(cancelled: anyio.Event) -> Any:
+    """A turn that takes forever, and sets `cancelled` when it is cancelled."""
+
+    async def turn(request: TurnRequest) -> str:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+        raise AssertionError
+
+    return turn
+
+
+async def with_calculator(rig: GatewayRig, task: AgentTask, *, reward: float | None = 1.0) -> Any:
     client = rig.client(task)
     messages: list[Any] = [dict(message) for message in task.messages]
     while True:
@@ -46,14 +64,14 @@ async def with_calculator(rig: Rig, task: AgentTask, *, reward: float | None = 1
 
 
 async def test_a_conversation_with_a_tool_is_one_row_token_by_token() -> None:
-    rig = Rig(CALL, "12")
+    rig = GatewayRig(CALL, "12")
     one = await rig.converse(lambda task: with_calculator(rig, task))
     (row,) = one.rows
     assert np.array_equal(row.prompt_ids, rig.prompt().prompt_ids)
     assert mask_text(rig, one) == [CALL + "<eos>", "<tool>12<eos><assistant>", "12<eos>"]
     sampled = row.response_mask
     log_probs = row.rollout_log_probs[sampled]
-    calls = len(rig.book.tokens(CALL)) + 1
+    calls = len(rig.cache.tokens(CALL)) + 1
     assert log_probs[:calls].tolist() == [-100.0 - n for n in range(1, calls + 1)]
     assert log_probs[calls:].tolist() == [-200.0 - n for n in range(1, len(log_probs) - calls + 1)]
     assert (row.rollout_log_probs[~sampled] == 0).all()
@@ -67,8 +85,8 @@ async def test_a_conversation_with_a_tool_is_one_row_token_by_token() -> None:
     assert rig.agent.status() == {"turns": 2, "rewrites": 0, "token_mismatches": 0, "tool_calls": 1}
 
 
-async def test_streams_give_the_same_in_chunks() -> None:
-    rig = Rig(CALL, "12")
+async def test_streams_have_the_same_content_in_chunks() -> None:
+    rig = GatewayRig(CALL, "12")
 
     async def agent(task: AgentTask) -> float:
         client = rig.client(task)
@@ -83,7 +101,7 @@ async def test_streams_give_the_same_in_chunks() -> None:
         ]
         assert json.loads(call.function.arguments) == {"x": "3*4"} and call.index == 0
         assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
-        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(rig.book.tokens(CALL)) + 1
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(rig.cache.tokens(CALL)) + 1
         async with client.chat.completions.stream(model=task.model, messages=[QUESTION]) as events:
             final = await events.get_final_completion()
         assert final.choices[0].message.content == "12" and final.choices[0].finish_reason == "stop"
@@ -96,7 +114,7 @@ async def test_streams_give_the_same_in_chunks() -> None:
 
 
 async def test_models_completions_logprobs_and_usage() -> None:
-    rig = Rig("12", "+5=", "7")
+    rig = GatewayRig("12", "+5=", "7")
 
     async def agent(task: AgentTask) -> float:
         client = rig.client(task)
@@ -113,7 +131,7 @@ async def test_models_completions_logprobs_and_usage() -> None:
         return 1.0
 
     one = await rig.converse(agent)
-    assert [row.prompt_ids.tolist() for row in one.rows][1:] == [rig.book.tokens("2"), [5, 6, 7]]
+    assert [row.prompt_ids.tolist() for row in one.rows][1:] == [rig.cache.tokens("2"), [5, 6, 7]]
     assert all(row.response_mask.all() for row in one.rows)
 
 
@@ -129,7 +147,7 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
         await both.wait()
         return "8" if rig.text(request.context).endswith("2*4=<eos><assistant>") else "9"
 
-    rig = Rig(together, together, "1", "2", "3", "4")
+    rig = GatewayRig(together, together, "1", "2", "3", "4")
 
     async def agent(task: AgentTask) -> float:
         client = rig.client(task)
@@ -146,8 +164,8 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
             group.start_soon(say, "3*3=")
         assert await say("2*4=", "8", "+1=") == "1"
         assert await say("2*4=", "8", "+2=") == "2", "from the middle of a row"
-        assert await say("2*4=", "9", "+3=") == "3", "a history that the model did not say"
-        assert await say("3*3=", " 9\n", "+4=") == "4", "clients may strip what was said"
+        assert await say("2*4=", "9", "+3=") == "3", "a history that the model did not sample"
+        assert await say("3*3=", " 9\n", "+4=") == "4", "clients may strip a message"
         return 1.0
 
     one = await rig.converse(agent)
@@ -162,7 +180,7 @@ async def test_other_histories_and_parallel_conversations_are_rows_of_their_own(
     ]  # fmt: skip
     sampled = sum(int(row.response_mask.sum()) for row in one.rows)
     assert sampled == one.num_sampled == 12, "every turn is in one row only"
-    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "what was said last"
+    assert [message["content"] for message in one.messages] == ["3*3=", "9", "+4=", "4"], "the last conversation"
     assert rig.text(one.turn_ids()) == "4<eos>"
 
 
@@ -171,14 +189,12 @@ async def test_a_template_that_rewrites_history_makes_a_new_row() -> None:
         "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last or m.role != 'assistant' else '0' }}<eos>"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    rig = Rig("5", "6", template=template)
+    rig = GatewayRig("5", "6", template=template)
 
     async def agent(task: AgentTask) -> float:
-        client = rig.client(task)
-        more: list[Any] = [QUESTION]
+        more: list[Any] = []
         for _ in range(2):
-            answer = await client.chat.completions.create(model=MODEL, messages=more)
-            more += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "1"}]
+            more += [await question(rig, task, *more), {"role": "user", "content": "1"}]
         return 0.5
 
     one = await rig.converse(agent)
@@ -190,7 +206,7 @@ async def test_a_template_that_rewrites_history_makes_a_new_row() -> None:
 
 
 async def test_stop_and_max_tokens_end_turns() -> None:
-    rig = Rig("12=34=56", "123456")
+    rig = GatewayRig("12=34=56", "123456")
 
     async def agent(task: AgentTask) -> float:
         client = rig.client(task)
@@ -208,7 +224,7 @@ async def test_stop_and_max_tokens_end_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"temperature": 0.5}, "rollout.sampling.temperature = 1.0"),
         ({"top_p": 0.9}, "top_p"),
@@ -224,14 +240,16 @@ async def test_stop_and_max_tokens_end_turns() -> None:
         ({"model": "gpt-4o"}, "the run trains 'tiny'"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_trained_on_is_refused_with_the_reason(body: dict[str, Any], said: str) -> None:
-    rig = Rig("12", "12")
+async def test_requests_that_cannot_be_trained_on_are_refused_with_the_reason(
+    body: dict[str, Any], message: str
+) -> None:
+    rig = GatewayRig("12", "12")
 
     async def agent(task: AgentTask) -> float:
         async with rig.http(task) as http:
             refused = await http.post("chat/completions", json={"model": MODEL, "messages": [QUESTION], **body})
             assert refused.status_code == (404 if body.get("model") else 400)
-            assert said in refused.json()["error"]["message"]
+            assert message in refused.json()["error"]["message"]
             fine = {
                 "temperature": 1.0,
                 "top_p": 1,
@@ -240,29 +258,29 @@ async def test_what_cannot_be_trained_on_is_refused_with_the_reason(body: dict[s
                 "user": "me",
                 "response_format": {"type": "text"},
             }
-            taken = await http.post("chat/completions", json={"messages": [QUESTION], **fine})
-            assert taken.status_code == 200
+            accepted = await http.post("chat/completions", json={"messages": [QUESTION], **fine})
+            assert accepted.status_code == 200
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
 
 
-async def test_validation_passes_over_what_agents_say_of_sampling() -> None:
-    rig = Rig("12")
+async def test_validation_ignores_the_sampling_of_requests() -> None:
+    rig = GatewayRig("12")
 
     async def agent(task: AgentTask) -> float:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION], temperature=0.3)
+        await question(rig, task, temperature=0.3)
         return 1.0
 
     assert (await rig.converse(agent, sample_id="val_0")).scores == {"agent": 1.0}
 
 
-async def test_keys_are_of_one_trajectory_while_it_lasts() -> None:
-    rig = Rig("12", "12")
+async def test_a_key_belongs_to_one_running_trajectory() -> None:
+    rig = GatewayRig("12", "12")
     other_done = anyio.Event()
 
     async def agent(task: AgentTask) -> float:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        await question(rig, task)
         if task.trajectory == 0:
             await other_done.wait()
             return 0.0
@@ -287,29 +305,28 @@ async def test_keys_are_of_one_trajectory_while_it_lasts() -> None:
     async with rig.http() as http:
         unknown = {"authorization": f"Bearer asyncrl-3-{'A' * 43}"}
         assert (await http.post("chat/completions", json={}, headers=unknown)).status_code == 401
-        assert (
-            await http.post("chat/completions", json={}, headers={"authorization": "Bearer sk-1"})
-        ).text == "not recorded"
+        other = {"authorization": "Bearer sk-1"}
+        assert (await http.post("chat/completions", json={}, headers=other)).text == "not recorded"
         assert (await http.get("models")).text == "not recorded"
     with pytest.raises(RuntimeError, match="is over"):
         first.post_reward(1.0)
 
 
 async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
-    rig = Rig("12", "12")
+    rig = GatewayRig("12", "12")
 
     async def agent(task: AgentTask) -> None:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        await question(rig, task)
         async with rig.http(task) as http:
             bad = await http.post("reward", json={"reward": "much"})
             assert bad.status_code == 400 and "finite number" in bad.json()["error"]["message"]
             await http.post("reward", json={"reward": 0.25, "metrics": {"a": 1}})
             task.post_reward(0.75, metrics={"b": 2})
-            told = await http.post("reward", json={"metrics": {"c": 3}, "done": True})
-            assert told.json() == {"object": "reward", "reward": 0.75, "metrics": {"a": 1, "b": 2, "c": 3}}
+            posted = await http.post("reward", json={"metrics": {"c": 3}, "done": True})
+            assert posted.json() == {"object": "reward", "reward": 0.75, "metrics": {"a": 1, "b": 2, "c": 3}}
             late = await http.post("chat/completions", json={"messages": [QUESTION]})
             assert late.status_code == 409 and late.headers["x-should-retry"] == "false"
-        raise RuntimeError("what comes after does not count")
+        raise RuntimeError("after the end")
 
     one = await rig.converse(agent)
     assert one.scores == {"agent": 0.75} and one.metrics == {"a": 1.0, "b": 2.0, "c": 3.0}
@@ -317,7 +334,7 @@ async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
 
 
 async def test_a_program_in_a_thread_posts_too() -> None:
-    rig = Rig("12")
+    rig = GatewayRig("12")
 
     def agent(task: AgentTask) -> dict[str, Any]:
         anyio.from_thread.run(rig.agent.gateway.answer, task.api_key, "chat/completions", {"messages": [QUESTION]})
@@ -328,41 +345,33 @@ async def test_a_program_in_a_thread_posts_too() -> None:
     assert one.scores == {"agent": 0.5} and one.metrics == {"seen": 1.0, "returned": 2.0}
 
 
-async def test_out_of_time_keeps_what_there_is_if_it_is_scored() -> None:
+async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
     async def agent(task: AgentTask) -> None:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        await question(rig, task)
         if task.trajectory:
             task.post_reward(0.5)
         await anyio.sleep_forever()
 
-    rig = Rig("12", "12", timeout_s=0.3)
+    rig = GatewayRig("12", "12", timeout_s=0.3)
     with pytest.raises(TooLongError, match="no reward was posted"):
         await rig.converse(agent)
     one = await rig.agent.converse("s", 1, rig.prompt(), rig.ask)
     assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {"agent": 0.5}
-    rig = Rig("12", timeout_s=0.3, config={"reward": {"function": "exact_match"}})
+    rig = GatewayRig("12", timeout_s=0.3, config={"reward": {"function": "exact_match"}})
     one = await rig.converse(agent)
     assert one.finish_reason is FinishReason.TIMEOUT and one.scores == {}, "the function scores it"
-    rig = Rig(timeout_s=0.2)
+    rig = GatewayRig(timeout_s=0.2)
     with pytest.raises(TooLongError, match="no turn was complete"):
         await rig.converse(lambda task: anyio.sleep_forever())
 
 
 async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
     cancelled = anyio.Event()
-
-    async def slow(request: TurnRequest) -> str:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    rig = Rig("12", slow, timeout_s=0.4, config={"reward": {"function": "exact_match"}})
+    rig = GatewayRig("12", stuck(cancelled), timeout_s=0.4, config={"reward": {"function": "exact_match"}})
 
     async def agent(task: AgentTask) -> None:
         for _ in range(2):
-            await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+            await question(rig, task)
 
     one = await rig.converse(agent)
     assert cancelled.is_set() and len(one.turns) == 1
@@ -370,79 +379,64 @@ async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
 
 async def test_a_client_that_goes_away_cancels_its_turn_only() -> None:
     cancelled = anyio.Event()
-
-    async def slow(request: TurnRequest) -> str:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            cancelled.set()
-        raise AssertionError
-
-    rig = Rig(slow, "12")
+    rig = GatewayRig(stuck(cancelled), "12")
 
     async def agent(task: AgentTask) -> float:
         with anyio.move_on_after(0.2):
-            await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+            await question(rig, task)
         with anyio.fail_after(5):
             await cancelled.wait()
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        await question(rig, task)
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
 
 
-async def test_no_room_is_told_and_an_agent_that_fails_of_it_ends_by_length() -> None:
+async def test_a_refusal_for_lack_of_room_ends_the_trajectory_by_length() -> None:
     async def agent(task: AgentTask) -> None:
-        client = rig.client(task)
-        messages: list[Any] = [QUESTION]
+        more: list[Any] = []
         for _ in range(3):
-            answer = await client.chat.completions.create(model=MODEL, messages=messages)
-            messages += [answer.choices[0].message, {"role": "user", "content": "1"}]
+            more += [await question(rig, task, *more), {"role": "user", "content": "1"}]
 
     rollout = {"response_length": 13, "max_model_len": 60}
-    rig = Rig("1234567", "12345678901234", rollout=rollout, config={"reward": {"function": "exact_match"}})
+    rig = GatewayRig("1234567", "12345678901234", rollout=rollout, config={"reward": {"function": "exact_match"}})
     one = await rig.converse(agent)
     assert rig.asked[1].max_tokens == 1 and len(rig.asked) == 2
     assert one.finish_reason is FinishReason.LENGTH and sum(len(row.response_ids) for row in one.rows) == 13
-    rig = Rig("1234567", "12345678901234", rollout=rollout)
+    rig = GatewayRig("1234567", "12345678901234", rollout=rollout)
     with pytest.raises(UserCodeError, match="context_length_exceeded") as failed:
         await rig.converse(agent)
     assert "BadRequestError" in failed.value.cause
 
 
-async def test_failures_are_told_for_what_they_are() -> None:
-    async def silent(task: AgentTask) -> float:
-        return 1.0
+FAILURES: list[tuple[Any, bool, type[Exception], str]] = [
+    (1.0, False, UserCodeError, "without a turn of the model"),
+    (None, True, UserCodeError, "gave no reward"),
+    (ZeroDivisionError("by me"), True, UserCodeError, "ZeroDivisionError: by me"),
+    ("good", True, UserCodeError, 'no reward: reward is "good"'),
+    (DataError("this row is empty"), False, DataError, "row is empty"),
+]
 
-    async def unscored(task: AgentTask) -> None:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
 
-    async def broken(task: AgentTask) -> None:
-        await unscored(task)
-        raise ZeroDivisionError("by me")
+@pytest.mark.parametrize(("outcome", "asks", "error", "message"), FAILURES)
+async def test_failures_of_a_program_fail_the_trajectory(
+    outcome: Any, asks: bool, error: type[Exception], message: str
+) -> None:
+    rig = GatewayRig("12")
 
-    async def strange(task: AgentTask) -> str:
-        await unscored(task)
-        return "good"
+    async def agent(task: AgentTask) -> Any:
+        if asks:
+            await question(rig, task)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    async def unusable(task: AgentTask) -> None:
-        raise DataError("this row is empty")
-
-    rig = Rig("12", "12", "12")
-    with pytest.raises(UserCodeError, match="without a turn of the model"):
-        await rig.converse(silent)
-    with pytest.raises(UserCodeError, match="gave no reward"):
-        await rig.converse(unscored)
-    with pytest.raises(UserCodeError, match="ZeroDivisionError: by me"):
-        await rig.converse(broken)
-    with pytest.raises(UserCodeError, match='no reward: reward is "good"'):
-        await rig.converse(strange)
-    with pytest.raises(DataError, match="row is empty"):
-        await rig.converse(unusable)
+    with pytest.raises(error, match=message):
+        await rig.converse(agent)
 
 
 async def test_engines_that_fail_fail_the_trajectory() -> None:
-    rig = Rig(InfraError("no replica"))
+    rig = GatewayRig(InfraError("no replica"))
     seen: list[int] = []
 
     async def agent(task: AgentTask) -> float:
@@ -455,24 +449,24 @@ async def test_engines_that_fail_fail_the_trajectory() -> None:
     assert seen in ([], [503])
 
 
-async def test_a_row_that_the_template_would_write_in_another_way_is_noticed() -> None:
+async def test_a_row_that_differs_from_the_template_is_detected() -> None:
     async def agent(task: AgentTask) -> float:
-        await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION])
+        await question(rig, task)
         return 1.0
 
     class Sloppy:
-        def parse(self, ids: Sequence[int]) -> Parsed:
-            return Parsed("13", text="13")
+        def parse(self, ids: Sequence[int]) -> ParsedTurn:
+            return ParsedTurn("13", text="13")
 
-    rig = Rig("12")
-    make = rig.book._make
-    rig.book._make = lambda request: make(request)._replace(parser=Sloppy())
+    rig = GatewayRig("12")
+    make = rig.cache._make
+    rig.cache._make = lambda request: make(request)._replace(parser=Sloppy())
     with pytest.raises(MismatchError, match="strict"):
         await rig.converse(agent)
 
 
-async def test_http_requests_that_are_none() -> None:
-    rig = Rig("12")
+async def test_malformed_http_requests_are_refused() -> None:
+    rig = GatewayRig("12")
 
     async def agent(task: AgentTask) -> float:
         async with rig.http(task) as http:

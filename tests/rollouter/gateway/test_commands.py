@@ -11,8 +11,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from asyncrl.failures import ConfigError, UserCodeError
-from rollouter.gateway.command import KEPT_BYTES, CommandProgram
+from asyncrl.core.failures import ConfigError, UserCodeError
+from rollouter.gateway.program import TAIL_BYTES, CommandProgram
 from rollouter.gateway.task import AgentTask
 
 TASK = AgentTask(
@@ -55,14 +55,14 @@ async def gone(*pids: int) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_it_is_told_of_its_task(tmp_path: Path) -> None:
+async def test_the_command_gets_its_task(tmp_path: Path) -> None:
     code = (
         "import json, os, sys; task = json.load(sys.stdin); "
         "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'OPENAI_MODEL', 'ASYNCRL_MODEL']; "
         "json.dump([task, {name: os.environ[name] for name in names}], open(sys.argv[1], 'w'))"
     )
-    await python(code, str(tmp_path / "told")).run(TASK)
-    task, environment = json.loads((tmp_path / "told").read_text())
+    await python(code, str(tmp_path / "message")).run(TASK)
+    task, environment = json.loads((tmp_path / "message").read_text())
     assert task == {
         "base_url": "http://127.0.0.1:8000/run/v1", "api_key": "asyncrl-1-key", "model": "tiny",
         "messages": [{"role": "user", "content": "3*4="}], "ground_truth": "12", "extra_info": {"index": 7},
@@ -78,18 +78,18 @@ async def test_one_that_does_not_read_its_task_may_end_well() -> None:
     await python("pass").run(AgentTask("", "", "", messages=({"role": "user", "content": "x" * 1_000_000},)))
 
 
-async def test_its_last_words_are_told_when_it_fails() -> None:
-    code = f"import sys; print('x' * {2 * KEPT_BYTES} + 'the end'); sys.exit('what went wrong')"
+async def test_a_failed_command_shows_the_end_of_its_output() -> None:
+    code = f"import sys; print('x' * {2 * TAIL_BYTES} + 'the end'); sys.exit('what went wrong')"
     with pytest.raises(UserCodeError, match="ended with exit code 1") as failed:
         await python(code).run(TASK)
     assert "the end" in failed.value.cause and failed.value.cause.endswith("what went wrong")
-    assert len(failed.value.cause) < 2 * KEPT_BYTES
+    assert len(failed.value.cause) < 2 * TAIL_BYTES
     with pytest.raises(UserCodeError, match="was ended by SIGKILL"):
         await python(f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})").run(TASK)
 
 
 @pytest.mark.parametrize("kind", ["polite", "deaf"])
-async def test_at_the_deadline_its_whole_group_is_ended(tmp_path: Path, kind: str) -> None:
+async def test_the_deadline_ends_the_process_group(tmp_path: Path, kind: str) -> None:
     pids = tmp_path / "pids"
 
     async def started() -> None:
@@ -104,7 +104,7 @@ async def test_at_the_deadline_its_whole_group_is_ended(tmp_path: Path, kind: st
     await gone(*map(int, pids.read_text().split()))
 
 
-async def test_what_it_leaves_behind_is_ended(tmp_path: Path) -> None:
+async def test_processes_left_behind_are_killed(tmp_path: Path) -> None:
     with anyio.fail_after(20):
         await python(TWO, str(tmp_path / "pids"), "leaves").run(TASK)
     leader, child = map(int, (tmp_path / "pids").read_text().split())

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, UserCodeError
-from asyncrl.types import FinishReason, Span, Turn
-from rollouter.gateway.errors import RequestError
-from rollouter.gateway.gateway import Gateway, incarnation_of
-from rollouter.gateway.messages import fingerprint, to_template
+from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.types import FinishReason, Span, Turn
 from rollouter.gateway.program import load_program, read_result
-from rollouter.gateway.requests import Reader
-from rollouter.gateway.stopping import cut_at, text_before
+from rollouter.gateway.protocol import RequestError, RequestReader, fingerprint, to_template
+from rollouter.gateway.session import AgentGateway, cut_at, incarnation_of, text_before
 
 SAID = {
     "role": "assistant",
@@ -121,7 +118,7 @@ def test_clients_do_not_see_the_stop() -> None:
 
 
 def test_requests_are_read() -> None:
-    reader = Reader("tiny", Config().rollout.sampling)
+    reader = RequestReader("tiny", Config().rollout.sampling)
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = [{"role": "user", "content": "x"}]
     request = reader.chat(
@@ -130,8 +127,8 @@ def test_requests_are_read() -> None:
     assert (
         request.parse_calls
         and not request.one_call
-        and request.wanted.max_tokens == 4
-        and request.wanted.stop == ("a",)
+        and request.options.max_tokens == 4
+        and request.options.stop == ("a",)
     )
     none = reader.chat({"messages": messages, "tools": tools, "tool_choice": "none", "parallel_tool_calls": False})
     assert not none.parse_calls and none.one_call and none.scheme == request.scheme
@@ -148,8 +145,8 @@ def test_keys_say_which_rollouter_gave_them() -> None:
     assert incarnation_of(f"asyncrl-7-{'x' * 43}") == 7
 
 
-async def test_nobody_has_an_unknown_key() -> None:
-    answer = await Gateway().answer(f"asyncrl-1-{'x' * 43}", "models", {})
+async def test_an_unknown_key_is_refused() -> None:
+    answer = await AgentGateway().answer(f"asyncrl-1-{'x' * 43}", "models", {})
     assert answer.status == 401 and answer.body["error"]["code"] == "invalid_api_key"
     json.dumps(answer.body)
 
@@ -174,7 +171,7 @@ def test_results_of_programs(returned: Any, reward: float | None, metrics: dict[
 @pytest.mark.parametrize(
     "returned", ["1", float("nan"), {"rewards": 1}, {"metrics": {"a": "b"}}, {"metrics": [1]}, [1, 2], object()]
 )
-def test_results_that_are_none(returned: Any) -> None:
+def test_invalid_results_are_refused(returned: Any) -> None:
     with pytest.raises(UserCodeError, match="no reward"):
         read_result(returned)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.failures import DataError
+from asyncrl.core.failures import DataError
 from rollouter.interactions.base import Reply
-from tests.rollouter.interactions.environments import assistant, context, interaction, load
+from tests.fakes.environments import assistant, context, interaction, load
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "interactions"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.failures import ConfigError, DataError, UserCodeError
+from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.loading import BUILT_IN
-from tests.rollouter.interactions.environments import HERE, Shared, context, interaction, load
+from tests.fakes.environments import HERE, Shared, context, interaction, load
 
 KEY = r"rollout\.multi_turn\.interactions\[0\]"
 
@@ -34,7 +34,7 @@ def test_rows_choose_by_name_and_the_first_is_for_the_others() -> None:
         loaded.session(context(extra_info={"interaction_kwargs": "child"}))
 
 
-async def test_what_parquet_gives_for_nothing_is_dropped() -> None:
+async def test_none_values_of_parquet_are_dropped() -> None:
     calls: list[Any] = []
     row = {"name": None, "mood": "cross", "hint": None, "more": {"a": None, "b": 1}}
     loaded = load(interaction(config={"calls": calls}))
@@ -65,13 +65,13 @@ def test_built_in_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"class_name": "scriptd"}, r"class_name: 'scriptd' is no built-in; did you mean 'scripted'\?"),
         ({"class_name": f"{HERE}:Ownn"}, r"class_name: .* has no 'Ownn'; did you mean 'Own'\?"),
         ({"class_name": "NotOne"}, "NotOne is no subclass of rollouter.interactions.Environment"),
         ({"class_name": f"{HERE}:interaction"}, "interaction is no subclass"),
-        ({"class_name": "Blocking"}, r"Blocking\.step is not async.*write `async def`"),
+        ({"class_name": "BlockingEnvironment"}, r"BlockingEnvironment\.step is not async.*write `async def`"),
         ({"class_name": "Silent"}, "Silent has no step of its own"),
         ({"config": {"call": []}}, r"config: Own\(.*does not take it.*'call'; did you mean 'calls'\?"),
         ({"class_name": "Broken", "config": {"x": 1}}, "config: Broken.*does not take it"),
@@ -79,8 +79,8 @@ def test_built_in_names(name: str) -> None:
         ({"class_name": "Sharing", "config": {"unpacked": True}}, r"config: Sharing\(.*does not take it"),
     ],
 )
-def test_what_cannot_work_is_told_with_its_key(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{KEY}.*{told}"):
+def test_configuration_errors_name_the_key(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{KEY}.*{message}"):
         load(interaction(**fields))
 
 
@@ -103,7 +103,7 @@ def test_two_of_one_name() -> None:
         load(interaction(name="a"), interaction(name="b"), interaction(name="b"))
 
 
-async def test_what_is_shared_is_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
+async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
     """All of it, whatever fails; and it is one object for all trajectories."""
     loaded = load(
         interaction("Sharing", name="a", config={"fails": True}),

@@ -8,16 +8,16 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.failures import ConfigError, DataError
-from rollouter.drops import ToolFailedError
+from asyncrl.core.failures import ConfigError, DataError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import EpisodeContext, Reply
-from rollouter.interactions.loading import Interactions
+from rollouter.interactions.loading import InteractionSet
 from rollouter.interactions.model_user import swapped
-from tests.rollouter.interactions.environments import context, interaction, load
-from tests.rollouter.interactions.openai_server import Hang, OpenAIServer, failed, openai_server, said
+from tests.fakes.environments import context, interaction, load
+from tests.fakes.openai_server import Hang, OpenAIServer, failed, openai_server, said
 
 
-def user(server: OpenAIServer, *, timeout_s: float = 60.0, on_error: Any = "stop", **config: Any) -> Interactions:
+def user(server: OpenAIServer, *, timeout_s: float = 60.0, on_error: Any = "stop", **config: Any) -> InteractionSet:
     settings = {"base_url": server.base_url, "model": "user-1", "opening": "Hello?", **config}
     return load(interaction("model", config=settings, timeout_s=timeout_s, on_error=on_error))
 
@@ -159,7 +159,7 @@ async def test_all_trajectories_share_its_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"base_url": None}, r"config\.base_url: None cannot be used"),
         ({"modl": "x"}, r"config\.modl: there is no such key.*did you mean 'model'\?"),
@@ -173,8 +173,8 @@ async def test_all_trajectories_share_its_limit() -> None:
         ({"stop_phrase": ""}, r"config\.stop_phrase: '' cannot be used"),
     ],
 )
-def test_what_cannot_work_is_told_with_its_key(config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{told}"):
+def test_configuration_errors_name_the_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{message}"):
         load(interaction("model", config={"base_url": "http://localhost:1/v1", "model": "m"} | config))
     with pytest.raises(ConfigError, match=r"config\.model: it is required here"):
         load(interaction("model", config={"base_url": "http://localhost:1/v1"}))

@@ -12,11 +12,11 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.failures import BugError, ConfigError, DataError, InfraError
-from rollouter.drops import ToolFailedError
+from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Reply
+from tests.fakes.environments import assistant, context, interaction, load
 from tests.fuzz.loop import run
-from tests.rollouter.interactions.environments import assistant, context, interaction, load
 
 
 def returns(value: Any) -> Callable[[], Awaitable[Any]]:
@@ -83,7 +83,7 @@ async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "value", "told"),
+    ("method", "value", "message"),
     [
         ("step", "and then?", r"step returned 'and then\?'; expected a rollouter\.interactions\.Reply"),
         ("step", None, "step returned None; expected"),
@@ -104,10 +104,10 @@ async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
         ("reset", [{"role": "user", "content": ["a"]}], "its content must be"),
     ],
 )
-async def test_what_it_returns_is_checked(method: str, value: Any, told: str) -> None:
+async def test_return_values_are_checked(method: str, value: Any, message: str) -> None:
     async with sessions(does={method: returns(value)}, on_error="drop")() as session:
         call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
-        with pytest.raises(ToolFailedError, match=told) as raised:
+        with pytest.raises(ToolFailedError, match=message) as raised:
             await call()
         assert raised.value.on_error == "drop"
         assert "interaction 'tutor', Own." in raised.value.message
@@ -129,7 +129,7 @@ async def test_done_needs_no_text() -> None:
 
 @pytest.mark.parametrize("on_error", ["drop", "stop"])
 @pytest.mark.parametrize("method", ["reset", "step", "score"])
-async def test_what_it_raises_is_the_users(method: str, on_error: Any) -> None:
+async def test_exceptions_become_tool_failures(method: str, on_error: Any) -> None:
     calls: list[Any] = []
     async with sessions(calls, does={method: raises(KeyError("lost"))}, on_error=on_error)() as session:
         call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
@@ -190,7 +190,7 @@ def test_each_call_has_its_deadline(method: str) -> None:
     assert calls[-1] == "close"
 
 
-def test_waiting_for_a_place_is_nobodys_fault() -> None:
+def test_waiting_for_capacity_does_not_use_up_the_deadline() -> None:
     """Four trajectories, one place: the last one is answered after four times what a call takes."""
 
     async def main() -> list[float]:
@@ -240,7 +240,7 @@ def test_closing_is_bounded(timeout_s: float, bound_s: float) -> None:
     assert run(main, 0) == bound_s
 
 
-async def test_a_close_that_raises_is_told_if_nothing_else_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_close_is_raised_unless_something_failed_before(caplog: pytest.LogCaptureFixture) -> None:
     make = sessions(does={"step": raises(ValueError("first")), "close": raises(OSError("second"))}, on_error="drop")
     with pytest.raises(ToolFailedError, match=r"Own\.close raised OSError: second") as raised:
         async with make():

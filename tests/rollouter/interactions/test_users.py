@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import reasoning_gym
 
-from asyncrl.config.schema import ReasoningGymConfig
-from asyncrl.failures import ConfigError, DataError
-from rollouter.dataset import GymRows, parse_row
-from rollouter.drops import ToolFailedError
+from asyncrl.config.sections.data import ReasoningGymConfig
+from asyncrl.core.failures import ConfigError, DataError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import EpisodeContext, Reply
-from tests.rollouter.interactions.environments import HERE, assistant, context, interaction, load
+from rollouter.prompts.dataset import GymRows, parse_row
+from tests.fakes.environments import HERE, assistant, context, interaction, load
 
 QUESTION = {"data_source": "sums", "ground_truth": 22}
 
@@ -56,7 +56,7 @@ async def test_a_row_has_a_script_of_its_own(replies: Any) -> None:
 
 
 @pytest.mark.parametrize("replies", ["how?", [1], ["how?", ""], {"a": "how?"}, 3])
-async def test_a_row_whose_script_is_none(replies: Any) -> None:
+async def test_a_row_with_malformed_replies_is_refused(replies: Any) -> None:
     with pytest.raises(DataError, match=r"interaction_kwargs\.replies: .* is no list of texts"):
         await talk("scripted", {}, ["22"], row(replies=replies))
 
@@ -173,7 +173,7 @@ async def test_a_row_of_no_gym_task(extra_info: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("class_name", "config", "told"),
+    ("class_name", "config", "message"),
     [
         ("scripted", {"reply": ["a"]}, r"config\.reply: there is no such key.*did you mean 'replies'\?"),
         ("scripted", {"replies": [1]}, r"config\.replies\.0: 1 cannot be used"),
@@ -188,6 +188,6 @@ async def test_a_row_of_no_gym_task(extra_info: dict[str, Any]) -> None:
         ("reasoning_gym", {"feedback": ""}, r"config\.feedback: '' cannot be used"),
     ],
 )
-def test_what_cannot_work_is_told_with_its_key(class_name: str, config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{told}"):
+def test_configuration_errors_name_the_key(class_name: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{message}"):
         load(interaction(class_name, config=config))

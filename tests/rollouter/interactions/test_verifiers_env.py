@@ -18,12 +18,12 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.failures import ConfigError
-from rollouter.drops import ToolFailedError
+from asyncrl.core.failures import ConfigError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import EpisodeContext, Reply
 from rollouter.interactions.verifiers_env import SUPPORTED, rows
-from tests.rollouter.interactions import verifiers_stand_in
-from tests.rollouter.interactions.environments import context, interaction, load
+from tests.fakes import verifiers_stand_in
+from tests.fakes.environments import context, interaction, load
 
 GUESS = '''
 import asyncio
@@ -202,7 +202,7 @@ async def test_parts_are_one_message(game: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "form", "told"),
+    ("said", "form", "message"),
     [
         ("crash", "text", r"raised Error: the game crashed"),
         ("report", "text", r"raised Error: out of cards"),
@@ -211,10 +211,10 @@ async def test_parts_are_one_message(game: Any) -> None:
         ("slow", "text", r"did not return within 0\.5 s"),
     ],
 )
-async def test_what_fails_in_it_fails_the_interaction(game: Any, said: str, form: str, told: str) -> None:
+async def test_what_fails_in_it_fails_the_interaction(game: Any, said: str, form: str, message: str) -> None:
     async with guessing(form=form).session(row()) as session:
         await session.reset()
-        with pytest.raises(ToolFailedError, match=rf"VerifiersTask\.step {told}") as raised:
+        with pytest.raises(ToolFailedError, match=rf"VerifiersEnvironment\.step {message}") as raised:
             await session.step(said, conversation(said))
         assert raised.value.on_error == "drop"
     assert game.EVENTS[-1] == "cleanup"
@@ -249,7 +249,7 @@ def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env_args", "told"),
+    ("env_args", "message"),
     [
         ({"kind": "tools"}, "has tools of its own, which the model would not be shown"),
         ({"kind": "completion"}, "wants message_type 'completion'"),
@@ -258,8 +258,8 @@ def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
         ({"kind": "raises"}, "no board"),
     ],
 )
-def test_environments_that_cannot_be_driven(game: Any, env_args: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"{KEY}: .*{told}"):
+def test_environments_that_cannot_be_driven(game: Any, env_args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY}: .*{message}"):
         guessing(**env_args)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import Config, ModelConfig
-from asyncrl.failures import DataError
-from asyncrl.types import SampleId
-from rollouter.prompts import load_prompts
-from rollouter.template import encode, end_token_ids, load_tokenizer, render
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import DataError
+from asyncrl.core.types import SampleId
+from rollouter.prompts.chat_template import encode, end_token_ids, load_tokenizer, render
+from rollouter.prompts.source import load_prompts
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name + '\n' }}{% endfor %}{{ messages[0].content }}"

@@ -1,4 +1,4 @@
-"""Images and videos of the data set: what is accepted, what is refused and how it says so, and what becomes tokens."""
+"""Images and videos of the data set: accepted forms, refused ones with their messages, and the tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoProcessor
 
-from asyncrl.config.schema import Config, DataConfig, ModelConfig
-from asyncrl.failures import DataError
-from asyncrl.media import digest, frames_of, image_bytes, video_array, video_bytes
-from asyncrl.types import Media, Prompt, SampleId
-from rollouter import media as media_module
-from rollouter.dataset import PromptRow, parse_row
-from rollouter.prompts import load_prompts
-from rollouter.template import load_tokenizer
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import DataConfig, ModelConfig
+from asyncrl.core.failures import DataError
+from asyncrl.core.types import Media, Prompt, SampleId
+from asyncrl.storage.media import digest, frames_of, image_bytes, video_array, video_bytes
+from rollouter.prompts import media as media_module
+from rollouter.prompts.chat_template import load_tokenizer
+from rollouter.prompts.dataset import PromptRow, parse_row
+from rollouter.prompts.source import load_prompts
 from tests.fakes.vision_model import FEATURES, picture, png, write_vision_model
 
 PNG = png(1)
@@ -63,7 +64,7 @@ def gif(*seeds: int) -> bytes:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(PNG).decode()}},
     ],
 )
-def test_an_image_is_kept_as_it_was_stored(tmp_path: Path, part: Mapping[str, Any]) -> None:
+def test_an_image_keeps_its_stored_bytes(tmp_path: Path, part: Mapping[str, Any]) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "one.png").write_bytes(PNG)
     row = of_part(part, tmp_path)
@@ -74,7 +75,7 @@ def test_an_image_is_kept_as_it_was_stored(tmp_path: Path, part: Mapping[str, An
     json.dumps(row.messages)
 
 
-def test_file_urls_and_absolute_paths_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_file_urls_and_absolute_paths_are_not_relative_to_the_data(tmp_path: Path) -> None:
     (file := tmp_path / "one.png").write_bytes(PNG)
     for name in (str(file), f"file://{file}"):
         assert of_part({"type": "image", "image": name}, Path("/nowhere")).media == (Media("image", PNG),)
@@ -96,21 +97,15 @@ def test_verls_columns_fill_the_places_in_the_text() -> None:
     assert row.messages[0]["content"] == [{"type": "text", "text": "look"}]
 
 
-def test_without_columns_the_words_are_just_words() -> None:
+def test_without_columns_placeholders_are_plain_text() -> None:
     row = parse([{"role": "user", "content": "what does <image> mean?"}], images=None)
     assert row.messages[0]["content"] == "what does <image> mean?" and row.media == ()
-    row = parse(
-        [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a <image> tag, and "}, {"type": "image", "image": PNG}],
-            }
-        ]
-    )
+    content = [{"type": "text", "text": "a <image> tag, and "}, {"type": "image", "image": PNG}]
+    row = parse([{"role": "user", "content": content}])
     assert row.messages[0]["content"][0]["text"] == "a <image> tag, and " and len(row.media) == 1
 
 
-def test_parts_of_text_alone_are_left_as_they_were() -> None:
+def test_parts_of_text_alone_are_unchanged() -> None:
     content = [{"type": "text", "text": "hello", "more": 1}]
     assert parse([{"role": "user", "content": content}]).messages[0]["content"] is content
 
@@ -159,7 +154,7 @@ def test_frames_that_are_alike_stay_apart() -> None:
         ({"type": "video", "video": []}, "list"),
     ],
 )
-def test_what_is_none_is_refused_by_row_and_field(part: Any, why: str) -> None:
+def test_malformed_media_name_row_and_field(part: Any, why: str) -> None:
     with pytest.raises(DataError, match=why) as refused:
         of_part(part)
     assert "data.jsonl, line 3: field 'prompt[0].content[1]'" in str(refused.value)
@@ -180,7 +175,7 @@ def test_a_part_of_an_unknown_type_is_refused() -> None:
         ("<image>", 5, "expected a list"),
     ],
 )
-def test_columns_and_places_have_to_agree(text: str, images: Any, why: str) -> None:
+def test_columns_and_placeholders_have_to_agree(text: str, images: Any, why: str) -> None:
     with pytest.raises(DataError, match=why):
         parse([{"role": "user", "content": text}], images=images)
 
@@ -207,8 +202,10 @@ def test_too_many_pixels_are_refused() -> None:
 
 
 def load(tmp_path: Path, model: ModelConfig, *rows: Any, **data: Any) -> list[Prompt]:
-    path = tmp_path / "data" / "train.jsonl"
-    path.parent.mkdir(exist_ok=True)
+    """The prompts of a data file that holds these rows, with `one.png` and `two.png` in its folder."""
+    for seed, name in ((1, "one.png"), (2, "two.png")):
+        (tmp_path / name).write_bytes(png(seed))
+    path = tmp_path / "train.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     config = Config(model=model, data=DataConfig(train_files=(str(path),), shuffle=False, **data))
     prompts = load_prompts(config, load_tokenizer(model), tmp_path / "cache").train
@@ -220,10 +217,6 @@ def looking(*images: Any) -> dict[str, Any]:
 
 
 def test_prompts_have_the_placeholders_of_the_models_processor(tmp_path: Path, model: ModelConfig) -> None:
-    """Paths are relative to the data file; the text between is tokenized as ever."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one.png").write_bytes(PNG)
-    (tmp_path / "data" / "two.png").write_bytes(png(2))
     plain = {"prompt": [{"role": "user", "content": "look: "}]}
     both, text = load(tmp_path, model, looking("one.png", "two.png"), plain)
     processor = AutoProcessor.from_pretrained(model.path)
@@ -247,14 +240,9 @@ def test_a_parquet_file_holds_images_as_bytes(tmp_path: Path, model: ModelConfig
 
 
 def test_a_model_without_videos_gets_frames_as_images(tmp_path: Path, model: ModelConfig) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "clip.tiff").write_bytes(video_bytes([picture(1), picture(2)]))
-    row = {
-        "prompt": [
-            {"role": "user", "content": [{"type": "video", "video": "clip.tiff"}, {"type": "text", "text": "!"}]}
-        ]
-    }
-    (prompt,) = load(tmp_path, model, row)
+    (tmp_path / "clip.tiff").write_bytes(video_bytes([picture(1), picture(2)]))
+    content = [{"type": "video", "video": "clip.tiff"}, {"type": "text", "text": "!"}]
+    (prompt,) = load(tmp_path, model, {"prompt": [{"role": "user", "content": content}]})
     frames = load(tmp_path, model, {"prompt": [{"role": "user", "content": "<image><image>!"}], "images": [
         "data:image/png;base64," + base64.b64encode(image_bytes(picture(seed))).decode() for seed in (1, 2)
     ]})[0]  # fmt: skip
@@ -264,32 +252,22 @@ def test_a_model_without_videos_gets_frames_as_images(tmp_path: Path, model: Mod
 
 
 def test_a_text_model_refuses_rows_with_images(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one.png").write_bytes(PNG)
-    plain = {"prompt": "1+1="}
     with pytest.raises(DataError, match=r"train.jsonl, line 2: it has images .* takes text only; give a vision"):
-        load(tmp_path, ModelConfig(path="asyncrl://quickstart"), plain, looking("one.png"))
+        load(tmp_path, ModelConfig(path="asyncrl://quickstart"), {"prompt": "1+1="}, looking("one.png"))
 
 
 @pytest.mark.parametrize("overlong", ["left", "middle", "right", "error"])
 def test_prompts_with_images_are_not_cut(tmp_path: Path, model: ModelConfig, overlong: str) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one.png").write_bytes(PNG)
     with pytest.raises(DataError, match=r"max_prompt_length = 9.*filter"):
         load(tmp_path, model, looking("one.png"), max_prompt_length=9, overlong_prompts=overlong)
 
 
-def test_too_long_ones_are_filtered(tmp_path: Path, model: ModelConfig) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one.png").write_bytes(PNG)
-    plain = {"prompt": "1"}
-    (only,) = load(tmp_path, model, looking("one.png"), plain, max_prompt_length=25)
+def test_overlong_prompts_with_images_are_filtered(tmp_path: Path, model: ModelConfig) -> None:
+    (only,) = load(tmp_path, model, looking("one.png"), {"prompt": "1"}, max_prompt_length=25)
     assert only.media == ()
 
 
-def test_a_template_that_leaves_images_out_is_told(tmp_path: Path, model: ModelConfig) -> None:
+def test_a_template_that_drops_images_is_refused(tmp_path: Path, model: ModelConfig) -> None:
     (template := tmp_path / "template.jinja").write_text("{{ messages[0]['role'] }}: nothing to see")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "one.png").write_bytes(PNG)
     with pytest.raises(DataError, match="line 1: the model's processor refuses the prompt with its 1 images"):
         load(tmp_path, model.model_copy(update={"chat_template": str(template)}), looking("one.png"))

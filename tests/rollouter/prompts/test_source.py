@@ -1,4 +1,4 @@
-"""Data sets: what loads, what is refused and how it says so, the order, and prompts over length."""
+"""Data sets: files, messages of refused rows, the order of prompts, and prompts over length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import Config, DataConfig, ModelConfig, ReasoningGymConfig
-from asyncrl.failures import ConfigError, DataError
-from asyncrl.types import SampleId
-from rollouter.dataset import FileRows, GymRows, parse_row
-from rollouter.prompts import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
-from rollouter.template import fit, load_tokenizer
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import DataConfig, ModelConfig, ReasoningGymConfig
+from asyncrl.core.failures import ConfigError, DataError
+from asyncrl.core.types import SampleId
+from rollouter.prompts.chat_template import fit, load_tokenizer
+from rollouter.prompts.dataset import FileRows, GymRows, parse_row
+from rollouter.prompts.source import LoadedPrompts, PromptSet, ShuffledPrompts, epoch_order, load_prompts
 
 QUICKSTART = "asyncrl://quickstart"
 
@@ -46,7 +47,7 @@ def load(tmp_path: Path, tokenizer: Any, *files: str, **data: Any) -> LoadedProm
 
 
 def test_verl_parquet_loads_unchanged(tmp_path: Path, tokenizer: Any) -> None:
-    """The columns and nesting that verl's gsm8k script writes, and a mapping as ground truth as its countdown has."""
+    """The columns of verl's gsm8k script, with a mapping as ground truth as in its countdown task."""
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -87,10 +88,12 @@ def test_jsonl_rows_keep_their_own_keys_and_types(tmp_path: Path, tokenizer: Any
 
 
 def test_several_files_of_different_kinds_are_one_set(tmp_path: Path, tokenizer: Any) -> None:
-    lines = write_jsonl(tmp_path / "a.jsonl", question("1"), question("2"))
-    pq.write_table(pa.Table.from_pylist([question("3")]), tmp_path / "b.parquet")
-    train = load(tmp_path, tokenizer, lines, str(tmp_path / "b.parquet"), shuffle=False).train
+    (data := tmp_path / "data").mkdir()
+    lines = write_jsonl(data / "a.jsonl", question("1"), question("2"))
+    pq.write_table(pa.Table.from_pylist([question("3")]), data / "b.parquet")
+    train = load(tmp_path, tokenizer, lines, str(data / "b.parquet"), shuffle=False).train
     assert [train.at(SampleId(0, i)).messages[0]["content"] for i in (1, 2, 3)] == ["1", "2", "3"]
+    assert sorted(file.name for file in data.iterdir()) == ["a.jsonl", "b.parquet"], "caches are elsewhere"
 
 
 def test_messages_of_parquet_lose_the_columns_they_never_had(tmp_path: Path) -> None:
@@ -98,14 +101,6 @@ def test_messages_of_parquet_lose_the_columns_they_never_had(tmp_path: Path) -> 
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     rows = FileRows([str(tmp_path / "a.parquet")], key="data.train_files", cache_dir=tmp_path / "cache")
     assert parse_row(rows.row(0), "here").messages[0] == {"role": "user", "content": "1"}
-
-
-def test_nothing_is_written_outside_the_cache(tmp_path: Path, tokenizer: Any) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    path = write_jsonl(data / "a.jsonl", question("1"))
-    load(tmp_path, tokenizer, path)
-    assert [entry.name for entry in data.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +128,22 @@ def test_a_malformed_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, expe
     assert expected in caught.value.message
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train_files: .*nowhere\.jsonl is not a file"):
-        load(tmp_path, tokenizer, str(tmp_path / "nowhere.jsonl"))
-    (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ConfigError, match=r"expected \.parquet or \.jsonl"):
-        load(tmp_path, tokenizer, str(tmp_path / "a.csv"))
-    (tmp_path / "a.parquet").write_text("junk")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read"):
-        load(tmp_path, tokenizer, str(tmp_path / "a.parquet"))
-    with pytest.raises(ConfigError, match="set one of the two"):
-        load(tmp_path, tokenizer)
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        (["nowhere.jsonl"], ConfigError, r"data\.train_files: .*nowhere\.jsonl is not a file"),
+        (["a.csv"], ConfigError, r"expected \.parquet or \.jsonl"),
+        (["a.parquet"], DataError, r"a\.parquet: cannot be read"),
+        ([], ConfigError, "set one of the two"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, tokenizer: Any, files: list[str], error: type[Exception], message: str
+) -> None:
+    for name in ("a.csv", "a.parquet"):
+        (tmp_path / name).write_text("junk")
+    with pytest.raises(error, match=message):
+        load(tmp_path, tokenizer, *(str(tmp_path / name) for name in files))
 
 
 def test_samples_limit_and_validation_set(tmp_path: Path, tokenizer: Any) -> None:
@@ -165,9 +165,6 @@ def test_samples_limit_and_validation_set(tmp_path: Path, tokenizer: Any) -> Non
 def test_overlong_tokens(mode: Any, expected: list[int] | None) -> None:
     assert fit([1, 2, 3, 4, 5, 6, 7], 5, mode, "here") == expected
     assert fit([1, 2, 3, 4, 5], 5, mode, "here") == [1, 2, 3, 4, 5]
-
-
-def test_overlong_error_names_the_row() -> None:
     with pytest.raises(DataError, match="row 3: the prompt has 7 tokens"):
         fit([1] * 7, 5, "error", "row 3")
 
@@ -203,7 +200,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
 
 
 def test_a_cursor_is_one_integer(tmp_path: Path, tokenizer: Any) -> None:
-    """A source made anew gives the same prompts from any index on, whatever was asked of it before."""
+    """A new source yields the same prompts from any index, in any order of access."""
     path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(7)))
     rows = FileRows([path], key="data.train_files", cache_dir=tmp_path / "cache")
     prompts = PromptSet(rows, tokenizer, max_prompt_length=64, overlong="filter")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import rules
-from asyncrl.config.compose import examine
+from asyncrl.config.compose import check_config
+from asyncrl.config.rules import check_rules
 from asyncrl.config.schema import Config
-from rollouter.rewards.combination import CombinedScorer, function_scorer
-from rollouter.rewards.loading import load_reward_functions
+from rollouter.rewards.functions import load_reward_functions
+from rollouter.rewards.scorer import CombinedScorer, function_scorer
 from tests.fakes.conversations import answer, decode, dialogue, prompt
 
-DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+DOCS = Path(__file__).parents[3] / "docs" / "rewards.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -24,9 +24,9 @@ def blocks(language: str) -> list[str]:
 def config(text: str, tmp_path: Path) -> Config:
     file = tmp_path / "my.yaml"
     file.write_text(text if "defaults:" in text else f"defaults: [quickstart]\n{text}")
-    found = examine(file).config
+    found = check_config(file).config
     assert found is not None
-    assert [str(problem) for problem in rules.problems(found) if problem.severity == "error"] == []
+    assert [str(problem) for problem in check_rules(found) if problem.severity == "error"] == []
     return found
 
 

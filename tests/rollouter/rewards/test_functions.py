@@ -12,14 +12,15 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import ReasoningGymConfig, RewardConfig
-from asyncrl.failures import ConfigError, UserCodeError
-from asyncrl.ports import Score
-from asyncrl.trajectory import Trajectory, single_turn
-from asyncrl.types import FinishReason, Prompt, Span, TokenIds, Turn
-from rollouter.dataset import GymRows, parse_row
-from rollouter.rewards.loading import RewardFunction, load_reward_function
-from rollouter.rewards.scorer import Scorer
+from asyncrl.config.sections.data import ReasoningGymConfig
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import Trajectory, single_turn
+from asyncrl.core.types import FinishReason, Prompt, Span, TokenIds, Turn
+from rollouter.prompts.dataset import GymRows, parse_row
+from rollouter.rewards.functions import RewardFunction, load_reward_function
+from rollouter.rewards.scorer import FunctionScorer
 from tests.fakes.parts import make_prompt
 
 
@@ -33,8 +34,8 @@ def decode(ids: TokenIds) -> str:
     return bytes(ids.tolist()).decode("latin-1")
 
 
-def scorer(function: RewardFunction, *, timeout_s: float = 10.0, max_concurrency: int = 8) -> Scorer:
-    return Scorer(function, decode, timeout_s=timeout_s, max_concurrency=max_concurrency)
+def scorer(function: RewardFunction, *, timeout_s: float = 10.0, max_concurrency: int = 8) -> FunctionScorer:
+    return FunctionScorer(function, decode, timeout_s=timeout_s, capacity=anyio.CapacityLimiter(max_concurrency))
 
 
 def own(call: Any, *, batch: bool = False, is_async: bool = False, **kwargs: Any) -> RewardFunction:
@@ -103,7 +104,7 @@ def batch(data_sources, solution_strs, ground_truths, extra_infos=None):
 def narrow(solution_str):
     return 1.0
 
-class Judge:
+class JudgeScorer:
     @staticmethod
     def score(**fields):
         return 2.0
@@ -125,7 +126,9 @@ async def test_functions_from_a_file(module: Path) -> None:
     scores = await scorer(good).score(prompt, [turn("ab"), turn("x")])
     assert scores == [Score(1.5, {"length": 2.0}), Score(0.5, {"length": 1.0})]
     assert await rewards(load_reward_function(RewardConfig(function=f"{module}:later")), prompt, "abc") == [3.0]
-    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:Judge.score")), prompt, "abc") == [2.0]
+    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:JudgeScorer.score")), prompt, "abc") == [
+        2.0
+    ]
     batch = load_reward_function(RewardConfig(function=f"{module}:batch", batch=True))
     assert await rewards(batch, prompt, "a", "abc") == [1.0, 3.0]
 
@@ -150,7 +153,7 @@ async def test_a_function_from_a_module_in_the_working_directory(module: Path, m
         ("json.no_such:good", "there is no module 'json.no_such'"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(module: Path, function: str, expected: str) -> None:
+def test_load_errors_name_the_function(module: Path, function: str, expected: str) -> None:
     name = function.format(file=module, dir=module.parent)
     with pytest.raises(ConfigError) as caught:
         load_reward_function(RewardConfig(function=name))
@@ -191,7 +194,7 @@ def test_a_module_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
         ({"score": None}, "None"),
     ],
 )
-async def test_what_is_no_finite_number_is_an_error(value: Any, shown: str) -> None:
+async def test_a_result_without_a_finite_number_is_an_error(value: Any, shown: str) -> None:
     prompt = make_prompt(1, data_source="math", extra_info={"index": 17})
     with pytest.raises(UserCodeError) as caught:
         await rewards(own(lambda **fields: value), prompt, "the answer")
@@ -268,20 +271,3 @@ async def test_own_timeout_error_is_not_mistaken_for_the_deadline() -> None:
 
     with pytest.raises(UserCodeError, match="raised TimeoutError: judge unreachable"):
         await rewards(own(reward), make_prompt(1), "x")
-
-
-async def test_no_more_calls_at_once_than_configured() -> None:
-    inside, most = 0, 0
-
-    async def reward(**fields: Any) -> float:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
-        for _ in range(5):
-            await anyio.lowlevel.checkpoint()
-        inside -= 1
-        return 1.0
-
-    bounded = scorer(own(reward, is_async=True), max_concurrency=3)
-    await bounded.score(make_prompt(1), [turn("x")] * 10)
-    assert most == 3

@@ -9,18 +9,19 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.config.schema import Config, JudgeConfig
-from asyncrl.failures import ConfigError, UserCodeError
-from asyncrl.ports import Score
-from rollouter.rewards.combination import CombinedScorer, function_scorer
-from rollouter.rewards.judge import Judge
-from rollouter.rewards.loading import load_reward_functions
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import JudgeConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.ports import Score
+from rollouter.rewards.functions import load_reward_functions
+from rollouter.rewards.judge import JudgeScorer
+from rollouter.rewards.scorer import CombinedScorer, function_scorer
 from tests.fakes.conversations import answer, decode, dialogue, prompt
-from tests.rollouter.interactions.openai_server import Hang, OpenAIServer, Script, failed, openai_server, said
+from tests.fakes.openai_server import Hang, OpenAIServer, Script, failed, openai_server, said
 
 
 class Setup:
-    def __init__(self, server: OpenAIServer, judge: Judge) -> None:
+    def __init__(self, server: OpenAIServer, judge: JudgeScorer) -> None:
         self.server, self.judge = server, judge
 
     @property
@@ -31,7 +32,7 @@ class Setup:
 @asynccontextmanager
 async def judging(script: Any, **changes: Any) -> AsyncIterator[Setup]:
     async with openai_server(script) as server:
-        judge = Judge(JudgeConfig(model="judge-1", base_url=server.base_url, **changes), decode)
+        judge = JudgeScorer(JudgeConfig(model="judge-1", base_url=server.base_url, **changes), decode)
         try:
             with anyio.fail_after(20):
                 yield Setup(server, judge)
@@ -39,7 +40,7 @@ async def judging(script: Any, **changes: Any) -> AsyncIterator[Setup]:
             await judge.aclose()
 
 
-async def test_it_is_asked_about_question_truth_and_answer() -> None:
+async def test_the_judge_gets_question_truth_and_answer() -> None:
     async with judging([said("Right, but curt.\nscore: 7")], params={"temperature": 0}) as setup:
         assert await setup.judge.score(prompt(), [answer("#22 {question}")]) == [Score(0.7)]
         (request,) = setup.server.requests
@@ -49,7 +50,7 @@ async def test_it_is_asked_about_question_truth_and_answer() -> None:
             assert part in asked
 
 
-async def test_it_may_be_shown_the_whole_conversation() -> None:
+async def test_the_judge_may_get_the_conversation() -> None:
     async with judging([said("score: 10")], prompt='{conversation} -- {"json": {}} {truth}') as setup:
         assert await setup.judge.score(prompt(), [dialogue("add", "#22")]) == [Score(1.0)]
         assert setup.asked == [
@@ -79,7 +80,7 @@ async def test_the_last_number_counts(text: str, settings: Mapping[str, Any], ex
 @pytest.mark.parametrize(
     "first", [said("Good."), said("score: 11"), said("score: none"), said(None), said("", refusal="I do not")]
 )
-async def test_it_is_asked_again_where_it_gave_no_number(first: Script) -> None:
+async def test_an_answer_without_a_rating_is_retried(first: Script) -> None:
     async with judging([first, said("score: 5")]) as setup:
         assert await setup.judge.score(prompt(), [answer("22")]) == [Score(0.5)]
         assert len(set(setup.asked)) == 1 and len(setup.asked) == 2
@@ -104,7 +105,7 @@ async def test_an_endpoint_that_does_not_answer_has_a_deadline() -> None:
             await setup.judge.score(prompt(), [answer("22")])
 
 
-async def test_a_model_that_is_not_there_stops_the_run() -> None:
+async def test_a_missing_model_stops_the_run() -> None:
     async with judging([failed(404, "no such model")]) as setup:
         with pytest.raises(ConfigError, match="no such model"):
             await setup.judge.score(prompt(), [answer("22")])
@@ -122,7 +123,7 @@ async def test_no_more_requests_at_once_than_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"base_url": None}, "a judge needs both model and base_url"),
         ({"base_url": "127.0.0.1:8000"}, r"reward\.judge\.base_url: '127"),
@@ -130,10 +131,10 @@ async def test_no_more_requests_at_once_than_configured() -> None:
         ({"params": {"n": 2}}, r"reward\.judge\.params\.n"),
     ],
 )
-def test_what_cannot_be_asked_is_told_at_the_start(changes: dict[str, Any], told: str) -> None:
+def test_invalid_endpoints_are_refused_at_the_start(changes: dict[str, Any], message: str) -> None:
     settings = {"model": "judge-1", "base_url": "http://127.0.0.1:1/v1"} | changes
-    with pytest.raises(ConfigError, match=told):
-        Judge(JudgeConfig.model_validate(settings), decode)
+    with pytest.raises(ConfigError, match=message):
+        JudgeScorer(JudgeConfig.model_validate(settings), decode)
 
 
 async def test_it_joins_the_function() -> None:

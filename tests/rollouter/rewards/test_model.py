@@ -11,10 +11,11 @@ import pytest
 import ray
 import torch
 
-from asyncrl.config.schema import Config, RewardModelConfig
-from asyncrl.failures import ConfigError, DataError, DeadlineError, InfraError
-from rollouter.rewards.classifier import Classifier
-from rollouter.rewards.conversation import Conversation
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.trainer import RewardModelConfig
+from asyncrl.core.failures import ConfigError, DataError, DeadlineError, InfraError
+from rollouter.rewards.classifier import RewardClassifier
+from rollouter.rewards.conversation import ScoredConversation
 from tests.fakes.reward_model import CONTEXT, QUICKSTART, make_classifier, make_pair_classifier
 
 torch.set_num_threads(1)
@@ -25,12 +26,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_classifier(tmp_path_factory.mktemp("classifier"))
 
 
-def load(path: str, **changes: Any) -> Classifier:
-    return Classifier.load(RewardModelConfig(placement="serve", path=path, **changes))
+def load(path: str, **changes: Any) -> RewardClassifier:
+    return RewardClassifier.load(RewardModelConfig(placement="serve", path=path, **changes))
 
 
-def user(text: str, response: str) -> Conversation:
-    return Conversation(({"role": "user", "content": text},), response)
+def user(text: str, response: str) -> ScoredConversation:
+    return ScoredConversation(({"role": "user", "content": text},), response)
 
 
 CONVERSATIONS = [user("1+2=", "3"), user("10+20+30=", "10+20=30;30+30=60;#60"), user("7=", ""), user("4+4=", "#8")]
@@ -72,7 +73,7 @@ def test_the_conversation_goes_through_the_models_own_template(path: str, tmp_pa
     assert tokenizer.decode(plain.encode(user("1+2=", "#3")).ids) == "1+2=#3"
 
 
-def test_a_model_of_pairs_is_told_which_part_a_token_is_of(tmp_path: Path) -> None:
+def test_a_pair_model_gets_token_type_ids(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertForSequenceClassification
 
     path = make_pair_classifier(tmp_path)
@@ -88,7 +89,7 @@ def test_a_model_of_pairs_is_told_which_part_a_token_is_of(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_scored_is_an_error_in_its_place(path: str) -> None:
-    too_long, odd = user("1" * CONTEXT, "3"), Conversation(({"role": "user", "content": None},), "3")
+    too_long, odd = user("1" * CONTEXT, "3"), ScoredConversation(({"role": "user", "content": None},), "3")
     classifier = load(path)
     scores = classifier.score([CONVERSATIONS[0], too_long, CONVERSATIONS[1], odd])
     assert scores[0] == pytest.approx(classifier.score([CONVERSATIONS[0]])[0], abs=1e-6)
@@ -148,7 +149,7 @@ def test_a_causal_model_and_a_missing_path_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward_model\.path=.*nothing-here: no reward model can be loaded"):
         load(str(tmp_path / "nothing-here"))
     with pytest.raises(ConfigError, match=r"reward_model\.path: null"):
-        Classifier.load(RewardModelConfig(placement="serve"))
+        RewardClassifier.load(RewardModelConfig(placement="serve"))
 
 
 # ------------------------------------------------------------------------------------------------ asking the deployment
@@ -166,7 +167,7 @@ class Handle:
         self.score = self
         self.num_calls = 0
 
-    def remote(self, conversation: Conversation) -> Handle:
+    def remote(self, conversation: ScoredConversation) -> Handle:
         self.num_calls += 1
         return self
 
@@ -191,7 +192,7 @@ class Handle:
 def served(
     monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float = 60.0, start_s: float = 90.0
 ) -> tuple[Any, list[float]]:
-    from rollouter.rewards.model import ServedModel
+    from rollouter.rewards.model import ServedRewardModel
 
     slept: list[float] = []
 
@@ -200,7 +201,7 @@ def served(
 
     monkeypatch.setattr("ray.serve.get_deployment_handle", lambda *_: handle)
     config = Config.model_validate({"reward": {"timeout_s": timeout_s}, "timeouts": {"start_s": start_s}})
-    return ServedModel(config, namespace="run", sleep=sleep), slept
+    return ServedRewardModel(config, namespace="run", sleep=sleep), slept
 
 
 async def test_a_failed_replica_is_asked_again_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

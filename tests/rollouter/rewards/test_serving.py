@@ -13,9 +13,9 @@ import anyio
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError, DataError
-from rollouter.rewards.classifier import Classifier
-from rollouter.rewards.conversation import Conversation
+from asyncrl.core.failures import ConfigError, DataError
+from rollouter.rewards.classifier import RewardClassifier
+from rollouter.rewards.conversation import ScoredConversation
 from rollouter.serving.options import app_name
 from tests.fakes.parts import make_prompt
 from tests.fakes.reward_model import make_classifier
@@ -63,7 +63,7 @@ def apps() -> set[str]:
 
 @pytest.mark.slow
 async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) -> None:
-    from rollouter.rewards.model import ServedModel
+    from rollouter.rewards.model import ServedRewardModel
     from rollouter.serving.app import start_app, stop_app
 
     good, bad = make_classifier(tmp_path / "good"), make_classifier(tmp_path / "bad", num_labels=2)
@@ -80,15 +80,15 @@ async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) 
         await stop_app("rewards-2")  # nothing to do
         assert apps() == {app_name("rewards-1", "rollout"), app_name("rewards-1", "reward")}
 
-        model = ServedModel(config(good), namespace="rewards-1")
+        model = ServedRewardModel(config(good), namespace="rewards-1")
         prompt = question("1+2=")
         texts = [f"#{number}" for number in range(10)]
-        alone = Classifier.load(config(good).reward_model)
-        conversations = [Conversation(prompt.messages, text) for text in texts]
+        alone = RewardClassifier.load(config(good).reward_model)
+        conversations = [ScoredConversation(prompt.messages, text) for text in texts]
         expected = alone.score(conversations)
         assert await model.score(conversations) == pytest.approx(expected, abs=1e-5)
         with pytest.raises(DataError, match=r"a conversation of .* tokens cannot be scored"):
-            await model.score([Conversation(prompt.messages, text) for text in ("#3", "1" * 100)])
+            await model.score([ScoredConversation(prompt.messages, text) for text in ("#3", "1" * 100)])
 
         kill_replica("rewards-1")
         assert await model.score(conversations) == pytest.approx(expected, abs=1e-5)

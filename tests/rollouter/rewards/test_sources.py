@@ -1,4 +1,4 @@
-"""What a reward is made of: each source alone, all of them by weight, turn by turn, at once and within bounds."""
+"""Rewards from functions, tools, environments and reward models: each alone, weighted, per turn, concurrently."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import Config, RewardConfig
-from asyncrl.failures import ConfigError, InfraError, UserCodeError
-from asyncrl.ports import Score
-from asyncrl.trajectory import Trajectory
-from rollouter.rewards.combination import CombinedScorer, function_scorer
-from rollouter.rewards.conversation import Conversation
-from rollouter.rewards.loading import RewardFunction, load_reward_functions
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.reward import RewardConfig
+from asyncrl.core.failures import ConfigError, InfraError, UserCodeError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import Trajectory
+from rollouter.rewards.conversation import ScoredConversation
+from rollouter.rewards.functions import RewardFunction, load_reward_functions
+from rollouter.rewards.scorer import CombinedScorer, function_scorer
 from tests.fakes.conversations import CALL, QUESTION, RESULT, answer, decode, dialogue, prompt
 
 TOOLS = {"multi_turn": {"enable": True}}
@@ -39,14 +40,14 @@ def combined(
 
 
 class Lengths:
-    """A reward model that likes long texts; waits for `gate` first."""
+    """A reward model that returns the response length, after `gate` is set."""
 
     def __init__(self, error: Exception | None = None, gate: anyio.Event | None = None) -> None:
         self._error = error
         self._gate = gate
-        self.read: list[Conversation] = []
+        self.read: list[ScoredConversation] = []
 
-    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
+    async def score(self, conversations: Sequence[ScoredConversation]) -> list[float]:
         self.read += conversations
         if self._gate is not None:
             await self._gate.wait()
@@ -59,17 +60,16 @@ class Lengths:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, -2.5, 1 / 3])
-async def test_of_single_turns_the_reward_is_the_functions(weight: float) -> None:
-    """To the last bit, and with nothing else told."""
+async def test_the_reward_of_a_single_turn_is_the_functions(weight: float) -> None:
     config = run(reward={"weight": weight})
     scores = await combined(config).score(prompt(), [answer("22"), answer("23")])
     assert scores == [Score(weight * 1.0), Score(weight * 0.0)]
-    told = {"rule": own(lambda **given: {"score": 0.7, "acc": True, "text": "x"})}
-    (score,) = await combined(config, told).score(prompt(), [answer("22")])
+    function = {"rule": own(lambda **given: {"score": 0.7, "acc": True, "text": "x"})}
+    (score,) = await combined(config, function).score(prompt(), [answer("22")])
     assert (score.reward, score.extra, score.turn_rewards) == (weight * 0.7, {"acc": 1.0}, ())
 
 
-async def test_tools_and_environments_reward_the_whole_and_single_turns() -> None:
+async def test_tools_and_environments_reward_trajectory_and_turns() -> None:
     config = run(rollout=TOOLS)
     one = dialogue("add", "#22", rewards=[0.25, -0.5], scores={"add": 2.0, "environment": 0.5})
     (score,) = await combined(config).score(prompt(), [one])
@@ -77,18 +77,16 @@ async def test_tools_and_environments_reward_the_whole_and_single_turns() -> Non
     weighed = run(rollout=TOOLS, reward={"function": "none", "tool_weight": 0.0, "turn_weight": 2.0})
     (score,) = await combined(weighed).score(prompt(), [one])
     assert score == Score(-0.5, {"tools": 2.5, "turns": -0.25}, (0.5, -1.0))
-
-
-async def test_without_rewards_of_turns_there_are_none() -> None:
     (score,) = await combined(run(rollout=TOOLS)).score(prompt(), [dialogue("add", "#22")])
     assert score == Score(0.0, {"tools": 0.0, "turns": 0.0}, ())
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [({"scores": {"add": float("nan")}}, "add is nan"), ({"rewards": [1.0, float("inf")]}, "turn 1")]
+    ("given", "message"),
+    [({"scores": {"add": float("nan")}}, "add is nan"), ({"rewards": [1.0, float("inf")]}, "turn 1")],
 )
-async def test_a_tools_reward_that_is_no_number_is_an_error(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserCodeError, match=told):
+async def test_a_tool_reward_that_is_not_finite_is_an_error(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserCodeError, match=message):
         await combined(run(rollout=TOOLS)).score(prompt(), [dialogue("add", "#22", **given)])
 
 
@@ -112,13 +110,13 @@ async def test_a_reward_model_reads_the_conversation() -> None:
     config = run(reward_model={"placement": "serve", "weight": 0.5})
     scores = await combined(config, model=model).score(prompt(), [answer("22"), dialogue("add", "#22")])
     assert scores == [Score(1.0), Score(1.5)]
-    assert model.read == [Conversation((QUESTION,), "22"), Conversation((QUESTION, CALL, RESULT), "#22")]
+    assert model.read == [ScoredConversation((QUESTION,), "22"), ScoredConversation((QUESTION, CALL, RESULT), "#22")]
 
 
 # ------------------------------------------------------------------------------------------------ several
 
 
-async def test_a_function_and_a_model_are_told_apart() -> None:
+async def test_parts_of_function_and_model_are_reported_separately() -> None:
     config = run(reward={"weight": 2.0}, reward_model={"placement": "serve", "weight": 0.5})
     rule = {"rule": own(lambda **given: {"score": float(given["solution_str"]), "format": 1.0})}
     first, second = await combined(config, rule, Lengths()).score(prompt(), [answer("3"), answer("14")])
@@ -126,7 +124,7 @@ async def test_a_function_and_a_model_are_told_apart() -> None:
     assert first.extra == {"format": 1.0, "rule": 3.0, "model": 1.0}
 
 
-async def test_what_the_trainer_adds_is_missing_here() -> None:
+async def test_a_score_leaves_out_the_trainers_reward_model() -> None:
     config = run(reward={"weight": 2.0}, reward_model={"placement": "worker"})
     (score,) = await combined(config).score(prompt(), [answer("22")])
     assert score == Score(2.0, {"rule": 1.0})
@@ -148,22 +146,11 @@ async def test_all_sources_together() -> None:
         "steps": own(lambda **given: [{"score": 0.5, "turn_scores": [1.0, 2.0]}], batch=True),
     }
     one = dialogue("add", "#22", rewards=[10.0, 20.0], scores={"add": 7.0})
-    scorer = combined(config, functions, Lengths())
-    (score,) = await scorer.score(prompt(), [one])
+    (score,) = await combined(config, functions, Lengths()).score(prompt(), [one])
     parts = {"rule": 1.0, "brief": 4.0, "steps": 3.5, "tools": 7.0, "turns": 30.0, "model": 3.0}
     assert score.extra == {**parts, "length": 3.0}
     assert score.reward == (2.0 * 1 + 0.5 * 4 - 3.5 + 3 * 7 + 0.5 * 30 + 0.25 * 3)
     assert score.turn_rewards == (0.5 * 10 - 1, 0.5 * 20 - 2)
-    assert scorer.whole_group
-
-
-async def test_weights_of_turns_add_up() -> None:
-    config = run(reward={"turn_weight": 10.0, "weight": 2.0}, rollout=TOOLS)
-    function = own(lambda **given: {"score": 0, "turn_scores": [1.0, 0.0, -1.0]})
-    one = dialogue("add", "add", "#22", rewards=[0.0, 0.5, 0.25])
-    (score,) = await combined(config, {"rule": function}).score(prompt(), [one])
-    assert score.turn_rewards == (2.0, 5.0, 0.5)
-    assert score.reward == sum(score.turn_rewards)
 
 
 @pytest.mark.parametrize("extra", ["turns", "brief", "acc"])
@@ -188,34 +175,33 @@ async def test_functions_and_their_names_come_from_the_configuration(tmp_path: P
     scores = await combined(config).score(prompt(), [answer("22"), answer("#22")])
     assert scores[0] == Score(1.5, {"rule": 1.0, "brief": 1.0, "fives": 0.0})
     assert scores[1] == Score(1.0, {"rule": 1.0, "brief": 0.0, "fives": 0.0})
-    assert not combined(config).whole_group
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ({"function": "exact_mach"}, r"reward\.functions\[0\]\.function: 'exact_mach' is no built-in"),
         ({"function": "exact_match", "kwargs": {"patern": "x"}}, r"reward\.functions\[0\]\.kwargs"),
         ({"function": "exact_match", "kwargs": {"pattern": "x"}}, r"reward\.functions\[0\]\.kwargs\.pattern"),
     ],
 )
-def test_what_cannot_be_loaded_is_told_by_its_entry(entry: dict[str, Any], told: str) -> None:
+def test_load_errors_name_the_entry(entry: dict[str, Any], message: str) -> None:
     config = RewardConfig.model_validate({"functions": [{"name": "more", **entry}]})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_reward_functions(config)
 
 
-def test_only_a_batch_function_of_ones_own_wants_the_whole_group() -> None:
+def test_only_user_batch_functions_need_the_whole_group() -> None:
     assert not combined(run(reward={})).whole_group
     assert not combined(run(rollout=TOOLS, reward_model={"placement": "serve"}), model=Lengths()).whole_group
     batch = own(lambda **given: [], batch=True)
     assert combined(run(reward={}), {"rule": batch}).whole_group
 
 
-# ------------------------------------------------------------------------------------------------ what is given
+# ------------------------------------------------------------------------------------------------ arguments
 
 
-async def test_what_a_function_is_given_of_a_conversation() -> None:
+async def test_a_function_receives_the_conversation() -> None:
     given: list[dict[str, Any]] = []
 
     def reward(**fields: Any) -> float:
@@ -225,9 +211,13 @@ async def test_what_a_function_is_given_of_a_conversation() -> None:
     one = dialogue("add", "#22", rewards=[0.5, 0.0], scores={"add": 1.0}, reason="max_turns")
     row = prompt(extra_info={"index": 3, "num_turns": 9})
     await combined(run(reward={}), {"rule": own(reward)}).score(row, [one, answer("22")])
-    told, plain = sorted(given, key=lambda fields: len(fields["extra_info"]), reverse=True)
-    assert (told["solution_str"], told["ground_truth"], told["data_source"]) == ("#22", "22", "sums")
-    assert told["extra_info"] == {
+    conversation, plain = sorted(given, key=lambda fields: len(fields["extra_info"]), reverse=True)
+    assert (conversation["solution_str"], conversation["ground_truth"], conversation["data_source"]) == (
+        "#22",
+        "22",
+        "sums",
+    )
+    assert conversation["extra_info"] == {
         "index": 3,
         "messages": [dict(QUESTION), dict(CALL), dict(RESULT), {"role": "assistant", "content": "#22"}],
         "num_turns": 2,
@@ -237,7 +227,7 @@ async def test_what_a_function_is_given_of_a_conversation() -> None:
         "turn_rewards": [0.5, 0.0],
     }
     assert plain["extra_info"] == {"index": 3, "num_turns": 9}
-    assert "trajectory" not in told
+    assert "trajectory" not in conversation
 
 
 TRAJECTORIES = """
@@ -285,7 +275,7 @@ def test_trajectories_are_asked_for_by_the_right_name(module: Path) -> None:
         load_reward_functions(given_twice)
 
 
-async def test_an_answer_over_several_rows_is_that_of_its_own_row() -> None:
+async def test_the_last_answer_is_read_from_its_own_row() -> None:
     one = dialogue("add", "#22")
     other = dialogue("22")
     last = one.turns[-1]
@@ -299,10 +289,10 @@ async def test_an_answer_over_several_rows_is_that_of_its_own_row() -> None:
     assert score.reward == 1.0
 
 
-# ------------------------------------------------------------------------------------------------ at once, and in time
+# ------------------------------------------------------------------------------------------------ concurrency
 
 
-async def test_the_first_failure_comes_out_alone_and_ends_the_others() -> None:
+async def test_the_first_failure_is_raised_alone_and_cancels_the_others() -> None:
     config = run(reward={}, reward_model={"placement": "serve"})
     with pytest.raises(InfraError, match="gone"):
         await combined(config, model=Lengths(InfraError("gone"))).score(prompt(), [answer("22")])
@@ -314,8 +304,7 @@ async def test_the_first_failure_comes_out_alone_and_ends_the_others() -> None:
         await combined(config, {"rule": own(broken)}, Lengths(gate=anyio.Event())).score(prompt(), [answer("22")])
 
 
-async def test_sources_are_asked_at_once() -> None:
-    """Each waits for the other to have begun."""
+async def test_sources_score_concurrently() -> None:
     model_has_it = anyio.Event()
     rule_has_it = anyio.Event()
 
@@ -325,7 +314,7 @@ async def test_sources_are_asked_at_once() -> None:
         return 1.0
 
     class Model(Lengths):
-        async def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        async def score(self, conversations: Sequence[ScoredConversation]) -> list[float]:
             model_has_it.set()
             await rule_has_it.wait()
             return [1.0]
@@ -336,7 +325,7 @@ async def test_sources_are_asked_at_once() -> None:
     assert score.reward == 2.0
 
 
-async def test_functions_share_their_places() -> None:
+async def test_functions_share_max_concurrency() -> None:
     inside, most = 0, 0
 
     async def reward(**given: Any) -> float:
@@ -357,7 +346,7 @@ async def test_functions_share_their_places() -> None:
     assert (inside, most) == (0, 3)
 
 
-async def test_each_function_has_its_deadline() -> None:
+async def test_every_function_has_the_configured_deadline() -> None:
     gate = threading.Event()
     config = run(reward={"timeout_s": 0.05, "functions": [{"name": "slow", "function": "x:y"}]})
     functions = {"rule": own(lambda **given: 1.0), "slow": own(lambda **given: gate.wait())}
@@ -368,6 +357,6 @@ async def test_each_function_has_its_deadline() -> None:
         gate.set()
 
 
-async def test_nothing_is_scored_where_nothing_is_given() -> None:
+async def test_a_group_without_trajectories_has_no_scores() -> None:
     batch = own(lambda **given: [1 / 0], batch=True)
     assert await combined(run(reward={}), {"rule": batch}).score(prompt(), []) == []

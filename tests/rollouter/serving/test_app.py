@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import DeadlineError, InfraError
+from asyncrl.core.failures import DeadlineError, InfraError
 from rollouter.serving import app
 
 NAMESPACE = "run"
@@ -51,7 +51,7 @@ async def test_a_start_does_not_outlast_its_deadline_when_serve_does_not_answer(
         answer.set()
 
 
-async def test_an_application_that_somebody_deleted_is_an_error_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deleted_application_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfraError, match=f"no application {NAME} any more .it has run-reward."):
         await start(monkeypatch, serving(reward="RUNNING"))
     with anyio.fail_after(30), pytest.raises(InfraError, match=f"no application {NAME} any more"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,16 +17,24 @@ import pytest
 import ray
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, DeadlineError, EngineCrashError, InfraError
-from asyncrl.ports import ApplyReport, GenerateRequest, Publication
-from asyncrl.profiling import Setup, profile
-from asyncrl.types import FinishReason, Span, Turn
+from asyncrl.core.failures import BugError, DeadlineError, InfraError
+from asyncrl.core.ports import (
+    Accepted,
+    ApplyReport,
+    EngineCrashed,
+    GenerateRequest,
+    GenerationEvent,
+    Publication,
+    Unplaced,
+)
+from asyncrl.core.types import FinishReason, Span, Turn
+from asyncrl.profiling import ProfilerSettings, profile
 from rollouter.serving import fleet as module
+from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.fleet import ServeFleet
-from rollouter.serving.handles import answer, items
-from rollouter.serving.pieces import Piece, Taken, Told
+from rollouter.serving.handles import answer, items, own_log
+from tests.fakes.engine import finished_turns
 
-pytestmark = pytest.mark.asyncio
 DEAD = ray.exceptions.ActorDiedError()
 
 
@@ -133,12 +142,12 @@ async def test_apply_goes_on_until_every_replica_has_it_and_keeps_the_first_figu
     assert handle.asked == ["apply_version", "up?"] * 3 + ["apply_version"]
 
 
-async def test_apply_tells_of_those_that_are_there_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_apply_reports_the_final_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([[report("a", 3, 0.5), InfraError("the load failed")], [report("b", 4), report("c", 3, 0.2)]])
     assert await make(monkeypatch, handle).apply(published(3)) == [report("b", 4), report("c", 3, 0.2)]
 
 
-async def test_apply_goes_on_with_what_is_newer_where_a_version_cannot_be_fetched(
+async def test_apply_continues_with_a_newer_version_if_one_cannot_be_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newer = report("a", 1, 0.3, lineage=1)
@@ -148,7 +157,7 @@ async def test_apply_goes_on_with_what_is_newer_where_a_version_cannot_be_fetche
     assert handle.applied == [published(3), published(1, lineage=1)]
 
 
-async def test_apply_goes_on_with_what_it_has_where_nobody_can_say_whether_there_is_something_newer(
+async def test_apply_continues_with_its_version_if_the_store_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hung = threading.Event()
@@ -162,7 +171,7 @@ async def test_apply_goes_on_with_what_it_has_where_nobody_can_say_whether_there
         hung.set()
 
 
-async def test_a_try_that_takes_all_its_time_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_apply_that_takes_all_its_time_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([None, [report("a", 3, 0.5)]])
     fleet = make(monkeypatch, handle, newest=published(3), start_s=0.03, apply_s=0.02, engine_s=0.01, call_s=0.01)
     assert await fleet.apply(published(3)) == [report("a", 3, 0.5)]
@@ -177,66 +186,61 @@ async def test_apply_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         await make(monkeypatch, handle, start_s=0.05, apply_s=0.01, engine_s=0.01, call_s=0.01).apply(published(3))
 
 
-async def test_a_bug_in_one_replica_ends_apply_whatever_the_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_error_of_one_replica_ends_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([[InfraError("no"), BugError("checksums differ")]])
     with pytest.raises(BugError, match="checksums differ"):
         await make(monkeypatch, handle).apply(published(3))
 
 
-def piece(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Piece:
+def piece(first: int, count: int, finish: FinishReason = FinishReason.ABORTED) -> Delta:
     ids = np.arange(first, first + count, dtype=np.int32)
     turn = Turn(ids, -ids.astype(np.float32), (Span(0, 1),) if count else (), finish)
-    return Piece(0, turn, finish is not FinishReason.ABORTED)
+    return Delta(0, turn, finish is not FinishReason.ABORTED)
 
 
 def request(max_tokens: int) -> GenerateRequest:
     return GenerateRequest("a", np.arange(3, dtype=np.int32), {"max_tokens": max_tokens})
 
 
-async def test_a_call_past_its_deadline_goes_on_elsewhere_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Stream(Taken("a"), [piece(0, 4)], None)
-    dying = Stream(Taken("b"), [piece(4, 2)], DEAD)
-    last = Stream(Taken("c"), [piece(6, 2, FinishReason.LENGTH)])
+async def test_a_call_past_its_deadline_resumes_on_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Stream(Accepted("a"), [piece(0, 4)], None)
+    dying = Stream(Accepted("b"), [piece(4, 2)], DEAD)
+    last = Stream(Accepted("c"), [piece(6, 2, FinishReason.LENGTH)])
     # One that dies before it has begun was dying already.
     handle = Handle(streams=[slow, dying, Stream(DEAD), last])
-    crashes: list[EngineCrashError] = []
-
-    async def on_crash(error: EngineCrashError) -> None:
-        crashes.append(error)
-
-    places: list[str] = []
+    events: list[GenerationEvent] = []
     fleet = make(monkeypatch, handle, generate_s=0.05)
-    (turn,) = await fleet.generate([request(8)], session="s", on_place=places.append, on_crash=on_crash)
+    (turn,) = await finished_turns(fleet.generate([request(8)], session="s"), events.append)
     assert turn.response_ids.tolist() == list(range(8))
     assert [(stream.cancelled) for stream in (slow, dying, last)] == [True, False, False]
     assert [len(one.so_far.response_ids) if one.so_far else 0 for (one,) in handle.requests] == [0, 4, 6, 6]
-    assert [("process is gone" in crash.message, crash.replica) for crash in crashes] == [(True, "b")]
-    # Where a replica has crashed, whoever judges that knows who was there.
-    assert places == ["a", "", "b", "", "c", ""]
+    (crash,) = [event.error for event in events if isinstance(event, EngineCrashed)]
+    assert "process is gone" in crash.message and crash.replica == "b"
+    # After a crash, the requests count as present on the replica until the crash is assessed.
+    places = [event for event in events if isinstance(event, Accepted | Unplaced)]
+    assert places == [Accepted("a"), Unplaced(), Accepted("b"), Unplaced(), Accepted("c"), Unplaced()]
 
 
-async def test_whoever_is_cancelled_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancellation_cancels_the_call_to_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream([piece(0, 4)], None)
     with anyio.move_on_after(0.02) as scope:
-        await make(monkeypatch, Handle(streams=[stream])).generate([request(8)], session="s")
+        await finished_turns(make(monkeypatch, Handle(streams=[stream])).generate([request(8)], session="s"))
     assert scope.cancelled_caught
     assert stream.cancelled
 
 
-async def test_what_replicas_tell_of_their_events_is_written_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    profile.configure("rollouter", Setup("summary", tmp_path / "events"))
-    profile.at(step=2)
+async def test_events_of_replicas_are_written_by_the_rollouter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
+    profile.set_position(step=2)
 
     def event(name: str) -> dict[str, Any]:
         return {"timestamp": 5.0, "event": name, "duration_s": 1.0, "replica": "a"}
 
     whole = piece(0, 4, FinishReason.LENGTH)
-    stream = Stream(Taken("a"), Told("a", [event("request")]), [whole], Told("a", [event("loop.stall")]))
+    stream = Stream(Accepted("a"), EventBatch("a", [event("request")]), [whole], EventBatch("a", [event("loop.stall")]))
     applied = replace(report("a", 3), events=(event("sync.load"), event("sync.pause")))
     fleet = make(monkeypatch, Handle([[applied]], [stream]))
-    (turn,) = await fleet.generate([request(4)], session="s")
+    (turn,) = await finished_turns(fleet.generate([request(4)], session="s"))
     assert len(turn.response_ids) == 4
     assert await fleet.apply(published(3)) == [report("a", 3)], "nobody else is bothered with them"
     profile.flush()
@@ -244,7 +248,7 @@ async def test_what_replicas_tell_of_their_events_is_written_here(
     assert [json.loads(line)["event"] for line in lines] == ["request", "loop.stall", "sync.load", "sync.pause"]
 
 
-async def test_a_replica_that_cancels_a_call_at_its_own_end_cancels_nobody_here() -> None:
+async def test_a_call_cancelled_by_its_replica_is_an_infra_error() -> None:
     stream = Stream(asyncio.CancelledError())
     with pytest.raises(InfraError, match="a call: no answer"):
         await anext(items(stream, "a call", 1.0, "key"))
@@ -260,3 +264,12 @@ async def test_a_replica_that_cancels_a_call_at_its_own_end_cancels_nobody_here(
 
     with pytest.raises(InfraError, match="a call: no answer"):
         await answer(Response(), "a call")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file descriptors are looked up as on Linux")
+def test_error_messages_name_the_log_files_of_the_process(tmp_path: Path) -> None:
+    for name, expected in (("worker-1-2.err", "worker-1-2.out and .err"), ("all.log", "all.log")):
+        with (tmp_path / name).open("w") as file:
+            assert own_log(file.fileno()) == f"{tmp_path}/{expected}"
+    with Path("/dev/null").open("w") as file:
+        assert "logs/ of the Ray session" in own_log(file.fileno())

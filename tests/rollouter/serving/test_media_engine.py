@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from asyncrl.config.schema import Config, EngineConfig, ModelConfig
-from asyncrl.failures import DataError
-from asyncrl.ports import Edition, GenerateRequest
-from asyncrl.types import FinishReason, Media, Prompt, Row, Sample, SampleId, Turn, join_turns
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig
+from asyncrl.core.failures import DataError
+from asyncrl.core.ports import GenerateRequest, WeightsVersion
+from asyncrl.core.types import FinishReason, Media, Prompt, Row, Sample, SampleId, Turn, join_turns
+from rollouter.prompts.chat_template import load_tokenizer
+from rollouter.prompts.media import VisionEncoder
 from rollouter.serving.options import serving_options
-from rollouter.template import load_tokenizer
-from rollouter.vision import Vision
 from tests.fakes.vision_model import png, write_vision_model
-from trainer.engine.base import EngineSpec
-from trainer.engine.registry import EngineRegistry
-from trainer.rows import RowRules, prepare
-from trainer.tensors import to_batch
+from trainer.batches import RowRules, prepare_sample
+from trainer.engines.base import EngineSpec
+from trainer.engines.registry import EngineRegistry
+from trainer.workers.tensors import to_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 ONE, TWO = Media("image", png(1)), Media("image", png(2))
@@ -41,17 +43,17 @@ class Replica:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rollouter.serving.generation import Generation
-        from rollouter.serving.health import Health
-        from rollouter.serving.phases import Pauses
+        from rollouter.serving.replica.generation import TokenGeneration
+        from rollouter.serving.replica.health import ReplicaHealth
+        from rollouter.serving.replica.request_phases import EnginePauses
 
         options = serving_options(config, namespace="test", gpus=False)
         arguments = AsyncEngineArgs(model=config.model.path, **options.llm_config["engine_kwargs"])
         self.llm = AsyncLLM.from_engine_args(arguments)
-        self.health = Health(replica="r", node_id="n", engine_s=60, store=None)
+        self.health = ReplicaHealth(replica="r", node_id="n", engine_s=60, store=None)
         gate = asyncio.Event()
         gate.set()
-        self._generation = Generation(self.llm, self.health, gate, Pauses())
+        self._generation = TokenGeneration(self.llm, self.health, gate, EnginePauses())
         self._numbers = iter(range(1000))
 
     async def run(self, *requests: GenerateRequest) -> list[Turn]:
@@ -79,7 +81,7 @@ async def replica(model: ModelConfig) -> AsyncIterator[Replica]:
 def make_prompt(model: ModelConfig, *media: Media) -> Prompt:
     tokenizer = load_tokenizer(model)
     text = "<|im_start|>user\nlook: " + "<image>" * len(media) + "?<|im_end|>\n<|im_start|>assistant\n"
-    vision = Vision(model, tokenizer)
+    vision = VisionEncoder(model, tokenizer)
     ids = vision.encode(text, media, "here") if media else tokenizer(text, add_special_tokens=False)["input_ids"]
     return Prompt(np.array(ids, dtype=np.int32), media=media)
 
@@ -96,7 +98,7 @@ def trained_log_probs(model: ModelConfig, prompt: Prompt, turn: Turn) -> np.ndar
     )
     sample = Sample(SampleId(0, 1), (row,), media=prompt.media)
     rules = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
-    rows = prepare(sample, lease_id=1, trainer_version=0, rules=rules).rows
+    rows = prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows
     engine = EngineRegistry.new(EngineSpec("language_model", model, EngineConfig(device="cpu", strategy="local")))
     return engine.infer(to_batch(rows))["log_probs"][0].numpy()
 
@@ -118,7 +120,7 @@ async def test_vllms_own_placeholders_are_the_same(model: ModelConfig, replica: 
     plain = load_tokenizer(model)("<|im_start|>user\nlook: <image><image>?<|im_end|>\n<|im_start|>assistant\n")[
         "input_ids"
     ]
-    from asyncrl.media import frames_of
+    from asyncrl.storage.media import frames_of
 
     raw = {"prompt_token_ids": plain, "multi_modal_data": {"image": [frames_of(one)[0] for one in prompt.media]}}
     (theirs,) = await replica.llm.renderer.render_cmpl_async([raw])
@@ -149,14 +151,14 @@ async def test_placeholders_that_are_not_its_own_are_refused(model: ModelConfig,
 
 
 async def test_features_of_other_weights_are_not_reused(model: ModelConfig, replica: Replica) -> None:
-    from rollouter.serving.media import with_media
+    from rollouter.serving.replica.generation import media_input
 
     prompt = make_prompt(model, ONE)
     inputs = [
-        await with_media(replica.llm.renderer, prompt.prompt_ids.tolist(), prompt.media, s) for s in ("0-1", "0-2")
+        await media_input(replica.llm.renderer, prompt.prompt_ids.tolist(), prompt.media, s) for s in ("0-1", "0-2")
     ]
     hashes = [told["mm_hashes"]["image"][0] for told in inputs]
     assert hashes[0] != hashes[1] and all(told["prompt_token_ids"] == prompt.prompt_ids.tolist() for told in inputs)
-    replica.health.edition = Edition(0, 3)
+    replica.health.weights_version = WeightsVersion(0, 3)
     before, after = await replica.run(request(prompt)), await replica.run(request(prompt))
     np.testing.assert_array_equal(before[0].response_ids, after[0].response_ids)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.profiling import OFF, Setup
+from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 from rollouter.serving.options import deployment_options, serving_options
 
 
@@ -32,9 +32,11 @@ def test_cpu() -> None:
     assert deployment_options(built)["num_replicas"] == 2
 
 
-def test_replicas_record_what_the_run_does_and_write_nothing() -> None:
-    assert options(profiler={"level": "full", "buffer_events": 7}).profiler == Setup("full", None, 7)
-    assert options(profiler={"level": "off"}).profiler._replace(buffer_events=OFF.buffer_events) == OFF
+def test_replicas_record_events_and_write_no_files() -> None:
+    assert options(profiler={"level": "full", "buffer_events": 7}).profiler == ProfilerSettings("full", None, 7)
+    assert (
+        options(profiler={"level": "off"}).profiler._replace(buffer_events=PROFILING_OFF.buffer_events) == PROFILING_OFF
+    )
 
 
 def test_a_replica_outlasts_a_caller_that_silences_it() -> None:

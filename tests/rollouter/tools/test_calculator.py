@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl.config.schema import ToolConfig
+from asyncrl.config.sections.rollout import ToolConfig
 from rollouter.tools import ToolContext, ToolError
-from rollouter.tools.box import ToolBox
-from rollouter.tools.calculator import Calculator, calculate
+from rollouter.tools.calculator import calculate
 from rollouter.tools.loading import load_tools
+from rollouter.tools.toolbox import Toolbox
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_integers_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "message"),
     [
         ("1 / 0", "division by zero"),
         ("1 % 0.0", "division by zero"),
@@ -80,6 +80,10 @@ def test_integers_are_exact() -> None:
         ("1" * 201, "longer than 200"),
         ("9 ** 9 ** 9 ** 9", "too large"),
         ("2 ** 1025", "too large"),
+        ("(9 ** 300) ** 300", "too large"),
+        ("2 ** (2 ** 1000)", "too large"),
+        ("9 ** 99999999", "too large"),
+        ("(1.5 ** 9) ** 999999", "too large"),
         ("10 ** 300 * 10 ** 300", "too large"),
         ("10 ** 300 * 10.0 ** 300", "too large"),
         ("1e999", "too large"),
@@ -89,11 +93,11 @@ def test_integers_are_exact() -> None:
         ("-" * 199 + "1", None),
     ],
 )
-def test_what_is_refused(expression: str, told: str | None) -> None:
-    if told is None:
+def test_what_is_refused(expression: str, message: str | None) -> None:
+    if message is None:
         assert calculate(expression) in ("1", "-1")
         return
-    with pytest.raises(ToolError, match=told):
+    with pytest.raises(ToolError, match=message):
         calculate(expression)
 
 
@@ -107,20 +111,12 @@ async def test_it_is_a_tool_with_names_of_the_users_choice() -> None:
         ToolConfig(class_name="calculator"),
         ToolConfig(class_name="calculator", config={"name": "c", "argument": "x"}),
     ]
-    box = ToolBox(load_tools(configs))
-    long, short = (schema["function"] for schema in box.schemas)
+    toolbox = Toolbox(load_tools(configs))
+    long, short = (schema["function"] for schema in toolbox.schemas)
     assert (long["name"], long["parameters"]["required"]) == ("calculator", ["expression"])
     assert (short["name"], list(short["parameters"]["properties"])) == ("c", ["x"])
-    async with box, box.session(ToolContext("val", 0)) as tools:
+    async with toolbox, toolbox.session(ToolContext("val", 0)) as tools:
         assert (await tools.call("c", json.dumps({"x": "2*21"}), turn=0)).call.result == "42"
         refused = (await tools.call("calculator", json.dumps({"expression": "1/0"}), turn=0)).call
         assert (refused.status, refused.result) == ("refused", "division by zero")
         assert (await tools.call("c", '{"x": 5}', turn=0)).call.status == "bad_arguments"
-
-
-def test_it_costs_nothing_whatever_it_is_asked() -> None:
-    """All of these at once would take hours if the bounds did not hold."""
-    for expression in ("9**9**9**9", "(9**300)**300", "2**(2**2000)", "9**99999999", "1e308*10", "(1.5**9)**999999"):
-        with pytest.raises(ToolError):
-            Calculator()
-            calculate(expression)

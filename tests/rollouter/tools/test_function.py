@@ -13,24 +13,23 @@ import anyio.lowlevel
 import pytest
 from pydantic import BaseModel, Field
 
-from asyncrl.config.schema import ToolConfig
-from asyncrl.failures import ConfigError, UserCodeError
+from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
 from rollouter.tools import BaseTool, ToolContext, ToolError, ToolResponse, function_tool
-from rollouter.tools.box import ToolBox
 from rollouter.tools.function import as_tool
-from rollouter.tools.loading import LoadedTool
-from rollouter.tools.schemas import FunctionSchema
+from rollouter.tools.loading import FunctionSchema, LoadedTool
+from rollouter.tools.toolbox import Toolbox
 
 
-def boxed(tool: BaseTool[Any], **limits: Any) -> ToolBox:
-    return ToolBox([LoadedTool(tool, FunctionSchema(tool.function_schema()), ToolConfig(**limits), "tools.0")])
+def toolbox_of(tool: BaseTool[Any], **limits: Any) -> Toolbox:
+    return Toolbox([LoadedTool(tool, FunctionSchema(tool.function_schema()), ToolConfig(**limits), "tools.0")])
 
 
 async def answer(tool: BaseTool[Any], context: ToolContext | None = None, /, **arguments: Any) -> tuple[str, str]:
     """Status and text of one call."""
-    box = boxed(tool)
-    name = box.schemas[0]["function"]["name"]
-    async with box, box.session(context or ToolContext("val", 3)) as tools:
+    toolbox = toolbox_of(tool)
+    name = toolbox.schemas[0]["function"]["name"]
+    async with toolbox, toolbox.session(context or ToolContext("val", 3)) as tools:
         call = (await tools.call(name, json.dumps(arguments), turn=0)).call
     return call.status, call.result
 
@@ -189,7 +188,7 @@ async def test_a_default_that_json_has_not_is_the_functions_own() -> None:
     ("result", "text"),
     [(3, "3"), (0.5, "0.5"), ({"a": [1, None]}, '{"a":[1,null]}'), (float("inf"), "Infinity"), (Range(1, 2), None)],
 )
-async def test_results_are_told_as_json(result: Any, text: str | None) -> None:
+async def test_results_become_json(result: Any, text: str | None) -> None:
     def give() -> Any:
         """Gives it."""
         return result
@@ -270,17 +269,17 @@ def _unresolved(city: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F8
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (_untyped, "'city' has no type hint"),
         (_silent, "no docstring"),
-        (_variadic, r"`\*cities: 'str'` cannot be told"),
-        (_open, r"`\*\*cities: 'str'` cannot be told"),
-        (_nameless, "cannot be told"),
+        (_variadic, r"`\*cities: 'str'` cannot be used"),
+        (_open, r"`\*\*cities: 'str'` cannot be used"),
+        (_nameless, "cannot be used"),
         (_schemaless, "no JSON schema"),
         (_unresolved, "Nowhere.*TYPE_CHECKING"),
     ],
 )
-def test_what_cannot_be_told_to_a_model_is_a_mistake_in_the_configuration(function: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"tool function {function.__name__}: .*{told}"):
+def test_functions_without_a_schema_are_configuration_errors(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"tool function {function.__name__}: .*{message}"):
         as_tool(function)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import ToolConfig
-from asyncrl.failures import ConfigError, UserCodeError
-from asyncrl.types import SampleId
+from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.types import SampleId
 from rollouter.tools import ToolContext
-from rollouter.tools.box import ToolBox
 from rollouter.tools.gsm8k import Gsm8kTool, parse_answer
 from rollouter.tools.loading import load_tools
+from rollouter.tools.toolbox import Toolbox
 
 
 def context(ground_truth: Any = None, kwargs: dict[str, Any] | None = None) -> ToolContext:
@@ -71,10 +71,10 @@ async def test_answers_earn_what_they_improve() -> None:
 
 async def test_trajectories_do_not_share_anything() -> None:
     (loaded,) = load_tools([ToolConfig(class_name="gsm8k")])
-    async with ToolBox([loaded]) as box:
+    async with Toolbox([loaded]) as toolbox:
         right, wrong = (
-            box.session(context("1", {"ground_truth": "1,234"})),
-            box.session(context("1")),
+            toolbox.session(context("1", {"ground_truth": "1,234"})),
+            toolbox.session(context("1")),
         )
         async with right, wrong:
             for session in (right, wrong):

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import McpServerConfig, ToolConfig
-from asyncrl.failures import ConfigError, UserCodeError
-from rollouter.tools.loading import BUILT_IN, LoadedServer, LoadedTool, load_tools
-from rollouter.tools.schemas import FunctionSchema
-from rollouter.user_code import load_object
+from asyncrl.config.import_path import load_object
+from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
+from rollouter.tools.loading import BUILT_IN, FunctionSchema, LoadedMcpServer, LoadedTool, load_tools
 from tests.fakes.tools import schema_of
 
 SOURCE = '''
@@ -76,7 +75,7 @@ def test_classes_are_found_by_every_way_of_writing(source: str) -> None:
     assert load(class_name="calculator").name == "calculator"
 
 
-def test_a_class_that_does_nothing_is_told(source: str) -> None:
+def test_a_class_without_execute_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match=r"tools\.0\.class_name: .*:Idle has no execute of its own"):
         load(class_name=f"{source}:Idle")
 
@@ -92,9 +91,9 @@ def test_the_schema_can_be_given(source: str) -> None:
     assert one.schema.problem({"query": 3}) == "query: 3 is not of type 'string'"
 
 
-def test_servers_are_left_for_the_box_to_start() -> None:
+def test_servers_are_started_by_the_toolbox() -> None:
     (one,) = load_tools([ToolConfig(mcp=McpServerConfig(url="http://localhost:1/mcp"))])
-    assert isinstance(one, LoadedServer) and one.key == "rollout.multi_turn.tools.0"
+    assert isinstance(one, LoadedMcpServer) and one.key == "rollout.multi_turn.tools.0"
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -125,14 +124,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mcp": {}}, "neither is set"),
     ({"mcp": {"url": "http://x", "command": ["x"]}}, "both are set"),
     ({"mcp": {"url": "http://x", "env": {"A": "1"}}}, r"mcp\.env"),
-    ({"mcp": {"url": "http://x"}, "tool_schema": schema_of("x")}, "a server tells"),
+    ({"mcp": {"url": "http://x"}, "tool_schema": schema_of("x")}, "a server defines"),
     ({"mcp": {"url": "http://x"}, "config": {"x": 1}}, "only a class"),
 ]
 
 
-@pytest.mark.parametrize(("config", "told"), WRONG, ids=[str(n) for n in range(len(WRONG))])
-def test_what_is_no_tool_is_told_with_its_key(source: str, config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(n) for n in range(len(WRONG))])
+def test_invalid_tools_name_the_key(source: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(**config)
 
 
@@ -143,7 +142,7 @@ def test_what_a_class_raises_is_the_users(source: str) -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'calculator', as is that of .*tools\.0"):
+    with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'calculator', like that of .*tools\.0"):
         load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator")])
     assert (
         len(
@@ -158,7 +157,7 @@ def function(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({}, "no function schema"),
         ({"type": "function"}, "no function schema"),
@@ -179,8 +178,8 @@ def function(**changes: Any) -> dict[str, Any]:
         (function(parameters={"default": {1, 2}}), "not made of JSON values"),
     ],
 )
-def test_what_is_no_function_schema(schema: Mapping[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_is_no_function_schema(schema: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         FunctionSchema(schema)
 
 

@@ -17,12 +17,12 @@ import anyio
 import psutil
 import pytest
 
-from asyncrl.config.schema import ToolConfig
-from asyncrl.failures import ConfigError, InfraError
-from rollouter.drops import ToolFailedError
+from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core.failures import ConfigError, InfraError
+from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import ToolContext
-from rollouter.tools.box import ToolBox
 from rollouter.tools.loading import load_tools
+from rollouter.tools.toolbox import Toolbox
 
 SERVER = '''
 import sys
@@ -96,16 +96,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def box_of(server: Mapping[str, Any], **settings: Any) -> ToolBox:
-    return ToolBox(load_tools([ToolConfig.model_validate({"mcp": server, **settings})]))
+def box_of(server: Mapping[str, Any], **settings: Any) -> Toolbox:
+    return Toolbox(load_tools([ToolConfig.model_validate({"mcp": server, **settings})]))
 
 
 def stdio(program: str, **server: Any) -> dict[str, Any]:
     return {"command": [sys.executable, program], "env": {"COLOUR": "green"}, **server}
 
 
-async def call(box: ToolBox, name: str, /, **arguments: Any) -> tuple[str, str]:
-    async with box.session(ToolContext("val", 0)) as tools:
+async def call(toolbox: Toolbox, name: str, /, **arguments: Any) -> tuple[str, str]:
+    async with toolbox.session(ToolContext("val", 0)) as tools:
         called = (await tools.call(name, json.dumps(arguments), turn=0)).call
     return called.status, called.result
 
@@ -114,30 +114,30 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def names(box: ToolBox) -> Sequence[str]:
-    return [schema["function"]["name"] for schema in box.schemas]
+def names(toolbox: Toolbox) -> Sequence[str]:
+    return [schema["function"]["name"] for schema in toolbox.schemas]
 
 
-async def who(box: ToolBox) -> int:
+async def who(toolbox: Toolbox) -> int:
     """The server's process."""
-    status, text = await call(box, "who_is")
+    status, text = await call(toolbox, "who_is")
     assert status == "ok"
     return int(text.split()[0])
 
 
 async def test_a_server_offers_its_tools_to_many_trajectories(program: str) -> None:
-    async with box_of(stdio(program), max_concurrency=4) as box:
-        assert names(box) == ["add", "fail_now", "draw"]
-        function = box.schemas[0]["function"]
+    async with box_of(stdio(program), max_concurrency=4) as toolbox:
+        assert names(toolbox) == ["add", "fail_now", "draw"]
+        function = toolbox.schemas[0]["function"]
         assert function["description"] == "Adds." and function["parameters"]["required"] == ["a", "b"]
-        assert (await call(box, "add", a=2))[0] == "bad_arguments"
-        status, text = await call(box, "fail_now")
+        assert (await call(toolbox, "add", a=2))[0] == "bad_arguments"
+        status, text = await call(toolbox, "fail_now")
         assert status == "refused" and "not today" in text
-        assert await call(box, "draw") == ("ok", "a line\n[image left out]")
+        assert await call(toolbox, "draw") == ("ok", "a line\n[image left out]")
         found: dict[int, str] = {}
 
         async def one(number: int) -> None:
-            found[number] = (await call(box, "add", a=number, b=1))[1]
+            found[number] = (await call(toolbox, "add", a=number, b=1))[1]
 
         async with anyio.create_task_group() as group:
             for number in range(40):
@@ -145,58 +145,58 @@ async def test_a_server_offers_its_tools_to_many_trajectories(program: str) -> N
         assert found == {number: str(number + 1) for number in range(40)}
 
 
-async def test_a_process_has_its_environment_and_is_gone_with_the_box(quick: str) -> None:
+async def test_a_server_process_gets_its_environment_and_ends_with_the_toolbox(quick: str) -> None:
     before = children()
-    async with box_of(stdio(quick)) as box:
-        assert names(box) == ["who_is", "die", "wait", "break"]
-        assert await who(box) in children()
-        assert (await call(box, "who_is"))[1].endswith(" green")
-        status, text = await call(box, "break")
+    async with box_of(stdio(quick)) as toolbox:
+        assert names(toolbox) == ["who_is", "die", "wait", "break"]
+        assert await who(toolbox) in children()
+        assert (await call(toolbox, "who_is"))[1].endswith(" green")
+        status, text = await call(toolbox, "break")
         assert status == "raised" and "there is no such method" in text
     assert children() == before
 
 
 async def test_only_the_tools_that_are_named_are_offered(quick: str) -> None:
-    async with box_of(stdio(quick, tools=["wait", "who.is"])) as box:
-        assert names(box) == ["wait", "who_is"]
-        assert (await call(box, "die"))[0] == "unknown_tool"
+    async with box_of(stdio(quick, tools=["wait", "who.is"])) as toolbox:
+        assert names(toolbox) == ["wait", "who_is"]
+        assert (await call(toolbox, "die"))[0] == "unknown_tool"
 
 
-async def test_a_server_that_dies_while_nobody_calls_is_started_once_more(quick: str) -> None:
+async def test_an_idle_server_that_dies_is_restarted(quick: str) -> None:
     before = children()
-    async with box_of(stdio(quick)) as box:
-        first = await who(box)
+    async with box_of(stdio(quick)) as toolbox:
+        first = await who(toolbox)
         os.kill(first, signal.SIGKILL)
-        second = await who(box)
-        assert first != second == await who(box)
+        second = await who(toolbox)
+        assert first != second == await who(toolbox)
     assert children() == before
 
 
 @pytest.mark.parametrize("on_error", ["message", "drop"])
 async def test_a_call_that_kills_every_server_fails_as_on_error_says(quick: str, on_error: Any) -> None:
     before = children()
-    async with box_of(stdio(quick), on_error=on_error) as box:
+    async with box_of(stdio(quick), on_error=on_error) as toolbox:
         if on_error == "drop":
             with pytest.raises(ToolFailedError, match="tool die failed"):
-                await call(box, "die")
+                await call(toolbox, "die")
         else:
-            status, text = await call(box, "die")
+            status, text = await call(toolbox, "die")
             assert status == "raised" and "die failed" in text
-        assert await who(box), "the next call has another server"
+        assert await who(toolbox), "the next call has another server"
     assert children() == before
 
 
-async def test_calls_that_a_death_has_lost_share_one_attempt(quick: str) -> None:
-    async with box_of(stdio(quick)) as box:
-        first = await who(box)
+async def test_calls_lost_with_a_server_share_one_reconnection(quick: str) -> None:
+    async with box_of(stdio(quick)) as toolbox:
+        first = await who(toolbox)
         waiting: list[tuple[str, str]] = []
         pids: set[int] = set()
 
         async def wait() -> None:
-            waiting.append(await call(box, "wait"))
+            waiting.append(await call(toolbox, "wait"))
 
         async def ask() -> None:
-            pids.add(await who(box))
+            pids.add(await who(toolbox))
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
@@ -208,33 +208,33 @@ async def test_calls_that_a_death_has_lost_share_one_attempt(quick: str) -> None
             group.cancel_scope.cancel()
 
 
-async def test_a_call_that_takes_too_long_leaves_the_session_whole(quick: str) -> None:
-    async with box_of(stdio(quick), timeout_s=0.3) as box:
-        pid = await who(box)
-        assert await call(box, "wait") == ("timeout", "Error: wait did not answer within 0.3 s")
+async def test_a_call_timeout_keeps_the_connection(quick: str) -> None:
+    async with box_of(stdio(quick), timeout_s=0.3) as toolbox:
+        pid = await who(toolbox)
+        assert await call(toolbox, "wait") == ("timeout", "Error: wait did not answer within 0.3 s")
         with anyio.move_on_after(0.1):
-            await call(box, "wait")
-        assert await who(box) == pid
+            await call(toolbox, "wait")
+        assert await who(toolbox) == pid
 
 
-async def test_a_server_that_cannot_be_started_again_is_told_to_the_model(tmp_path: Path) -> None:
+async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: Path) -> None:
     path = tmp_path / "server.py"
     path.write_text(QUICK)
-    async with box_of(stdio(str(path))) as box:
-        pid = await who(box)
+    async with box_of(stdio(str(path))) as toolbox:
+        pid = await who(toolbox)
         path.write_text("raise SystemExit(1)")
         os.kill(pid, signal.SIGKILL)
-        status, text = await call(box, "who_is")
+        status, text = await call(toolbox, "who_is")
         assert status == "raised" and "could not be reached again" in text
         path.write_text(QUICK)
-        assert await who(box), "each call tries once"
+        assert await who(toolbox), "each call tries once"
 
 
 async def test_nothing_is_left_when_the_run_is_cancelled_or_fails(quick: str) -> None:
     before = children()
     with anyio.CancelScope() as scope:
-        async with box_of(stdio(quick)) as box, anyio.create_task_group() as group:
-            group.start_soon(call, box, "wait")
+        async with box_of(stdio(quick)) as toolbox, anyio.create_task_group() as group:
+            group.start_soon(call, toolbox, "wait")
             assert len(children()) == len(before) + 1
             scope.cancel()
     assert children() == before
@@ -245,28 +245,28 @@ async def test_nothing_is_left_when_the_run_is_cancelled_or_fails(quick: str) ->
 
 
 @pytest.mark.parametrize(
-    ("server", "kind", "told"),
+    ("server", "kind", "message"),
     [
         ({"command": ["no-such-program-anywhere"]}, ConfigError, r"tools\.0\.mcp\.command: 'no-such-program-anywhere'"),
         (
             {"command": [sys.executable, "-c", "raise SystemExit('no such library')"]},
             InfraError,
-            r"tools\.0\.mcp: .* failed: .*; the last that it said:\nno such library$",
+            r"tools\.0\.mcp: .* failed: .*; its standard error ends with:\nno such library$",
         ),
         (
             {"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_s": 0.5},
             InfraError,
-            r"has not told of its tools within start_s = 0\.5 s",
+            r"did not list its tools within start_s = 0\.5 s",
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, InfraError, "the server at http://127.0.0.1:9/mcp"),
     ],
     ids=["unknown", "ends", "hangs", "nobody"],
 )
-async def test_a_server_that_does_not_start_is_told_at_once(
-    server: dict[str, Any], kind: type[Exception], told: str
+async def test_a_server_that_does_not_start_is_reported_at_once(
+    server: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     before = children()
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         async with box_of(server):
             raise AssertionError("it is open")
     assert children() == before
@@ -281,8 +281,8 @@ async def test_a_tool_that_the_server_has_not_is_a_mistake(quick: str) -> None:
 async def test_a_name_that_another_tool_has_is_a_mistake(quick: str) -> None:
     configs = [{"class_name": "calculator", "config": {"name": "who_is"}}, {"mcp": stdio(quick)}]
     before = children()
-    with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'who_is', as is that of .*tools\.0"):
-        async with ToolBox(load_tools([ToolConfig.model_validate(config) for config in configs])):
+    with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'who_is', like that of .*tools\.0"):
+        async with Toolbox(load_tools([ToolConfig.model_validate(config) for config in configs])):
             raise AssertionError("it is open")
     assert children() == before
 
@@ -321,11 +321,11 @@ def free_port() -> int:
 async def test_a_server_over_http_is_reached_and_reached_again(program: str) -> None:
     port = free_port()
     url = {"url": f"http://127.0.0.1:{port}/mcp"}
-    async with serving(program, port) as process, box_of(url) as box:
-        assert await call(box, "add", a=2, b=3) == ("ok", "5")
+    async with serving(program, port) as process, box_of(url) as toolbox:
+        assert await call(toolbox, "add", a=2, b=3) == ("ok", "5")
         process.kill()
         process.wait()
-        status, text = await call(box, "add", a=2, b=3)
+        status, text = await call(toolbox, "add", a=2, b=3)
         assert status == "raised" and "could not be reached again" in text
         async with serving(program, port):
-            assert await call(box, "add", a=2, b=4) == ("ok", "6")
+            assert await call(toolbox, "add", a=2, b=4) == ("ok", "6")

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config.schema import ToolConfig
-from asyncrl.failures import ConfigError, DataError
+from asyncrl.config.sections.rollout import ToolConfig
+from asyncrl.core.failures import ConfigError, DataError
 from rollouter.tools import BadArgumentsError
 from rollouter.tools.loading import LoadedTool, load_tools
 from rollouter.tools.search import Bm25Index, SearchTool, snippet, words
@@ -129,7 +129,9 @@ def test_both_kinds_of_file_give_the_same(path: str, tmp_path: Path) -> None:
         ("a.parquet", "no parquet", DataError, r"cannot be read as Parquet"),
     ],
 )
-def test_files_that_are_none(tmp_path: Path, name: str, content: str, error: type[Exception], message: str) -> None:
+def test_invalid_document_files_are_refused(
+    tmp_path: Path, name: str, content: str, error: type[Exception], message: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(error, match=message):
         SearchTool(path=str(tmp_path / name))

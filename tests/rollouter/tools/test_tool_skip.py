@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.types import SampleId
-from rollouter.drops import ToolFailedError
+from asyncrl.core.types import SampleId
+from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import ToolContext, ToolError, ToolResponse
-from rollouter.tools.box import ToolBox
+from rollouter.tools.toolbox import Toolbox
 from skip import SkipManager
-from tests.fakes.tools import Remembering, boxed
+from tests.fakes.tools import RememberingTool, toolbox_of
 
 
 @pytest.fixture(autouse=True)
@@ -42,47 +42,47 @@ def act(query: str) -> ToolResponse:
 
 
 async def converse(
-    box: ToolBox, *turns: str, sample_id: SampleId | str = TRAINED, **context: Any
+    toolbox: Toolbox, *turns: str, sample_id: SampleId | str = TRAINED, **context: Any
 ) -> tuple[list[Any], dict[str, float]]:
     """One call a turn; what it came to, without its times, and the scores."""
     found: list[Any] = []
-    async with box, box.session(ToolContext(sample_id, 0, **context)) as tools:
+    async with toolbox, toolbox.session(ToolContext(sample_id, 0, **context)) as tools:
         for turn, query in enumerate(turns):
             call, done = await tools.call("search", json.dumps({"query": query}), turn=turn)
             found.append((call.result, call.status, call.reward, dict(call.metrics), done))
         return found, dict(await tools.scores())
 
 
-async def test_what_is_replayed_runs_nothing_of_the_tool(tmp_path: Path) -> None:
+async def test_a_replayed_call_does_not_run_the_tool(tmp_path: Path) -> None:
     turns = ("a", "wrong", "broken", "end")
-    first, second = Remembering(act), Remembering(act)
+    first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
-        recorded = await converse(boxed(first), *turns)
+        recorded = await converse(toolbox_of(first), *turns)
         assert SkipManager.status() == {"tool": {"recorded": 5}}
     assert [status for _, status, *_ in recorded[0]] == ["ok", "refused", "raised", "ok"]
     assert recorded[1] == {"search": 2.0}
-    box = boxed(second)
+    toolbox = toolbox_of(second)
     with SkipManager.session(configure(tmp_path)):
-        assert await converse(box, *turns) == recorded
+        assert await converse(toolbox, *turns) == recorded
         assert SkipManager.status() == {"tool": {"replayed": 5}}
     assert second.log == []
-    assert (box.counts()["calls"], box.counts()["refused"], box.tool_s) == (4, 1, 0.0)
+    assert (toolbox.counts()["calls"], toolbox.counts()["refused"], toolbox.tool_s) == (4, 1, 0.0)
 
 
 async def test_the_models_mistakes_need_no_record(tmp_path: Path) -> None:
-    box = boxed(Remembering())
+    toolbox = toolbox_of(RememberingTool())
     with SkipManager.session(configure(tmp_path)):
-        async with box, box.session(ToolContext(SampleId(0, 7), 0)) as tools:
+        async with toolbox, toolbox.session(ToolContext(SampleId(0, 7), 0)) as tools:
             for name, arguments in (("nothing", "{}"), ("search", "{"), ("search", "{}")):
                 await tools.call(name, arguments, turn=0)
         assert SkipManager.status() == {"tool": {}}
 
 
 async def test_a_conversation_that_goes_on_differently_has_the_state_that_it_would_have_had(tmp_path: Path) -> None:
-    first, second = Remembering(act), Remembering(act)
+    first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
-        await converse(boxed(first), "a", "broken", "c")
-        found, scores = await converse(boxed(second), "a", "broken", "d")
+        await converse(toolbox_of(first), "a", "broken", "c")
+        found, scores = await converse(toolbox_of(second), "a", "broken", "d")
         assert SkipManager.status() == {"tool": {"recorded": 4 + 2, "replayed": 2, "mismatched": 1}}
     assert [text for text, *_ in found] == ["A", "Error: search failed: ZeroDivisionError: by zero", "D"]
     assert scores == {"search": 1.5}
@@ -91,58 +91,58 @@ async def test_a_conversation_that_goes_on_differently_has_the_state_that_it_wou
 
 
 async def test_a_score_without_a_record_is_had_from_the_state_that_the_calls_would_have_made(tmp_path: Path) -> None:
-    first, second = Remembering(act), Remembering(act)
+    first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
-        await converse(boxed(first), "a", "b")
-        assert (await converse(boxed(second), "a"))[1] == {"search": 0.5}
+        await converse(toolbox_of(first), "a", "b")
+        assert (await converse(toolbox_of(second), "a"))[1] == {"search": 0.5}
     assert second.log == ["create", "execute a", "calc_reward a", "release a"]
 
 
 async def test_the_same_call_after_others_is_another_one(tmp_path: Path) -> None:
-    tool = Remembering(act)
+    tool = RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
-        await converse(boxed(tool), "a", "b")
+        await converse(toolbox_of(tool), "a", "b")
         tool.log.clear()
-        await converse(boxed(tool), "x", "b")
+        await converse(toolbox_of(tool), "x", "b")
     assert "execute b" in tool.log
 
 
 @pytest.mark.parametrize("changed", [{"ground_truth": "6"}, {"extra_info": {"tools_kwargs": {"search": None}}}])
 async def test_another_prompt_is_another_question(tmp_path: Path, changed: dict[str, Any]) -> None:
-    first, second = Remembering(act), Remembering(act)
+    first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
-        await converse(boxed(first), "a", ground_truth="5")
-        await converse(boxed(second), "a", **{"ground_truth": "5", **changed})
+        await converse(toolbox_of(first), "a", ground_truth="5")
+        await converse(toolbox_of(second), "a", **{"ground_truth": "5", **changed})
     assert first.log == second.log != []
 
 
 async def test_a_tool_whose_state_cannot_be_made_has_no_score_then_and_later(tmp_path: Path) -> None:
-    class Broken(Remembering):
+    class Broken(RememberingTool):
         async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
             self.log.append("create")
             raise OSError("full")
 
     first, second = Broken(), Broken()
     with SkipManager.session(configure(tmp_path)):
-        recorded = await converse(boxed(first), "a")
-        assert await converse(boxed(second), "a") == recorded
+        recorded = await converse(toolbox_of(first), "a")
+        assert await converse(toolbox_of(second), "a") == recorded
     assert recorded[1] == {} and first.log == ["create"] and second.log == []
 
 
-async def test_a_failure_that_is_not_told_to_the_model_is_not_recorded(tmp_path: Path) -> None:
+async def test_a_failure_that_ends_the_sample_is_not_recorded(tmp_path: Path) -> None:
     with SkipManager.session(configure(tmp_path)):
         for _ in range(2):
             with pytest.raises(ToolFailedError):
-                await converse(boxed(Remembering(act), on_error="drop"), "broken")
+                await converse(toolbox_of(RememberingTool(act), on_error="drop"), "broken")
         assert SkipManager.status() == {"tool": {}}
 
 
 async def test_validation_is_never_recorded(tmp_path: Path) -> None:
-    tool = Remembering(act)
+    tool = RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
         for _ in range(2):
-            await converse(boxed(tool), "a", sample_id="val/3")
+            await converse(toolbox_of(tool), "a", sample_id="val/3")
             with SkipManager.suspended():
-                await converse(boxed(tool), "a")
+                await converse(toolbox_of(tool), "a")
         assert SkipManager.status() == {"tool": {}}
     assert tool.log.count("execute a") == 4

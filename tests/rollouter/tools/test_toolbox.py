@@ -1,4 +1,4 @@
-"""Calls of a trajectory: every way in which one can end, the state between them, and its release whatever happens."""
+"""Tool calls of a trajectory: their outcomes, their shared state, its release, and limits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from anyio import to_thread
 
-from asyncrl.failures import BugError, ConfigError, DataError, UserCodeError
-from asyncrl.trajectory import CallStatus
-from asyncrl.types import SampleId
-from rollouter.drops import ToolFailedError
-from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, calling, used
-from rollouter.tools.box import Called, ToolBox
-from tests.fakes.tools import Remembering, boxed
+from asyncrl.core.failures import BugError, ConfigError, DataError, UserCodeError
+from asyncrl.core.trajectory import CallStatus
+from asyncrl.core.types import SampleId
+from rollouter.drop_policy import ToolFailedError
+from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, execution
+from rollouter.tools.toolbox import Toolbox, ToolCallResult
+from tests.fakes.tools import RememberingTool, toolbox_of
 from tests.fuzz.loop import run as run_virtually
 
 CONTEXT = ToolContext(SampleId(0, 7), 0)
@@ -31,30 +31,32 @@ def fail(error: BaseException) -> Any:
     raise error
 
 
-async def once(box: ToolBox, arguments: str = ASK, name: str = "search", context: ToolContext = CONTEXT) -> Called:
-    async with box, box.session(context) as tools:
+async def once(
+    toolbox: Toolbox, arguments: str = ASK, name: str = "search", context: ToolContext = CONTEXT
+) -> ToolCallResult:
+    async with toolbox, toolbox.session(context) as tools:
         return await tools.call(name, arguments, turn=0)
 
 
 # ------------------------------------------------------------------------------------------------ outcomes
 
 
-async def test_a_call_is_answered_and_kept() -> None:
-    tool = Remembering(lambda query: ToolResponse(query * 2, 0.25, {"length": np.float32(2)}, done=True))
-    box = boxed(tool)
-    called = await once(box)
+async def test_a_call_returns_and_records_its_result() -> None:
+    tool = RememberingTool(lambda query: ToolResponse(query * 2, 0.25, {"length": np.float32(2)}, done=True))
+    toolbox = toolbox_of(tool)
+    called = await once(toolbox)
     assert called.done
     call = called.call
     assert (call.name, call.arguments, call.result, call.status) == ("search", ASK, "aa", "ok")
     assert (call.reward, call.metrics) == (0.25, {"length": 2.0})
     assert call.duration_s >= 0 and call.wait_s >= 0
     assert tool.log == ["create", "execute a", "release a"]
-    assert box.counts() == dict.fromkeys(get_args(CallStatus), 0) | {"calls": 1, "ok": 1}
-    assert box.tool_s == call.duration_s
+    assert toolbox.counts() == dict.fromkeys(get_args(CallStatus), 0) | {"calls": 1, "ok": 1}
+    assert toolbox.tool_s == call.duration_s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         ('{"query": ', "bad_json", "no JSON object: Expecting value"),
         ('["a"]', "bad_json", 'they are ["a"]; write an object'),
@@ -67,87 +69,87 @@ async def test_a_call_is_answered_and_kept() -> None:
         (json.dumps({"query": ["x" * 9999]}), "bad_arguments", "..."),
     ],
 )
-async def test_what_the_model_did_wrong_is_told_whatever_on_error_says(arguments: str, status: str, told: str) -> None:
-    tool = Remembering()
-    box = boxed(tool, on_error="stop")
-    called = await once(box, arguments)
-    assert called.call.status == status and told in called.call.result and len(called.call.result) < 300
+async def test_invalid_calls_reach_the_model_regardless_of_on_error(arguments: str, status: str, message: str) -> None:
+    tool = RememberingTool()
+    toolbox = toolbox_of(tool, on_error="stop")
+    called = await once(toolbox, arguments)
+    assert called.call.status == status and message in called.call.result and len(called.call.result) < 300
     assert not called.done
-    assert tool.log == [], "nothing is made for a call that is not made"
-    assert box.counts()["calls"] == box.counts()[status] == 1
+    assert tool.log == [], "an invalid call creates no state"
+    assert toolbox.counts()["calls"] == toolbox.counts()[status] == 1
 
 
-async def test_an_unknown_tool_is_told_with_the_nearest_name() -> None:
-    box = boxed(Remembering(), Remembering(), on_error="stop")
-    assert (await once(box, name="serach")).call.result == "Error: there is no tool 'serach'; did you mean 'search'?"
-    box = boxed(Remembering(), Remembering())
-    called = await once(box, name="zzz" * 1000)
+async def test_an_unknown_tool_is_reported_with_the_nearest_name() -> None:
+    toolbox = toolbox_of(RememberingTool(), RememberingTool(), on_error="stop")
+    assert (
+        await once(toolbox, name="serach")
+    ).call.result == "Error: there is no tool 'serach'; did you mean 'search'?"
+    toolbox = toolbox_of(RememberingTool(), RememberingTool())
+    called = await once(toolbox, name="zzz" * 1000)
     assert called.call.status == "unknown_tool" and "there is search, search_1" in called.call.result
     assert len(called.call.result) < 300
-    assert "no tool 'search'" in (await once(ToolBox(()))).call.result
+    assert "no tool 'search'" in (await once(Toolbox(()))).call.result
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
+    ("error", "status", "message"),
     [
         (ToolError("no such page"), "refused", "no such page"),
         (BadArgumentsError("no date"), "bad_arguments", "Error: the arguments of search do not fit: no date"),
     ],
 )
-async def test_what_a_tool_tells_the_model_is_told_whatever_on_error_says(
-    error: ToolError, status: str, told: str
-) -> None:
-    called = await once(boxed(Remembering(lambda _: fail(error)), on_error="stop"))
-    assert (called.call.status, called.call.result) == (status, told)
+async def test_tool_errors_reach_the_model_regardless_of_on_error(error: ToolError, status: str, message: str) -> None:
+    called = await once(toolbox_of(RememberingTool(lambda _: fail(error)), on_error="stop"))
+    assert (called.call.status, called.call.result) == (status, message)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3), TimeoutError("its own")], ids=repr)
-async def test_a_tool_that_raises_is_told(error: BaseException) -> None:
-    called = await once(boxed(Remembering(lambda _: fail(error))))
+async def test_an_exception_of_a_tool_is_reported_to_the_model(error: BaseException) -> None:
+    called = await once(toolbox_of(RememberingTool(lambda _: fail(error))))
     assert called.call.status == "raised"
     assert called.call.result == f"Error: search failed: {type(error).__name__}: {error}"
 
 
-async def test_a_tool_whose_own_task_is_cancelled_has_failed_and_nobody_else_is_cancelled() -> None:
+async def test_a_tool_whose_own_task_is_cancelled_has_failed_without_cancelling_its_caller() -> None:
     async def cancelled() -> str:
         task = asyncio.get_running_loop().create_task(asyncio.sleep(60))
         task.cancel()
         await task
         return ""
 
-    called = await once(boxed(Remembering(lambda _: cancelled())))
+    called = await once(toolbox_of(RememberingTool(lambda _: cancelled())))
     assert called.call.status == "raised" and "was cancelled" in called.call.result
 
 
 @pytest.mark.parametrize("on_error", ["drop", "stop"])
 async def test_a_failure_can_end_the_sample_or_the_run(on_error: Any) -> None:
-    tool = Remembering(lambda _: fail(ZeroDivisionError("by zero")))
-    box = boxed(tool, on_error=on_error)
+    tool = RememberingTool(lambda _: fail(ZeroDivisionError("by zero")))
+    toolbox = toolbox_of(tool, on_error=on_error)
     with pytest.raises(ToolFailedError, match="tool search failed: ZeroDivisionError: by zero") as caught:
-        await once(box)
+        await once(toolbox)
     assert caught.value.on_error == on_error
     assert "in fail" in caught.value.cause
     assert tool.log[-1] == "release a"
-    assert (box.counts()["calls"], box.counts()["raised"]) == (1, 1)
+    assert (toolbox.counts()["calls"], toolbox.counts()["raised"]) == (1, 1)
 
 
 @pytest.mark.parametrize("error", [ConfigError("no index"), UserCodeError("bad"), BugError("ours")], ids=repr)
-async def test_what_is_no_matter_of_the_call_is_not_told_to_the_model(error: Exception) -> None:
+async def test_errors_beyond_the_call_are_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
-        await once(boxed(Remembering(lambda _: fail(error))))
+        await once(toolbox_of(RememberingTool(lambda _: fail(error))))
 
 
 @pytest.mark.parametrize("method", ["create", "execute"])
 @pytest.mark.parametrize("on_error", ["message", "drop"])
-def test_a_call_that_takes_too_long_is_given_up(method: str, on_error: Any) -> None:
+def test_a_call_that_takes_too_long_times_out(method: str, on_error: Any) -> None:
     async def main() -> None:
-        tool = Remembering(gates={method: anyio.Event()})
-        box = boxed(tool, timeout_s=3.0, on_error=on_error)
+        tool = RememberingTool(gates={method: anyio.Event()})
+        toolbox = toolbox_of(tool, timeout_s=3.0, on_error=on_error)
         if on_error == "drop":
             with pytest.raises(ToolFailedError, match="search did not answer within 3 s"):
-                await once(box)
+                await once(toolbox)
         else:
-            call = (await once(box)).call
+            call = (await once(toolbox)).call
             assert (call.status, call.result) == ("timeout", "Error: search did not answer within 3 s")
             assert call.duration_s == pytest.approx(3.0)
         assert anyio.current_time() == pytest.approx(3.0)
@@ -157,7 +159,7 @@ def test_a_call_that_takes_too_long_is_given_up(method: str, on_error: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "message"),
     [
         (7, "returned 7; return a text or a ToolResponse"),
         (None, "returned None"),
@@ -169,59 +171,58 @@ def test_a_call_that_takes_too_long_is_given_up(method: str, on_error: Any) -> N
     ],
     ids=repr,
 )
-async def test_what_is_no_result_is_an_error_that_names_the_tool(result: Any, told: str) -> None:
+async def test_an_invalid_result_names_the_tool(result: Any, message: str) -> None:
     with pytest.raises(UserCodeError, match="tool search: execute") as caught:
-        await once(boxed(Remembering(lambda _: result)))
-    assert told in caught.value.message
+        await once(toolbox_of(RememberingTool(lambda _: result)))
+    assert message in caught.value.message
     assert not isinstance(caught.value, ToolFailedError)
 
 
-async def test_what_no_tokenizer_reads_is_replaced() -> None:
-    called = await once(boxed(Remembering(lambda query: query + "\u00e9")), '{"query": "\\ud800"}')
+async def test_lone_surrogates_are_replaced() -> None:
+    called = await once(toolbox_of(RememberingTool(lambda query: query + "\u00e9")), '{"query": "\\ud800"}')
     assert called.call.result == "?\u00e9"
 
 
-async def test_calls_that_are_not_made_are_counted_too() -> None:
-    box = boxed(Remembering())
-    async with box, box.session(CONTEXT) as tools:
+async def test_refused_calls_are_counted() -> None:
+    toolbox = toolbox_of(RememberingTool())
+    async with toolbox, toolbox.session(CONTEXT) as tools:
         assert tools.malformed("<tool_call>{" * 100).status == "bad_json"
         refused = tools.refused("search", ASK, 4)
         assert (refused.status, refused.name, refused.arguments) == ("too_many", "search", ASK)
         assert "at most 4" in refused.result
         assert await tools.scores() == {}
-    assert box.counts()["calls"] == 2
+    assert toolbox.counts()["calls"] == 2
 
 
 async def test_a_schema_that_refers_elsewhere_is_not_fetched() -> None:
-    from asyncrl.config.schema import ToolConfig
-    from rollouter.tools.loading import LoadedTool
-    from rollouter.tools.schemas import FunctionSchema
+    from asyncrl.config.sections.rollout import ToolConfig
+    from rollouter.tools.loading import FunctionSchema, LoadedTool
     from tests.fakes.tools import schema_of
 
     parameters = {"type": "object", "properties": {"query": {"$ref": "http://localhost:9/x.json"}}}
-    loaded = LoadedTool(Remembering(), FunctionSchema(schema_of("search", parameters)), ToolConfig(), "tools.0")
+    loaded = LoadedTool(RememberingTool(), FunctionSchema(schema_of("search", parameters)), ToolConfig(), "tools.0")
     with pytest.raises(UserCodeError, match="the schema of tool search cannot be used"):
-        await once(ToolBox([loaded]))
+        await once(Toolbox([loaded]))
 
 
 # ------------------------------------------------------------------------------------------------ the state
 
 
 async def test_the_state_lives_from_call_to_call_and_is_scored() -> None:
-    tool, other = Remembering(), Remembering()
-    box = boxed(tool, other)
-    async with box, box.session(CONTEXT) as tools:
+    tool, other = RememberingTool(), RememberingTool()
+    toolbox = toolbox_of(tool, other)
+    async with toolbox, toolbox.session(CONTEXT) as tools:
         for turn, query in enumerate("abc"):
             await tools.call("search", json.dumps({"query": query}), turn=turn)
-        assert await tools.scores() == {"search": 1.5}, "of tools that were used"
+        assert await tools.scores() == {"search": 1.5}, "only used tools have scores"
     assert tool.log == ["create", *(f"execute {one}" for one in "abc"), "calc_reward a,b,c", "release a,b,c"]
     assert other.log == []
 
 
 async def test_trajectories_have_states_of_their_own() -> None:
-    tool = Remembering()
-    box = boxed(tool)
-    async with box, box.session(CONTEXT) as one, box.session(ToolContext(SampleId(0, 7), 1)) as other:
+    tool = RememberingTool()
+    toolbox = toolbox_of(tool)
+    async with toolbox, toolbox.session(CONTEXT) as one, toolbox.session(ToolContext(SampleId(0, 7), 1)) as other:
         await one.call("search", ASK, turn=0)
         await other.call("search", ASK, turn=0)
         await one.call("search", ASK, turn=1)
@@ -233,9 +234,9 @@ async def test_trajectories_have_states_of_their_own() -> None:
 def test_calls_of_one_turn_share_one_create(seed: int) -> None:
     async def main() -> None:
         gate = anyio.Event()
-        tool = Remembering(gates={"create": gate})
-        box = boxed(tool)
-        async with box, box.session(CONTEXT) as tools, anyio.create_task_group() as group:
+        tool = RememberingTool(gates={"create": gate})
+        toolbox = toolbox_of(tool)
+        async with toolbox, toolbox.session(CONTEXT) as tools, anyio.create_task_group() as group:
             for query in "abcd":
                 group.start_soon(lambda query=query: tools.call("search", json.dumps({"query": query}), turn=0))
             await anyio.sleep(1.0)
@@ -248,8 +249,8 @@ def test_calls_of_one_turn_share_one_create(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_create_that_fails_fails_those_that_wait_for_it_and_is_tried_again_by_the_next(seed: int) -> None:
-    class Flaky(Remembering):
+def test_a_failed_create_fails_its_waiters_and_the_next_call_retries_it(seed: int) -> None:
+    class Flaky(RememberingTool):
         async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
             first = not self.log
             state = await super().create(context)
@@ -258,16 +259,16 @@ def test_a_create_that_fails_fails_those_that_wait_for_it_and_is_tried_again_by_
 
     async def main() -> None:
         tool, statuses = Flaky(), []
-        box = boxed(tool)
+        toolbox = toolbox_of(tool)
 
         async def call() -> None:
             statuses.append((await tools.call("search", ASK, turn=0)).call.status)
 
-        async with box, box.session(CONTEXT) as tools:
+        async with toolbox, toolbox.session(CONTEXT) as tools:
             async with anyio.create_task_group() as group:
                 for _ in range(3):
                     group.start_soon(call)
-            assert await tools.scores() == {}, "there is nothing to score"
+            assert await tools.scores() == {}, "no state, no score"
             await call()
             assert await tools.scores() == {"search": 0.5}
         assert statuses == ["raised"] * 3 + ["ok"]
@@ -276,12 +277,12 @@ def test_a_create_that_fails_fails_those_that_wait_for_it_and_is_tried_again_by_
     run_virtually(main, seed)
 
 
-def test_a_create_that_is_cancelled_is_made_by_one_of_those_that_wait() -> None:
+def test_a_waiting_call_retries_a_cancelled_create() -> None:
     async def main() -> None:
         gate = anyio.Event()
-        tool = Remembering(gates={"create": gate})
-        box = boxed(tool)
-        async with box, box.session(CONTEXT) as tools:
+        tool = RememberingTool(gates={"create": gate})
+        toolbox = toolbox_of(tool)
+        async with toolbox, toolbox.session(CONTEXT) as tools:
             async with anyio.create_task_group() as others:
                 with anyio.move_on_after(1.0):
                     async with anyio.create_task_group() as first:
@@ -305,9 +306,9 @@ async def test_the_rows_kwargs_reach_the_methods() -> None:
         "search_1": None,
         "of_another_run": {"whatever": 1},
     }
-    tool, other = Remembering(), Remembering()
-    box = boxed(tool, other)
-    async with box, box.session(ToolContext("val", 0, extra_info={"tools_kwargs": kwargs})) as tools:
+    tool, other = RememberingTool(), RememberingTool()
+    toolbox = toolbox_of(tool, other)
+    async with toolbox, toolbox.session(ToolContext("val", 0, extra_info={"tools_kwargs": kwargs})) as tools:
         await tools.call("search", ASK, turn=0)
         await tools.call("search_1", ASK, turn=0)
         await tools.scores()
@@ -321,7 +322,7 @@ async def test_the_rows_kwargs_reach_the_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "told"),
+    ("kwargs", "message"),
     [
         ("x", "tools_kwargs = 'x'"),
         ({"search": [1]}, r"tools_kwargs.search = \[1\]"),
@@ -329,20 +330,20 @@ async def test_the_rows_kwargs_reach_the_methods() -> None:
         ({"search": {"create_kwarg": {}}}, "did you mean 'create_kwargs'"),
     ],
 )
-async def test_a_row_whose_kwargs_are_none_is_refused(kwargs: Any, told: str) -> None:
-    async with boxed(Remembering()) as box:
-        with pytest.raises(DataError, match=told):
-            box.session(ToolContext("val", 0, extra_info={"tools_kwargs": kwargs}))
+async def test_malformed_tools_kwargs_are_refused(kwargs: Any, message: str) -> None:
+    async with toolbox_of(RememberingTool()) as toolbox:
+        with pytest.raises(DataError, match=message):
+            toolbox.session(ToolContext("val", 0, extra_info={"tools_kwargs": kwargs}))
 
 
-async def test_kwargs_that_a_method_does_not_take_are_told_to_people() -> None:
+async def test_unknown_kwargs_of_a_method_are_an_error() -> None:
     class Plain(BaseTool[None]):
         async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]
             return ""
 
     context = ToolContext("val", 0, extra_info={"tools_kwargs": {"search": {"execute_kwargs": {"page": 1}}}})
     with pytest.raises(UserCodeError, match=r"Plain\.execute cannot be called with the row's tools_kwargs: .*page"):
-        await once(boxed(Plain()), context=context)
+        await once(toolbox_of(Plain()), context=context)
 
 
 async def test_a_tool_without_state_needs_no_create() -> None:
@@ -350,8 +351,8 @@ async def test_a_tool_without_state_needs_no_create() -> None:
         async def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> str:
             return repr(state)
 
-    box = boxed(Plain())
-    async with box, box.session(CONTEXT) as tools:
+    toolbox = toolbox_of(Plain())
+    async with toolbox, toolbox.session(CONTEXT) as tools:
         assert (await tools.call("search", ASK, turn=0)).call.result == "None"
         assert await tools.scores() == {"search": 0.0}
 
@@ -360,8 +361,8 @@ async def test_a_tool_without_state_needs_no_create() -> None:
     ("on_error", "kind"), [("message", UserCodeError), ("drop", ToolFailedError), ("stop", ToolFailedError)]
 )
 @pytest.mark.parametrize("how", ["raises", "waits", "text", "nan"])
-def test_a_score_that_cannot_be_had_fails_the_sample(how: str, on_error: Any, kind: type[UserCodeError]) -> None:
-    class Bad(Remembering):
+def test_an_invalid_or_missing_score_fails_the_sample(how: str, on_error: Any, kind: type[UserCodeError]) -> None:
+    class Bad(RememberingTool):
         async def calc_reward(self, state: list[str], **kwargs: Any) -> Any:
             if how == "raises":
                 raise ZeroDivisionError("by zero")
@@ -371,9 +372,9 @@ def test_a_score_that_cannot_be_had_fails_the_sample(how: str, on_error: Any, ki
 
     async def main() -> None:
         tool = Bad()
-        box = boxed(tool, on_error=on_error, timeout_s=2.0)
+        toolbox = toolbox_of(tool, on_error=on_error, timeout_s=2.0)
         with pytest.raises(UserCodeError, match="tool search: calc_reward") as caught:
-            async with box, box.session(CONTEXT) as tools:
+            async with toolbox, toolbox.session(CONTEXT) as tools:
                 await tools.call("search", ASK, turn=0)
                 await tools.scores()
         assert type(caught.value) is (UserCodeError if how in ("text", "nan") else kind)
@@ -387,12 +388,12 @@ def test_a_score_that_cannot_be_had_fails_the_sample(how: str, on_error: Any, ki
 
 @pytest.mark.parametrize("method", ["create", "execute", "calc_reward"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_was_made_is_released_after_a_cancellation_anywhere(method: str, seed: int) -> None:
+def test_a_state_is_released_after_a_cancellation_anywhere(method: str, seed: int) -> None:
     async def main() -> None:
-        tool = Remembering(gates={method: anyio.Event()})
-        box = boxed(tool)
-        async with box, anyio.create_task_group() as group:
-            group.start_soon(_converse, box)
+        tool = RememberingTool(gates={method: anyio.Event()})
+        toolbox = toolbox_of(tool)
+        async with toolbox, anyio.create_task_group() as group:
+            group.start_soon(_converse, toolbox)
             await tool.begun.wait()
             group.cancel_scope.cancel()
         assert [line for line in tool.log if line.startswith("release")] == (
@@ -402,17 +403,17 @@ def test_what_was_made_is_released_after_a_cancellation_anywhere(method: str, se
     run_virtually(main, seed)
 
 
-async def _converse(box: ToolBox) -> None:
-    async with box.session(CONTEXT) as tools:
+async def _converse(toolbox: Toolbox) -> None:
+    async with toolbox.session(CONTEXT) as tools:
         await tools.call("search", ASK, turn=0)
         await tools.scores()
 
 
-async def test_what_was_made_is_released_after_a_failure_and_only_once() -> None:
-    tool = Remembering()
-    async with boxed(tool) as box:
+async def test_a_state_is_released_once_after_a_failure() -> None:
+    tool = RememberingTool()
+    async with toolbox_of(tool) as toolbox:
         with pytest.raises(ZeroDivisionError):
-            async with box.session(CONTEXT) as tools:
+            async with toolbox.session(CONTEXT) as tools:
                 await tools.call("search", ASK, turn=0)
                 raise ZeroDivisionError
         await tools.release()
@@ -421,18 +422,18 @@ async def test_what_was_made_is_released_after_a_failure_and_only_once() -> None
     assert tool.log == ["create", "execute a", "release a"]
 
 
-def test_a_release_that_hangs_or_raises_is_logged_and_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Remembering):
+def test_a_failing_release_is_logged_and_delays_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(RememberingTool):
         async def release(self, state: list[str], **kwargs: Any) -> None:
             raise SystemExit(1)
 
     async def main() -> None:
-        tools = Remembering(gates={"release": anyio.Event()}), Broken(), Remembering()
-        box = boxed(*tools)
-        async with box, box.session(CONTEXT) as session:
+        tools = RememberingTool(gates={"release": anyio.Event()}), Broken(), RememberingTool()
+        toolbox = toolbox_of(*tools)
+        async with toolbox, toolbox.session(CONTEXT) as session:
             for name in ("search", "search_1", "search_2"):
                 await session.call(name, ASK, turn=0)
-        assert anyio.current_time() == pytest.approx(calling.RELEASE_S)
+        assert anyio.current_time() == pytest.approx(execution.RELEASE_S)
         assert tools[2].log[-1] == "release a"
 
     run_virtually(main, 0)
@@ -440,13 +441,13 @@ def test_a_release_that_hangs_or_raises_is_logged_and_holds_up_no_other(caplog: 
     assert "tool search_1: release failed" in caplog.text
 
 
-def test_a_state_that_is_made_while_its_trajectory_ends_is_released() -> None:
+def test_a_state_created_while_its_trajectory_ends_is_released() -> None:
     async def main() -> None:
         gate = anyio.Event()
-        tool = Remembering(gates={"create": gate})
-        box = boxed(tool)
-        async with box:
-            session = box.session(CONTEXT)
+        tool = RememberingTool(gates={"create": gate})
+        toolbox = toolbox_of(tool)
+        async with toolbox:
+            session = toolbox.session(CONTEXT)
             with pytest.RaisesGroup(pytest.RaisesExc(BugError, match="after its trajectory has ended")):
                 async with anyio.create_task_group() as group:
                     group.start_soon(lambda: session.call("search", ASK, turn=0))
@@ -462,7 +463,7 @@ def test_a_state_that_is_made_while_its_trajectory_ends_is_released() -> None:
 
 
 class Blocking(BaseTool[list[str]]):
-    """All its methods are plain functions; those named hold their thread until `go` is set."""
+    """A tool of synchronous methods; the methods of `held` block their thread until `go` is set."""
 
     def __init__(self, *held: str) -> None:
         self.log: list[str] = []
@@ -500,25 +501,25 @@ async def begun(tool: Blocking) -> None:
     await to_thread.run_sync(tool.begun.wait, 30)
 
 
-async def test_sync_methods_run_in_threads_and_block_nobody() -> None:
+async def test_sync_methods_do_not_block_the_event_loop() -> None:
     tool = Blocking("execute")
-    box = boxed(tool)
+    toolbox = toolbox_of(tool)
     beats = 0
-    async with box, box.session(CONTEXT) as tools, anyio.create_task_group() as group:
+    async with toolbox, toolbox.session(CONTEXT) as tools, anyio.create_task_group() as group:
         group.start_soon(lambda: tools.call("search", ASK, turn=0))
         await begun(tool)
         for beats in range(1, 6):  # noqa: B007  the loop turns while the tool's thread is held
             await anyio.lowlevel.checkpoint()
         tool.go.set()
     assert beats == 5
-    async with box, box.session(CONTEXT) as tools:
+    async with toolbox, toolbox.session(CONTEXT) as tools:
         assert (await tools.call("search", ASK, turn=0)).call.result == "A"
         assert await tools.scores() == {"search": 1.0}
     assert threading.get_ident() not in tool.threads
     assert tool.log[-4:] == ["create", "execute", "calc_reward", "release a"]
 
 
-async def test_a_sync_method_may_give_something_to_wait_for() -> None:
+async def test_a_sync_method_may_return_an_awaitable() -> None:
     class Half(BaseTool[None]):
         def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> Any:
             async def later() -> str:
@@ -527,43 +528,41 @@ async def test_a_sync_method_may_give_something_to_wait_for() -> None:
 
             return later()
 
-    assert (await once(boxed(Half()))).call.result == "later"
+    assert (await once(toolbox_of(Half()))).call.result == "later"
 
 
-async def test_a_thread_that_is_late_with_a_state_has_it_released() -> None:
+async def test_a_state_that_a_thread_creates_too_late_is_released() -> None:
     tool = Blocking("create")
-    async with boxed(tool, timeout_s=0.05) as box:
-        async with box.session(CONTEXT) as tools:
+    async with toolbox_of(tool, timeout_s=0.05) as toolbox:
+        async with toolbox.session(CONTEXT) as tools:
             assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
-        assert tool.log == ["create"], "the session waits for nothing that nobody has"
+        assert tool.log == ["create"], "the session does not wait for the late state"
         tool.go.set()
     assert tool.log == ["create", "release "]
 
 
-async def test_release_waits_for_a_thread_that_is_still_at_work_on_the_state() -> None:
+async def test_release_waits_for_a_thread_that_uses_the_state() -> None:
     tool = Blocking("execute")
-    async with boxed(tool, timeout_s=0.05) as box, box.session(CONTEXT) as tools:
+    async with toolbox_of(tool, timeout_s=0.05) as toolbox, toolbox.session(CONTEXT) as tools:
         assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
         threading.Timer(0.1, tool.go.set).start()
     assert tool.log == ["create", "execute", "release a"]
 
 
-async def test_a_thread_that_never_ends_holds_up_neither_release_nor_box(
+async def test_a_stuck_thread_delays_neither_release_nor_toolbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (calling, used):
-        monkeypatch.setattr(module, "RELEASE_S", 0.1)
+    monkeypatch.setattr(execution, "RELEASE_S", 0.1)
     tool = Blocking("execute")
     with anyio.fail_after(10):
-        async with boxed(tool, timeout_s=0.05) as box, box.session(CONTEXT) as tools:
+        async with toolbox_of(tool, timeout_s=0.05) as toolbox, toolbox.session(CONTEXT) as tools:
             assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
     assert tool.log == ["create", "execute", "release "]
     tool.go.set()
 
 
-async def test_a_late_state_whose_release_never_ends_holds_up_no_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calling, used):
-        monkeypatch.setattr(module, "RELEASE_S", 0.2)
+async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "RELEASE_S", 0.2)
 
     class Stuck(Blocking):
         def release(self, state: list[str], **kwargs: Any) -> None:
@@ -572,8 +571,8 @@ async def test_a_late_state_whose_release_never_ends_holds_up_no_box(monkeypatch
     tool = Stuck("create", "release")
     held = tool.go
     with anyio.fail_after(10):
-        async with boxed(tool, timeout_s=0.05) as box:
-            async with box.session(CONTEXT) as tools:
+        async with toolbox_of(tool, timeout_s=0.05) as toolbox:
+            async with toolbox.session(CONTEXT) as tools:
                 assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
             tool.go = threading.Event()  # for the release
             threading.Timer(0.1, held.set).start()
@@ -583,9 +582,9 @@ async def test_a_late_state_whose_release_never_ends_holds_up_no_box(monkeypatch
 
 async def test_a_sync_create_whose_trajectory_is_cancelled_has_its_state_released() -> None:
     tool = Blocking("create")
-    async with boxed(tool) as box:
+    async with toolbox_of(tool) as toolbox:
         async with anyio.create_task_group() as group:
-            group.start_soon(_converse, box)
+            group.start_soon(_converse, toolbox)
             await begun(tool)
             group.cancel_scope.cancel()
         assert tool.log == ["create"]
@@ -596,15 +595,15 @@ async def test_a_sync_create_whose_trajectory_is_cancelled_has_its_state_release
 # ------------------------------------------------------------------------------------------------ limits
 
 
-def crowd(box: ToolBox, number: int) -> Any:
+def crowd(toolbox: Toolbox, number: int) -> Any:
     """`number` trajectories that make one call each, in order, all at once."""
 
     async def main() -> list[Any]:
         calls: list[Any] = [None] * number
-        async with box:
+        async with toolbox:
 
             async def one(place: int) -> None:
-                async with box.session(ToolContext(SampleId(0, place + 1), 0)) as tools:
+                async with toolbox.session(ToolContext(SampleId(0, place + 1), 0)) as tools:
                     calls[place] = (await tools.call("search", ASK, turn=0)).call
 
             async with anyio.create_task_group() as group:
@@ -616,7 +615,7 @@ def crowd(box: ToolBox, number: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_more_calls_run_at_once_than_are_allowed_and_waiting_is_not_duration(seed: int) -> None:
+def test_max_concurrency_bounds_calls_and_waiting_is_not_duration(seed: int) -> None:
     running, most = 0, 0
 
     async def work() -> str:
@@ -627,13 +626,13 @@ def test_no_more_calls_run_at_once_than_are_allowed_and_waiting_is_not_duration(
         running -= 1
         return ""
 
-    box = boxed(Remembering(lambda _: work()), max_concurrency=4, timeout_s=1.5)
-    calls = run_virtually(crowd(box, 12), seed)
+    toolbox = toolbox_of(RememberingTool(lambda _: work()), max_concurrency=4, timeout_s=1.5)
+    calls = run_virtually(crowd(toolbox, 12), seed)
     assert most == 4
     assert {call.status for call in calls} == {"ok"}, "the deadline begins with the call"
     assert sorted(round(call.wait_s) for call in calls) == [0] * 4 + [1] * 4 + [2] * 4
     assert all(call.duration_s == pytest.approx(1.0) for call in calls)
-    assert box.tool_s == pytest.approx(12.0)
+    assert toolbox.tool_s == pytest.approx(12.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -645,19 +644,19 @@ def test_calls_begin_evenly_spaced(seed: int) -> None:
         await anyio.sleep(3.0)
         return ""
 
-    box = boxed(Remembering(lambda _: work()), max_per_s=2.0, timeout_s=5.0)
-    calls = run_virtually(crowd(box, 6), seed)
+    toolbox = toolbox_of(RememberingTool(lambda _: work()), max_per_s=2.0, timeout_s=5.0)
+    calls = run_virtually(crowd(toolbox, 6), seed)
     assert np.diff(starts) == pytest.approx([0.5] * 5)
     assert sorted(call.wait_s for call in calls) == pytest.approx([0.5 * n for n in range(6)])
     assert all(call.duration_s == pytest.approx(3.0) for call in calls)
 
 
-def test_who_is_cancelled_in_the_line_uses_no_turn_up() -> None:
+def test_a_cancelled_waiter_uses_up_no_start() -> None:
     starts: list[float] = []
 
     async def main() -> None:
-        box = boxed(Remembering(lambda _: starts.append(anyio.current_time()) or ""), max_per_s=1.0)
-        async with box, box.session(CONTEXT) as tools:
+        toolbox = toolbox_of(RememberingTool(lambda _: starts.append(anyio.current_time()) or ""), max_per_s=1.0)
+        async with toolbox, toolbox.session(CONTEXT) as tools:
             await tools.call("search", ASK, turn=0)
             async with anyio.create_task_group() as line:
                 for _ in range(50):
@@ -670,11 +669,13 @@ def test_who_is_cancelled_in_the_line_uses_no_turn_up() -> None:
     assert starts == pytest.approx([0.0, 1.0])
 
 
-def test_one_slow_tool_slows_nobody_elses() -> None:
+def test_a_slow_tool_does_not_delay_others() -> None:
     async def main() -> None:
-        box = boxed(Remembering(lambda _: anyio.sleep(100)), Remembering(), max_concurrency=1, timeout_s=1000)
-        async with box, anyio.create_task_group() as group:
-            session = box.session(CONTEXT)
+        toolbox = toolbox_of(
+            RememberingTool(lambda _: anyio.sleep(100)), RememberingTool(), max_concurrency=1, timeout_s=1000
+        )
+        async with toolbox, anyio.create_task_group() as group:
+            session = toolbox.session(CONTEXT)
             group.start_soon(lambda: session.call("search", ASK, turn=0))
             other = await session.call("search_1", ASK, turn=0)
             assert (other.call.status, anyio.current_time()) == ("ok", pytest.approx(0.0))
@@ -683,15 +684,15 @@ def test_one_slow_tool_slows_nobody_elses() -> None:
     run_virtually(main, 0)
 
 
-# ------------------------------------------------------------------------------------------------ the box
+# ------------------------------------------------------------------------------------------------ the toolbox
 
 
-async def test_a_box_is_opened_before_it_is_used() -> None:
-    with pytest.raises(BugError, match="opened"):
-        boxed(Remembering()).session(CONTEXT)
+async def test_a_toolbox_must_be_entered_before_use() -> None:
+    with pytest.raises(BugError, match="must be entered"):
+        toolbox_of(RememberingTool()).session(CONTEXT)
 
 
 def test_schemas_are_in_the_order_of_the_configuration() -> None:
-    box = boxed(Remembering(), Remembering())
-    assert [schema["function"]["name"] for schema in box.schemas] == ["search", "search_1"]
-    assert ToolBox(()).schemas == ()
+    toolbox = toolbox_of(RememberingTool(), RememberingTool())
+    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["search", "search_1"]
+    assert Toolbox(()).schemas == ()

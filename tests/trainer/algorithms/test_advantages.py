@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.failures import BugError, ConfigError
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import BugError, ConfigError
+from tests.fakes.advantage_references import Matrix, close, discounted, gae, outcomes, whitened
 from trainer.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages, advantage_estimator
-from trainer.algorithms.filtering import group_is_flat
-from trainer.algorithms.trajectories import Trajectories
-
-Matrix = list[list[float]]
+from trainer.algorithms.rewards import Trajectories
+from trainer.batches import rewards_are_equal
 
 MASK = [
     [1, 1, 1, 0, 0],
@@ -29,6 +24,7 @@ MASK = [
     [1, 0, 1, 0, 0],
 ]
 """Rows 1, 3 and 6 have tool tokens."""
+LENGTHS = [sum(row) for row in MASK]
 GROUPS = [0, 0, 0, 1, 1, 1, 1]
 SCORES = [1.0, 0.0, 0.25, -0.5, 2.0, 2.0, 0.7]
 VALUES = [[0.1 * (row + 1) - 0.07 * token for token in range(5)] for row in range(7)]
@@ -61,131 +57,48 @@ def estimate(name: str, given_inputs: AdvantageInputs, **keys: object) -> Advant
     return advantage_estimator(AlgorithmConfig(adv_estimator=name, **keys))(given_inputs)
 
 
-def close(actual: torch.Tensor, expected: Matrix) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-12)
-
-
 def spread(per_row: list[float]) -> Matrix:
     return [[one * value for one in sampled] for value, sampled in zip(per_row, MASK, strict=True)]
-
-
-def members(row: int) -> list[int]:
-    return [other for other, group in enumerate(GROUPS) if group == GROUPS[row]]
-
-
-def grpo_reference(scores: list[float], by_std: bool) -> list[float]:
-    result = []
-    for row, score in enumerate(scores):
-        group = [scores[other] for other in members(row)]
-        result.append((score - statistics.mean(group)) / (statistics.stdev(group) + 1e-6 if by_std else 1.0))
-    return result
-
-
-def passk_reference(scores: list[float], by_std: bool) -> list[float]:
-    """Leave one out: what the group's maximum loses without this response."""
-    result = []
-    for row in range(len(scores)):
-        group = [scores[other] for other in members(row)]
-        others = [scores[other] for other in members(row) if other != row]
-        gain = max(group) - max(others)
-        result.append(gain / (statistics.stdev(group) + 1e-6 if by_std else 1.0))
-    return result
-
-
-def rloo_reference(scores: list[float]) -> list[float]:
-    return [
-        score - statistics.mean(scores[other] for other in members(row) if other != row)
-        for row, score in enumerate(scores)
-    ]
-
-
-def opo_reference(scores: list[float]) -> list[float]:
-    result = []
-    for row, score in enumerate(scores):
-        lengths = {other: sum(MASK[other]) for other in members(row)}
-        baseline = sum(lengths[other] * scores[other] for other in lengths) / sum(lengths.values())
-        result.append(score - baseline)
-    return result
-
-
-def whitened_reference(table: Matrix) -> Matrix:
-    flat = [
-        value for row, sampled in zip(table, MASK, strict=True) for value, one in zip(row, sampled, strict=True) if one
-    ]
-    mean, variance = statistics.fmean(flat), statistics.variance(flat)
-    return [
-        [one * (value - mean) / math.sqrt(variance + 1e-8) for value, one in zip(row, sampled, strict=True)]
-        for row, sampled in zip(table, MASK, strict=True)
-    ]
-
-
-def discounted_reference(token_rewards: Matrix, gamma: float) -> Matrix:
-    table = []
-    for row, sampled in zip(token_rewards, MASK, strict=True):
-        steps = [t for t, one in enumerate(sampled) if one]
-        returns = [0.0] * len(row)
-        for place, t in enumerate(steps):
-            returns[t] = sum(gamma**ahead * row[later] for ahead, later in enumerate(steps[place:]))
-        table.append(returns)
-    return table
-
-
-def gae_reference(token_rewards: Matrix, gamma: float, lam: float) -> tuple[Matrix, Matrix]:
-    """The definition: A_t = Σ_k (γλ)^k δ_{t+k}, over sampled tokens only."""
-    advantages, returns = [], []
-    for row, sampled, values in zip(token_rewards, MASK, VALUES, strict=True):
-        steps = [t for t, one in enumerate(sampled) if one]
-        following = [values[t] for t in steps[1:]] + [0.0]
-        deltas = [row[t] + gamma * after - values[t] for t, after in zip(steps, following, strict=True)]
-        advantage, wanted = [0.0] * len(row), [0.0] * len(row)
-        for place, t in enumerate(steps):
-            advantage[t] = sum((gamma * lam) ** ahead * delta for ahead, delta in enumerate(deltas[place:]))
-            wanted[t] = advantage[t] + values[t]
-        advantages.append(advantage)
-        returns.append(wanted)
-    return whitened_reference(advantages), returns
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.01])
 @pytest.mark.parametrize(
     ("name", "keys", "reference"),
     [
-        ("grpo", {}, lambda scores: grpo_reference(scores, True)),
-        ("grpo", {"norm_adv_by_std_in_grpo": False}, lambda scores: grpo_reference(scores, False)),
-        ("grpo_passk", {}, lambda scores: passk_reference(scores, True)),
-        ("grpo_passk", {"norm_adv_by_std_in_grpo": False}, lambda scores: passk_reference(scores, False)),
-        ("rloo", {}, rloo_reference),
-        ("opo", {}, opo_reference),
+        ("grpo", {}, "grpo"),
+        ("grpo", {"norm_adv_by_std_in_grpo": False}, "centred"),
+        ("grpo_passk", {}, "grpo_passk"),
+        ("grpo_passk", {"norm_adv_by_std_in_grpo": False}, "centred_passk"),
+        ("rloo", {}, "rloo"),
+        ("opo", {}, "opo"),
     ],
 )
-def test_outcome_estimators(
-    name: str, keys: dict[str, object], reference: Callable[[list[float]], list[float]], penalty: float
-) -> None:
+def test_outcome_estimators(name: str, keys: dict[str, object], reference: str, penalty: float) -> None:
     """A penalty on single tokens counts in the score: the sum of the token rewards."""
     table = rewards(SCORES, MASK, penalty)
     actual = estimate(name, inputs(table), **keys)
-    close(actual.advantages, spread(reference([sum(row) for row in table])))
-    close(actual.returns, discounted_reference(table, 1.0))
+    close(actual.advantages, spread(outcomes([sum(row) for row in table], GROUPS, LENGTHS)[reference]))
+    close(actual.returns, discounted(table, MASK, 1.0))
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_plus_plus_whitens_discounted_returns(gamma: float) -> None:
     table = rewards(SCORES, MASK, 0.01)
-    returns = discounted_reference(table, gamma)
+    returns = discounted(table, MASK, gamma)
     actual = estimate("reinforce_plus_plus", inputs(table), gamma=gamma)
     close(actual.returns, returns)
-    close(actual.advantages, whitened_reference(returns))
+    close(actual.advantages, whitened(returns, MASK))
 
 
 def test_reinforce_plus_plus_baseline_whitens_centred_scores() -> None:
     table = rewards(SCORES, MASK, 0.01)
-    centred = spread(grpo_reference([sum(row) for row in table], False))
-    close(estimate("reinforce_plus_plus_baseline", inputs(table)).advantages, whitened_reference(centred))
+    centred = spread(outcomes([sum(row) for row in table], GROUPS, LENGTHS)["centred"])
+    close(estimate("reinforce_plus_plus_baseline", inputs(table)).advantages, whitened(centred, MASK))
 
 
 def test_remax_subtracts_the_greedy_response() -> None:
     table = rewards(SCORES, MASK, 0.01)
-    returns = discounted_reference(table, 1.0)
+    returns = discounted(table, MASK, 1.0)
     expected = [
         [one * (value - baseline) for value, one in zip(row, sampled, strict=True)]
         for row, sampled, baseline in zip(returns, MASK, BASELINES, strict=True)
@@ -198,7 +111,7 @@ def test_remax_subtracts_the_greedy_response() -> None:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
 def test_gae_is_its_definition_on_sampled_tokens(gamma: float, lam: float) -> None:
     table = rewards(SCORES, MASK, 0.01)
-    advantages, returns = gae_reference(table, gamma, lam)
+    advantages, returns = gae(table, MASK, VALUES, gamma, lam)
     actual = estimate("gae", inputs(table, values=VALUES), gamma=gamma, lam=lam)
     close(actual.advantages, advantages)
     close(actual.returns, returns)
@@ -209,7 +122,7 @@ def test_a_critic_that_is_right_leaves_no_advantage() -> None:
     assert not estimate("gae", inputs(table, values=[[0.5] * 5] * 7)).advantages.any()
 
 
-def test_what_an_estimator_needs_and_does_not_get() -> None:
+def test_missing_inputs_of_an_estimator_are_refused() -> None:
     with pytest.raises(BugError, match="without values"):
         estimate("gae", inputs(rewards(SCORES, MASK)))
     with pytest.raises(BugError, match="no greedy response"):
@@ -281,6 +194,6 @@ def test_masked_tokens_get_nothing_and_their_values_do_not_matter(name: str, sco
 
 
 def test_flat_groups() -> None:
-    assert group_is_flat([0.1, 0.1, 0.1])
-    assert group_is_flat([2.0])
-    assert not group_is_flat([1.0, 1.0, 0.0])
+    assert rewards_are_equal([0.1, 0.1, 0.1])
+    assert rewards_are_equal([2.0])
+    assert not rewards_are_equal([1.0, 1.0, 0.0])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import RolloutCorrectionConfig
+from asyncrl.config.sections.algorithm import RolloutCorrectionConfig
 from trainer.algorithms.corrections import Correction, correct, with_sample_size
 
 MASK = [[1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 0]]
@@ -132,7 +132,7 @@ def test_rejection(name: str) -> None:
     assert actual.loss_mask.tolist() == expected
     assert actual.is_weights is None
     rejected = 1 - sum(map(sum, expected)) / sum(map(sum, MASK))
-    assert 0 < rejected < 1, "the case must tell kept from rejected"
+    assert 0 < rejected < 1, "the case rejects some tokens and not others"
     assert actual.metrics["correction/rejected_share"] == pytest.approx(rejected)
     assert actual.metrics["correction/masked_share"] == pytest.approx(rejected)
 

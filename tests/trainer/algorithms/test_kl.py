@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer.algorithms.kl import KL_ESTIMATES, kl_estimate, mismatch_kl
+from trainer.algorithms.losses import KL_ESTIMATES, kl_estimate, mismatch_kl
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)

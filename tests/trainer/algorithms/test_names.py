@@ -8,17 +8,17 @@ from typing import get_args
 
 import pytest
 
-from asyncrl.config.schema import AlgorithmConfig, RolloutCorrectionConfig, Section
+from asyncrl.config.sections.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from asyncrl.config.sections.base import ConfigSection
 from trainer.algorithms.advantages import ESTIMATORS
-from trainer.algorithms.kl import KL_ESTIMATES
-from trainer.algorithms.losses import POLICY_OBJECTIVES
-from trainer.engine.base import AggMode
+from trainer.algorithms.losses import KL_ESTIMATES, POLICY_OBJECTIVES
+from trainer.engines.base import AggMode
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
-def names(section: type[Section], key: str) -> set[str]:
+def names(section: type[ConfigSection], key: str) -> set[str]:
     return set(get_args(section.model_fields[key].annotation))
 
 
@@ -45,7 +45,7 @@ def test_every_estimator_and_objective_has_a_page(name: str) -> None:
         ("corrections", RolloutCorrectionConfig, "rollout_is_mode"),
     ],
 )
-def test_every_choice_is_on_its_page(page: str, section: type[Section], key: str) -> None:
+def test_every_choice_is_on_its_page(page: str, section: type[ConfigSection], key: str) -> None:
     text = (DOCS / f"{page}.md").read_text()
     missing = {name for name in names(section, key) - {"none"} if not re.search(rf"`({key}: )?{name}`", text)}
     assert not missing
@@ -67,10 +67,10 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_keys_in_the_pages_exist(page: Path) -> None:
     """Every `key: value` in backticks is a key of the schema."""
-    fields = {name for section in _sections(Section) for name in section.model_fields}
+    fields = {name for section in _sections(ConfigSection) for name in section.model_fields}
     for key in re.findall(r"`([a-z_][\w.]*): [^`]+`", page.read_text()):
         assert key.rsplit(".", 1)[-1] in fields, f"{page.name} speaks of {key}"
 
 
-def _sections(of: type[Section]) -> list[type[Section]]:
+def _sections(of: type[ConfigSection]) -> list[type[ConfigSection]]:
     return [found for section in of.__subclasses__() for found in [section, *_sections(section)]]

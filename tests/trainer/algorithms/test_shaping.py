@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asyncrl.config.schema import KlControlConfig, OverlongBufferConfig
-from trainer.algorithms.shaping import (
+from asyncrl.config.sections.algorithm import KlControlConfig
+from asyncrl.config.sections.reward import OverlongBufferConfig
+from trainer.algorithms.rewards import (
+    Trajectories,
     combined_scores,
     kl_penalised,
     laid_out,
@@ -17,7 +19,6 @@ from trainer.algorithms.shaping import (
     overlong_penalty,
     scores_of,
 )
-from trainer.algorithms.trajectories import Trajectories
 
 
 def tensor(values: list) -> torch.Tensor:
@@ -100,7 +101,7 @@ KINDS = pytest.mark.parametrize(
 @KINDS
 @pytest.mark.parametrize("labels", [[0, 1, 2], [0, 0, 1]])
 def test_kl_penalty_on_sampled_tokens(kind: str, formula: Callable[[float], float], labels: list[int]) -> None:
-    """Of a row's later ones its last sampled token tells."""
+    """The last sampled token of a row carries the KL of the trajectory's later rows."""
     mask = [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
     old, ref = [[-1, -9, -2], [-0.5, -4, -7], [-1, -1, -1]], [[-1.5, -1, -2], [-0.25, -0.5, -1], [-1, -2, -4]]
     rewards = [2.0, 2.0, -1.0]

@@ -1,20 +1,17 @@
-"""Rows and the trajectories they are, against plain loops; and that a trajectory counts once, whatever its rows."""
+"""Trajectories of several rows against plain loops: each trajectory counts once."""
 
 from __future__ import annotations
-
-import math
-import statistics
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.failures import ConfigError
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.core.failures import ConfigError
+from tests.fakes.advantage_references import close, discounted, gae, outcomes, whitened
 from trainer.algorithms.advantages import AdvantageInputs, Advantages, advantage_estimator
-from trainer.algorithms.shaping import laid_out, scores_of
-from trainer.algorithms.trajectories import Trajectories
+from trainer.algorithms.rewards import Trajectories, laid_out, scores_of
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), numbers=st.randoms(use_true_random=False))
@@ -36,7 +33,7 @@ def test_sums_over_rows(sizes: list[int], numbers: object) -> None:
     assert found.later(tensor).tolist() == pytest.approx(later)
 
 
-def test_where_each_row_is_one_nothing_is_rounded() -> None:
+def test_trajectories_of_one_row_are_exact() -> None:
     values = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     alone = Trajectories.of(torch.arange(50))
     assert torch.equal(alone.sum(values), values) and torch.equal(alone.so_far(values), values)
@@ -67,10 +64,6 @@ LENGTHS = [3, 5, 2, 4, 4]
 """Of the trajectories, in sampled tokens."""
 
 
-def members(trajectory: int) -> list[int]:
-    return [other for other in range(5) if GROUP_OF[other] == GROUP_OF[trajectory]]
-
-
 def estimate(name: str, **keys: object) -> Advantages:
     trajectories, mask = Trajectories.of(torch.tensor(LABELS)), torch.tensor(MASK).bool()
     turns = torch.tensor(TURNS, dtype=torch.float64)
@@ -92,7 +85,7 @@ def spread(of_trajectories: list[float]) -> list[list[float]]:
 
 
 def token_rewards() -> list[list[float]]:
-    """A turn's part on its token, what is still to come behind the row on the row's last sampled one."""
+    """A turn's reward on its token, and the rest on the row's last sampled token."""
     table = [list(row) for row in TURNS]
     for row, label in enumerate(LABELS):
         earned = sum(sum(TURNS[other]) for other in range(row + 1) if LABELS[other] == label)
@@ -102,91 +95,43 @@ def token_rewards() -> list[list[float]]:
     return table
 
 
-def to_come(gamma: float = 1.0) -> list[list[float]]:
-    table = []
-    for row, mask in zip(token_rewards(), MASK, strict=True):
-        steps = [t for t, one in enumerate(mask) if one]
-        returns = [0.0] * 4
-        for place, t in enumerate(steps):
-            returns[t] = sum(gamma**ahead * row[later] for ahead, later in enumerate(steps[place:]))
-        table.append(returns)
-    return table
-
-
-def whitened(table: list[list[float]]) -> list[list[float]]:
-    flat = [x for row, mask in zip(table, MASK, strict=True) for x, one in zip(row, mask, strict=True) if one]
-    mean, variance = statistics.fmean(flat), statistics.variance(flat)
-    return [
-        [one * (x - mean) / math.sqrt(variance + 1e-8) for x, one in zip(row, mask, strict=True)]
-        for row, mask in zip(table, MASK, strict=True)
-    ]
-
-
-def close(actual: torch.Tensor, expected: list[list[float]]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-12)
-
-
-def outcome_references() -> dict[str, list[float]]:
-    centred, normed, left_out, weighted, best = [], [], [], [], []
-    for number, reward in enumerate(REWARDS):
-        group = [REWARDS[other] for other in members(number)]
-        others = [REWARDS[other] for other in members(number) if other != number]
-        lengths = sum(LENGTHS[other] for other in members(number))
-        deviation = statistics.stdev(group) + 1e-6
-        centred.append(reward - statistics.mean(group))
-        normed.append(centred[-1] / deviation)
-        left_out.append(reward - statistics.mean(others))
-        weighted.append(reward - sum(LENGTHS[other] * REWARDS[other] for other in members(number)) / lengths)
-        best.append((max(group) - max(others)) / deviation)
-    return {"centred": centred, "grpo": normed, "rloo": left_out, "opo": weighted, "grpo_passk": best}
-
-
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk"])
 def test_baselines_and_deviations_count_a_trajectory_once(name: str) -> None:
     actual = estimate(name)
-    close(actual.advantages, spread(outcome_references()[name]))
-    close(actual.returns, to_come())
+    close(actual.advantages, spread(outcomes(REWARDS, GROUP_OF, LENGTHS)[name]))
+    close(actual.returns, discounted(token_rewards(), MASK))
 
 
-def test_whitening_goes_by_tokens_behind_a_baseline_that_goes_by_trajectories() -> None:
-    expected = whitened(spread(outcome_references()["centred"]))
+def test_whitening_is_over_tokens_after_a_baseline_over_trajectories() -> None:
+    expected = whitened(spread(outcomes(REWARDS, GROUP_OF, LENGTHS)["centred"]), MASK)
     close(estimate("reinforce_plus_plus_baseline").advantages, expected)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_discounting_ends_with_the_row(gamma: float) -> None:
     actual = estimate("reinforce_plus_plus", gamma=gamma)
-    close(actual.returns, to_come(gamma))
-    close(actual.advantages, whitened(to_come(gamma)))
+    close(actual.returns, discounted(token_rewards(), MASK, gamma))
+    close(actual.advantages, whitened(discounted(token_rewards(), MASK, gamma), MASK))
 
 
 def test_every_row_loses_the_greedy_score_once() -> None:
     baselines = [0.5] * 5 + [1.0] * 3
     expected = [
         [one * (x - baseline) for x, one in zip(row, mask, strict=True)]
-        for row, mask, baseline in zip(to_come(), MASK, baselines, strict=True)
+        for row, mask, baseline in zip(discounted(token_rewards(), MASK), MASK, baselines, strict=True)
     ]
     close(estimate("remax").advantages, expected)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8)])
 def test_gae_takes_turn_rewards_where_they_are_and_no_value_of_the_next_row(gamma: float, lam: float) -> None:
-    advantages, returns = [], []
-    for rewards, mask, values in zip(token_rewards(), MASK, VALUES, strict=True):
-        steps = [t for t, one in enumerate(mask) if one]
-        following = [values[t] for t in steps[1:]] + [0.0]
-        deltas = [rewards[t] + gamma * after - values[t] for t, after in zip(steps, following, strict=False)]
-        advantages.append([0.0] * 4)
-        returns.append([0.0] * 4)
-        for place, t in enumerate(steps):
-            advantages[-1][t] = sum((gamma * lam) ** ahead * delta for ahead, delta in enumerate(deltas[place:]))
-            returns[-1][t] = advantages[-1][t] + values[t]
+    advantages, returns = gae(token_rewards(), MASK, VALUES, gamma, lam)
     actual = estimate("gae", gamma=gamma, lam=lam)
     close(actual.returns, returns)
-    close(actual.advantages, whitened(advantages))
+    close(actual.advantages, advantages)
 
 
-def test_a_group_of_one_trajectory_is_one_however_many_rows_it_is() -> None:
+def test_a_group_of_one_trajectory_of_two_rows_is_refused() -> None:
     trajectories, mask = Trajectories.of(torch.tensor([0, 0])), torch.ones(2, 1).bool()
     rewards = laid_out(torch.tensor([1.0, 1.0]), mask, trajectories)
     scores = scores_of(rewards, trajectories)

@@ -1,7 +1,7 @@
-"""What test_state asks of two ranks: `python -m tests.trainer.engine.state_ranks RANK DIRECTORY`.
+"""Checks that test_state runs on two ranks: `python -m tests.trainer.engines.state_ranks RANK DIRECTORY`.
 
 DIRECTORY holds `model` and, for each rank N of adapters, a checkpoint of one process, `from_one_N`, and its weights
-after one more step, `next_N.safetensors`. Each check leaves its outcome in `outcomes_RANK.json`: null or a traceback.
+after one more step, `next_N.safetensors`. Each check writes its outcome to `outcomes_RANK.json`: null or a traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,23 +20,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from asyncrl.failures import AsyncRLError, ConfigError
-from trainer.engine.base import EngineSpec
-from trainer.engine.export import full_weights
-from trainer.engine.lora import add_lora
-from trainer.engine.models import load_model
-from trainer.engine.optim import adamw
-from trainer.engine.state import begin_save, load
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from tests.fakes.wrapped_model import Wrapper, wrap
+from trainer.engines.base import EngineSpec
+from trainer.engines.compute.lora import add_lora
+from trainer.engines.compute.optim import adamw
+from trainer.engines.models import load_model
+from trainer.engines.state.checkpoint import begin_save, load
+from trainer.engines.state.weights import full_weights
 
-KINDS = ("fsdp2", "fsdp", "ddp")
+KINDS: tuple[Wrapper, ...] = ("fsdp2", "fsdp", "ddp")
 ADAPTER_RANKS = (0, 3)
 
 
@@ -46,7 +42,7 @@ def make_spec(model: Path, adapters: int = 0, *, lr: float = 1e-2) -> EngineSpec
     return EngineSpec("language_model", config, EngineConfig(), OptimConfig(lr=lr))
 
 
-def make(spec: EngineSpec, kind: str = "local", *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(spec: EngineSpec, kind: Wrapper = "local", *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = load_model(spec.model.path)
     model = wrap(kind, add_lora(model, spec.model).train())
@@ -54,30 +50,8 @@ def make(spec: EngineSpec, kind: str = "local", *, seed: int = 0) -> tuple[nn.Mo
     return model, adamw(model, spec.optim)
 
 
-def wrap(kind: str, model: PreTrainedModel) -> nn.Module:
-    if kind == "local":
-        return model
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    layers = model.model.layers
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if kind == "fsdp2":
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # frozen and trained weights in one unit
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}),
-            device_id=torch.device("cpu"),
-            device_mesh=mesh,
-            use_orig_params=True,
-        )
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The same on every rank, so that a mean over ranks is what one process has."""
+    """Take the same step on every rank, so that the mean over ranks equals the step of one process."""
     tokens = torch.arange(12).view(2, 6)
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
@@ -94,8 +68,8 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert not different, different
 
 
-def reshard(directory: Path, kind: str, adapters: int) -> None:
-    """Go on from one process's checkpoint, to the same weights and the same next step, and leave one for it."""
+def reshard(directory: Path, kind: Wrapper, adapters: int) -> None:
+    """Load the checkpoint of one process, take the same next step, and save a checkpoint for one process."""
     spec = make_spec(directory / "model", adapters)
     model, optimizer = make(spec, kind, seed=1)
     assert load(directory / f"from_one_{adapters}", model, optimizer, spec) == 2
@@ -107,7 +81,7 @@ def reshard(directory: Path, kind: str, adapters: int) -> None:
         torch.testing.assert_close(after, expected, rtol=0, atol=1e-6)
 
 
-def between_backends(directory: Path, source: str, kind: str, adapters: int) -> None:
+def between_backends(directory: Path, source: str, kind: Wrapper, adapters: int) -> None:
     spec = make_spec(directory / "model", adapters)
     model, optimizer = make(spec, kind, seed=1)
     assert load(directory / f"{source}_{adapters}", model, optimizer, spec) == 2
@@ -118,8 +92,8 @@ def between_backends(directory: Path, source: str, kind: str, adapters: int) -> 
         snapshot(model)
 
 
-def before_the_first_step(directory: Path, kind: str) -> None:
-    """No moments are saved, and loading forgets those that are there."""
+def before_the_first_step(directory: Path, kind: Wrapper) -> None:
+    """A checkpoint without moments resets those of the optimizer that loads it."""
     spec = make_spec(directory / "model")
     model, optimizer = make(spec, kind)
     begin_save(directory / f"fresh_{kind}", model, optimizer, 0, spec).wait()
@@ -134,7 +108,7 @@ def before_the_first_step(directory: Path, kind: str) -> None:
 
 
 def beside_training(directory: Path) -> None:
-    """What is saved is the state at the call, and waiting for it does not get into training's collectives."""
+    """A checkpoint has the state at its call, and waiting for it does not disturb training's collectives."""
     spec = make_spec(directory / "model")
     model, optimizer = make(spec, "fsdp2")
     step(model, optimizer)
@@ -175,7 +149,7 @@ def one_rank_cannot_read(directory: Path, damage: str, words: str) -> None:
 
 
 def gathered_layer_by_layer(directory: Path) -> None:
-    """By the time the first decoder layer comes out, the second one has not been gathered."""
+    """The export yields the first decoder layer before it gathers the second one."""
     model, _ = make(make_spec(directory / "model", adapters=3), "fsdp2")
     gathered = 0
     original = DTensor.full_tensor
@@ -207,7 +181,7 @@ def checks(directory: Path) -> dict[str, Callable[[], None]]:
     for adapters in ADAPTER_RANKS:
         for kind in KINDS:
             found[f"reshard {kind} {adapters}"] = lambda k=kind, a=adapters: reshard(directory, k, a)  # type: ignore[misc]
-        for source, kind in (("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "ddp")):
+        for source, kind in zip(("ddp", "fsdp2", "fsdp"), KINDS, strict=True):
             found[f"{source} to {kind} {adapters}"] = partial(between_backends, directory, source, kind, adapters)
     for kind in KINDS:
         found[f"fresh {kind}"] = lambda k=kind: before_the_first_step(directory, k)  # type: ignore[misc]
@@ -220,7 +194,7 @@ def checks(directory: Path) -> dict[str, Callable[[], None]]:
 
 
 DAMAGES = {"torn": "rank_00001.safetensors", "without_rng": "rng_1.safetensors"}
-"""Checkpoints that only the second rank finds anything wrong with, and the file its error has to name."""
+"""Checkpoints that only the second rank cannot read, and the file that its error names."""
 DIRECTORIES = (
     "beside",
     "unwritable",
@@ -230,7 +204,7 @@ DIRECTORIES = (
 
 
 def damage(directory: Path) -> None:
-    """Make the damaged checkpoints, out of one of two ranks."""
+    """Write checkpoints on two ranks and damage the second rank's file."""
     spec = make_spec(directory / "model")
     for name in DAMAGES:
         model, optimizer = make(spec, "fsdp2")

@@ -1,4 +1,4 @@
-"""Packed rows give what padded ones give, for every architecture that takes them; others are told apart."""
+"""Packed rows give the scores of padded ones for every packable architecture; other architectures are detected."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from transformers import (
 
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import SHAPE, VOCAB
-from trainer.engine import attention
-from trainer.engine.attention import NAME, Packing, enable_packing, packed_attention
-from trainer.engine.scorer import Scorer
+from trainer.engines.compute import attention
+from trainer.engines.compute.attention import NAME, Packing, enable_packing, packed_attention
+from trainer.engines.compute.scorer import Scorer
 
 NEOX = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -104,26 +104,8 @@ def test_packed_equals_padded(name: str) -> None:
         assert (left - right).abs().max() <= limit * max(1.0, float(left.abs().max()))
 
 
-def test_in_float32_too() -> None:
-    padded = scored(make_model(PACKABLE["llama"], torch.float32), packed=False)
-    model = make_model(PACKABLE["llama"], torch.float32)
-    assert enable_packing(model)
-    for left, right in zip(padded, scored(model, packed=True), strict=True):
-        assert (left - right).abs().max() <= 1e-6 * max(1.0, float(left.abs().max()))
-
-
-def test_with_checkpointed_layers() -> None:
-    """The backward pass runs the layers again and has to find the same packing."""
-    padded = scored(make_model(PACKABLE["llama"]), packed=False)
-    model = make_model(PACKABLE["llama"]).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert enable_packing(model)
-    for left, right in zip(padded, scored(model, packed=True), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", NOT_PACKABLE)
-def test_models_that_mix_sequences_are_left_as_they_were(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_mix_sequences_are_not_packed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     config, reason = NOT_PACKABLE[name]
     model = make_model(config, torch.float32)
     expected = model(torch.arange(6)[None]).logits
@@ -134,7 +116,7 @@ def test_models_that_mix_sequences_are_left_as_they_were(name: str, caplog: pyte
 
 
 def test_a_model_that_takes_packed_rows_still_takes_padding_masks() -> None:
-    """As for generation: padding on the left, with a mask."""
+    """Generation pads on the left, with a mask."""
     model = make_model(PACKABLE["llama"])
     ids, mask = torch.tensor([[0, 0, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
@@ -156,30 +138,10 @@ def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], win
     return logits.softmax(-1) @ value
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["products of matrices", "varlen kernel"])
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_attention_against_the_whole_mask(window: int | None) -> None:
-    torch.manual_seed(0)
-    lengths = [5, 1, 7]
-    query, key, value = (torch.randn(1, heads, 13, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    output, _ = packed_attention(
-        torch.nn.Identity(),
-        query,
-        key,
-        value,
-        None,
-        scaling=0.3,
-        sliding_window=window,
-        packing=Packing(lengths, "cpu"),
-    )
-    expected = reference(query, key, value, lengths, window).transpose(1, 2)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel itself runs on GPUs only; here its documented arguments are computed plainly."""
+def test_attention_against_the_whole_mask(window: int | None, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The varlen kernel runs on GPUs only: here a plain computation takes its documented arguments."""
 
     def varlen(
         query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
@@ -191,8 +153,9 @@ def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
         return reference(q, k, v, cu_q.diff().tolist(), left)[0].transpose(0, 1)
 
-    monkeypatch.setattr(attention, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query, _value: True)
+    if kernel:
+        monkeypatch.setattr(attention, "varlen_attn", varlen)
+        monkeypatch.setattr(attention, "_has_varlen_kernel", lambda _query, _value: True)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 13, 8, dtype=torch.float64) for heads in (4, 2, 2))
     packing = Packing([5, 1, 7], "cpu")
@@ -203,7 +166,7 @@ def test_the_kernel_for_variable_lengths_is_asked_for_the_same(
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_only_models_on_sdpa_are_asked() -> None:
+def test_only_sdpa_models_are_packed() -> None:
     model = AutoModelForCausalLM.from_config(PACKABLE["llama"], attn_implementation="eager")
     assert not enable_packing(model)
     assert model.config._attn_implementation == "eager" != NAME

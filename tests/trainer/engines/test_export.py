@@ -17,12 +17,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from asyncrl.config.schema import ModelConfig
+from asyncrl.config.sections.data import ModelConfig
 from tests.fakes.trainer_model import SHAPE, VOCAB, write_model
-from trainer.engine import export
-from trainer.engine.export import HfExport, copy_tokenizer, full_weights, plain_name, unwrapped
-from trainer.engine.lora import add_lora
-from trainer.engine.models import load_model
+from trainer.engines.compute.lora import add_lora
+from trainer.engines.models import load_model
+from trainer.engines.state import weights as export
+from trainer.engines.state.weights import HfExport, copy_tokenizer, full_weights, plain_name, unwrapped
 
 MODELS: dict[str, PreTrainedConfig] = {
     "untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),

@@ -13,22 +13,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import SHAPE, VOCAB, make_config, write_model
-from trainer.engine import torch_engine
-from trainer.engine.flops import ModelShape, Utilization, peak_flops
-from trainer.placement import plan_groups
-from trainer.worker import TrainingWorker, engine_spec
+from trainer.engines import torch_engine
+from trainer.engines.compute.flops import ModelShape, Utilization, peak_flops
+from trainer.workers.placement import plan_groups
+from trainer.workers.worker import TrainingWorker, engine_spec
 
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, hidden_size=32, head_dim=None)
 
@@ -62,32 +60,28 @@ def test_frozen_weights_take_no_gradient_of_their_own() -> None:
     assert shape._replace(attention_width=0).flops([1], backward=True) == 4 * 1010 + 2 * 10
 
 
-def test_a_token_goes_to_a_few_experts_only() -> None:
-    config = SimpleNamespace(**vars(CONFIG), num_experts=8, num_experts_per_tok=2)
-    shape = ModelShape.of(config, [("layers.0.mlp.experts.gate_up_proj", 800, True), ("layers.0.mlp.gate.w", 16, True)])
-    assert shape is not None
-    assert shape.parameters == shape.trained == 800 / 4 + 16
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+MODELS: dict[str, tuple[Any, float]] = {
+    "tied": (LlamaConfig(**SHAPE, tie_word_embeddings=True), 0),
+    "embedding": (LlamaConfig(**SHAPE, tie_word_embeddings=False), VOCAB * 16),
+    "positions": (GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=512), 512 * 16),
+    "idle experts": (
+        Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=True),
+        2 * 4 * 3 * 16 * 32 * 3 / 4,
+    ),
+}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_table_that_is_only_looked_up_multiplies_nothing(tied: bool) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_and_idle_experts_multiply_nothing(name: str) -> None:
+    config, idle = MODELS[name]
+    model = AutoModelForCausalLM.from_config(config)
     shape = known(model)
-    table = VOCAB * 16
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert shape.parameters == total - (0 if tied else table)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) - idle
     assert shape.attention_width == 2 * 16
 
 
-def test_a_mixture_of_experts_of_transformers() -> None:
-    settings: dict[str, Any] = {**SHAPE, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, head_dim=8, decoder_sparse_step=1, tie_word_embeddings=True))
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = 2 * 4 * 3 * 16 * 32
-    assert known(model).parameters == total - experts * 3 / 4
-
-
-def test_what_torch_counts_in_a_real_model(tmp_path: Path) -> None:
+def test_flops_of_a_real_model_equal_torchs_count(tmp_path: Path) -> None:
     """torch counts products of matrices, and of attention the whole square; norms are not products."""
     model = AutoModelForCausalLM.from_pretrained(write_model(tmp_path), attn_implementation="eager").train(False)
     ids = torch.arange(20)[None] % VOCAB
@@ -129,7 +123,7 @@ RENAMED = [("layers.0.block_sparse_moe.input_linear.w", 1000, True)]
 def test_configurations_of_transformers(
     model_type: str, sizes: list[tuple[str, int, bool]], changes: dict[str, Any], expected: tuple[float, int] | None
 ) -> None:
-    """What a configuration does not tell is not guessed, and loading its model does not fail for it."""
+    """A configuration without the needed sizes has no shape, and loading its model does not fail."""
     config = AutoConfig.for_model(model_type, **changes).get_text_config()
     shape = ModelShape.of(config, sizes)
     assert (shape and (shape.parameters, shape.attention_width)) == expected
@@ -139,13 +133,6 @@ def test_a_model_of_another_kind_has_no_shape() -> None:
     assert ModelShape.of_model(torch.nn.Linear(2, 2)) is None
     config = MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2)
     assert ModelShape.of_model(MambaForCausalLM(config)) is None
-
-
-def test_no_table_that_is_looked_up_counts() -> None:
-    """GPT-2 has one of positions too."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=512))
-    total = sum(parameter.numel() for parameter in model.parameters())
-    assert known(model).parameters == total - 512 * 16
 
 
 def test_an_engine_without_a_shape_has_no_meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +202,8 @@ def test_rows_count_by_the_passes_they_take(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(torch_engine, "_meter", metered)
     monkeypatch.setattr("torch.cuda.synchronize", lambda *args: None)
-    monkeypatch.setattr("trainer.worker.time", SimpleNamespace(perf_counter=lambda: 5.0))
-    monkeypatch.setattr("trainer.engine.torch_engine.time", SimpleNamespace(perf_counter=lambda: 7.0))
+    monkeypatch.setattr("trainer.workers.worker.time", SimpleNamespace(perf_counter=lambda: 5.0))
+    monkeypatch.setattr("trainer.engines.torch_engine.time", SimpleNamespace(perf_counter=lambda: 7.0))
     worker = _worker(tmp_path)
     batch = BATCH.clone()
     batch["loss_mask"][0] = False

@@ -1,4 +1,4 @@
-"""Engines of other libraries: without the library they say what to install; with it they are what transformers' are."""
+"""Engines of other libraries: a missing library is named; an installed one computes what transformers does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from asyncrl.config.schema import EngineConfig, ModelConfig, OptimConfig
-from asyncrl.failures import ConfigError
-from trainer.engine import foreign
-from trainer.engine.attention import enable_packing
-from trainer.engine.base import EngineSpec
-from trainer.engine.contract import checks_of
-from trainer.engine.foreign import Attention, ForeignModel, check_settings, check_weights
-from trainer.engine.registry import EngineRegistry
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import ConfigError
+from trainer.engines import foreign
+from trainer.engines.base import EngineSpec
+from trainer.engines.compute.attention import enable_packing
+from trainer.engines.contract.checks import checks_of
+from trainer.engines.foreign import Attention, ForeignModel, check_settings, check_weights
+from trainer.engines.registry import EngineRegistry
 
 LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
 SELFCHECK_S = 240
@@ -44,7 +45,7 @@ def spec(backend: str, path: Path | str = "/nowhere", **engine: Any) -> EngineSp
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
-def test_a_missing_library_is_named_with_what_to_install(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_package(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == backend]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, backend, None)  # importing it fails
@@ -64,12 +65,14 @@ def test_a_broken_library_is_named_too(failure: Exception, monkeypatch: pytest.M
         foreign.check_ready(spec("megatron"), "megatron", "megatron-core", "megatron.core")
 
 
-def test_backends_are_found_by_name_without_importing_their_library() -> None:
+def test_backends_need_neither_their_library_nor_ray_nor_vllm_to_be_found() -> None:
     program = (
-        "import sys\n"
-        "from trainer.engine.registry import EngineRegistry\n"
+        "import sys; sys.modules.update(ray=None, vllm=None)\n"
+        "import trainer.engines.selfcheck\n"
+        "from trainer.engines.registry import BUILT_IN, EngineRegistry\n"
+        "for name in BUILT_IN: EngineRegistry.find(name, 'language_model', 'cpu')\n"
         "assert {'torchtitan', 'megatron'} <= set(EngineRegistry.backends())\n"
-        "assert 'trainer.engine.torchtitan' not in sys.modules\n"
+        "assert 'trainer.engines.torchtitan' not in sys.modules\n"
         "for name in ('torchtitan', 'megatron'):\n"
         "    assert EngineRegistry.model_types(name, 'cpu') == {'language_model'}\n"
         "assert not {'torchtitan', 'megatron'} & set(sys.modules)\n"
@@ -83,7 +86,7 @@ def test_backends_are_found_by_name_without_importing_their_library() -> None:
 def test_contract(backend: str, ranks: int) -> None:
     need(backend)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") if ranks > 1 else ()
-    command = [sys.executable, *launcher, "-m", "trainer.engine.selfcheck"]
+    command = [sys.executable, *launcher, "-m", "trainer.engines.selfcheck"]
     options = ["--backend", backend, "--device", "cpu", "--json"]
     run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=SELFCHECK_S, check=False)
     assert run.stdout, run.stderr[-4000:]
@@ -153,7 +156,7 @@ def test_kernels_for_transformers_models_are_refused(backend: str) -> None:
 
 
 class Twin(ForeignModel):
-    """A transformers model behind the face: what it computes is known."""
+    """A transformers model as a `ForeignModel`."""
 
     layer_class = "LlamaDecoderLayer"
 

@@ -1,4 +1,4 @@
-"""Activations kept on CPU: the same gradient, and weights are not among them."""
+"""Activations offloaded to CPU: the gradient is the same, and weights stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.engine import offload
+from trainer.engines.compute import micro_batches
 
 
 class Net(nn.Module):
@@ -24,10 +24,24 @@ def gradient(min_bytes: int | None) -> tuple[list[Tensor], Net]:
     if min_bytes is None:
         net(inputs).backward()
     else:
-        with offload.activations_on_cpu(min_bytes=min_bytes):
+        with micro_batches.activations_on_cpu(min_bytes=min_bytes):
             loss = net(inputs)
         loss.backward()
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None], net
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that `copy_` reads."""
+    shapes: list[tuple[int, ...]] = []
+    copy = Tensor.copy_
+
+    def recording(target: Tensor, source: Tensor) -> Tensor:
+        shapes.append(tuple(source.shape))
+        return copy(target, source)
+
+    monkeypatch.setattr(Tensor, "copy_", recording)
+    return shapes
 
 
 @pytest.mark.parametrize("min_bytes", [0, 1 << 20])
@@ -36,16 +50,9 @@ def test_the_gradient_is_the_same(min_bytes: int) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_only_large_activations_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[tuple[int, ...]] = []
-    copy = Tensor.copy_
-
-    def counting(target: Tensor, source: Tensor) -> Tensor:
-        copied.append(tuple(source.shape))
-        return copy(target, source)
-
-    gradient(None)  # nothing of a backward pass itself is counted
-    monkeypatch.setattr(Tensor, "copy_", counting)
+def test_only_large_activations_are_copied(copied: list[tuple[int, ...]]) -> None:
+    gradient(None)
+    copied.clear()  # without the copies of a backward pass itself
     gradient(0)
     assert set(copied) == {(16, 8), (16, 32)}, "inputs of layers, and no weights of shape (32, 8) or (8, 32)"
     copied.clear()
@@ -53,24 +60,16 @@ def test_only_large_activations_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(copied) == {(16, 32)}
 
 
-def test_copies_of_weights_that_autocast_makes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[tuple[int, ...]] = []
-    copy = Tensor.copy_
-
-    def counting(target: Tensor, source: Tensor) -> Tensor:
-        copied.append(tuple(source.shape))
-        return copy(target, source)
-
+def test_copies_of_weights_that_autocast_makes_stay(copied: list[tuple[int, ...]]) -> None:
     def run(shapes: frozenset[torch.Size], *, frozen: bool = False) -> set[tuple[int, ...]]:
         net, inputs = Net(), torch.randn((1, 16, 8), requires_grad=True)
         net.requires_grad_(not frozen)
         copied.clear()
-        with torch.autocast("cpu", torch.bfloat16), offload.activations_on_cpu(shapes, min_bytes=200):
+        with torch.autocast("cpu", torch.bfloat16), micro_batches.activations_on_cpu(shapes, min_bytes=200):
             loss = net(inputs)
         loss.backward()
         return set(copied)
 
-    monkeypatch.setattr(Tensor, "copy_", counting)
     weights = {(32, 8), (8, 32)}
     shapes = frozenset(torch.Size(shape) for shape in weights)
     assert run(frozenset()) & weights, "without their shapes they pass for activations"

@@ -8,36 +8,30 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import BugError
-from trainer.engine.optim import adamw, clip_, gradients, learning_rate, squared_norm
+from asyncrl.config.sections.trainer import OptimConfig
+from asyncrl.core.failures import BugError
+from trainer.engines.compute.optim import adamw, clip_, gradients, learning_rate, squared_norm
 
 
-def rates(total: int = 10, beyond: int = 2, **fields: object) -> list[float]:
+@pytest.mark.parametrize(
+    ("total", "fields", "expected"),
+    [
+        (10, {}, [1.0] * 12),
+        (10, {"warmup_steps": 4}, [0.25, 0.5, 0.75, *[1.0] * 9]),
+        (
+            10,
+            {"warmup_steps": 2, "decay": "linear", "min_lr_ratio": 0.1},
+            [0.5, 1.0, *(1 - 0.9 * step / 8 for step in range(1, 9)), 0.1, 0.1],
+        ),
+        (10, {"decay": "cosine"}, [*((1 + math.cos(math.pi * step / 10)) / 2 for step in range(1, 11)), 0.0, 0.0]),
+        (3, {"warmup_steps": 6, "decay": "cosine"}, [1 / 6, 2 / 6, 3 / 6]),
+    ],
+    ids=["constant", "warm-up", "linear decay to a minimum", "cosine", "a warm-up longer than the run"],
+)
+def test_learning_rates(total: int, fields: dict[str, object], expected: list[float]) -> None:
     optim = OptimConfig(lr=1.0, **fields)
-    return [learning_rate(step, total, optim) for step in range(1, total + beyond + 1)]
-
-
-def test_constant() -> None:
-    assert rates() == [1.0] * 12
-
-
-def test_warm_up_starts_above_zero_and_reaches_the_peak() -> None:
-    assert rates(warmup_steps=4)[:6] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-
-
-def test_linear_decay_ends_at_the_minimum() -> None:
-    expected = [0.5, 1.0, *(1 - 0.9 * k / 8 for k in range(1, 9)), 0.1, 0.1]
-    assert rates(warmup_steps=2, decay="linear", min_lr_ratio=0.1) == pytest.approx(expected)
-
-
-def test_cosine_decay() -> None:
-    expected = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(1, 11)] + [0.0, 0.0]
-    assert rates(decay="cosine") == pytest.approx(expected)
-
-
-def test_a_warm_up_longer_than_the_run() -> None:
-    assert rates(total=3, beyond=0, warmup_steps=6, decay="cosine") == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    rates = [learning_rate(step, total, optim) for step in range(1, len(expected) + 1)]
+    assert rates == pytest.approx(expected)
 
 
 def test_a_decay_needs_its_end() -> None:

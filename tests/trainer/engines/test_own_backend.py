@@ -28,7 +28,7 @@ def test_the_example_of_the_docs_passes_the_contract_on_two_ranks(tmp_path: Path
     points = [f"{name} = {module}" for name, module in project["entry-points"]["asyncrl.engines"].items()]
     (installed / "entry_points.txt").write_text("\n".join(["[asyncrl.engines]", *points]) + "\n")
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer.engine.selfcheck"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "trainer.engines.selfcheck"]
     run = subprocess.run(
         [sys.executable, *launcher, "--backend", "allreduce", "--device", "cpu", "--json"],
         capture_output=True,

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from tests.fakes.token_batch import make_batch
-from trainer.engine.base import AggMode
-from trainer.engine.packing import (
+from trainer.engines.base import AggMode
+from trainer.engines.compute.packing import (
     MicroBatch,
     lay_out,
     lay_out_ends,
@@ -83,7 +83,7 @@ def test_a_packed_row_is_filled_up_with_a_sequence_of_its_own(batch: TensorDict)
     assert even.lengths == bare.lengths
 
 
-def test_what_is_selected_is_put_back_in_place(batch: TensorDict) -> None:
+def test_unpack_is_the_inverse_of_selection(batch: TensorDict) -> None:
     mask = batch["loss_mask"]
     weights = torch.rand(5, dtype=torch.float64)
     micro = lay_out(batch, ROWS, mask, packed=True)
@@ -119,7 +119,7 @@ def test_weighted_losses_add_up_to_their_mean(mode: AggMode, expected: float) ->
     # cut into two batches, as two ranks have them
     parts = [token_weights(batch[rows], (4.0, 2.0), mode, 5.0) for rows in ([0], [1, 2])]
     assert torch.equal(torch.cat(parts), weights)
-    # said of rows that are trajectories, it changes no bit
+    # the same token counts by trajectory give the same weights
     batch["trajectory_tokens"] = mask.sum(dim=1)
     assert torch.equal(token_weights(batch, (4.0, 2.0), mode, 5.0), weights)
     assert trajectory_share(batch).tolist() == [1.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Engines by name: what may be registered, what is found, what is said when it is not."""
+"""Engines by name: registration, lookup, and the errors of both."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import EngineConfig, ModelConfig
-from asyncrl.failures import ConfigError
-from trainer.engine import registry
-from trainer.engine.base import BaseEngine, EngineSpec
-from trainer.engine.local import LocalEngine
-from trainer.engine.registry import EngineRegistry
-from trainer.engine.torch_engine import TorchEngine
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig
+from asyncrl.core.failures import ConfigError
+from trainer.engines import registry
+from trainer.engines.base import BaseEngine, EngineSpec
+from trainer.engines.registry import EngineRegistry
+from trainer.engines.replicated import LocalEngine
+from trainer.engines.torch_engine import TorchEngine
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_an_engine_has_to_be_whole_when_it_is_defined() -> None:
             pass
 
 
-def test_what_is_abstract_cannot_be_registered() -> None:
+def test_an_abstract_engine_cannot_be_registered() -> None:
     class Base(BaseEngine, abstract=True):
         pass
 
@@ -86,8 +87,8 @@ def test_a_backend_runs_what_it_was_registered_for() -> None:
 
 def test_a_package_registers_through_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_engine.py").write_text(
-        "from trainer.engine.local import LocalEngine\n"
-        "from trainer.engine.registry import EngineRegistry\n"
+        "from trainer.engines.replicated import LocalEngine\n"
+        "from trainer.engines.registry import EngineRegistry\n"
         "@EngineRegistry.register('language_model', backend='theirs', device='cpu')\n"
         "class TheirEngine(LocalEngine): pass\n"
     )

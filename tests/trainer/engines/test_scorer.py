@@ -1,10 +1,10 @@
-"""Log-probs, entropies, values and rewards against the model called plainly; logits in pieces; what is kept of them."""
+"""Log-probs, entropies, values and rewards against a plain call of the model; logits in pieces; saved tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     CohereConfig,
     Gemma2Config,
     LlamaConfig,
@@ -23,15 +20,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from tests.fakes.token_batch import make_batch
-from tests.fakes.trainer_model import SHAPE, VOCAB
-from trainer.engine import logits, scorer
-from trainer.engine.attention import enable_packing
-from trainer.engine.base import ModelType
-from trainer.engine.logits import behind_head, score_logits
-from trainer.engine.packing import unpack
-from trainer.engine.scorer import Scorer
+from tests.fakes.trainer_model import SHAPE, VOCAB, random_model
+from tests.fakes.wrapped_model import Wrapper, wrap
+from trainer.engines.base import ModelType
+from trainer.engines.compute import scorer
+from trainer.engines.compute.attention import enable_packing
+from trainer.engines.compute.scorer import Scorer, behind_head, score_logits
 
 CPU = torch.device("cpu")
 WITHOUT_PADDING = SHAPE | {"pad_token_id": None}
@@ -39,20 +35,12 @@ LLAMA = LlamaConfig(**WITHOUT_PADDING)
 PROMPTS, RESPONSES = [3, 1, 5, 2, 4, 7], [9, 12, 1, 3, 10, 5]
 BATCH = make_batch(PROMPTS, RESPONSES, vocab=VOCAB)
 ROWS = [1, 0, 5, 3, 2, 4]
-KINDS: dict[ModelType, Any] = {
-    "language_model": AutoModelForCausalLM,
-    "value_model": AutoModelForTokenClassification,
-    "reward_model": AutoModelForSequenceClassification,
-}
 
 
 def make_model(
     kind: ModelType = "language_model", config: PreTrainedConfig = LLAMA, dtype: torch.dtype = torch.float64
 ) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = type(config)(**{**config.to_dict(), "num_labels": 1, "classifier_dropout": 0.0})
-    model: PreTrainedModel = KINDS[kind].from_config(config, attn_implementation="sdpa").to(dtype)
-    return model.eval()
+    return random_model(config, kind).to(dtype).eval()
 
 
 def make_scorer(model: PreTrainedModel, kind: ModelType = "language_model", **settings: Any) -> Scorer:
@@ -67,20 +55,6 @@ def by_row(model: nn.Module, temperature: float = 1.0) -> Iterator[tuple[Tensor,
         log_p = torch.log_softmax(model(tokens[None]).logits[0] / temperature, dim=-1)
         places = BATCH["loss_mask"][row].nonzero().flatten() + PROMPTS[row] - 1
         yield log_p[places, tokens[places + 1]], -(log_p[places].exp() * log_p[places]).sum(-1)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropies_are_those_of_the_plain_model(packed: bool, temperature: float) -> None:
-    model = make_model()
-    log_probs, entropy = (torch.cat(parts) for parts in zip(*by_row(model, temperature), strict=True))
-    if packed:
-        assert enable_packing(model)
-    score = make_scorer(model, temperature=temperature, packed=packed)
-    scores = score(score.lay_out(BATCH, ROWS, BATCH["loss_mask"]))
-    torch.testing.assert_close(scores.log_probs, log_probs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(scores.entropy, entropy, rtol=1e-12, atol=1e-12)
-    assert scores.log_probs.requires_grad and not scores.entropy.requires_grad
 
 
 def gradient(model: nn.Module, loss: Tensor) -> Tensor:
@@ -103,20 +77,23 @@ def test_gradients_are_those_of_the_plain_model(
 ) -> None:
     if pieces:
         monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", 7 * VOCAB)
-    monkeypatch.setitem(logits.BLOCK_LOGITS, "cpu", 5 * VOCAB)
+    monkeypatch.setitem(scorer.BLOCK_LOGITS, "cpu", 5 * VOCAB)
     model = make_model(config=config)
-    log_probs, entropy = (torch.cat(parts) for parts in zip(*by_row(model), strict=True))
+    temperature = 0.7 if pieces else 1.0
+    log_probs, entropy = (torch.cat(parts) for parts in zip(*by_row(model, temperature), strict=True))
     factors = torch.linspace(-1.0, 1.0, len(log_probs), dtype=torch.float64)
-    score = make_scorer(model)
+    score = make_scorer(model, temperature=temperature)
     calls: list[int] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[1]))
     scores = score(score.lay_out(BATCH, ROWS, BATCH["loss_mask"]), entropy_gradient=of_entropy)
     assert calls == [0 if pieces else len(log_probs)]
+    assert scores.log_probs.requires_grad and scores.entropy.requires_grad == of_entropy
     expected = gradient(model, (log_probs * factors + of_entropy * 0.5 * entropy * factors**2).sum())
     got = gradient(model, (scores.log_probs * factors + of_entropy * 0.5 * scores.entropy * factors**2).sum())
     limit = 1e-12 if config.model_type == "llama" else 1e-6  # the others have float32 norms, whatever the weights are
     assert (got - expected).abs().max() <= limit * expected.abs().max()
     torch.testing.assert_close(scores.log_probs, log_probs, rtol=limit, atol=limit)
+    torch.testing.assert_close(scores.entropy, entropy, rtol=limit, atol=limit)
     with torch.no_grad():
         again = score(score.lay_out(BATCH, ROWS, BATCH["loss_mask"]))
     torch.testing.assert_close(again.log_probs, log_probs, rtol=limit, atol=limit)
@@ -130,18 +107,18 @@ def test_score_logits_passes_the_gradient_check() -> None:
     assert torch.autograd.gradcheck(lambda x: score_logits(x, targets, 0.7)[0], (values,))
 
 
-def test_nothing_of_the_logits_size_but_the_logits_is_kept() -> None:
+def test_only_the_logits_are_saved_for_backward() -> None:
     values = torch.randn(50, 400, requires_grad=True, dtype=torch.float32).bfloat16()
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         log_probs, _ = score_logits(values, torch.zeros(50, dtype=torch.int64))
     assert log_probs.dtype == torch.float32
-    large = [tensor for tensor in kept if tensor.numel() >= 50 * 400]
+    large = [tensor for tensor in saved if tensor.numel() >= 50 * 400]
     assert [tensor.data_ptr() for tensor in large] == [values.data_ptr()]
 
 
@@ -153,28 +130,9 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_values_are_those_before_each_token(packed: bool) -> None:
-    model = make_model("value_model")
-    if packed:
-        assert enable_packing(model)
-    score = make_scorer(model, "value_model", packed=packed)
-    micro = score.lay_out(BATCH, ROWS, BATCH["loss_mask"])
-    values = score(micro).log_probs
-    plain = make_model("value_model")
-    for values_row, mask, row in zip(unpack(values, micro, 12), BATCH["loss_mask"][ROWS], ROWS, strict=True):
-        length = PROMPTS[row] + RESPONSES[row]
-        outputs = plain(BATCH["input_ids"][row : row + 1, :length]).logits[0, PROMPTS[row] - 1 : -1, 0]
-        expected = outputs[mask[: RESPONSES[row]]]
-        torch.testing.assert_close(values_row[mask], expected, rtol=1e-12, atol=1e-12)
-    parameters = dict(model.named_parameters())
-    values.sum().backward()
-    assert torch.isclose(parameters["score.bias"].grad, torch.tensor(float(len(values)), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pad_token_id", [None, 0, 7])
 def test_rewards_are_those_of_the_plain_model(packed: bool, pad_token_id: int | None) -> None:
-    """Read from the last token, even where that is the padding token, which the model's own pooling would skip."""
+    """The reward is read from the last token, even if it is the padding token, which the model's pooling skips."""
     config = Qwen3Config(**{**WITHOUT_PADDING, "pad_token_id": pad_token_id}, head_dim=8)
     model, plain = make_model("reward_model", config), make_model("reward_model", config)
     if packed:
@@ -196,27 +154,14 @@ def test_a_model_without_such_a_head_is_refused() -> None:
         make_scorer(make_model(), "value_model")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_to_score_still_reaches_every_weight(kind: ModelType) -> None:
-    """A rank without rows keeps the others company: its backward pass goes through all layers, with zeros."""
+@pytest.mark.parametrize("kind", get_args(ModelType))
+def test_a_pass_without_scores_still_reaches_every_weight(kind: ModelType) -> None:
+    """A rank without rows runs its backward pass through all layers, with zeros, for the collectives of the others."""
     model = make_model(kind)
     score = make_scorer(model, kind)
     scores = score(score.lay_out(BATCH, [0], torch.zeros_like(BATCH["loss_mask"])))
     (0.0 * scores.log_probs).sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_bfloat16_compute() -> None:
-    model = make_model(dtype=torch.float32)
-    exact = torch.cat([log_probs for log_probs, _ in by_row(model)]).detach()
-    assert enable_packing(model)
-    score = make_scorer(model, autocast=torch.bfloat16, packed=True)
-    log_probs = score(score.lay_out(BATCH, ROWS, BATCH["loss_mask"])).log_probs
-    assert log_probs.dtype == torch.float32
-    difference = (log_probs - exact).abs()
-    assert 1e-6 < difference.max() < 0.15 and difference.mean() < 0.03
-    log_probs.sum().backward()
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
 def test_the_model_itself_still_gives_all_its_logits() -> None:
@@ -226,7 +171,7 @@ def test_the_model_itself_still_gives_all_its_logits() -> None:
     assert torch.equal(model(BATCH["input_ids"]).logits, expected)
 
 
-def test_unknown_arithmetic_behind_the_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_operations_after_the_head_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert behind_head(make_model()) is not None
     model = make_model()
     plain_forward = type(model).forward
@@ -253,12 +198,12 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(ModelType))
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp2"])
 def test_wrapped_models(
-    wrapper: str, kind: ModelType, pieces: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
+    wrapper: Wrapper, kind: ModelType, pieces: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Called through a wrapper, with the same scores and every gradient where the wrapper keeps it."""
+    """A packed call through a wrapper gives the scores and gradients of a padded call of the plain model."""
     if pieces:
         monkeypatch.setitem(scorer.MAX_LOGITS, "cpu", 7 * VOCAB)
     plain, model = make_model(kind), make_model(kind)
@@ -271,35 +216,10 @@ def test_wrapped_models(
 
     expected = backward(make_scorer(plain, kind))
     assert enable_packing(model)
-    module = wrap(model, wrapper)
+    module = wrap(wrapper, model)
     got = backward(make_scorer(model, kind, module=module, packed=True))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     shares: list[Any] = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     total = torch.cat([(grad.to_local() if isinstance(grad, DTensor) else grad).flatten() for grad in shares])
     wanted = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
     torch.testing.assert_close(total.square().sum(), wanted.square().sum(), rtol=1e-12, atol=0)
-
-
-def wrap(model: PreTrainedModel, wrapper: str) -> nn.Module:
-    if wrapper == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    if wrapper == "fsdp":
-        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        layers = {type(layer) for layer in model.model.layers}
-        return FullyShardedDataParallel(
-            model,
-            device_id=CPU,
-            use_orig_params=True,
-            auto_wrap_policy=ModuleWrapPolicy(layers),
-            sharding_strategy=ShardingStrategy.FULL_SHARD,
-        )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model

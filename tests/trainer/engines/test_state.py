@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from asyncrl.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
 from tests.fakes.trainer_model import write_model
-from tests.trainer.engine.state_ranks import (
+from tests.trainer.engines.state_ranks import (
     ADAPTER_RANKS,
     DAMAGES,
     DIRECTORIES,
@@ -31,10 +31,10 @@ from tests.trainer.engine.state_ranks import (
     snapshot,
     step,
 )
-from trainer.engine import storage
-from trainer.engine.models import load_model
-from trainer.engine.state import begin_save, load
-from trainer.engine.storage import ShardWriter
+from trainer.engines.models import load_model
+from trainer.engines.state import storage
+from trainer.engines.state.checkpoint import begin_save, load
+from trainer.engines.state.storage import ShardWriter
 
 DEADLINE_S = 180
 
@@ -59,7 +59,7 @@ def two_ranks(model: Path) -> dict[str, str | None]:
         storage.write_tensors(snapshot(live), directory / f"next_{adapters}.safetensors")
     for name in (*DIRECTORIES, *DAMAGES):
         (directory / name).mkdir()
-    command = [sys.executable, "-m", "tests.trainer.engine.state_ranks"]
+    command = [sys.executable, "-m", "tests.trainer.engines.state_ranks"]
     ranks = [
         subprocess.Popen([*command, str(rank), str(directory)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for rank in range(2)
@@ -88,7 +88,7 @@ def test_on_two_ranks(two_ranks: dict[str, str | None], check: str) -> None:
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("adapters", ADAPTER_RANKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_two_ranks_saved_is_bit_for_bit_what_one_process_has(
+def test_state_saved_by_two_ranks_loads_bit_for_bit_in_one_process(
     two_ranks: dict[str, str | None], model: Path, kind: str, adapters: int
 ) -> None:
     spec = make_spec(model, adapters)
@@ -112,7 +112,7 @@ def assert_same_state(
 
 
 @pytest.mark.parametrize("adapters", ADAPTER_RANKS)
-def test_a_run_goes_on_as_if_it_had_not_stopped(
+def test_a_resumed_engine_continues_bit_for_bit(
     model: Path, tmp_path: Path, adapters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(model, adapters)
@@ -155,7 +155,7 @@ def test_only_safetensors_and_json_are_written(model: Path, tmp_path: Path) -> N
     assert all(".lora_" in name for name in index), "with LoRA only adapters are trained, and saved"
 
 
-def test_what_is_saved_is_the_state_when_saving_began(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state_at_its_beginning(model: Path, tmp_path: Path) -> None:
     spec = make_spec(model)
     live = make(spec)
     step(*live)
@@ -301,7 +301,7 @@ def test_files_have_the_permissions_that_the_umask_gives(model: Path, tmp_path: 
     assert modes == dict.fromkeys(modes, oct(0o666 & ~umask))
 
 
-def test_a_full_disk_is_said_when_waiting_and_training_goes_on(model: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_raised_by_finish_save_and_training_continues(model: Path, tmp_path: Path) -> None:
     spec = make_spec(model)
     live = make(spec)
     (tmp_path / "engine.json").symlink_to("/dev/full")

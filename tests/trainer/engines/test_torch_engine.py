@@ -1,4 +1,4 @@
-"""What the contract suite does not reach: refusals before anything runs, gradients that go wrong, figures."""
+"""What the contract suite leaves out: early refusals, gradients that are not finite, figures."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from asyncrl.config.schema import AlgorithmConfig, EngineConfig, ModelConfig, OptimConfig
-from asyncrl.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
 from tests.fakes.trainer_model import write_model
 from trainer.algorithms.objective import PolicyLoss
-from trainer.engine import dist, export, offload, state
-from trainer.engine.base import EngineSpec
-from trainer.engine.contract.reference import make_batch
-from trainer.engine.ddp import DdpEngine
-from trainer.engine.fsdp2 import Fsdp2Engine
-from trainer.engine.local import LocalEngine
-from trainer.engine.registry import EngineRegistry
+from trainer.engines import dist, torch_engine
+from trainer.engines.base import EngineSpec
+from trainer.engines.contract.setting import make_batch
+from trainer.engines.registry import EngineRegistry
+from trainer.engines.replicated import DdpEngine, LocalEngine
+from trainer.engines.sharded import Fsdp2Engine
+from trainer.engines.state import checkpoint as state
 
 LOSS = PolicyLoss(AlgorithmConfig(), 20)
 
@@ -51,7 +53,7 @@ def test_ranks_that_share_sequences_have_to_divide_all_ranks(path: Path) -> None
         LocalEngine(spec(path, ulysses_sequence_parallel_size=2))
 
 
-def test_a_gpu_that_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.device=cuda: torch sees no GPU"):
         EngineRegistry.new(spec(path, device="cuda"))
@@ -68,7 +70,7 @@ def test_a_forward_only_engine_does_not_train(path: Path) -> None:
             call()
 
 
-def test_the_decay_ends_where_the_plan_says(path: Path) -> None:
+def test_the_learning_rate_decays_until_the_planned_step(path: Path) -> None:
     engine, batch = LocalEngine(spec(path, optim=OptimConfig(lr=1.0, decay="linear"))), make_batch(2, 1)
 
     def rate() -> float:
@@ -99,7 +101,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(path: Path) -> None:
     assert engine.step == 2
 
 
-def test_figures_are_sums_and_means_over_tokens(path: Path) -> None:
+def test_metrics_are_sums_and_means_over_tokens(path: Path) -> None:
     engine, batch = LocalEngine(spec(path, ppo_max_token_len=30)), make_batch(6, 1)
     entropy = engine.infer(batch)["entropy"][batch["loss_mask"]]
     figures = engine.forward_backward(batch, LOSS)
@@ -108,7 +110,7 @@ def test_figures_are_sums_and_means_over_tokens(path: Path) -> None:
     assert figures["actor/pg_loss"] == figures["loss"]
 
 
-def test_a_construction_that_fails_leaves_no_process_group(path: Path) -> None:
+def test_a_failed_construction_leaves_no_process_group(path: Path) -> None:
     two_ranks = spec(path, strategy="fsdp2", ulysses_sequence_parallel_size=2)
     for broken in (two_ranks, spec(Path("/nowhere"), strategy="fsdp2")):
         with pytest.raises(ConfigError):
@@ -116,7 +118,7 @@ def test_a_construction_that_fails_leaves_no_process_group(path: Path) -> None:
         assert not torch.distributed.is_initialized()
 
 
-def test_a_checkpoint_that_was_not_written_is_said_on_closing_and_the_group_is_left(path: Path, tmp_path: Path) -> None:
+def test_close_raises_a_failed_checkpoint_and_leaves_the_group(path: Path, tmp_path: Path) -> None:
     engine = EngineRegistry.new(spec(path, strategy="fsdp2"))
     (tmp_path / "engine.json").symlink_to("/dev/full")
     engine.save(tmp_path)
@@ -125,9 +127,7 @@ def test_a_checkpoint_that_was_not_written_is_said_on_closing_and_the_group_is_l
     assert not torch.distributed.is_initialized()
 
 
-def test_nothing_of_the_old_model_is_left_when_a_reset_loads_the_new_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_frees_the_old_model_before_loading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LocalEngine(spec(path))
     engine.optim_step(engine.forward_backward(make_batch(4, 1), LOSS)["loss"])
     old = [weakref.ref(parameter) for parameter in engine.model.parameters()]
@@ -142,9 +142,7 @@ def test_nothing_of_the_old_model_is_left_when_a_reset_loads_the_new_one(
     assert alive == [0]
 
 
-def test_an_engine_whose_reset_failed_says_so_and_can_be_reset_again(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_reset_can_be_repeated(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = LocalEngine(spec(path)), make_batch(4, 1)
     expected = engine.forward_backward(batch, LOSS)
 
@@ -171,27 +169,25 @@ def test_an_engine_whose_reset_failed_says_so_and_can_be_reset_again(
     assert engine.forward_backward(batch, LOSS) == expected
 
 
-def test_weights_and_state_are_at_hand_for_collectives_and_go_back(
+def test_offloaded_state_returns_to_the_device_for_collectives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a sharded model: the device stands for a GPU, `meta` for where its parts were moved to."""
+    """A sharded model: the device stands for a GPU, `meta` for the offload target."""
     engine = Fsdp2Engine(spec(path, strategy="fsdp2"))
     away, seen = torch.device("meta"), []
     try:
         monkeypatch.setattr(engine, "_move_model", lambda device: None)
-        monkeypatch.setattr(offload, "move_optimizer", lambda optimizer, device: None)
-        export_weights, begin_save = export.full_weights, state.begin_save
+        monkeypatch.setattr(torch_engine, "move_optimizer", lambda optimizer, device: None)
 
-        def seen_export(*args: Any, **kwargs: Any) -> Any:
-            seen.append(dict(engine._places))
-            return export_weights(*args, **kwargs)
+        def recording(call: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **kwargs: Any) -> Any:
+                seen.append(dict(engine._places))
+                return call(*args, **kwargs)
 
-        def seen_save(*args: Any, **kwargs: Any) -> Any:
-            seen.append(dict(engine._places))
-            return begin_save(*args, **kwargs)
+            return record
 
-        monkeypatch.setattr(export, "full_weights", seen_export)
-        monkeypatch.setattr(state, "begin_save", seen_save)
+        monkeypatch.setattr(torch_engine, "full_weights", recording(torch_engine.full_weights))
+        monkeypatch.setattr(state, "begin_save", recording(state.begin_save))
         engine._places |= {"model": away, "optimizer": away}
         list(engine.weights("float32"))
         assert engine._places["model"] == engine._places["optimizer"] == away
@@ -204,11 +200,9 @@ def test_weights_and_state_are_at_hand_for_collectives_and_go_back(
         engine.close()
 
 
-def test_what_is_offloaded_goes_back_after_a_failure(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_parts_move_back_after_a_failure(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rests = LocalEngine(spec(path)), []
-    monkeypatch.setattr(engine, "_rest", lambda: rests.append("rest"))
+    monkeypatch.setattr(engine, "_offload", lambda: rests.append("rest"))
     odd = make_batch(2, 1)
     odd["input_ids"][0, 0] = 10**6
     with pytest.raises(DataError):

@@ -1,4 +1,4 @@
-"""Two ranks that share every sequence against one that has all of it, in float64."""
+"""Two ranks that share every sequence against one rank with whole sequences, in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,26 +14,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel
 
-from asyncrl.failures import ConfigError
+from asyncrl.core.failures import ConfigError
 from tests.fakes.token_batch import make_batch
-from trainer.engine import scorer
-from trainer.engine.attention import NAME, enable_packing
-from trainer.engine.base import ModelType
-from trainer.engine.scorer import Scorer
-from trainer.engine.ulysses import Shard, check_heads, spread_kv
+from tests.fakes.trainer_model import random_model
+from tests.fakes.wrapped_model import wrap
+from trainer.engines.base import ModelType
+from trainer.engines.compute import scorer
+from trainer.engines.compute.attention import NAME, Shard, check_heads, enable_packing, spread_kv
+from trainer.engines.compute.scorer import Scorer
 
 VOCAB = 24
 DEADLINE_S = 120.0
@@ -44,11 +35,6 @@ SHAPE = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
-}
-KINDS: dict[ModelType, Any] = {
-    "language_model": AutoModelForCausalLM,
-    "value_model": AutoModelForTokenClassification,
-    "reward_model": AutoModelForSequenceClassification,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "2 kv heads": LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2),
@@ -63,9 +49,7 @@ BATCHES = {
 
 
 def make_model(config: PreTrainedConfig, kind: ModelType, checkpointing: bool) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = type(config)(**{**config.to_dict(), "num_labels": 1, "classifier_dropout": 0.0})
-    model: PreTrainedModel = KINDS[kind].from_config(config, attn_implementation="sdpa").double().train()
+    model = random_model(config, kind).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -102,7 +86,7 @@ def cases() -> Iterator[tuple[PreTrainedConfig, TensorDict, ModelType, bool, int
     """Configuration, batch, kind, checkpointed layers, most logits at once."""
     for config in CONFIGS.values():
         yield config, BATCHES["many"], "language_model", False, 2**28
-    for kind in KINDS:
+    for kind in get_args(ModelType):
         for batch in BATCHES.values():
             yield CONFIGS["1 kv head"], batch, kind, kind == "language_model", 5 * VOCAB
 
@@ -133,29 +117,16 @@ def check_sharded(group: dist.ProcessGroup) -> None:
     config, batch = CONFIGS["1 kv head"], BATCHES["many"]
     scorer.MAX_LOGITS["cpu"] = 5 * VOCAB
     scores, _, gradients = run(make_model(config, "language_model", True), batch, "language_model", None)
-    for wrap in (fsdp, fsdp2):
+    for wrapper in ("fsdp", "fsdp2"):
         for sp_group in (None, group):
             model = make_model(config, "language_model", True)
             assert enable_packing(model)
-            module = wrap(model)
+            module = wrap(wrapper, model)
             got = run(model, batch, "language_model", sp_group, module)
             torch.testing.assert_close(got[0], scores, rtol=1e-11, atol=1e-11)
             # both divide by the number of ranks: of two that did the same, or each its part
             whole = whole_gradients(module) * (1 if sp_group is None else 2)
             torch.testing.assert_close(whole, gradients, rtol=1e-11, atol=1e-11)
-
-
-def fsdp(model: PreTrainedModel) -> nn.Module:
-    policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy)
-
-
-def fsdp2(model: PreTrainedModel) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
 
 
 def whole_gradients(module: nn.Module) -> Tensor:
@@ -189,7 +160,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
 
 
 class Ranks:
-    """Enough of a process group for what only counts."""
+    """The size and rank of a process group."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self._size, self._rank = size, rank
@@ -233,7 +204,7 @@ def test_each_rank_gets_the_kv_heads_of_its_query_heads(heads: int, ranks: int, 
     assert torch.equal(served, torch.arange(heads).repeat_interleave(num_query // heads).double())
 
 
-def test_scored_positions_are_dealt_out_in_order(counted: None) -> None:
+def test_scored_positions_are_split_in_order(counted: None) -> None:
     positions = torch.tensor([0, 3, 4, 5, 11])
     dealt = []
     for rank in range(4):

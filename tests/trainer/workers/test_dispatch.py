@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from asyncrl.failures import BugError, DataError
+from asyncrl.core.failures import BugError, DataError
 from tests.fakes.token_batch import make_batch
-from trainer.dispatch import (
-    Call,
+from trainer.engines.base import Layout
+from trainer.workers.dispatch import (
     Dispatch,
+    RankCall,
     collect,
     dispatch_of,
     from_wire,
@@ -23,8 +24,7 @@ from trainer.dispatch import (
     share_rows,
     to_wire,
 )
-from trainer.engine.base import Layout
-from trainer.worker import TrainingWorker
+from trainer.workers.worker import TrainingWorker
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=24)
 
@@ -85,7 +85,7 @@ def test_results_come_back_in_the_rows_order(num_rows: int, groups: int, per_gro
     ranks = layouts(groups * per_group, per_group)
     batch = batch_of(num_rows)
     mode = Dispatch("rows", "rows")
-    calls, shares = scatter(mode, ranks, Call((batch,), {"adapters": False}))
+    calls, shares = scatter(mode, ranks, RankCall((batch,), {"adapters": False}))
     assert sorted(calls) == list(range(len(ranks)))
     results = {}
     for layout in ranks:
@@ -106,14 +106,14 @@ def test_results_come_back_in_the_rows_order(num_rows: int, groups: int, per_gro
 def test_nothing_is_trained_twice(num_rows: int, num_ranks: int) -> None:
     batch = batch_of(num_rows)
     before = batch["loss_mask"].clone()
-    calls, _ = scatter(Dispatch("rows", "first"), layouts(num_ranks), Call((batch,), {}))
+    calls, _ = scatter(Dispatch("rows", "first"), layouts(num_ranks), RankCall((batch,), {}))
     assert sum(int(call.args[0]["loss_mask"].sum()) for call in calls.values()) == int(before.sum())
     assert torch.equal(batch["loss_mask"], before), "padding is masked in a copy"
 
 
-def test_mini_batches_become_positions_in_what_a_rank_has() -> None:
+def test_mini_batches_become_positions_in_a_ranks_rows() -> None:
     batch, mini_batches = batch_of(5), [[0, 3], [4], [1, 2, 0]]
-    calls, _ = scatter(Dispatch("mini_batches", "first"), layouts(2), Call((batch, mini_batches), {}))
+    calls, _ = scatter(Dispatch("mini_batches", "first"), layouts(2), RankCall((batch, mini_batches), {}))
     trained: list[list[torch.Tensor]] = [[], [], []]
     for call in calls.values():
         part, positions = call.args
@@ -124,7 +124,7 @@ def test_mini_batches_become_positions_in_what_a_rank_has() -> None:
 
 
 def test_one_to_all_and_rank_zero() -> None:
-    call, ranks = Call(("x",), {}), layouts(3)
+    call, ranks = RankCall(("x",), {}), layouts(3)
     assert scatter(Dispatch("all", "first"), ranks, call) == ({0: call, 1: call, 2: call}, [])
     assert scatter(Dispatch("rank_zero", "first"), ranks, call) == ({0: call}, [])
     assert collect(Dispatch("all", "first"), ranks, [], {0: "zero", 1: "one", 2: "two"}) == "zero"
@@ -133,15 +133,15 @@ def test_one_to_all_and_rank_zero() -> None:
 @pytest.mark.parametrize(
     ("mode", "args", "message"),
     [
-        ("rows", (batch_of(3)[:0],), "a batch without rows"),
+        ("rows", (batch_of(3)[:0],), "the batch has no rows"),
         ("mini_batches", (batch_of(3), [[0], []]), "mini-batch 1 has no rows"),
         ("mini_batches", (batch_of(3), [[0, 3]]), "names row 3 of a batch of 3"),
         ("mini_batches", (batch_of(3), [[-1]]), "names row -1 of a batch of 3"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(mode: Any, args: tuple[Any, ...], message: str) -> None:
+def test_batches_that_cannot_be_shared_out_are_refused(mode: Any, args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        scatter(Dispatch(mode, "first"), layouts(2), Call(args, {}))
+        scatter(Dispatch(mode, "first"), layouts(2), RankCall(args, {}))
 
 
 def test_methods_say_how_they_are_called() -> None:

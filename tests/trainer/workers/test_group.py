@@ -1,4 +1,4 @@
-"""Groups of ranks on a real Ray cluster: the same figures as one process, and failures that end in time."""
+"""Groups of ranks on a real Ray cluster: the results of one process, and failures within their deadlines."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
-import trainer.group
+import trainer.workers.group
 from asyncrl.config.schema import Config
-from asyncrl.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
+from asyncrl.core.failures import BugError, ConfigError, DataError, DeadlineError, DivergenceError, InfraError
 from asyncrl.profiling import profile
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, start_store
 from tests.fakes.losses import GoesWrong, Likelihood, NotFinite, TakesTime
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import VOCAB, make_config, write_model
 from tests.trainer.conftest import Recorded
-from trainer import outcomes
-from trainer.group import WorkerGroup
-from trainer.groups import TrainerGroups
-from trainer.inline import InlineGroup
-from trainer.placement import GroupPlan, RolePlan, plan_groups
-from trainer.processes import Processes
-from trainer.worker import engine_spec
+from trainer.workers import outcomes
+from trainer.workers.group import TrainerGroups, WorkerGroup
+from trainer.workers.inline import InlineGroup
+from trainer.workers.placement import GroupPlan, RolePlan, plan_groups
+from trainer.workers.processes import Processes
+from trainer.workers.worker import engine_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
-AGAIN = "the Trainer has to be started again, from its last checkpoint"
+AGAIN = "the Trainer has to be restarted from its last checkpoint"
 DIED = rf"actor\.train_batch: rank 1 of the actor group died; {AGAIN}"
 ALONE = {"strategy": "local", "num_workers": 1}
 MINI_BATCHES = [[0, 1, 2], [3, 4, 5], [6], [5, 0]]
@@ -66,7 +65,7 @@ def configure(model: Path, **sections: Any) -> Config:
 @asynccontextmanager
 async def running(config: Config, **options: Any) -> AsyncIterator[WorkerGroup]:
     group = await WorkerGroup.start(plan_groups(config)[0], config.timeouts, **options)
-    processes = [psutil.Process(place.pid) for place in group.places]
+    processes = [psutil.Process(place.pid) for place in group.locations]
     try:
         yield group
     finally:
@@ -128,7 +127,7 @@ def assert_alike(left: Any, right: Any) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=2e-4), name
 
 
-async def test_two_ranks_train_as_one_process_does(actor: Any, config: Config) -> None:
+async def test_two_ranks_train_like_one_process(actor: Any, config: Config) -> None:
     """Seven rows do not divide by two ranks, and one mini-batch has a single row."""
     async with inline(plan_groups(config)[0].roles[0]) as alone:
         await alone.set_loss_fn(Likelihood())
@@ -149,13 +148,6 @@ async def test_two_ranks_train_as_one_process_does(actor: Any, config: Config) -
     torch.testing.assert_close(ours["entropy"], theirs["entropy"], rtol=1e-3, atol=1e-4)
 
 
-async def test_rows_keep_their_order(actor: Any) -> None:
-    whole = (await actor.infer_batch(BATCH))["log_probs"]
-    order = torch.tensor([4, 0, 6, 2])
-    torch.testing.assert_close((await actor.infer_batch(BATCH[order]))["log_probs"], whole[order])
-    torch.testing.assert_close((await actor.infer_batch(BATCH[3:4]))["log_probs"], whole[3:4])
-
-
 async def test_roles_share_ranks_and_nothing_else(groups: TrainerGroups, actor: Any) -> None:
     reference, critic = groups.roles["ref"], groups.roles["critic"]
     assert [group.plan.name for group in groups.groups] == ["actor"]
@@ -170,7 +162,7 @@ async def test_roles_share_ranks_and_nothing_else(groups: TrainerGroups, actor: 
     assert (await actor.step(), await critic.step()) == (1, 0)
 
 
-async def test_failures_that_all_ranks_share_leave_the_group_as_it_was(actor: Any) -> None:
+async def test_the_group_stays_usable_after_a_failure_of_all_ranks(actor: Any) -> None:
     batch = BATCH.clone()
     batch["loss_mask"][:] = False
     with pytest.raises(DataError, match="a batch without a single trained token"):
@@ -195,7 +187,7 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     assert gather_s > 0 < put_s
     assert await ObjectStoreFeed(store, call_s=10).latest() == published
     assert (published.version, published.step, published.validate) == (1, 1, True)
-    offered = store.tensors.remote(published.edition)
+    offered = store.tensors.remote(published.weights_version)
     chunks = await anyio.to_thread.run_sync(lambda: ray.get(ray.get(offered, timeout=10), timeout=10))
     tensors = {name: array for chunk in chunks for name, array in chunk.items()}
     assert {array.dtype for array in tensors.values()} == {np.dtype("uint16")}, "bfloat16, as its bits"
@@ -206,27 +198,27 @@ async def test_weights_reach_the_store_from_rank_0(actor: Any, store: Any) -> No
     assert await actor.step() == 1, "the ranks have done their part"
     os.kill((await store.status.remote()).pid, signal.SIGKILL)
     await actor.republish()
-    assert (await store.status.remote()).newest == published.edition, "a store that has forgotten is told again"
+    assert (await store.status.remote()).newest == published.weights_version, "republish refills a restarted store"
 
 
-async def test_events_of_ranks_come_home_and_are_those_of_one_process(
+async def test_ranks_return_the_same_events_as_one_process(
     groups: TrainerGroups, actor: Any, config: Config, recorded: Recorded
 ) -> None:
     async with inline(plan_groups(config)[0].roles[0]) as alone:
         await alone.set_loss_fn(Likelihood())
         await alone.plan(10)
         for role in (alone, actor):
-            profile.at(step=5, version=3)
+            profile.set_position(step=5, version=3)
             await role.train_batch(BATCH)
             await role.infer_batch(BATCH)
-            profile.at(step=6, version=4)
+            profile.set_position(step=6, version=4)
             with pytest.raises(DataError, match="lacks loss_mask"):
                 await role.train_batch(BATCH.exclude("loss_mask"))
     found: dict[str, list[Any]] = {}
     for event in recorded.all():
         if "step" in event:
-            said = event["event"], event.get("method"), event["step"], event["version"], event["role"]
-            found.setdefault(event["part"], []).append((*said, event.get("error")))
+            fields = event["event"], event.get("method"), event["step"], event["version"], event["role"]
+            found.setdefault(event["part"], []).append((*fields, event.get("error")))
             assert event["rank"] == (0 if event["part"] == "trainer" else int(event["part"][-1]))
     assert found.keys() == {"trainer", "rank-actor-0", "rank-actor-1"}
     ours = found.pop("trainer")
@@ -251,7 +243,7 @@ async def test_ranks_write_traces_of_a_chosen_step(
     groups: TrainerGroups, actor: Any, run_dir: Path, recorded: Recorded
 ) -> None:
     for step in (69, 70, 71):
-        profile.at(step=step)
+        profile.set_position(step=step)
         await actor.infer_batch(BATCH)
         await groups.end_traces(step)
     [(path, names)] = traces(run_dir).items()
@@ -278,23 +270,23 @@ async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups,
             tasks.cancel_scope.cancel()
     finally:
         actors[1] = send
-    assert await actor.step() == 1, "what was under way is waited for"
+    assert await actor.step() == 1, "the next call waits for the running step"
     assert (await actor.train_batch(BATCH))["loss"] > 0
 
 
-async def test_ranks_say_what_they_do_while_they_do_it(groups: TrainerGroups, actor: Any) -> None:
+async def test_status_shows_the_running_call(groups: TrainerGroups, actor: Any) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(actor.train_mini_batch, BATCH, MINI_BATCHES * 20)
         while True:
             ranks = (await groups.status())["actor"]
             assert [rank["rank"] for rank in ranks] == [0, 1]
-            assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].places}
+            assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].locations}
             assert all(rank["health"].rss_bytes > 1 << 20 and rank["health"].lag_s is not None for rank in ranks)
             if any(rank["doing"] == "actor.train_mini_batch" for rank in ranks):
                 break
 
 
-async def test_a_rank_that_dies_in_a_step_ends_the_call_at_once(model: Path) -> None:
+async def test_a_rank_that_dies_in_a_step_fails_the_call_at_once(model: Path) -> None:
     async with running(configure(model, timeouts={"collective_s": 100}), reserve_cpus=True) as group:
         assert await bundles("CREATED") == [[{"CPU": 1.0}] * 2]
         actor = group.role_group("actor")
@@ -316,7 +308,7 @@ async def bundles(state: str) -> list[list[dict[str, float]]]:
     return [list(entry["bundles"].values()) for entry in table.values() if entry["state"] == state]
 
 
-async def test_a_cluster_without_room_is_a_deadline(model: Path) -> None:
+async def test_a_full_cluster_is_a_deadline_error(model: Path) -> None:
     config = configure(model, trainer={"cpu_threads": 2}, timeouts={"start_s": 1.0})
     with pytest.raises(DeadlineError, match=r"the actor group waited 1 s for 2 times \{'CPU': 2\.0\} on"):
         await WorkerGroup.start(plan_groups(config)[0], config.timeouts, reserve_cpus=True)
@@ -334,7 +326,7 @@ class Reserving:
 
 
 @pytest.mark.slow
-async def test_room_of_a_trainer_that_was_killed_is_free_for_the_next_one(model: Path) -> None:
+async def test_reservations_of_a_killed_trainer_are_freed(model: Path) -> None:
     """Ray keeps it until the driver ends too: on a full cluster the next one would wait for itself."""
     plan = plan_groups(configure(model, trainer={"cpu_threads": 1}))[0]
     with anyio.fail_after(60):
@@ -346,8 +338,8 @@ async def test_room_of_a_trainer_that_was_killed_is_free_for_the_next_one(model:
         await group.close()
 
 
-async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one waits in a collective operation, and would for as long as that may take."""
+async def test_a_rank_that_fails_alone_kills_the_group(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits in a collective operation."""
     monkeypatch.setattr(outcomes, "GRACE_S", 0.5)
     async with running(configure(model, timeouts={"collective_s": 100})) as group:
         actor = group.role_group("actor")
@@ -358,10 +350,10 @@ async def test_a_rank_that_fails_alone_takes_the_others_with_it(model: Path, mon
             await actor.step()
 
 
-async def test_a_rank_that_dies_while_nobody_asks_it_is_heard_of_at_once(model: Path) -> None:
+async def test_watch_notices_a_dead_idle_rank_at_once(model: Path) -> None:
     async with running(configure(model, trainer=ALONE)) as group:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(killed, group.places[0].pid)
+            tasks.start_soon(killed, group.locations[0].pid)
             with anyio.fail_after(10), pytest.raises(InfraError, match=f"rank 0 of the actor group died; {AGAIN}"):
                 await group.watch(1000.0)
         with pytest.raises(InfraError, match="the actor group is gone"):
@@ -374,7 +366,7 @@ async def killed(pid: int) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stopped_rank_ends_a_step_long_before_the_steps_own_deadline(model: Path) -> None:
+async def test_a_stopped_rank_fails_a_step_before_its_deadline(model: Path) -> None:
     async with running(configure(model, trainer=ALONE)) as group:
         actor = group.role_group("actor")
         await actor.set_loss_fn(TakesTime(1000.0))
@@ -394,45 +386,45 @@ async def test_a_stopped_rank_ends_a_step_long_before_the_steps_own_deadline(mod
                 tasks.start_soon(step)
                 while not (await group.status())[0]["doing"]:
                     pass
-                os.kill(group.places[0].pid, signal.SIGSTOP)
+                os.kill(group.locations[0].pid, signal.SIGSTOP)
         (error,) = caught.value.exceptions
         assert failed == [error]
         assert isinstance(error, DeadlineError)
-        assert "a sign of life: rank 0 of the actor group did not answer within 1 s" in str(error)
+        assert "a health check: rank 0 of the actor group did not answer within 1 s" in str(error)
 
 
-async def test_ranks_that_compute_are_not_taken_for_hung(groups: TrainerGroups, actor: Any) -> None:
-    """Python that never lets go of the interpreter by itself, for longer than a rank may be silent."""
+async def test_computing_ranks_answer_health_checks(groups: TrainerGroups, actor: Any) -> None:
+    """The ranks keep the interpreter busy for longer than the limit of a health check."""
     await actor.set_loss_fn(TakesTime(2.5))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(groups.watch, 2.0)
         assert (await actor.train_batch(BATCH))["loss"] > 0
         tasks.cancel_scope.cancel()
     assert {(rank["group"], rank["rank"]) for rank in groups.ranks} == {("actor", 0), ("actor", 1)}
-    assert {rank["pid"] for rank in groups.ranks} == {place.pid for place in groups.groups[0].places}
+    assert {rank["pid"] for rank in groups.ranks} == {place.pid for place in groups.groups[0].locations}
 
 
 @pytest.mark.slow
-async def test_a_stopped_rank_is_late_and_then_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_rank_misses_its_deadline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
 
     async def spy(answers: Any, limit_s: float) -> Any:
         ends.append(anyio.current_time() + limit_s)
-        return await outcomes.gather(answers, limit_s)
+        return await outcomes.gather_outcomes(answers, limit_s)
 
-    monkeypatch.setattr(trainer.group, "gather", spy)
+    monkeypatch.setattr(trainer.workers.group, "gather_outcomes", spy)
     async with running(configure(model, timeouts={"train_s": 1.0, "collective_s": 100})) as group:
         assert len(ends) == 4
         assert max(ends) - min(ends) < 0.5, "one deadline for all that a start waits for, which takes seconds"
         actor = group.role_group("actor")
-        os.kill(group.places[1].pid, signal.SIGSTOP)
+        os.kill(group.locations[1].pid, signal.SIGSTOP)
         with anyio.fail_after(10), pytest.raises(DeadlineError, match="did not answer within 1 s"):
             await actor.infer_batch(BATCH)
 
 
 @pytest.mark.slow
-async def test_a_collective_that_takes_too_long_is_a_deadline(model: Path) -> None:
-    """One rank sleeps: the other gives up after `collective_s` and says so; the call does not wait for `train_s`."""
+async def test_a_slow_collective_is_a_deadline_error(model: Path) -> None:
+    """One rank sleeps: the other raises after `collective_s`; the call does not wait for `train_s`."""
     async with running(configure(model, timeouts={"collective_s": 2.0})) as group:
         actor = group.role_group("actor")
         await actor.set_loss_fn(GoesWrong(1, "sleeps"))
@@ -440,7 +432,7 @@ async def test_a_collective_that_takes_too_long_is_a_deadline(model: Path) -> No
             await actor.train_batch(BATCH)
 
 
-async def test_what_cannot_start_leaves_nothing_behind(model: Path) -> None:
+async def test_a_failed_start_leaves_no_processes(model: Path) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     config = configure(model, trainer={"strategy": "fsdp3"})
     with pytest.raises(ConfigError, match="no such engine; did you mean fsdp"):

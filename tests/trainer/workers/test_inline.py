@@ -1,4 +1,4 @@
-"""A role in this process: the same calls as on a group, on one thread, with typed failures."""
+"""A role in this process: the calls of a group, on one thread, with typed failures."""
 
 from __future__ import annotations
 
@@ -13,53 +13,27 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from asyncrl.failures import BugError, ConfigError, DataError, InfraError
-from asyncrl.ports import Publication
+from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
+from asyncrl.core.ports import Publication
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
-from tests.fakes.trainer_model import VOCAB, make_config, write_model
-from trainer.engine.base import EngineSpec
-from trainer.inline import InlineGroup
-from trainer.placement import plan_groups
-from trainer.rank import Rank, typed
-from trainer.worker import engine_spec
+from tests.fakes.trainer_model import VOCAB
+from tests.fakes.trainer_parts import CopyingPublisher
+from trainer.engines.base import EngineSpec
+from trainer.workers.inline import InlineGroup
+from trainer.workers.rank import Rank, as_typed_error
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
-    config = make_config(write_model(tmp_path_factory.mktemp("model")), trainer={"strategy": "local"})
-    return engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
-
-
-class Publisher:
-    """Keeps copies of what is published."""
-
-    def __init__(self) -> None:
-        self.published: dict[int, dict[str, NDArray[Any]]] = {}
-        self.offers: list[int] = []
-
-    async def publish(self, version: int, step: int, tensors: Any, *, validate: bool) -> Publication:
-        if version in self.published:
-            raise BugError("twice")
-        self.published[version] = {name: array.copy() for name, array in tensors.items()}
-        self.offers.append(version)
-        return Publication(version, step, 0, {}, validate=validate)
-
-    async def republish(self) -> None:
-        self.offers += self.offers[-1:]
+@pytest.fixture
+async def publisher() -> CopyingPublisher:
+    return CopyingPublisher()
 
 
 @pytest.fixture
-async def publisher() -> Publisher:
-    return Publisher()
-
-
-@pytest.fixture
-async def group(spec: EngineSpec, publisher: Publisher) -> AsyncIterator[InlineGroup]:
+async def group(spec: EngineSpec, publisher: CopyingPublisher) -> AsyncIterator[InlineGroup]:
     group = await InlineGroup.start(spec, publisher=publisher)
     await group.plan(10)
     await group.set_loss_fn(Likelihood())
@@ -83,7 +57,7 @@ async def test_it_learns(group: InlineGroup) -> None:
     torch.testing.assert_close((await group.infer_batch(BATCH))["log_probs"], before["log_probs"])
 
 
-async def test_published_weights_are_the_trained_ones(group: InlineGroup, publisher: Publisher) -> None:
+async def test_published_weights_are_the_trained_ones(group: InlineGroup, publisher: CopyingPublisher) -> None:
     await group.publish(1, 0, validate=False)
     await group.train_batch(BATCH)
     publication = (await group.publish(2, 1, validate=True)).publication
@@ -102,32 +76,17 @@ async def test_publishing_needs_a_publisher(spec: EngineSpec) -> None:
     await group.close()
 
 
-async def test_checkpoints(group: InlineGroup, tmp_path: Path) -> None:
-    await group.train_batch(BATCH)
-    await group.save_checkpoint(tmp_path)
-    expected = await group.infer_batch(BATCH)
-    await group.train_batch(BATCH)
-    await group.finish_checkpoint()
-    await group.load_checkpoint(tmp_path)
-    assert await group.step() == 1
-    torch.testing.assert_close((await group.infer_batch(BATCH))["log_probs"], expected["log_probs"])
-
-
-async def test_failures_are_typed_and_leave_it_usable(group: InlineGroup, spec: EngineSpec) -> None:
+async def test_failures_are_typed_and_leave_the_group_usable(group: InlineGroup) -> None:
     with pytest.raises(DataError, match="lacks loss_mask"):
         await group.train_batch(BATCH.exclude("loss_mask"))
     with pytest.raises(BugError, match=r"actor\.to failed: TypeError") as caught:
         await group.call("to")
     assert "Traceback" in caught.value.cause
-    with pytest.raises(ConfigError, match="no such engine; did you mean"):
-        await InlineGroup.start(
-            EngineSpec("language_model", spec.model, spec.engine.model_copy(update={"strategy": "lokal"}))
-        )
     assert (await group.train_batch(BATCH))["loss"] > 0
 
 
 class Slow(Likelihood):
-    """Tells when it computes, and on which thread, and waits to be let go."""
+    """Blocks until `let_go` is set, and records its threads."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -151,15 +110,15 @@ def assert_ended(threads: set[threading.Thread]) -> None:
     assert not threads & engine_threads()
 
 
-async def test_what_cannot_start_leaves_no_thread(spec: EngineSpec) -> None:
+async def test_a_failed_start_leaves_no_thread(spec: EngineSpec) -> None:
     before = engine_threads()
     wrong = replace(spec, engine=spec.engine.model_copy(update={"strategy": "lokal"}))
-    with pytest.raises(ConfigError, match="did you mean local"):
+    with pytest.raises(ConfigError, match="no such engine; did you mean local"):
         await InlineGroup.start(wrong)
     assert_ended(engine_threads() - before)
 
 
-async def test_a_checkpoint_that_failed_reaches_whoever_closes(
+async def test_close_raises_a_failed_checkpoint(
     spec: EngineSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = engine_threads()
@@ -174,7 +133,7 @@ async def test_a_checkpoint_that_failed_reaches_whoever_closes(
     assert_ended(engine_threads() - before)
 
 
-async def test_a_worker_that_fails_to_close_does_not_keep_the_others(
+async def test_a_worker_that_fails_to_close_does_not_prevent_closing_others(
     spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, closed = Rank(), []
@@ -193,8 +152,8 @@ async def test_a_worker_that_fails_to_close_does_not_keep_the_others(
     assert closed == ["actor", "critic", "ref"]
 
 
-class Races(Publisher):
-    """Says whether a loss was computed while it was at it."""
+class Races(CopyingPublisher):
+    """`raced`: whether a loss was computed during a publication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +167,7 @@ class Races(Publisher):
         return await super().publish(version, step, tensors, validate=validate)
 
 
-class Tells(Likelihood):
+class Signals(Likelihood):
     def __init__(self, computes: threading.Event) -> None:
         self.computes = computes
 
@@ -218,10 +177,10 @@ class Tells(Likelihood):
 
 
 async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
-    """They may be the live ones."""
+    """The published tensors may be the live weights."""
     publisher = Races()
     group = await InlineGroup.start(spec, publisher=publisher)
-    await group.set_loss_fn(Tells(publisher.computes))
+    await group.set_loss_fn(Signals(publisher.computes))
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(group.publish, 1, 0, validate=False))
@@ -230,11 +189,11 @@ async def test_no_step_while_weights_are_published(spec: EngineSpec) -> None:
             tasks.start_soon(group.republish)
     assert publisher.computes.is_set()
     assert not publisher.raced
-    assert publisher.offers == [1, 1], "the new one is offered again, not one from before it"
+    assert publisher.offers == [1, 1], "republish offers the new version again"
     await group.close()
 
 
-async def test_what_was_published_is_offered_again_beside_a_step(group: InlineGroup, publisher: Publisher) -> None:
+async def test_republish_runs_during_a_step(group: InlineGroup, publisher: CopyingPublisher) -> None:
     await group.publish(1, 0, validate=False)
     slow = Slow()
     await group.set_loss_fn(slow)
@@ -248,7 +207,7 @@ async def test_what_was_published_is_offered_again_beside_a_step(group: InlineGr
 
 
 async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
-    """Whoever comes next finds the model as it is after the step, not in the middle of it."""
+    """The next call finds the model after the step."""
     slow = Slow()
     await group.set_loss_fn(slow)
     with anyio.fail_after(30):
@@ -263,7 +222,7 @@ async def test_a_cancelled_step_is_waited_for(group: InlineGroup) -> None:
     assert len(slow.threads) == 1
 
 
-async def test_training_goes_on_while_files_are_written(
+async def test_training_continues_while_files_are_written(
     group: InlineGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, waited_for = threading.Event(), threading.Event()
@@ -281,9 +240,12 @@ async def test_training_goes_on_while_files_are_written(
             await group.train_batch(BATCH)
             written.set()
     assert (tmp_path / "engine.json").exists()
+    assert await group.step() == 1
+    await group.load_checkpoint(tmp_path)
+    assert await group.step() == 0
 
 
-def test_memory_that_runs_out_says_what_to_turn() -> None:
-    error = typed(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
+def test_out_of_memory_names_the_keys_to_change() -> None:
+    error = as_typed_error(torch.OutOfMemoryError("CUDA out of memory"), "actor.train_batch")
     assert type(error) is InfraError
     assert "lower ppo_max_token_len" in error.message

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.schema import Config, EngineConfig
-from trainer.placement import RolePlan, plan_groups, reference_is_actor
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.trainer import EngineConfig
+from trainer.workers.placement import RolePlan, plan_groups, reference_is_actor
 
 LORA = {"model": {"path": "policy", "lora_rank": 8}}
 KL = {"algorithm": {"use_kl_loss": True}}
@@ -95,7 +96,7 @@ def test_code_of_a_model_directory_runs_only_where_it_was_allowed() -> None:
     ),
     degree=st.sampled_from([1, 2, 4]),
 )
-def test_what_a_role_leaves_open_is_the_trainers(own: dict[str, Any], degree: int) -> None:
+def test_unset_keys_of_a_role_are_the_trainers(own: dict[str, Any], degree: int) -> None:
     trainer = {"num_workers": 4, "cpu_threads": 3, "ulysses_sequence_parallel_size": degree, "device": "cpu"}
     for placement in ("actor", "own"):
         settings = own | {"placement": placement}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.failures import ConfigError
-from trainer.placement import GroupPlan, plan_groups
-from trainer.processes import Place, device_of, local_ranks, own_gpu
+from asyncrl.core.failures import ConfigError
+from trainer.workers.placement import GroupPlan, plan_groups
+from trainer.workers.processes import RankLocation, device_of, local_ranks, own_gpu
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,9 @@ def test_the_gpu_that_ray_has_assigned(assigned: list[str], visible: str | None,
 
 def test_local_ranks() -> None:
     """On CPU as torchrun counts them; on GPUs they say which one to take, wherever the ranks are."""
-    places = [Place(node, "10.0.0.1", 1, gpu) for node, gpu in [("a", 2), ("b", 0), ("a", 0), ("a", 1), ("b", 1)]]
+    places = [
+        RankLocation(node, "10.0.0.1", 1, gpu) for node, gpu in [("a", 2), ("b", 0), ("a", 0), ("a", 1), ("b", 1)]
+    ]
     assert local_ranks(places, "cpu") == [0, 0, 1, 2, 1]
     assert local_ranks(places, "cuda") == [2, 0, 0, 1, 1]
 
@@ -47,7 +49,7 @@ def test_a_group_takes_gpus_where_there_are_any(device: str, num_ranks: int, num
     assert device_of(group(device, num_ranks), num_gpus) == expected
 
 
-def test_too_few_gpus_are_said_with_keys_that_can_be_set() -> None:
+def test_too_few_gpus_name_the_keys_to_change() -> None:
     few = r"trainer\.num_workers=3: .*cluster has 2; lower trainer\.num_workers to 2, or use trainer\.device=cpu"
     for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=few):

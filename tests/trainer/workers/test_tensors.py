@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from asyncrl.types import Sample, SampleId
+from asyncrl.core.types import Sample, SampleId
 from tests.fakes.trainer_parts import forked, make_sample
-from trainer.rows import RowRules, TrainRow, prepare
-from trainer.tensors import to_batch
+from trainer.batches import RowRules, TrainRow, prepare_sample
+from trainer.workers.tensors import to_batch
 
 RULES = RowRules(mask_beyond=None, filter_groups=False, vocab_size=None)
 
 
 def rows_of(*samples: Sample) -> list[TrainRow]:
-    prepared = [prepare(sample, lease_id=1, trainer_version=0, rules=RULES) for sample in samples]
+    prepared = [prepare_sample(sample, lease_id=1, trainer_version=0, rules=RULES) for sample in samples]
     return [row for sample in prepared for row in sample.rows]
 
 

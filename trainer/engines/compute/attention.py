@@ -1,8 +1,8 @@
-"""Attention over packed sequences: registered with transformers as an attention implementation of its own.
+"""Attention over packed sequences, registered with transformers as a separate attention implementation.
 
-All sequences of a micro-batch lie one after another in one row; each attends to itself only. On a GPU in half precision
-this is one kernel (`torch.nn.attention.varlen`); elsewhere each sequence is a causal attention of its own, which no
-mask of `T x T` and no padding slows down. On one CPU core, forward and backward of one layer in ms:
+All sequences of a micro-batch are concatenated in one row, and each attends to itself only. On a GPU in half precision
+this is one kernel (`torch.nn.attention.varlen`). Elsewhere a loop computes causal attention for each sequence, without
+a `T x T` mask and without padding. On one CPU core, forward and backward of one layer in ms:
 
 | heads (kv) x size | sequences                     | one by one | padded groups of like length | block-diagonal mask |
 |-------------------|-------------------------------|------------|------------------------------|---------------------|
@@ -11,17 +11,29 @@ mask of `T x T` and no padding slows down. On one CPU core, forward and backward
 | 9 (3) x 64        | 60 of 20 to 60 tokens         | 21         | 29                           | 552                 |
 | 9 (3) x 64        | 14 of 100 to 300 tokens       | 70         | 80                           | 889                 |
 | 9 (3) x 64        | 30, long-tailed, 4,648 tokens | 145        | 176                          | 2175                |
+
+Sequence parallelism (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): `P` ranks share each packed row.
+
+Every rank computes `T / P` adjacent positions through all layers. Only attention needs whole sequences: an all-to-all
+exchanges positions for heads, so that each rank attends over all `T` positions with `H / P` heads, and another one
+exchanges them back. Scores are gathered, so that every rank of the group computes the same complete loss.
+
+Gradients: each rank's backward pass gives the part that went through its own positions (and, in attention, its own
+heads). Summed over the group, and over all data ranks, that is the gradient of one process; no rank divides by `P`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -29,17 +41,18 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.engine.ulysses import heads_to_sequence, sequence_to_heads, spread_kv
+from asyncrl.core.failures import ConfigError
 
 logger = logging.getLogger(__name__)
 
 NAME = "packed_sdpa"
 """As transformers knows it. Without a `Packing` it is transformers' own `sdpa`."""
+
 PROBE_LENGTHS = (5, 3)
 
 
 class Packing:
-    """What attention has to know about a packed row; passed through the model as the keyword `packing`.
+    """The layout of a packed row, passed through the model to attention as the keyword `packing`.
 
     A plain class on purpose: FSDP rebuilds tuples and dataclasses among a module's arguments.
     """
@@ -54,9 +67,9 @@ class Packing:
         self.cu_seqlens = ends.to(device, non_blocking=True)
         """int32 `[sequences + 1]`: where each begins, and the end."""
         self.group = group
-        """Ranks that share the row (`trainer.engine.ulysses`); None: this one has all of it."""
+        """Ranks that share the row (`trainer.engines.compute.attention`); None: this one has all of it."""
         self.num_calls = 0
-        """Attention layers that have used it."""
+        """Number of attention layers that have used it."""
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model. A mask of four dimensions is one that transformers leaves as it is."""
@@ -64,10 +77,10 @@ class Packing:
 
 
 class UnsupportedError(Exception):
-    """A model asks of its attention what packed attention does not do. Only `enable_packing` sees it."""
+    """A model needs an attention feature that packed attention lacks. `enable_packing` catches this error."""
 
 
-@torch.compiler.disable  # lengths differ in every micro-batch: compiled code would be made anew for each
+@torch.compiler.disable  # lengths differ in every micro-batch, so compiled code would be recompiled for each
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -106,11 +119,12 @@ def packed_attention(
 
 
 def enable_packing(model: PreTrainedModel) -> bool:
-    """Make `model` take packed rows, if its attention supports that; else leave it as it was.
+    """Let `model` take packed rows if its attention supports that; otherwise leave it unchanged.
 
-    Two short sequences are run packed and one by one: whatever lets one see the other (recurrent or convolutional
-    layers, attention of its own making), or needs more than causal attention with an optional sliding window (soft
-    caps, sinks, biases), shows there. The weights have to be real and on one device: ask before the model is wrapped.
+    To find out, two short sequences are run packed and one by one. The results differ if a layer lets one sequence see
+    the other (recurrent or convolutional layers, custom attention), or needs more than causal attention with an
+    optional sliding window (soft caps, sinks, biases). The weights must be materialized on one device, so call this
+    before the model is wrapped.
     """
     if model.config._attn_implementation != "sdpa":
         return False
@@ -128,7 +142,7 @@ def enable_packing(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel) -> str:
-    """Empty if sequences don't see each other in a packed row."""
+    """Return why packing fails; empty if sequences don't see each other in a packed row."""
     weight = model.get_input_embeddings().weight
     body = getattr(model, model.base_model_prefix)
     ids = (torch.arange(sum(PROBE_LENGTHS), device=weight.device) * 7 + 1) % weight.shape[0]
@@ -200,4 +214,128 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+
+
+KEY = "ulysses_sequence_parallel_size"
+
+
+def make_mesh(num_ranks: int, size: int, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh data × sequence; None if ranks don't share sequences. Collective.
+
+    Raises:
+        ConfigError: `size` ranks for each sequence are not a divisor of all.
+    """
+    if num_ranks % size:
+        raise ConfigError(f"trainer.{KEY}={size} does not divide the {num_ranks} ranks; choose a divisor")
+    if size == 1:
+        return None
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("data", "sequence"))
+
+
+def check_heads(model: PreTrainedModel, size: int) -> None:
+    """Raises ConfigError unless `size` ranks can share the model's attention heads evenly."""
+    heads = int(model.config.get_text_config().num_attention_heads)
+    if heads % size:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"trainer.{KEY}={size}: does not divide the model's {heads} attention heads, which the ranks share; "
+            f"use one of {fitting}"
+        )
+
+
+class Shard:
+    """This rank's positions of a packed row of `num_positions`, a multiple of the group's size."""
+
+    def __init__(self, num_positions: int, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._size = num_positions // dist.get_world_size(group)
+        self._edges = list(range(0, num_positions + 1, self._size))
+        self.start = dist.get_rank(group) * self._size
+        """The first position of this rank."""
+
+    def cut(self, row: Tensor) -> Tensor:
+        """`[1, T]` → `[1, T / P]`."""
+        return row[:, self.start : self.start + self._size]
+
+    def scored(self, positions: Tensor) -> tuple[slice, list[int]]:
+        """Return which of the ascending `positions` `[N]`, on CPU, are this rank's, and how many each rank has."""
+        bounds: list[int] = torch.searchsorted(positions, torch.tensor(self._edges)).tolist()
+        rank = dist.get_rank(self.group)
+        return slice(bounds[rank], bounds[rank + 1]), [end - start for start, end in pairwise(bounds)]
+
+
+def gather_scores(scores: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """`[K, n]` of each rank's scored positions, `n = counts[rank]` → `[K, N]` of all, in order, on every rank.
+
+    In the backward pass a rank keeps only the gradient of its own scores. This is correct because every rank
+    computes the same complete loss, and gradients are then summed over the ranks.
+    """
+    gathered: Tensor = _Gather.apply(scores, list(counts), group)
+    return gathered
+
+
+def spread_kv(states: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tensor:
+    """Repeat heads of keys or values `[1, H_kv, t, D]` as far as needed for every rank to get those of its queries."""
+    ranks, num_kv = dist.get_world_size(group), states.shape[1]
+    if num_kv % ranks == 0:
+        return states
+    return repeat_kv(states, (ranks if ranks % num_kv == 0 else num_heads) // num_kv)
+
+
+def heads_to_sequence(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All heads of this rank's positions `[1, H, T / P, D]` → this rank's heads of all positions `[1, H / P, T, D]`."""
+    ranks = dist.get_world_size(group)
+    _, heads, length, size = states.shape
+    received = _all_to_all(states.reshape(ranks, heads // ranks, length, size), group)
+    return received.transpose(0, 1).reshape(1, heads // ranks, ranks * length, size)
+
+
+def sequence_to_heads(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse: `[1, H / P, T, D]` → `[1, H, T / P, D]`."""
+    ranks = dist.get_world_size(group)
+    _, heads, length, size = states.shape
+    received = _all_to_all(states.reshape(heads, ranks, length // ranks, size).transpose(0, 1), group)
+    return received.reshape(1, ranks * heads, length // ranks, size)
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[P, ...]`: part `i` goes to rank `i`; part `i` of the result came from rank `i`."""
+    received: Tensor = _AllToAll.apply(parts, group)
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
+        return returned, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        rank = dist.get_rank(group)
+        ctx.start, ctx.count = sum(counts[:rank]), counts[rank]
+        padded = scores.new_zeros(scores.shape[0], max(counts))
+        padded[:, : counts[rank]] = scores
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(received, counts, strict=True)], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[:, ctx.start : ctx.start + ctx.count].contiguous(), None, None

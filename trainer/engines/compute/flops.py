@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic training uses: model FLOPs utilization (MFU). Pure.
+"""Model FLOPs utilization (MFU) of training on a GPU. Pure.
 
 FLOPs of a sequence of `T` tokens through a model of `P` parameters that multiply, `P_t` of them trained
 (https://arxiv.org/abs/2001.08361 §2.1; https://arxiv.org/abs/2204.02311 appendix B):
@@ -8,8 +8,7 @@ FLOPs of a sequence of `T` tokens through a model of `P` parameters that multipl
 which is the well-known 6 P T where all parameters are trained. `W` is layers × heads × head size. The attention term is
 that of a causal model, half of what appendix B counts. What is computed again (gradient checkpointing) does not count;
 a sliding window, or a head that sees only the scored positions, needs a little less than is counted here; the state of
-linear attention or a convolution a little more. Of a model that these formulas do not fit, as far as its configuration
-tells, nothing is said.
+linear attention or a convolution a little more. The utilization of a model that these formulas do not fit is unknown.
 
 Peaks are of dense bfloat16 products with float32 sums, without sparsity, of NVIDIA's data sheets (B200: HGX B200 and
 GB200 NVL72; H200, H100 and GH200; H20 and H800 as sold in China; A100, A800, A40, A30, A10, L40S, L40, L4) and
@@ -43,7 +42,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"RTX 4090", 165.2),
     (r"RTX 3090", 71.0),
 )
-"""By what stands in the name, as words; the first that fits."""
+"""Peak FLOPs by words in the device name; the first match counts."""
 
 _SQUARE = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Layers, as `layer_types` names them, whose attention grows with the square of a sequence."""
@@ -61,18 +60,19 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class ModelShape(NamedTuple):
-    """What decides how much a token costs."""
+    """The numbers that determine the cost of a token."""
 
     parameters: float
-    """That a token is multiplied with: without a table that is looked up only; of experts, as many as it goes to."""
+    """Parameters that a token is multiplied with: without embedding tables, and with only the experts that process
+    it."""
     trained: float
-    """Of these, with a gradient of their own."""
+    """The trained ones among these."""
     attention_width: int
     """Layers × heads × head size."""
 
     @classmethod
     def of(cls, config: Any, sizes: Iterable[tuple[str, int, bool]]) -> Self | None:
-        """None: not known, as its configuration does not tell or the model is of another kind.
+        """Return None if it is unknown, because the configuration lacks it or the formulas don't fit the model.
 
         Args:
             config: a Hugging Face configuration, of the text part.
@@ -84,7 +84,7 @@ class ModelShape(NamedTuple):
 
     @classmethod
     def of_model(cls, model: Any) -> Self | None:
-        """Of a Hugging Face model that is whole in this process, adapters included. None: as for `of`."""
+        """Return the shape of an unsharded Hugging Face model, including adapters. None: as for `of`."""
         with suppress(Exception):
             head = model.get_output_embeddings()
             tables = {id(module.weight) for module in model.modules() if hasattr(module, "num_embeddings")}
@@ -118,7 +118,7 @@ class ModelShape(NamedTuple):
         return cls(parameters, trained, layers * heads * head_size)
 
     def flops(self, lengths: Iterable[int], *, backward: bool) -> float:
-        """Of a forward pass over sequences of so many tokens, with its backward pass."""
+        """Return the FLOPs of a forward and backward pass over sequences of these lengths in tokens."""
         tokens = squares = 0
         for length in lengths:
             tokens += length
@@ -130,7 +130,7 @@ class ModelShape(NamedTuple):
 
 
 class Utilization:
-    """Work since the last `reset`, on a device whose peak is known."""
+    """Counts the FLOPs since the last `reset`, on a device whose peak is known."""
 
     def __init__(self, shape: ModelShape, peak: float, *, sharing: int = 1) -> None:
         """
@@ -148,7 +148,7 @@ class Utilization:
         self._work += self._shape.flops(lengths, backward=backward) / self._sharing
 
     def of(self, seconds: float) -> float:
-        """Share of the peak that the work was, if it took so long."""
+        """Return the share of the peak that was used if the work took this many seconds."""
         return self._work / (seconds * self._peak) if seconds > 0 else 0.0
 
 
@@ -159,7 +159,8 @@ def _head_size(config: Any, heads: int) -> int:
 
 
 def _attention_layers(config: Any) -> int | None:
-    """Layers whose attention grows with the square; None: there are kinds that are not known here."""
+    """Return the number of layers whose attention cost grows quadratically; None if some layers are of an unknown
+    kind."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return None if getattr(config, "layers_block_type", None) else int(config.num_hidden_layers)
@@ -169,7 +170,7 @@ def _attention_layers(config: Any) -> int | None:
 
 
 def _experts(config: Any) -> tuple[int, float | None]:
-    """How many the configuration tells of, and which share of them a token goes to; None: it does not say."""
+    """Return the number of experts, and the share of them that a token passes through (None: unknown)."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((number for name in names if (number := getattr(config, name, None))), 0)
     chosen = getattr(config, "num_experts_per_tok", None)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from asyncrl.config.schema import ModelConfig
-from asyncrl.failures import ConfigError
-from trainer.engine.models import HEADS
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import ConfigError
+from trainer.engines.models import HEADS
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
@@ -73,10 +73,10 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within: the model without its adapters, whatever wraps it.
+    """Switch the adapters of the model off within the context, whatever wraps the model.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the model has no adapters.
     """
     layers = [module for module in model.modules() if is_adapted(module)]
     if not layers:
@@ -105,12 +105,12 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The layer within one that `is_adapted`."""
+    """Return the base layer of a layer that `is_adapted`."""
     return layer.get_submodule("base_layer")
 
 
 def adapter_of(layer: Any) -> Adapter:
-    """Of a layer that `is_adapted`."""
+    """Return the adapter of a layer that `is_adapted`."""
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     return Adapter(a, b, layer.scaling[ADAPTER], transposed=isinstance(base_of(layer), Conv1D))
 

@@ -1,7 +1,7 @@
-"""Images and videos on their way into a model: features of a micro-batch's media, beside its tokens.
+"""Images and videos as inputs of a model: features of a micro-batch's media, beside its tokens.
 
-Every rank calls the parts of the model that see in every micro-batch of a batch with media: where a micro-batch has
-none, a row with a blank image keeps the others company. Sharded weights are gathered by all ranks or by none.
+Every rank calls the vision parts of the model in every micro-batch of a batch with media: a micro-batch without media
+gets a row with a blank image, because sharded weights are gathered by all ranks or by none.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config.schema import ModelConfig
-from asyncrl.failures import ConfigError
-from asyncrl.media import image_bytes
-from asyncrl.types import Media
-from asyncrl.vision import load_processor, placeholder, placeholder_ids, process
-from trainer.engine.packing import MicroBatch
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import Media
+from asyncrl.storage.media import image_bytes, load_processor, placeholder, placeholder_ids, process
+from trainer.engines.compute.packing import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 BLANK_SIZE, BLANK_GRAY = (32, 32), (200, 200, 200)
-"""Not of a gray that becomes 0 when it is normalized: some models take images of zeros for padding."""
+"""A gray that does not become 0 when normalized: some models take images of zeros for padding."""
 TOKEN_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""What a processor says of its text, of which there is none here that counts."""
+"""Outputs of a processor for its text, which are not used here."""
 
 
-class Seen(NamedTuple):
-    """A micro-batch with media, as the model takes it."""
+class MediaInputs(NamedTuple):
+    """Model inputs of a micro-batch with media."""
 
     input_ids: Tensor
-    """int64 `[B', T']`: without what the policy sampled of placeholders; perhaps with a blank row, and wider for it."""
+    """int64 `[B', T']`: without placeholders that the policy sampled; with a blank row if there are no media."""
     features: dict[str, Tensor]
     """Keyword arguments of the model."""
     sampled: Tensor | None
     """int64 `[B', T']`: ids of placeholders that the policy sampled, -1 elsewhere; None: there are none."""
 
 
-class Eyes:
-    """What the processor of a model makes of media. It is loaded when the first ones come."""
+class MediaEncoder:
+    """Runs a model's processor on media. The processor is loaded on first use."""
 
     def __init__(self, model: PreTrainedModel, settings: ModelConfig, path_key: str) -> None:
         self._model = model
@@ -75,33 +74,35 @@ class Eyes:
     def _takes_types(self) -> bool:
         return "mm_token_type_ids" in inspect.signature(type(self._model).forward).parameters
 
-    def see(self, micro: MicroBatch) -> Seen:
+    def encode(self, micro: MicroBatch) -> MediaInputs:
         """Features of `micro`, on CPU.
 
         Raises:
             ConfigError: the model takes text only, or its processor cannot be loaded.
         """
         assert micro.media is not None and micro.prompt_lens is not None
-        ids, sampled = self._apart(micro.input_ids, micro.prompt_lens)
+        ids, sampled = self._separate_sampled(micro.input_ids, micro.prompt_lens)
         media = [each for each in micro.media if each]
         blank = not media
         if blank:
             media = [(self._blank,)]
         texts = ["".join(placeholder(self._processor, one) for one in each) for each in media]
-        told = process(self._processor, texts, media)
+        processed = process(self._processor, texts, media)
         if blank:
-            row = torch.tensor(told["input_ids"], dtype=torch.int64)
+            row = torch.tensor(processed["input_ids"], dtype=torch.int64)
             width = max(ids.shape[1], row.shape[1])
             ids = torch.cat([_widened(ids, width, 0), _widened(row, width, 0)])
             if sampled is not None:
                 sampled = torch.cat([_widened(sampled, width, -1), torch.full_like(ids[-1:], -1)])
-        features = {key: value for key, value in told.items() if key not in TOKEN_KEYS and isinstance(value, Tensor)}
+        features = {
+            key: value for key, value in processed.items() if key not in TOKEN_KEYS and isinstance(value, Tensor)
+        }
         if self._takes_types:
             features["mm_token_type_ids"] = self._types(ids)
-        return Seen(ids, features, sampled)
+        return MediaInputs(ids, features, sampled)
 
-    def _apart(self, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A policy may sample the very token that holds a feature's place. To the model it then is one of text."""
+    def _separate_sampled(self, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Separate placeholder tokens that the policy sampled: to the model these are text."""
         behind = torch.arange(ids.shape[1]) >= prompt_lens[:, None]
         odd = behind & torch.isin(ids, self._ids)
         if not odd.any():
@@ -109,7 +110,7 @@ class Eyes:
         return ids.masked_fill(odd, 0), torch.where(odd, ids, -1)
 
     def _types(self, ids: Tensor) -> Tensor:
-        """int64 `[B, T]`: 1 of an image's, 2 of a video's places: what rotary positions in three dimensions go by."""
+        """int64 `[B, T]`: 1 at an image's, 2 at a video's placeholders, for rotary positions in three dimensions."""
         types = torch.zeros_like(ids)
         for number, kind in enumerate(("image", "video"), start=1):
             token = getattr(self._processor, f"{kind}_token_id", None)
@@ -120,7 +121,7 @@ class Eyes:
 
 @contextmanager
 def embedded(embedding: nn.Module, sampled: Tensor | None) -> Iterator[None]:
-    """Within, `embedding` gives what stands in `sampled` for what its input has in these places."""
+    """Within, `embedding` looks up the ids of `sampled` instead of its input, where there are any."""
     if sampled is None:
         yield
         return

@@ -1,31 +1,33 @@
-"""A batch in pieces that fit: how it is cut, alike on all ranks, and what is done with each piece."""
+"""Split a batch into micro-batches, the same number on all ranks, run their passes, and sum their metrics.
+
+Activations may be offloaded to CPU memory until the backward pass.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
-from asyncrl.failures import DataError
+from asyncrl.core.failures import DataError
 from asyncrl.profiling import profile
-from trainer.batching import split
-from trainer.engine import dist, offload
-from trainer.engine.base import EngineSpec, Loss, ModelType
-from trainer.engine.figures import Figures
-from trainer.engine.packing import select_tokens, trajectory_share, unpack
-from trainer.engine.scorer import Scorer
-from trainer.tensors import input_lengths
+from trainer.engines import dist
+from trainer.engines.base import EngineSpec, Loss, LossParts, ModelType
+from trainer.engines.compute.packing import cut_rows, input_lengths, select_tokens, trajectory_share, unpack
+from trainer.engines.compute.scorer import Scorer
 
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Larger ones fall out of a CPU's caches: of a 1M-parameter model 9,700 tokens/s at 1,024, 10,400 at 2,048, 9,200 at
+"""Larger ones exceed a CPU's caches: of a 1M-parameter model 9,700 tokens/s at 1,024, 10,400 at 2,048, 9,200 at
 4,096."""
+
 OVERHEAD_TOKENS = {"cpu": 96, "cuda": 1024}
-"""What one pass costs beyond its tokens, in tokens. It only decides how finely rows are cut."""
+"""Fixed cost of one pass, in tokens. It only influences how many micro-batches there are."""
+
 RESULTS: dict[ModelType, tuple[str, ...]] = {
     "language_model": ("log_probs", "entropy"),
     "value_model": ("values",),
@@ -34,11 +36,13 @@ RESULTS: dict[ModelType, tuple[str, ...]] = {
 
 
 class MicroBatches:
-    """Args:
-    dtype: of the weights.
-    vocab_size: ids of tokens are below.
-    gradient_scale: what a loss is multiplied with, where the model's wrapper divides its gradient.
-    copied_weights: shapes of the weights, if the forward pass casts them (see `offload.activations_on_cpu`).
+    """Cuts batches into micro-batches and runs them.
+
+    Args:
+        dtype: of the weights.
+        vocab_size: token ids are below it.
+        gradient_scale: factor of the loss, if the model's wrapper divides its gradient.
+        copied_weights: shapes of the weights, if the forward pass casts them (see `activations_on_cpu`).
     """
 
     def __init__(
@@ -56,11 +60,11 @@ class MicroBatches:
         self._dtype, self._vocab_size, self._gradient_scale = dtype, vocab_size, gradient_scale
         self._copied_weights = copied_weights
         self._forward_s = self._backward_s = 0.0
-        """Of the passes inside `timed`."""
+        """Seconds of the passes inside `timed`."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What the passes inside have taken, added up, is told as one event for each kind."""
+        """Record the total time of the passes inside, as one event for each kind."""
         began, self._forward_s, self._backward_s = time.time(), 0.0, 0.0
         yield
         profile.record("rank.forward", began, self._forward_s)
@@ -68,10 +72,10 @@ class MicroBatches:
             profile.record("rank.backward", began + self._forward_s, self._backward_s)
 
     def totals(self, batch: TensorDict, *, counts: bool) -> tuple[float, float]:
-        """Trained tokens, and trajectories with a trained token, of all ranks. Refuses what no rank should begin with.
+        """Trained tokens, and trajectories with a trained token, of all ranks. Checks the token ids.
 
         Args:
-            counts: whether this rank's rows are not another's as well.
+            counts: False if another rank reports the same rows.
         """
         mask, ids, limit = batch["loss_mask"], batch["input_ids"], self._vocab_size
         odd = int(ids.min() < 0 or ids.max() >= limit)
@@ -80,16 +84,17 @@ class MicroBatches:
         tokens, trajectories, num_odd = dist.all_sum(mine.to(self._device)).tolist()
         if num_odd:
             raise DataError(f"token ids outside the model's vocabulary of {limit}; check the tokenizer")
-        return tokens, float(round(trajectories))  # thirds and the like do not add up to whole numbers
+        return tokens, float(round(trajectories))  # sums of fractions are not exact
 
     def cut(self, batch: TensorDict, chosen: Tensor) -> list[list[int]]:
-        """Rows of each micro-batch, as many on every rank: a rank that has too few rows ends with empty ones."""
+        """Return the rows of each micro-batch. Every rank has the same number; a rank with too few rows ends with
+        empty ones."""
         numbers = chosen.nonzero().flatten().tolist()
         all_lengths = input_lengths(batch)
         lengths = [all_lengths[number] for number in numbers]
         limit = self._spec.engine.ppo_max_token_len
         cut = partial(
-            split,
+            cut_rows,
             lengths,
             max_tokens=min(limit, CPU_MICRO_BATCH_TOKENS) if self._device.type == "cpu" else limit,
             overhead_tokens=OVERHEAD_TOKENS[self._device.type],
@@ -101,15 +106,16 @@ class MicroBatches:
             parts = cut(num_parts=most)
         return [[numbers[index] for index in part] for part in parts] + [[]] * (most - len(parts))
 
-    def train(self, batch: TensorDict, rows: list[int], weights: Tensor, loss: Loss, figures: Figures) -> None:
-        """Forward, and backward where gradients are on. No rows: this rank only keeps the others company."""
+    def train(self, batch: TensorDict, rows: list[int], weights: Tensor, loss: Loss, sums: MetricSums) -> None:
+        """Run the forward pass and, if gradients are on, the backward pass. Without rows, this rank only joins the
+        collective operations of the others."""
         mask = batch["loss_mask"]
         real = bool(rows)
         if not real:
             rows, mask = [0], torch.zeros_like(mask).index_fill_(1, torch.tensor([0]), True)
         micro = self._scorer.lay_out(batch, rows, mask)
         tokens = select_tokens(batch, micro, weights * real, device=self._device, dtype=self._dtype)
-        if not real:  # what stands in untrained tokens may be anything; 0 · inf would be NaN
+        if not real:  # untrained tokens may have any values, and 0 · inf would be NaN
             tokens = tokens._replace(fields={key: torch.zeros_like(field) for key, field in tokens.fields.items()})
         began = _now()
         with self._activations():
@@ -119,16 +125,16 @@ class MicroBatches:
         if torch.is_grad_enabled():
             (parts.loss * self._gradient_scale).backward()
             self._backward_s += _now() - passed
-        figures.add(parts, real=real)
+        sums.add(parts, real=real)
 
     def empty_results(self, batch: TensorDict) -> TensorDict:
-        """For `infer` to fill."""
+        """Create the tensors that `infer` fills."""
         size, width = batch["loss_mask"].shape
         shape = (size,) if self._spec.model_type == "reward_model" else (size, width)
         return TensorDict({key: torch.zeros(shape) for key in RESULTS[self._spec.model_type]}, batch_size=[size])
 
     def infer(self, batch: TensorDict, rows: list[int], results: TensorDict) -> None:
-        """Forward, for every response token of the rows. No rows: see `train`."""
+        """Run the forward pass for every response token of the rows. Without rows: see `train`."""
         width = batch["loss_mask"].shape[1]
         mask = torch.arange(width) < batch["response_lens"][:, None]
         micro = self._scorer.lay_out(batch, rows or [0], mask)
@@ -140,18 +146,71 @@ class MicroBatches:
         if self._spec.model_type == "reward_model":
             results["scores"][micro.rows] = scores.log_probs.float().cpu()
             return
-        # Of a value model the first are the values, and there is no second.
+        # A value model returns its values as the first result, and no second one.
         for key, values in zip(RESULTS[self._spec.model_type], scores, strict=False):
             results[key][micro.rows] = unpack(values.float().cpu(), micro, width)
 
     def _activations(self) -> AbstractContextManager[None]:
         offloads = self._spec.engine.activation_offload and self._device.type != "cpu"
-        return offload.activations_on_cpu(self._copied_weights) if offloads else nullcontext()
+        return activations_on_cpu(self._copied_weights) if offloads else nullcontext()
 
 
 def _now() -> float:
-    """Seconds. If the run asks for it the GPU has done by then what it was given, so that differences say what took the
-    time."""
+    """Seconds. With `profiler.synchronize` the GPU has finished its work by then, so that differences are exact."""
     if profile.records("rank.forward"):
         profile.synchronize()
     return time.perf_counter()
+
+
+class MetricSums:
+    """Sums and means of a loss over micro-batches, and then over ranks. float64."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[str, Tensor] = {}
+        self._means: set[str] = set()
+
+    def add(self, parts: LossParts, *, real: bool) -> None:
+        """If not `real`, only the names count, so that every rank has all of them."""
+        self._means.update(parts.means)
+        for name, value in [("loss", parts.loss), *parts.sums.items(), *parts.means.items()]:
+            part = value.detach().double().sum() if real else torch.zeros((), dtype=torch.float64, device=self._device)
+            self._values[name] = self._values[name] + part if name in self._values else part
+
+    def over_ranks(self, add: Callable[[Tensor], Tensor], *, num_tokens: float, counts: bool) -> dict[str, float]:
+        """`counts`: False if another rank reports the same sums."""
+        names = sorted(self._values)
+        totals = add(torch.stack([self._values[name] for name in names]) * counts).tolist()
+        sums = dict(zip(names, totals, strict=True))
+        return {name: value / num_tokens if name in self._means else value for name, value in sums.items()}
+
+
+MIN_ACTIVATION_BYTES = 1 << 20
+"""Smaller tensors are not copied, because starting the copy costs more than the memory is worth."""
+
+
+@contextmanager
+def activations_on_cpu(shapes: Set[torch.Size] = frozenset(), min_bytes: int = MIN_ACTIVATION_BYTES) -> Iterator[None]:
+    """Copy everything that the forward pass within saves for the backward pass to (pinned) CPU memory, except weights.
+
+    With gradient checkpointing only the layers' inputs are saved, and so copied.
+
+    Args:
+        shapes: of the weights, where autocast copies them: the copies are no parameters, and are recognized by their
+            shape.
+            Activations have one more dimension; one that has the shape of a weight is not copied.
+    """
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        whole = tensor if tensor._base is None else tensor._base
+        if isinstance(whole, nn.Parameter) or whole.shape in shapes or tensor.nbytes < min_bytes:
+            return tensor.device, tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, copy.copy_(tensor)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

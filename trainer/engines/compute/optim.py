@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config.schema import OptimConfig
-from asyncrl.failures import BugError
+from asyncrl.config.sections.trainer import OptimConfig
+from asyncrl.core.failures import BugError
 
 
 def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> float:
-    """Of optimizer step `step`, from 1: rises from `lr / warmup_steps` to `lr`, then falls to `lr · min_lr_ratio`.
+    """Return the learning rate of optimizer step `step`, from 1: it rises from `lr / warmup_steps` to `lr`, then
+    falls to `lr · min_lr_ratio`.
 
-    A function of the step alone, so there is no scheduler state to save. Reaches its end at `total_steps` and stays.
+    It depends only on the step, so there is no scheduler state to save. From `total_steps` on it is constant.
 
     Raises:
-        BugError: a decay without a known end.
+        BugError: the schedule decays, and `total_steps` is unknown.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -33,7 +34,8 @@ def learning_rate(step: int, total_steps: int | None, optim: OptimConfig) -> flo
 
 
 def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101) over what is trained, weight decay included, one fused kernel a step."""
+    """Create AdamW (https://arxiv.org/abs/1711.05101) with weight decay for the trained parameters; a step is one
+    fused kernel."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
@@ -41,7 +43,7 @@ def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of each gradient; where there is none, zeros are put.
+    """Return this rank's part of each gradient; missing gradients are set to zeros.
 
     A gradient of 0 still moves AdamW by its momentum; None would not.
     """
@@ -72,3 +74,19 @@ def clip_(parts: list[Tensor], norm: float, max_norm: float) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def move_gradients(model: nn.Module, device: torch.device) -> None:
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient._local_tensor = gradient._local_tensor.to(device)
+        elif gradient is not None:  # in place: a new one would have to be where the parameter is
+            gradient.data = gradient.data.to(device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(device)

@@ -1,30 +1,35 @@
-"""A model as a function from micro-batches to scores: log-probs and entropies, values, or rewards."""
+"""A model as a function from micro-batches to scores: log-probs and entropies, values, or rewards.
+
+Log-probs and entropies are computed from logits without keeping a second `[N, V]`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrl.failures import ConfigError, DataError
-from trainer.engine.attention import Packing
-from trainer.engine.base import ModelType, TokenScores
-from trainer.engine.logits import behind_head, score_logits
-from trainer.engine.media import Eyes, embedded
-from trainer.engine.models import head_of
-from trainer.engine.packing import MicroBatch, lay_out, lay_out_ends
-from trainer.engine.ulysses import KEY, Shard, check_heads, gather_scores
+from asyncrl.core.failures import ConfigError, DataError
+from trainer.engines.base import ModelType, TokenScores
+from trainer.engines.compute.attention import KEY, Packing, Shard, check_heads, gather_scores
+from trainer.engines.compute.media import MediaEncoder, embedded
+from trainer.engines.compute.packing import MicroBatch, lay_out, lay_out_ends
+from trainer.engines.models import head_of
 
 MAX_LOGITS = {"cpu": 2**28, "cuda": 2**31}
 """Above so many logits in one pass (1 GiB in float32, 4 GiB in bfloat16, and their gradient as much again) they are
 computed in pieces, and once more in the backward pass."""
+
 PIECE_LOGITS = 2**28
 
 
@@ -32,7 +37,7 @@ class Scorer:
     """Wraps a Hugging Face model with a language-model, token-classification or sequence-classification head.
 
     The head sees only the hidden states of scored positions: a pre-hook picks them, so prompt and padding cost no
-    logits, and whatever the architecture does behind the head (soft caps, scales) still happens.
+    logits, and the operations of the architecture after the head (soft caps, scales) still apply.
 
     Log-probs are those of `softmax(logits / temperature)`: with a sampling temperature the behaviour policy is the
     tempered one. Top-p, top-k and min-p are not modelled.
@@ -42,8 +47,8 @@ class Scorer:
         module: what is called: the wrapped model (DDP, FSDP), or `model`.
         autocast: dtype of the forward pass; None: that of the weights.
         packed: sequences without padding; only if `attention.enable_packing(model)` said that it can.
-        sp_group: ranks that share each sequence (`trainer.engine.ulysses`); needs `packed`.
-        eyes: what makes features of images and videos; None: rows with some are refused.
+        sp_group: ranks that share each sequence (`trainer.engines.compute.attention`); needs `packed`.
+        media_encoder: makes features of images and videos; None: rows with media are refused.
 
     Raises:
         ConfigError: the model has no head of that type, or the ranks of `sp_group` cannot share its sequences.
@@ -60,7 +65,7 @@ class Scorer:
         temperature: float = 1.0,
         packed: bool = False,
         sp_group: dist.ProcessGroup | None = None,
-        eyes: Eyes | None = None,
+        media_encoder: MediaEncoder | None = None,
     ) -> None:
         if sp_group is not None:
             _check_shareable(model, packed, dist.get_world_size(sp_group))
@@ -71,7 +76,7 @@ class Scorer:
         self._autocast = autocast
         self._temperature = temperature
         self._sp_group = sp_group
-        self._eyes = eyes
+        self._media_encoder = media_encoder
         self._embedding = model.get_input_embeddings()
         self._pass: _Pass | None = None
         if model_type == "language_model":
@@ -90,7 +95,7 @@ class Scorer:
         ]
 
     def detach(self) -> None:
-        """Leave the model as it was; this scorer is of no more use."""
+        """Remove the hooks. The scorer cannot be used afterwards."""
         for hook in self._hooks:
             hook.remove()
 
@@ -98,9 +103,9 @@ class Scorer:
         """See `packing.lay_out`. A reward model scores each response once, whatever `mask` says.
 
         Raises:
-            DataError: there are images or videos, and this model cannot see.
+            DataError: there are images or videos, and the model takes text only.
         """
-        if "media" in batch and self._eyes is None:
+        if "media" in batch and self._media_encoder is None:
             raise DataError(
                 f"a {self._model_type.replace('_', ' ')} sees no images or videos, and there are rows with some; train "
                 "without one, or take these rows out of the data"
@@ -139,7 +144,7 @@ class Scorer:
         """Keyword arguments of the model; this rank's scored positions and targets; how many each rank has."""
         device, counts = self._device, None
         if micro.media is not None:
-            return *self._seen(micro), micro.targets.to(device), None
+            return *self._media_inputs(micro), micro.targets.to(device), None
         ids, places, positions, targets = micro.input_ids, micro.position_ids, micro.positions, micro.targets
         inputs: dict[str, Any] = {}
         if places is not None:
@@ -152,20 +157,20 @@ class Scorer:
             inputs["position_ids"] = places.to(device)
         return inputs | {"input_ids": ids.to(device)}, positions.to(device), targets.to(device), counts
 
-    def _seen(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor]:
+    def _media_inputs(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor]:
         """Keyword arguments of the model, and `sampled` for its embedding; scored positions."""
         if self._sp_group is not None:
             raise ConfigError(f"trainer.{KEY}: ranks cannot share sequences with images or videos; set it to 1")
-        assert self._eyes is not None, "rows with media were laid out"
-        seen, device = self._eyes.see(micro), self._device
-        width, wider = micro.input_ids.shape[1], seen.input_ids.shape[1]
+        assert self._media_encoder is not None, "rows with media were laid out"
+        encoded, device = self._media_encoder.encode(micro), self._device
+        width, wider = micro.input_ids.shape[1], encoded.input_ids.shape[1]
         positions = micro.positions // width * wider + micro.positions % width
-        inputs = {"input_ids": seen.input_ids, "sampled": seen.sampled, **seen.features}
+        inputs = {"input_ids": encoded.input_ids, "sampled": encoded.sampled, **encoded.features}
         return {key: value.to(device) for key, value in inputs.items() if value is not None}, positions.to(device)
 
     def _pick_scored(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the head: of all hidden states `[B, T, H]` those of scored positions, `[1, N, H]`."""
-        if self._pass is None:  # the model is being called by someone else, for all its logits
+        if self._pass is None:  # the model is called for all its logits, not by this scorer
             return inputs
         hidden = inputs[0].flatten(0, 1).index_select(0, self._pass.positions).unsqueeze(0)
         if self._in_pieces(hidden):
@@ -224,7 +229,7 @@ class _Pass:
         self.positions = positions
         self.targets = targets
         self.shape = shape
-        """Of the model's input, `[B, T]`."""
+        """Shape of the model's input, `[B, T]`."""
         self.entropy_gradient = entropy_gradient
         self.hidden: Tensor | None = None
         """`[1, N, H]`, where logits are computed in pieces."""
@@ -239,3 +244,137 @@ def _check_shareable(model: PreTrainedModel, packed: bool, size: int) -> None:
             f"here; set trainer.use_remove_padding=true, or trainer.{KEY}=1 if its attention cannot be packed"
         )
     check_heads(model, size)
+
+
+BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**26}
+"""Logits worked on at a time: what a CPU's cache holds; on a GPU, what its memory can spare in float32."""
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` `[N]` and entropy, both `[N]` in nats, of `softmax(logits / temperature)`, logits `[N, V]`.
+
+    float32, or float64 of such logits. The entropy is detached unless `entropy_gradient`. Kept for the backward pass:
+    the logits as they are, and two numbers a row.
+    """
+    log_probs, entropy = _Score.apply(logits, targets, temperature)
+    return log_probs, entropy if entropy_gradient else entropy.detach()
+
+
+class _Score(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z), H the entropy and t the target:
+    d log p_t / dz_j = [j = t] - p_j and dH / dz_j = -p_j (log p_j + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        log_probs, entropy, normalizer = (torch.empty(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
+        for block in _blocks(logits):
+            scaled = _scaled(logits[block], dtype, temperature)
+            chosen = scaled.gather(-1, targets[block].unsqueeze(-1)).squeeze(-1)
+            peak = scaled.amax(dim=-1, keepdim=True)
+            weights = scaled.sub_(peak).exp()
+            total = weights.sum(dim=-1)
+            mean = torch.einsum("nv,nv->n", weights, scaled) / total  # of z - peak
+            normalizer[block] = total.log() + peak.squeeze(-1)
+            log_probs[block] = chosen - normalizer[block]
+            entropy[block] = total.log() - mean
+        ctx.save_for_backward(logits, targets, normalizer, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None]:
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        if of_log_probs is None and of_entropy is None:
+            return None, None, None
+        gradient = torch.empty_like(logits)
+        for block in _blocks(logits):
+            log_p = _scaled(logits[block], normalizer.dtype, ctx.temperature).sub_(normalizer[block].unsqueeze(-1))
+            if of_entropy is None:
+                assert of_log_probs is not None
+                part = log_p.exp_().mul_(-of_log_probs[block].unsqueeze(-1))
+            else:
+                part = (log_p + entropy[block].unsqueeze(-1)).mul_(-of_entropy[block].unsqueeze(-1))
+                if of_log_probs is not None:
+                    part.sub_(of_log_probs[block].unsqueeze(-1))
+                part.mul_(log_p.exp_())
+            if of_log_probs is not None:
+                part.scatter_add_(-1, targets[block].unsqueeze(-1), of_log_probs[block].unsqueeze(-1))
+            gradient[block] = part.div_(ctx.temperature)
+        return gradient, None, None
+
+
+def behind_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
+    """What the architecture does to the logits between its head and its output; None: what this cannot tell.
+
+    The model's own forward method is run around a stub of its body and one of its head, so that no weights are needed.
+    """
+    head = model.get_output_embeddings()
+    vocab = getattr(head, "out_features", None)
+    if not isinstance(vocab, int):
+        return None
+    numbers = torch.linspace(-5.0, 5.0, vocab, dtype=torch.float64)[None, None]
+    shell = object.__new__(type(model))  # not a copy: FSDP's classes don't let themselves be copied
+    shell.__dict__.update(model.__dict__)
+    shell._modules = {
+        name: _Stub(numbers if module is head else _BodyOutput()) for name, module in model._modules.items()
+    }
+    try:
+        got = type(model).forward(shell, input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    if got.shape != numbers.shape:
+        return None
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or math.inf
+    scale = float(got[0, 0, -1] / numbers[0, 0, -1])
+    for candidate in (_as_is, partial(torch.mul, other=scale), partial(_softly_capped, cap=cap)):
+        if torch.allclose(got, candidate(numbers)):
+            return candidate
+    return None
+
+
+class _Stub(nn.Module):
+    """Answers every call with the same."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        return self._answer
+
+
+class _BodyOutput:
+    """What any architecture's body may return: hidden states, and nothing under every other name."""
+
+    last_hidden_state = torch.zeros(1, 1, 1)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def _softly_capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
+def _as_is(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """A copy to work in."""
+    return logits.to(dtype, copy=True) if temperature == 1.0 else logits.to(dtype) / temperature
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK_LOGITS.get(logits.device.type, BLOCK_LOGITS["cuda"]) // max(1, logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        yield slice(start, start + rows)

@@ -1,14 +1,16 @@
-"""What an engine is compared with: tiny models, batches of unequal rows, and a plain float64 training loop over them.
+"""Setting of the checks: tiny models, batches of unequal rows, a plain float64 training loop, and comparisons.
 
-Nothing here is shared with the engines: one row at a time, whole logits, no packing, no ranks.
+The plain loop shares nothing with the engines: one row at a time, full logits, no packing, no ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -23,11 +25,18 @@ from transformers import (
     PreTrainedModel,
 )
 
-from asyncrl.config.schema import AlgorithmConfig, OptimConfig
-from trainer.engine.base import ModelType
-from trainer.engine.models import quiet
+from asyncrl.config.sections.algorithm import AlgorithmConfig
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.core.failures import AsyncRLError
+from trainer.algorithms.objective import PolicyLoss, ValueLoss
+from trainer.engines import dist
+from trainer.engines.base import BaseEngine, EngineSpec, Loss, ModelType
+from trainer.engines.models import quiet
+from trainer.engines.registry import EngineRegistry
 
 VOCAB = 24
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -181,7 +190,8 @@ def plain_model(path: Path, model_type: ModelType, dtype: torch.dtype) -> PreTra
 def plain_scores(
     model: PreTrainedModel, model_type: ModelType, row: TensorDict, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Of one row's response tokens `[L]`: log-probs and entropies, or values and zeros; of a reward model its score."""
+    """Score one row's response tokens `[L]`: log-probs and entropies, or values and zeros, or a reward model's
+    score."""
     prompt, length = int(row["prompt_lens"]), int(row["response_lens"])
     ids = row["input_ids"][None, : prompt + length]
     logits = model(input_ids=ids).logits[0]
@@ -203,3 +213,141 @@ def close(got: float | Tensor, expected: float | Tensor, tolerance: float, what:
     error = float(((left - right).abs() / right.abs().clamp(min=1.0)).max()) if left.numel() else 0.0
     if not (math.isfinite(error) and error <= tolerance):
         raise AssertionError(f"{what}: off by {error:.2e}, at most {tolerance:.0e} is allowed")
+
+
+OPTIM = OptimConfig(lr=1e-2, clip_grad=0.7)
+"""A learning rate at which three steps move weights by percents, and a norm that most gradients here exceed."""
+
+EXACT = 5e-7
+"""Tolerance for float64 arithmetic in another order, through the float32 norms of some models."""
+
+SINGLE = 2e-5
+"""Tolerance for float32 arithmetic compared with float64."""
+
+SAME = 1e-6
+"""Tolerance between two computations in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The engine settings, models and directory that a check uses."""
+
+    backend: str
+    device: str
+    directory: Path
+    """Visible to all ranks: models (`write_models`), and room for checkpoints."""
+    baseline: list[Step] = field(default_factory=list)
+    """The default `one_step`, once it was computed: many checks compare with it."""
+
+    def spec(self, model_type: ModelType = "language_model", **changes: Any) -> EngineSpec:
+        """`changes`: fields of EngineSpec, EngineConfig or ModelConfig."""
+        fields: dict[str, Any] = {"optim": OPTIM} if model_type != "reward_model" else {}
+        model: dict[str, Any] = {"path": str(model_paths(self.directory)[model_type])}
+        engine: dict[str, Any] = {"strategy": self.backend, "device": self.device, "num_workers": dist.world_size()}
+        for key, value in changes.items():
+            owner = engine if key in EngineConfig.model_fields else model if key in ModelConfig.model_fields else fields
+            owner[key] = value
+        return EngineSpec(model_type, ModelConfig(**model), EngineConfig(**engine), **fields)
+
+    def engine(self, model_type: ModelType = "language_model", **changes: Any) -> BaseEngine:
+        return EngineRegistry.new(self.spec(model_type, **changes))
+
+
+class Check(NamedTuple):
+    name: str
+    run: Callable[[Setting], None]
+    model_type: ModelType
+    num_ranks: int | None
+    """Only with so many ranks; None: with any number."""
+
+
+CHECKS: list[Check] = []
+
+
+def check(
+    model_type: ModelType = "language_model", *, num_ranks: int | None = None
+) -> Callable[[Callable[[Setting], None]], Callable[[Setting], None]]:
+    def add(run: Callable[[Setting], None]) -> Callable[[Setting], None]:
+        CHECKS.append(Check(run.__name__, run, model_type, num_ranks))
+        return run
+
+    return add
+
+
+class Step(NamedTuple):
+    figures: list[float]
+    weights: dict[str, Tensor]
+
+
+def one_step(
+    setting: Setting, batch: TensorDict | None = None, *, loss: Loss | None = None, first: int = 0, **changes: Any
+) -> Step:
+    is_default = batch is None and loss is None and not first and not changes
+    if is_default and setting.baseline:
+        return setting.baseline[0]
+    engine = setting.engine(**({"float64": True} | changes))
+    step = two_steps(engine, make_batch(6, 1) if batch is None else batch, loss or make_loss(), first)
+    if is_default:
+        setting.baseline.append(step)
+    return step
+
+
+def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss, first: int = 0) -> Step:
+    """Two steps: the second one starts from an optimizer with a state."""
+    share = share_of(engine, batch, first)
+    figures = engine.forward_backward(share, loss)
+    norms = [engine.optim_step(figures["loss"]).grad_norm]
+    engine.forward_backward(share, loss)
+    norms.append(engine.optim_step(0.0).grad_norm)
+    return Step([figures["loss"], *norms], copies(weights_of(engine)))
+
+
+def same_step(got: Step, expected: Step, tolerance: float = EXACT) -> None:
+    for name, left, right in zip(("loss", "first norm", "second norm"), got.figures, expected.figures, strict=True):
+        close(left, right, tolerance, name)
+    same_weights(got.weights, expected.weights, max(tolerance, SAME / 10) * 10, "after two steps")
+
+
+def make_loss(model_type: ModelType = "language_model", algorithm: AlgorithmConfig | None = None) -> Loss:
+    return ValueLoss(0.5) if model_type == "value_model" else PolicyLoss(algorithm or AlgorithmConfig(), 20)
+
+
+def share_of(engine: BaseEngine, batch: TensorDict, first: int = 0) -> TensorDict:
+    """This rank's rows; `first`: how many the first data rank gets of them, 0: half."""
+    layout = engine.layout
+    if layout.data_size == 1:
+        return batch
+    cut = first or len(batch) // 2
+    bounds = [0, *(cut + (len(batch) - cut) * rank // (layout.data_size - 1) for rank in range(layout.data_size))]
+    return batch[bounds[layout.data_rank] : bounds[layout.data_rank + 1]]
+
+
+def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
+    """Whole on rank 0, empty elsewhere."""
+    return dict(engine.weights("float32"))
+
+
+def copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def same_weights(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, when: str) -> None:
+    if dist.rank() != 0:
+        return
+    true(got.keys() == expected.keys(), f"{when}: weights are called {sorted(got)}, not {sorted(expected)}")
+    for name, tensor in expected.items():
+        close(got[name], tensor, tolerance, f"{name} {when}")
+
+
+def true(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
+
+
+def raises(kind: type[AsyncRLError], words: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except kind as error:
+        true(words in str(error), f"{kind.__name__} says {words!r}: {error}")
+        return
+    raise AssertionError(f"{kind.__name__} about {words!r} was expected")

@@ -1,8 +1,8 @@
-"""What an engine needs to go on, as files: torch.distributed.checkpoint over safetensors and JSON, no pickle.
+"""Checkpoint of an engine: torch.distributed.checkpoint over safetensors and JSON, no pickle.
 
 dcp/                 trained weights and optimizer moments by parameter name, in shards that any number of ranks reads
 rng_N.safetensors    torch's generators, of each rank
-engine.json          optimizer steps taken (all the schedule needs), and what the engine was
+engine.json          optimizer steps taken (the schedule needs nothing else), and the engine's kind
 
 With LoRA the weights are the adapters alone: the frozen ones are those of `model.path`.
 """
@@ -29,18 +29,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from asyncrl.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
-from asyncrl.run_dir import disk_error
-from trainer.engine.base import EngineSpec
-from trainer.engine.dist import pick_device, rank, world_size
-from trainer.engine.export import HfExport
-from trainer.engine.live import LiveState, live_state
-from trainer.engine.storage import Index, ShardReader, ShardWriter, damaged, read_index, write_json, write_tensors
+from asyncrl.core.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
+from asyncrl.storage.run_dir import disk_error
+from trainer.engines.base import EngineSpec
+from trainer.engines.dist import pick_device, rank, world_size
+from trainer.engines.state.storage import (
+    Index,
+    ShardReader,
+    ShardWriter,
+    damaged,
+    read_index,
+    write_json,
+    write_tensors,
+)
+from trainer.engines.state.weights import HfExport, LiveState, live_state
 
 SHARDS = "dcp"
 ENGINE = "engine.json"
 WRITE_FACTOR = 12
-"""A checkpoint may take so many times `EngineSpec.collective_s` to be written: an hour by default."""
+"""Writing a checkpoint may take this many times `EngineSpec.collective_s`: an hour by default."""
 
 T = TypeVar("T")
 
@@ -48,22 +55,22 @@ _groups: WeakKeyDictionary[nn.Module, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class PendingSave:
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written."""
 
     def __init__(self, directory: Path, written: Future[None], group: dist.ProcessGroup | None, limit_s: float) -> None:
         self._directory, self._written, self._group, self._limit_s = directory, written, group, limit_s
 
     def wait_for_files(self) -> None:
-        """Until this rank has written its files, well or not, or has had time enough. Not collective."""
+        """Wait until this rank has written its files or failed, within the time limit. Not collective."""
         wait([self._written], self._limit_s)
 
     def wait(self) -> None:
-        """Until every rank has written its files. Collective, but on a process group of its own: it may run beside
-        collectives of the training.
+        """Wait until every rank has written its files. Collective on a separate process group, so that it may run
+        concurrently with collectives of the training.
 
         Raises (on every rank):
             InfraError: some rank could not write, as when the disk is full; names the file.
-            DeadlineError: some rank is still at it.
+            DeadlineError: some rank is still writing.
             ConfigError: the directory is not writable.
         """
         failure: AsyncRLError | None
@@ -87,7 +94,7 @@ def begin_save(
     *,
     hf: Path | None = None,
 ) -> PendingSave:
-    """Copy the state to CPU, so that training may go on, and write it in a thread. Collective; `directory` exists.
+    """Copy the state to CPU, so that training may continue, and write it in a thread. Collective; `directory` exists.
 
     `hf`: a directory that is to hold the whole model in Hugging Face format, written by rank 0, which then needs
     memory for all of it.
@@ -120,9 +127,10 @@ def begin_save(
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, spec: EngineSpec) -> int:
-    """Put back what `begin_save` wrote, bit for bit, on any number of ranks. Collective. Returns the steps taken.
+    """Load the state that `begin_save` wrote, bit for bit, on any number of ranks. Collective. Returns the steps taken.
 
-    Generators come back only where the rank was there when it was saved. Without `optimizer`, only weights are loaded.
+    Random generators are restored only on ranks that existed when it was saved. Without `optimizer`, only weights
+    are loaded.
 
     Raises (on every rank, with nothing changed):
         ConfigError: files are missing or damaged, or belong to another model. The message names the file and the fix.
@@ -134,20 +142,20 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
     planner = _StagingPlanner()
     with _dcp("loading", directory):
         dcp.load(wanted, storage_reader=ShardReader(directory / SHARDS, files.stored), planner=planner)
-    # Nothing above has changed the live state, and nothing below depends on what is on disk.
+    # Until here the live state is unchanged; from here on nothing depends on the disk.
     live.restore(planner.staged, wanted)
     _restore_generators(files.generators, pick_device(spec.engine.device))
     return files.step
 
 
 def release(model: nn.Module) -> None:
-    """Give back what `begin_save` keeps for this model. No save is under way."""
+    """Destroy the process group that `begin_save` keeps for this model. No save may be running."""
     if (group := _groups.pop(model, None)) is not None and dist.is_initialized():
         dist.destroy_process_group(group)
 
 
 class _Files(NamedTuple):
-    """Of a checkpoint, all but the shards."""
+    """Everything in a checkpoint except the shards."""
 
     step: int
     stored: Index
@@ -228,7 +236,8 @@ def _rng_file(directory: Path) -> Path:
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
-    """Of the CPU and of the engine's device; asking another GPU would make a CUDA context there."""
+    """Return the generators of the CPU and of the engine's device; a query of another GPU would create a CUDA
+    context there."""
     tensors = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
@@ -258,7 +267,8 @@ def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> N
 
 
 def _own_group(model: nn.Module, limit_s: float) -> dist.ProcessGroup | None:
-    """The ranks once more, for what may run beside the training's collectives. Collective the first time."""
+    """Return a second process group of all ranks, for use concurrently with the training's. Collective the first
+    time."""
     if world_size() == 1:
         return None
     if model not in _groups:
@@ -281,16 +291,16 @@ def _write_failure(directory: Path, error: BaseException | None) -> AsyncRLError
     )
 
 
-def _on_all_ranks(look: Callable[[], T]) -> T:
-    """What `look` gives, once it has given something on every rank. Collective; `look` is not.
+def _on_all_ranks(check: Callable[[], T]) -> T:
+    """Return the result of `check` once it has succeeded on every rank. Collective; `check` is not.
 
     Raises (on every rank):
-        ConfigError: of the first rank where it raised one.
+        ConfigError: the first one that it raised on any rank.
     """
     found: list[T] = []
     failure = None
     try:
-        found.append(look())
+        found.append(check())
     except ConfigError as error:
         failure = error
     _raise_first(failure, None)
@@ -298,7 +308,7 @@ def _on_all_ranks(look: Callable[[], T]) -> T:
 
 
 def _raise_first(failure: AsyncRLError | None, group: dist.ProcessGroup | None) -> None:
-    """If any rank has failed, so do all, with the error of the first. Collective."""
+    """If any rank has failed, raise the error of the first one on all ranks. Collective."""
     failures = [failure]
     if world_size() > 1:
         failures = [None] * world_size()
@@ -310,7 +320,7 @@ def _raise_first(failure: AsyncRLError | None, group: dist.ProcessGroup | None) 
 
 @contextmanager
 def _dcp(what: str, directory: Path) -> Iterator[None]:
-    """One error for what DCP gathers from all ranks, the same on each of them."""
+    """Convert the failures that DCP gathers into one error, the same on each rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

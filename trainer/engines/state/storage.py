@@ -1,6 +1,6 @@
-"""Where torch.distributed.checkpoint puts its tensors: one safetensors file for each rank, and an index in JSON.
+"""Storage of torch.distributed.checkpoint: one safetensors file for each rank, and an index in JSON.
 
-index.json                what each tensor is: dtype, shape, and which part of it lies in which file
+index.json                dtype and shape of each tensor, and the file of each of its parts
 rank_NNNNN.safetensors    `name[offsets]`: a part; CRC-32 of each part in the file's metadata
 
 DCP's own `.metadata` is a pickle and is neither written nor read. Its Hugging Face storage has no index, so that a lost
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from asyncrl.failures import BugError, ConfigError
+from asyncrl.core.failures import BugError, ConfigError
 
 INDEX = "index.json"
 CHECKSUMS = "crc32"
@@ -61,7 +61,7 @@ Index = Mapping[str, Entry]
 
 
 def damaged(path: Path, detail: object) -> ConfigError:
-    """What is wrong with a file of a checkpoint, what follows, what to do."""
+    """Return an error that names the damaged file, the consequence and the fix."""
     return ConfigError(
         f"{path}: the checkpoint is damaged ({detail}), so the run cannot go on from it; nothing was loaded. If the "
         "run has an earlier one, delete this one to go on from that; else start anew with resume=none"
@@ -266,12 +266,12 @@ def read_index(directory: Path) -> Index:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file, readable for whom the umask says. Raises OSError, as writing any other file does."""
+    """A safetensors file, with the permissions of the umask. Raises OSError, as writing any other file does."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
-        path.chmod(mode)  # safetensors puts a file of its own in its place, which only its owner may read
+        path.chmod(mode)  # safetensors replaces it by a file that only its owner may read
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None

@@ -1,10 +1,10 @@
-"""The entry of the confined process: it runs what comes on its standard input, like a cell of a notebook.
+"""Entry point of the confined process: executes code from standard input like cells of a notebook.
 
     in   <mark> <length>\n<code, UTF-8>
     out  the report of the walls, an empty line; then for each code: what it prints, \0<mark> <ok|error>\n
 
-Standard output and standard error of the code are one stream. What it prints beyond `output_bytes` is left out here;
-a code that goes around `sys.stdout` is bounded by whoever reads the stream.
+Standard output and standard error of the code are one stream. Output beyond `output_bytes` is dropped here; code that
+bypasses `sys.stdout` is bounded by the reader of the stream.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import resource
 import sys
 from types import ModuleType
 
-from .settings import Settings
-from .walls import Report, confine
+from .walls import ConfinementReport, ConfinementSettings, confine
 
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 _TRACEBACK_CHARS = 4000
 _RESERVE_BYTES = 8 << 20
-"""Kept for the traceback of a code that has taken all memory."""
+"""Memory in reserve for the traceback of code that has used up all other memory."""
 
 
 def main() -> None:
-    settings = Settings.decode(sys.argv[1])
+    settings = ConfinementSettings.decode(sys.argv[1])
     report = confine(settings)
     requests = os.fdopen(os.dup(0), "rb")
     null = os.open("/dev/null", os.O_RDONLY)
@@ -35,18 +34,18 @@ def main() -> None:
     sys.argv = [""]
     sys.path[:] = ["", *sys.path, *settings.import_paths]
     _write(describe(report).encode())
-    cell = Cell(settings)
+    cell = CodeCell(settings)
     while header := requests.readline():
         mark, length = header.decode().split()
         status = cell.run(requests.read(int(length)).decode(errors="replace"))
         _write(f"\0{mark} {status}\n".encode())
         if not settings.keep:
             break
-    os._exit(0)  # whatever threads it has left
+    os._exit(0)  # do not wait for threads of the code
 
 
-def describe(report: Report) -> str:
-    """The report as lines: `+ wall mechanism …` and `- mechanism reason`, and an empty one."""
+def describe(report: ConfinementReport) -> str:
+    """Format the report as lines `+ wall mechanism …` and `- mechanism reason`, and an empty one."""
     stands = [" ".join(["+", wall, *mechanisms]) for wall, mechanisms in report.stands.items()]
     missing = [f"- {mechanism} {reason}" for mechanism, reason in report.missing.items()]
     return "\n".join([*stands, *missing, "", ""])
@@ -58,7 +57,7 @@ def _write(data: bytes) -> None:
 
 
 class BoundedOutput(io.RawIOBase):
-    """Standard output, up to a number of bytes; then nothing."""
+    """Standard output that drops everything beyond a number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
@@ -78,21 +77,21 @@ class BoundedOutput(io.RawIOBase):
         return len(view)
 
 
-class Cell:
+class CodeCell:
     """Runs code in one module `__main__`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ConfinementSettings) -> None:
         self._settings = settings
         self._module = ModuleType("__main__")
         self._count = 0
 
     def run(self, code: str) -> str:
-        """Run it, print the value of its last expression or its traceback; `ok` or `error`."""
+        """Run `code`, print the value of its last expression or its traceback, and return `ok` or `error`."""
         self._count += 1
         name = f"<cell {self._count}>"
         sys.modules["__main__"] = self._module
         output = BoundedOutput(self._settings.output_bytes)
-        # Nothing is held back: what was printed is told, however the process ends.
+        # Write through, so that output survives however the process ends.
         sys.stdout = sys.stderr = io.TextIOWrapper(
             output,
             encoding="utf-8",
@@ -111,9 +110,9 @@ class Cell:
             if isinstance(leaving.code, str):
                 print(leaving.code)  # noqa: T201
             status = "ok" if not leaving.code else "error"
-        except BaseException as error:  # noqa: BLE001  it is the code's own, and its outcome
+        except BaseException as error:  # noqa: BLE001  any exception of the code is its outcome
             del reserve
-            text = told(error, code, name, self._settings.memory_bytes)
+            text = format_traceback(error, code, name, self._settings.memory_bytes)
             status = "error"
             _write(text.encode(errors="backslashreplace"))
         if output.left_out:
@@ -122,8 +121,8 @@ class Cell:
 
 
 def execute(code: str, name: str, variables: dict[str, object]) -> None:
-    """Run `code`; if it ends in an expression, print that one's value unless it is None."""
-    # `dont_inherit`: the future statements of this module are not the code's.
+    """Run `code`; if it ends in an expression, print its value unless it is None."""
+    # `dont_inherit`: the future statements of this module must not affect the code.
     tree = compile(code, name, "exec", flags=_ONLY_AST, dont_inherit=True)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), variables)
@@ -134,8 +133,8 @@ def execute(code: str, name: str, variables: dict[str, object]) -> None:
             print(repr(value))  # noqa: T201
 
 
-def told(error: BaseException, code: str, name: str, memory_bytes: int) -> str:
-    """The traceback without our own frames, its middle cut if it is long."""
+def format_traceback(error: BaseException, code: str, name: str, memory_bytes: int) -> str:
+    """Format the traceback without our own frames; the middle of a long one is cut."""
     import linecache
     import traceback
 

@@ -1,4 +1,4 @@
-"""System calls that the standard library does not have."""
+"""System calls that the standard library lacks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
 
 
 def number(name: str) -> int | None:
-    """Of the system call on this machine.
+    """Return the number of a system call on this machine.
 
     Raises:
         OSError: the numbers of this architecture are not in the table.
@@ -123,13 +123,13 @@ def number(name: str) -> int | None:
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """Make it; raises OSError if it fails."""
+    """Make a system call; raises OSError if it fails."""
     LIBC.syscall.restype = ctypes.c_long
     return checked(LIBC.syscall(ctypes.c_long(number(name) or -1), *arguments), name)
 
 
 def checked(result: int, name: str) -> int:
-    """`result` of a call of libc, or the OSError that its errno stands for."""
+    """Return the `result` of a libc call, or raise the OSError of its errno."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
@@ -143,7 +143,7 @@ def prctl(option: int, value: int, pointer: object = None) -> None:
 
 
 def drop_capabilities() -> None:
-    """Of this thread, all of them, for good: nothing it executes gets any back."""
+    """Drop all capabilities of this thread, irrevocably."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -1,4 +1,4 @@
-"""What of the file system may be opened, by the kernel's Landlock: nothing but what is listed.
+"""Restricts the file system to listed paths with the kernel's Landlock.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -12,7 +12,7 @@ import struct
 from . import kernel
 
 _RIGHTS_BY_ABI = ((5, 16), (3, 15), (2, 14), (1, 13))
-"""From which ABI on there are how many rights to files: 14 with `refer`, 15 with `truncate`, 16 with `ioctl_dev`."""
+"""Number of file rights from each ABI on: 14 with `refer`, 15 with `truncate`, 16 with `ioctl_dev`."""
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE = 1 << 14
 _TCP_BIND, _TCP_CONNECT = 1, 2
@@ -23,15 +23,15 @@ WRITABLE_DEVICES = ("/dev/null", "/dev/zero")
 READABLE_DEVICES = ("/dev/urandom", "/dev/random")
 
 TRUNCATE_ABI = 3
-"""Older ones let files be truncated anywhere."""
+"""Older ABIs cannot prevent truncation."""
 SIGNALS_ABI = 6
 
 
 def restrict(work_dir: str, read_paths: list[str], *, network: bool) -> int:
-    """Everything below `work_dir` may be read and written, everything below `read_paths` read; nothing executed.
+    """Allow reading and writing below `work_dir` and reading below `read_paths`; nothing may be executed.
 
-    For this process and those that it starts, for good. Returns the kernel's ABI: from 3 on nothing outside can be
-    truncated either, from 6 on no process outside gets signals.
+    This applies to the process and its children, irrevocably. Return the kernel's ABI: from 3 on files outside cannot
+    be truncated either, from 6 on processes outside get no signals.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -65,7 +65,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there, or may not be reached, needs no rule
+        return  # a path that does not exist or is unreachable needs no rule
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _READ_FILE | _WRITE_FILE | _TRUNCATE

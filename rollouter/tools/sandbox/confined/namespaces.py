@@ -1,4 +1,4 @@
-"""Processes, mounts, network and identities of its own, and a root directory that holds nothing but what it needs."""
+"""Namespaces for processes, mounts, network and users, and a minimal root directory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _SIGKILL = 9
 
 WORK_DIR = "/work"
-"""In a root of its own."""
+"""Working directory in the new root."""
 _MAX_FILES = 4096
-"""In the working directory, directories included."""
+"""Maximum number of files and directories in the working directory."""
 
 
 def enter(*, network: bool) -> bool:
-    """Leave the namespaces that the process was started in, but for the network's if `network`.
+    """Leave the namespaces of the parent, except that of the network if `network`.
 
-    Its own processes begin with the next one that it starts. True: the user namespace is a new one too.
+    The new process namespace begins with the next child. Return whether the user namespace is new too.
 
     Raises:
-        OSError: the kernel, or what the process runs in, does not let it.
+        OSError: the kernel or a container denies it.
     """
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     uid, gid = os.geteuid(), os.getegid()
-    # With the rights of root it keeps the identities of the machine, and can take one that owns nothing.
+    # As root, keep the machine's user ids, so that the process can change to one that owns nothing.
     if uid == 0 and kernel.LIBC.unshare(flags) == 0:
         return False
     kernel.checked(kernel.LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
@@ -49,11 +49,11 @@ def _write(path: str, text: str) -> None:
 
 
 def own_root(mount_point: str, read_paths: list[str], disk_bytes: int) -> None:
-    """Change to a root in memory, mounted on `mount_point` where nobody else sees it: `read_paths`, read-only, some
-    devices, and an empty `WORK_DIR`, which is the current directory then. `disk_bytes` bounds what is written.
+    """Change to a root in memory, mounted privately on `mount_point`: `read_paths`, read-only, some devices, and an
+    empty `WORK_DIR`, which becomes the current directory. `disk_bytes` bounds what is written.
 
     Raises:
-        OSError: a mount is refused; nothing that others see has changed.
+        OSError: a mount is refused; nothing outside this namespace has changed.
     """
     _mount(b"none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount(
@@ -62,7 +62,7 @@ def own_root(mount_point: str, read_paths: list[str], disk_bytes: int) -> None:
     for path in (*read_paths, *READABLE_DEVICES, *WRITABLE_DEVICES):
         _bind(path, mount_point)
     os.mkdir(mount_point + WORK_DIR, 0o700)
-    if not os.path.exists(mount_point + "/tmp"):  # something there is to be read
+    if not os.path.exists(mount_point + "/tmp"):  # unless it is among `read_paths`
         os.symlink(WORK_DIR, mount_point + "/tmp")
     os.chdir(mount_point)
     kernel.syscall("pivot_root", b".", b".")  # the old root ends up on top of the new one
@@ -76,7 +76,7 @@ def _mount(source: bytes, target: str, kind: bytes | None, flags: int, options: 
 
 
 def _bind(path: str, mount_point: str) -> None:
-    """Show `path` in the new root, read-only: a device is written to all the same, but not renamed or made private."""
+    """Mount `path` in the new root, read-only; devices stay writable."""
     target = mount_point + path
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
@@ -90,9 +90,9 @@ def _bind(path: str, mount_point: str) -> None:
 
 
 def descend() -> None:
-    """Go on as the second process of the new namespace. The first one, and the one outside, wait and tell its end.
+    """Continue as the second process of the new namespace; the first and the outer one wait and pass on its exit code.
 
-    outside ──▶ first: when it ends, the kernel ends all ──▶ second: runs the code
+    outside ──▶ first: when it ends, the kernel kills all ──▶ second: runs the code
     """
     if (first := os.fork()) != 0:
         _end_as(_wait_for(first))
@@ -102,7 +102,7 @@ def descend() -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """How it ended: its exit code, or 128 and the signal."""
+    """Return the exit code, or 128 plus the signal."""
     ended = 0
     while ended != pid:
         ended, status = os.wait()

@@ -1,7 +1,7 @@
-"""Which system calls may be made: a BPF program that the kernel runs at each of them.
+"""Restricts system calls with a BPF program that the kernel runs on each of them.
 
-No sockets, no other process (none can be started, signalled, traced or looked at), no way out of the process group,
-nothing that holds memory outside the address space. Threads may be started; `socketpair`, which asyncio needs, works.
+It denies sockets, access to other processes (starting, signalling, tracing, inspecting), leaving the process group, and
+memory outside the address space. Threads work, and so does `socketpair`, which asyncio needs.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ ONLY_ITSELF = (
     *("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"),
     *("prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"),
 )
-"""The first argument is a process: itself, or 0."""
+"""Calls whose first argument is a process, which must be the process itself or 0."""
 ATTRIBUTES = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat", "file_setattr"),
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
-"""Of files: Landlock does not watch over these."""
+"""Calls that change file attributes, which Landlock does not restrict."""
 
 
 def install(pid: int, *, network: bool, attributes: bool) -> None:
-    """For this process, for good.
+    """Install the filter for this process, irrevocably.
 
     Args:
-        pid: Its own number, as it sees it.
-        network: Internet sockets may be opened. Those of the file system may not: they lead to other services.
-        attributes: Those of files may be changed, as far as file system and user allow it.
+        pid: The process's own pid in its namespace.
+        network: Allow internet sockets, but not those of the file system, which lead to other services.
+        attributes: Allow changes of file attributes, as far as file system and user allow them.
 
     Raises:
-        OSError: the kernel has no filters, or the architecture is not known here.
+        OSError: the kernel has no filters, or the architecture is unknown here.
     """
     instructions = program(pid, network=network, attributes=attributes)
     code = ctypes.create_string_buffer(b"".join(instructions))
@@ -110,7 +110,7 @@ def _argument(position: int) -> bytes:
 
 
 def _if_called(name: str, body: list[bytes]) -> list[bytes]:
-    """`body`, which ends in a return, if the call is `name`."""
+    """Return `body`, which ends in a return, conditional on the call `name`."""
     number = kernel.number(name)
     return [] if number is None else [_op(_JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -9,12 +9,63 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import resource
 import sys
 
 from . import kernel, landlock, namespaces, seccomp
-from .settings import Settings
+
+
+class ConfinementSettings:
+    """The command line of a confined process; its limits are those of `rollouter.tools.sandbox.pool.CodeLimits`.
+
+    No dataclass and no JSON: importing these modules takes longer than everything else before the code runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        work_dir: str,
+        read_paths: list[str],
+        import_paths: list[str],
+        mechanisms: list[str],
+        network: bool,
+        cpu_s: int,
+        memory_bytes: int,
+        file_bytes: int,
+        disk_bytes: int,
+        open_files: int,
+        threads: int,
+        output_bytes: int,
+        keep: bool,
+    ) -> None:
+        self.work_dir = work_dir
+        self.read_paths = read_paths
+        """Readable files and directories besides Python's own."""
+        self.import_paths = import_paths
+        """Directories of packages; readable too."""
+        self.mechanisms = mechanisms
+        """Which of `walls.MECHANISMS` to try."""
+        self.network = network
+        """Allow the network."""
+        self.cpu_s = cpu_s
+        self.memory_bytes = memory_bytes
+        self.file_bytes = file_bytes
+        self.disk_bytes = disk_bytes
+        self.open_files = open_files
+        self.threads = threads
+        self.output_bytes = output_bytes
+        self.keep = keep
+        """Run further code after the first, with its variables."""
+
+    def encode(self) -> str:
+        return marshal.dumps(vars(self)).hex()
+
+    @classmethod
+    def decode(cls, text: str) -> ConfinementSettings:
+        return cls(**marshal.loads(bytes.fromhex(text)))
+
 
 MECHANISMS = ("namespaces", "root", "user", "landlock", "seccomp")
 WALLS = ("network", "processes", "files")
@@ -28,17 +79,17 @@ _NETWORK_PATHS = (
     *("/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
 )
 _FIRST_OWN_USER = 0x6000_0000
-"""No user of a machine has such a number, so nothing belongs to one."""
+"""No real user has such a number, so no files belong to one."""
 _NOBODY = 65534
 _OUR_PROCESSES = 8
-"""More than there are around the code."""
+"""An upper bound for the helper processes around the code."""
 _PROCESSES_PER_NAMESPACE = (5, 14)
-"""The Linux that began to count them so."""
+"""First Linux version that counts processes per user namespace."""
 _SIGKILL = 9
 
 
-class Report:
-    """What stands, and why something does not."""
+class ConfinementReport:
+    """The mechanisms that each wall rests on, and why others failed."""
 
     def __init__(self) -> None:
         self.stands: dict[str, list[str]] = {wall: [] for wall in WALLS}
@@ -49,9 +100,9 @@ class Report:
             self.stands[wall].append(mechanism)
 
 
-def confine(settings: Settings) -> Report:
-    """Put up all walls that can be had here; returns in the process that is inside them."""
-    report = Report()
+def confine(settings: ConfinementSettings) -> ConfinementReport:
+    """Build all walls that this machine supports; returns in the process that is inside them."""
+    report = ConfinementReport()
     mechanisms = settings.mechanisms
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)
     outer_pid = os.getpid()
@@ -83,19 +134,19 @@ def confine(settings: Settings) -> Report:
     return report
 
 
-def readable(settings: Settings) -> list[str]:
-    """Directories and files that the code may read, none of them inside another."""
-    wanted = [*sys.path, f"{sys.base_prefix}/lib", *_SYSTEM_PATHS, *settings.import_paths, *settings.read_paths]
+def readable(settings: ConfinementSettings) -> list[str]:
+    """Return the directories and files that the code may read, none of them inside another."""
+    candidates = [*sys.path, f"{sys.base_prefix}/lib", *_SYSTEM_PATHS, *settings.import_paths, *settings.read_paths]
     if settings.network:
-        wanted += _NETWORK_PATHS
+        candidates += _NETWORK_PATHS
     paths: list[str] = []
-    for path in sorted(os.path.normpath(path) for path in wanted if os.path.isabs(path) and os.path.exists(path)):
+    for path in sorted(os.path.normpath(path) for path in candidates if os.path.isabs(path) and os.path.exists(path)):
         if not any(path == outer or path.startswith(f"{outer}/") for outer in paths):
             paths.append(path)
     return paths
 
 
-def _change_root(settings: Settings, read_paths: list[str], report: Report) -> bool:
+def _change_root(settings: ConfinementSettings, read_paths: list[str], report: ConfinementReport) -> bool:
     try:
         namespaces.own_root(settings.work_dir, read_paths, settings.disk_bytes)
     except OSError as error:
@@ -107,10 +158,10 @@ def _change_root(settings: Settings, read_paths: list[str], report: Report) -> b
 
 
 def _become_nobody(outer_pid: int, paths: list[str]) -> None:
-    """From root to a user that owns nothing but the working directory, which is the current one.
+    """Change from root to a user that owns only the working directory, which is the current one.
 
     Raises:
-        OSError: it may not, or that user could not read Python's own files, or `paths`; nothing has changed.
+        OSError: not permitted, or that user could not read Python's own files or `paths`; nothing has changed.
     """
     error = OSError("no user of its own")
     for user in (_FIRST_OWN_USER + outer_pid, _NOBODY):
@@ -132,7 +183,7 @@ def _become_nobody(outer_pid: int, paths: list[str]) -> None:
     raise error
 
 
-def _set_limits(settings: Settings, *, counts_alone: bool) -> None:
+def _set_limits(settings: ConfinementSettings, *, counts_alone: bool) -> None:
     limits = {
         resource.RLIMIT_AS: settings.memory_bytes,
         resource.RLIMIT_FSIZE: settings.file_bytes,
@@ -141,7 +192,7 @@ def _set_limits(settings: Settings, *, counts_alone: bool) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if counts_alone:  # else it would count what all processes of the user have
+    if counts_alone:  # otherwise the limit would count all processes of the user
         limits[resource.RLIMIT_NPROC] = settings.threads + _OUR_PROCESSES
     for kind, value in limits.items():
         _limit(kind, value, value)
@@ -157,8 +208,10 @@ def _limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, (soft, hard))
 
 
-def _restrict_files(settings: Settings, work_dir: str, read_paths: list[str], report: Report) -> int:
-    """The ABI of the kernel's Landlock; 0: it has none."""
+def _restrict_files(
+    settings: ConfinementSettings, work_dir: str, read_paths: list[str], report: ConfinementReport
+) -> int:
+    """Return the ABI of the kernel's Landlock, or 0 without Landlock."""
     try:
         return landlock.restrict(work_dir, read_paths, network=settings.network)
     except OSError as error:
@@ -166,7 +219,7 @@ def _restrict_files(settings: Settings, work_dir: str, read_paths: list[str], re
         return 0
 
 
-def _filter_calls(settings: Settings, report: Report, *, attributes: bool) -> bool:
+def _filter_calls(settings: ConfinementSettings, report: ConfinementReport, *, attributes: bool) -> bool:
     try:
         seccomp.install(os.getpid(), network=settings.network, attributes=attributes)
     except OSError as error:

@@ -1,49 +1,49 @@
-"""When problems are told: against a plain model, and one by one."""
+"""When alarms open and close, one by one and against a plain model."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.health.alarms import GONE_S, Alarms, Condition, Judgement, Told
+from asyncrl.observe.health.alarms import GONE_S, Alarms, Condition, HealthNotice, RuleResult
 
 HOLD_S, CALM_S = 10.0, 20.0
 
 
-def judge(condition: Condition, key: str = "lag/queue", **given: object) -> Judgement:
-    return Judgement(key, condition, "it is bad", "it is well", HOLD_S, CALM_S)._replace(**given)  # type: ignore[arg-type]
+def judge(condition: Condition, key: str = "lag/queue", **given: object) -> RuleResult:
+    return RuleResult(key, condition, "it is bad", "it is good", HOLD_S, CALM_S)._replace(**given)  # type: ignore[arg-type]
 
 
-def course(alarms: Alarms, *conditions: Condition | None, every_s: float = 5.0) -> list[list[Told]]:
+def course(alarms: Alarms, *conditions: Condition | None, every_s: float = 5.0) -> list[list[HealthNotice]]:
     return [
         alarms.observe(number * every_s, 1000 + number * every_s, [] if each is None else [judge(each)])
         for number, each in enumerate(conditions)
     ]
 
 
-def test_told_once_after_the_hold_time_and_once_when_it_is_over() -> None:
+def test_an_alarm_is_reported_once_after_the_hold_time_and_once_when_it_is_over() -> None:
     alarms = Alarms()
-    told = course(alarms, *["bad"] * 6, "fair", "bad", *["well"] * 4, "fair", *["well"] * 6)
-    assert [number for number, each in enumerate(told) if each] == [2, 17]
-    assert told[2] == [Told("warning", "lag/queue", "it is bad")]
-    assert told[17] == [Told("", "lag/queue", "it is well")]
+    notices = course(alarms, *["bad"] * 6, "fair", "bad", *["good"] * 4, "fair", *["good"] * 6)
+    assert [number for number, each in enumerate(notices) if each] == [2, 17]
+    assert notices[2] == [HealthNotice("warning", "lag/queue", "it is bad")]
+    assert notices[17] == [HealthNotice("", "lag/queue", "it is good")]
     assert alarms.open == ()
 
 
-def test_a_moment_is_no_problem() -> None:
+def test_a_momentary_condition_is_no_problem() -> None:
     alarms = Alarms()
     assert not any(course(alarms, *["bad", "bad", "fair"] * 10))
     assert not any(course(Alarms(), *["bad", "bad", None] * 10))
 
 
-def test_an_open_problem_says_since_when() -> None:
+def test_an_open_problem_has_its_start_time() -> None:
     alarms = Alarms()
-    course(alarms, "well", *["bad"] * 4)
+    course(alarms, "good", *["bad"] * 4)
     (problem,) = alarms.open
     assert (problem.key, problem.since, problem.text) == ("lag/queue", 1005.0, "it is bad")
 
 
-def test_what_has_gone_is_forgotten_without_a_word_and_may_come_again() -> None:
+def test_a_vanished_subject_is_forgotten_silently_and_may_return() -> None:
     alarms = Alarms()
     course(alarms, *["bad"] * 4)
     assert alarms.observe(15 + GONE_S, 0.0, []) == [] and alarms.open
@@ -52,14 +52,14 @@ def test_what_has_gone_is_forgotten_without_a_word_and_may_come_again() -> None:
     assert len(alarms.observe(31 + GONE_S, 0.0, [judge("bad")])) == 1
 
 
-def test_without_a_hold_time_it_is_told_at_once() -> None:
+def test_without_a_hold_time_the_alarm_opens_at_once() -> None:
     assert Alarms().observe(0.0, 0.0, [judge("bad", hold_s=0.0, level="hint")])[0].level == "hint"
 
 
 _steps = st.lists(
     st.tuples(
         st.floats(0.1, 15.0),
-        st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["bad", "fair", "well"]), max_size=2),
+        st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["bad", "fair", "good"]), max_size=2),
     ),
     max_size=60,
 )
@@ -67,7 +67,7 @@ _steps = st.lists(
 
 @given(_steps)
 @settings(max_examples=300, deadline=None)
-def test_warnings_and_good_news_take_turns_and_each_is_earned(steps: list[tuple[float, dict[str, Condition]]]) -> None:
+def test_warnings_and_recoveries_alternate_and_are_due(steps: list[tuple[float, dict[str, Condition]]]) -> None:
     alarms, now_s = Alarms(), 0.0
     history: dict[str, list[tuple[float, Condition | None]]] = {"a": [], "b": []}
     is_open = {"a": False, "b": False}
@@ -75,26 +75,26 @@ def test_warnings_and_good_news_take_turns_and_each_is_earned(steps: list[tuple[
         now_s += passed_s
         for key, seen in history.items():
             seen.append((now_s, conditions.get(key)))
-        told = alarms.observe(now_s, now_s, [judge(condition, key) for key, condition in conditions.items()])
-        assert len({each.key for each in told}) == len(told)
+        notices = alarms.observe(now_s, now_s, [judge(condition, key) for key, condition in conditions.items()])
+        assert len({each.key for each in notices}) == len(notices)
         for key in ("a", "b"):
             known = [at_s for at_s, condition in history[key] if condition is not None]
             if not known or now_s - known[-1] > GONE_S:
                 is_open[key] = False
-        for each in told:
+        for each in notices:
             is_warning = each.level == "warning"
             assert is_open[each.key] != is_warning
             is_open[each.key] = is_warning
-            run_s = _unbroken_s(history[each.key], "bad" if is_warning else "well")
+            run_s = _unbroken_s(history[each.key], "bad" if is_warning else "good")
             assert run_s >= (HOLD_S if is_warning else CALM_S)
-        for key in conditions:  # nothing that is due is kept back
+        for key in conditions:  # nothing due is missing
             assert is_open[key] or _unbroken_s(history[key], "bad") < HOLD_S
-            assert not is_open[key] or _unbroken_s(history[key], "well") < CALM_S
+            assert not is_open[key] or _unbroken_s(history[key], "good") < CALM_S
         assert {problem.key for problem in alarms.open} == {key for key, opened in is_open.items() if opened}
 
 
 def _unbroken_s(seen: list[tuple[float, Condition | None]], wanted: Condition) -> float:
-    """How long it has been so until now."""
+    """How long the condition has lasted until now."""
     since = None
     for at_s, condition in reversed(seen):
         if condition != wanted:

@@ -1,4 +1,4 @@
-"""What the driver makes of it: snapshot, warnings, metrics, state and pages."""
+"""The health monitor of the driver: snapshot, warnings, metrics, state and pages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ import anyio
 import pytest
 from rich.console import Console
 
-from asyncrl.cli import health as module
-from asyncrl.cli.health import HealthWatch
-from asyncrl.cli.inspect import look
-from asyncrl.cli.inspect import report as report_of
-from asyncrl.cli.picture import Picture
 from asyncrl.config.schema import Config
-from asyncrl.health.facts import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
-from asyncrl.health.metrics import health_metrics
-from asyncrl.health.processes import ProcessMeter, _within_limit, look_at_machine
-from asyncrl.health.rules import GIB
-from asyncrl.ports import StoreStatus
-from asyncrl.run_dir import RunDir
-from asyncrl.run_state import FILE_NAME, dump, load
-from asyncrl.telemetry import registry
-from asyncrl.telemetry.dashboard import Dashboard
-from asyncrl.telemetry.live import View
-from asyncrl.telemetry.logs import logging_to
-from asyncrl.telemetry.recorder import Recorder
-from asyncrl.telemetry.screen import health_line
-from asyncrl.telemetry.state_file import StateFile
-from asyncrl.telemetry.status_page import page
+from asyncrl.core.ports import StoreStatus
+from asyncrl.core.process_health import EngineLoad, MachineHealth, Problem, ProcessHealth, RunHealth
+from asyncrl.driver import health_monitor as module
+from asyncrl.driver.health_monitor import HealthMonitor
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.observe.health.rules import GIB
+from asyncrl.observe.metrics import registry
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.metrics.rows import health_metrics
+from asyncrl.observe.status.run_files import read_run, status_report
+from asyncrl.observe.status.run_status import STATE_FILE, StateFile, dump, load
+from asyncrl.observe.terminal.live import View, logging_to
+from asyncrl.observe.terminal.screen import Dashboard, health_line
+from asyncrl.observe.terminal.status_page import status_page
+from asyncrl.profiling.process_usage import ProcessMeter, _within_container, measure_machine
+from asyncrl.storage.run_dir import RunDir
 from tests.fakes.run_states import NOW, queue_status, report, running
 
 PROCESS = ProcessHealth(2 * GIB, 0.5, 0.02)
@@ -51,7 +47,7 @@ HEALTH = RunHealth(
 )
 
 
-class Watching(View):
+class HealthView(View):
     def __init__(self) -> None:
         self.messages: list[tuple[str, str]] = []
         self.board = Dashboard()
@@ -63,46 +59,46 @@ class Watching(View):
         self.board = dashboard
 
 
-class Rig:
-    """A `HealthWatch` of a run without parts; `look` is one look, as if 2 s after the one before."""
+class MonitorRig:
+    """A `HealthMonitor` of a run without parts; `look` checks every 2 s of fake time."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = Config()
-        self.view = Watching()
+        self.view = HealthView()
         self.recorder = Recorder([], self.view)
-        self.picture = Picture(config, RunDir(tmp_path), self.recorder)
-        self.picture.phase = "running"
+        self.status = RunStatus(config, RunDir(tmp_path), self.recorder)
+        self.status.phase = "running"
         self.now_s = 1000.0
-        self.watch = HealthWatch(config, tmp_path, self.picture, self.recorder, self.view, lambda: self.now_s)
+        self.watch = HealthMonitor(config, tmp_path, self.status, self.recorder, self.view, lambda: self.now_s)
         self.machine: Callable[[Path], Any] = lambda path: MACHINE
         self.store: Callable[[], Any] = lambda: 0.25
-        monkeypatch.setattr(module, "look_at_machine", lambda path: self.machine(path))
+        monkeypatch.setattr(module, "measure_machine", lambda path: self.machine(path))
         monkeypatch.setattr(module, "object_store_share", lambda: self.store())
 
     async def look(self, seconds: float = 2.0) -> RunHealth:
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 2.0
-            await self.watch._look()
-        return self.picture.health
+            await self.watch._check()
+        return self.status.health
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(tmp_path, monkeypatch)
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MonitorRig:
+    return MonitorRig(tmp_path, monkeypatch)
 
 
-async def test_it_knows_all_that_has_told_of_itself_and_goes_on_without_the_rest(rig: Rig) -> None:
+async def test_health_covers_every_process_that_reports(rig: MonitorRig) -> None:
     health = await rig.look()
     assert list(health.processes) == ["driver"] and health.machine == MACHINE and health.object_store_share == 0.25
-    told = report("abc", health=PROCESS, engine_health=PROCESS, load=EngineLoad(1, 2, 0.5, 3), node_id="far")
+    reporting = report("abc", health=PROCESS, engine_health=PROCESS, load=EngineLoad(1, 2, 0.5, 3), node_id="far")
     silent = report("old", health=PROCESS)
-    with_times = [replace(told, reported_at=module.time.time()), silent]
-    rig.picture.store = StoreStatus(1, None, tuple(with_times), health=PROCESS)
-    rig.picture.queue = queue_status(health=PROCESS)
-    rig.picture.rollouter = {"health": PROCESS, "waits": []}
+    with_times = [replace(reporting, reported_at=module.time.time()), silent]
+    rig.status.store = StoreStatus(1, None, tuple(with_times), health=PROCESS)
+    rig.status.queue = queue_status(health=PROCESS)
+    rig.status.rollouter = {"health": PROCESS, "waits": []}
     ranks = [{"group": "actor", "rank": rank, "pid": 1, "node_id": "n"} for rank in (0, 1)]
-    rig.picture.trainer = {
+    rig.status.trainer = {
         "waits": [],
         "health": None,
         "node_id": "n",
@@ -114,10 +110,10 @@ async def test_it_knows_all_that_has_told_of_itself_and_goes_on_without_the_rest
     ]  # fmt: skip
     assert health.engines == {"abc": EngineLoad(1, 2, 0.5, 3)}
     assert rig.watch._elsewhere() == {"replica-abc", "engine-abc"}
-    assert rig.picture.state().health == health
+    assert rig.status.state().health == health
 
 
-async def test_a_problem_is_told_once_and_its_end_too(rig: Rig) -> None:
+async def test_a_problem_and_its_end_are_reported_once(rig: MonitorRig) -> None:
     rig.store = lambda: 0.95
     health = await rig.look(60)
     assert [problem.key for problem in health.problems] == ["object_store"]
@@ -127,7 +123,7 @@ async def test_a_problem_is_told_once_and_its_end_too(rig: Rig) -> None:
     assert levels == ["warning", ""] and "ray.object_store_memory_bytes" in rig.view.messages[0][1]
 
 
-async def test_it_is_shown_once_and_kept_in_the_log(rig: Rig, tmp_path: Path) -> None:
+async def test_a_warning_is_shown_once_and_logged(rig: MonitorRig, tmp_path: Path) -> None:
     rig.store = lambda: 0.95
     with logging_to(rig.view, tmp_path, "info"):
         await rig.look(60)
@@ -140,83 +136,87 @@ def late(lag_s: float) -> dict[str, Any]:
     return {"waits": [], "health": replace(PROCESS, lag_s=lag_s)}
 
 
-async def test_nothing_is_told_before_all_has_started_nor_right_after(rig: Rig) -> None:
-    rig.picture.phase, rig.picture.rollouter = "starting", late(9.0)
+async def test_no_lag_is_reported_during_the_start_or_right_after(rig: MonitorRig) -> None:
+    rig.status.phase, rig.status.rollouter = "starting", late(9.0)
     rig.store = lambda: 0.95
     health = await rig.look(120)
     assert "rollouter" in health.processes and not health.problems and rig.view.messages == []
     rig.store = lambda: 0.25
-    rig.picture.phase = "running"
+    rig.status.phase = "running"
     await rig.look(20)
-    rig.picture.rollouter = late(0.1)
+    rig.status.rollouter = late(0.1)
     await rig.look(60)
     assert rig.view.messages == []
-    rig.picture.rollouter = late(9.0)
+    rig.status.rollouter = late(9.0)
     await rig.look()
     assert [level for level, _ in rig.view.messages] == ["warning"]
 
 
-async def test_a_part_that_is_replaced_starts_anew(rig: Rig) -> None:
-    rig.picture.rollouter = late(0.1)
+async def test_a_replaced_part_may_block_while_it_starts(rig: MonitorRig) -> None:
+    rig.status.rollouter = late(0.1)
     await rig.look(60)
-    rig.picture.restarting, rig.picture.heard_at["rollouter"] = {"rollouter": time.time()}, time.time() - 60
+    rig.status.restarting, rig.status.answered_at["rollouter"] = {"rollouter": time.time()}, time.time() - 60
     health = await rig.look(60)
-    assert "rollouter" not in health.processes and rig.view.messages == [], "its last word is the dead process's"
-    rig.picture.restarting, rig.picture.heard_at["rollouter"] = {}, time.time()
-    rig.picture.rollouter = late(9.0)
+    assert "rollouter" not in health.processes and rig.view.messages == [], "its last report is of the dead process"
+    rig.status.restarting, rig.status.answered_at["rollouter"] = {}, time.time()
+    rig.status.rollouter = late(9.0)
     await rig.look(20)
     assert rig.view.messages == []
 
 
-async def test_ranks_may_stand_still_until_their_first_step(rig: Rig) -> None:
+async def test_ranks_may_block_until_their_first_step(rig: MonitorRig) -> None:
     rank = {"group": "actor", "rank": 0, "pid": 1, "node_id": "n", "health": replace(PROCESS, lag_s=9.0)}
-    rig.picture.trainer = {"waits": [], "node_id": "n", "ranks": [rank], "step": 0}
+    rig.status.trainer = {"waits": [], "node_id": "n", "ranks": [rank], "step": 0}
     await rig.look(120)
     assert rig.view.messages == []
-    rig.picture.trainer = {**rig.picture.trainer, "step": 1}
+    rig.status.trainer = {**rig.status.trainer, "step": 1}
     await rig.look()
     assert len(rig.view.messages) == 1 and "rank-actor-0" in rig.view.messages[0][1]
 
 
-async def test_what_a_part_told_long_ago_says_nothing_but_its_silence_does(rig: Rig) -> None:
-    rig.picture.rollouter, rig.picture.heard_at["rollouter"] = late(0.1), time.time()
-    rig.picture.trainer = {"waits": [], "health": PROCESS, "node_id": "n", "ranks": []}
+async def test_an_outdated_report_is_ignored_and_the_silence_is_reported(rig: MonitorRig) -> None:
+    rig.status.rollouter, rig.status.answered_at["rollouter"] = late(0.1), time.time()
+    rig.status.trainer = {"waits": [], "health": PROCESS, "node_id": "n", "ranks": []}
     await rig.look(60)
-    rig.picture.heard_at["rollouter"] = time.time() - 45
+    rig.status.answered_at["rollouter"] = time.time() - 45
     health = await rig.look(4)
     assert "rollouter" not in health.processes and "trainer" in health.processes
     assert [problem.key for problem in health.problems] == ["lag/rollouter"]
     assert "has not answered for 45 s" in rig.view.messages[0][1]
-    rig.picture.heard_at["rollouter"], rig.picture.rollouter = time.time(), late(45.0)
+    rig.status.answered_at["rollouter"], rig.status.rollouter = time.time(), late(45.0)
     await rig.look(10)
-    assert len(rig.view.messages) == 1, "one standstill, one warning"
+    assert len(rig.view.messages) == 1, "one lag, one warning"
 
 
-async def test_silence_of_parts_is_not_told_when_the_driver_slept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    await rig.look(10)  # it has just started: its own standstill is not told
+async def test_silence_is_not_reported_if_the_driver_itself_was_stopped(
+    rig: MonitorRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.look(10)  # it has just started: its own lag is not reported
     monkeypatch.setattr(rig.watch._own._lag, "worst_s", lambda: 20.0)
-    rig.picture.heard_at["rollouter"] = time.time() - 20
+    rig.status.answered_at["rollouter"] = time.time() - 20
     assert not (await rig.look(4)).problems
     monkeypatch.undo()
 
 
-def test_replicas_that_have_not_reported_for_some_seconds_are_not_judged(rig: Rig) -> None:
+def test_replicas_that_have_not_reported_for_some_seconds_are_not_judged(rig: MonitorRig) -> None:
     now = time.time()
     reports = [replace(report(name, health=PROCESS), reported_at=now - ago) for name, ago in (("a", 1), ("b", 8))]
-    rig.picture.store = StoreStatus(1, None, tuple(reports))
+    rig.status.store = StoreStatus(1, None, tuple(reports))
     assert [each.replica for each in rig.watch._replicas()] == ["a"]
 
 
-async def test_the_time_between_checkpoints_is_known_from_steps(rig: Rig) -> None:
-    assert rig.watch._save_s() == 0.0, "there are none in between"
+async def test_the_checkpoint_interval_follows_from_the_steps(rig: MonitorRig) -> None:
+    assert rig.watch._save_s() == 0.0, "there are no checkpoints"
     rig.watch._saves_every = 20
     assert rig.watch._save_s() == math.inf
     rig.recorder._step_times.extend([10.0, 12.0, 16.0])
     assert rig.watch._save_s() == 60.0
 
 
-async def test_what_hangs_or_fails_is_not_known_and_holds_nothing_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.05)
+async def test_a_hanging_measurement_is_unknown_and_blocks_nothing(
+    rig: MonitorRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_LIMIT_S", 0.05)
     await rig.look()
     release = threading.Event()
     hanging: list[Path] = []
@@ -229,15 +229,15 @@ async def test_what_hangs_or_fails_is_not_known_and_holds_nothing_up(rig: Rig, m
     try:
         with anyio.fail_after(5):
             health = await rig.look(10)
-            assert health.machine == MACHINE, "what was known a moment ago"
+            assert health.machine == MACHINE, "the last measurement"
             health = await rig.look(40)
         assert health.machine is None and health.processes
-        assert len(hanging) == 1, "it holds one thread and no more"
+        assert len(hanging) == 1, "it blocks one thread only"
     finally:
         release.set()
 
 
-async def test_nothing_that_fails_in_it_ends_the_run(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_check_does_not_end_the_run(rig: MonitorRig, caplog: pytest.LogCaptureFixture) -> None:
     looks = 0
 
     def fail() -> None:
@@ -248,31 +248,31 @@ async def test_nothing_that_fails_in_it_ends_the_run(rig: Rig, caplog: pytest.Lo
         raise OSError("no such thing")
 
     rig.store = fail
-    module_every_s, module.EVERY_S = module.EVERY_S, 0.0
+    module_every_s, module.INTERVAL_S = module.INTERVAL_S, 0.0
     try:
         with anyio.fail_after(10), anyio.CancelScope() as scope:
             await rig.watch.run()
     finally:
-        module.EVERY_S = module_every_s
+        module.INTERVAL_S = module_every_s
     assert (
         looks >= 3
-        and [record.message for record in caplog.records].count("how well the run is could not be found out") == 1
+        and [record.message for record in caplog.records].count("the health of the run could not be checked") == 1
     )
-    assert rig.watch._own._lag.worst_s() is None, "its own loop is not watched any more"
+    assert rig.watch._own._lag.worst_s() is None, "its own loop is no longer watched"
 
 
-async def test_idle_sides_are_judged_only_while_that_means_something(rig: Rig) -> None:
+async def test_idle_shares_are_judged_only_in_the_middle_of_a_run(rig: MonitorRig) -> None:
     rig.recorder._known |= {"idle/trainer": 0.9, "idle/rollouter": 0.1}
-    rig.picture.queue, rig.picture.trainer = queue_status(), {"step": 12}
+    rig.status.queue, rig.status.trainer = queue_status(), {"step": 12}
     assert rig.watch._idle() == (0.9, 0.1)
     for step, phase, fed in ((2, "running", 400), (12, "stopping", 400), (12, "running", 6402)):
-        rig.picture.phase, rig.picture.trainer = phase, {"step": step}  # type: ignore[assignment]
-        books = replace(queue_status().books, fed=fed)
-        rig.picture.queue = queue_status(books=books)
+        rig.status.phase, rig.status.trainer = phase, {"step": step}  # type: ignore[assignment]
+        counts = replace(queue_status().counts, fed=fed)
+        rig.status.queue = queue_status(counts=counts)
         assert rig.watch._idle() == (None, None)
 
 
-def test_every_metric_is_registered_and_replicas_that_are_gone_leave_none() -> None:
+def test_health_metrics_are_registered_and_those_of_ended_replicas_removed() -> None:
     metrics = health_metrics(HEALTH)
     registry.check(metrics)
     assert metrics["health/loop_lag_s/rollouter"] == 0.31 and "health/loop_lag_s/engine-0" not in metrics
@@ -280,15 +280,15 @@ def test_every_metric_is_registered_and_replicas_that_are_gone_leave_none() -> N
     wanted = {"requests_running": 7, "requests_waiting": 1, "preemptions": 3, "object_store_share": 0.25, "problems": 1}
     assert {name: metrics[f"health/{name}"] for name in wanted} == wanted
     assert metrics["health/disk_free_bytes"] == 500 * GIB
-    view = Watching()
+    view = HealthView()
     recorder = Recorder([], view)
-    recorder.health(HEALTH)
+    recorder.update_health(HEALTH)
     assert recorder._known["health/kv_cache_usage/1"] == 0.9 and view.board.health == HEALTH
-    recorder.health(replace(HEALTH, engines={"2": EngineLoad()}))
+    recorder.update_health(replace(HEALTH, engines={"2": EngineLoad()}))
     assert {name for name in recorder._known if "kv_cache_usage/" in name} == {"health/kv_cache_usage/2"}
 
 
-def test_a_state_keeps_it_and_one_from_before_has_none() -> None:
+def test_the_state_includes_the_health() -> None:
     state = running(health=HEALTH, replicas=(report("0", health=PROCESS, load=EngineLoad(1, 2, 0.5, 3)),))
     raw = json.loads(json.dumps(dump(state)))
     assert load(raw) == state
@@ -296,14 +296,14 @@ def test_a_state_keeps_it_and_one_from_before_has_none() -> None:
     assert load(raw).health == RunHealth()
 
 
-def test_the_status_page_shows_it(tmp_path: Path) -> None:
+def test_the_status_page_shows_the_health(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     loaded = report("0", load=EngineLoad(3, 5, 0.456, 2))
-    StateFile(tmp_path / FILE_NAME).write_now(running(health=HEALTH, replicas=(loaded,), pid=os.getpid()))
-    seen = report_of(look(tmp_path))
+    StateFile(tmp_path / STATE_FILE).write_now(running(health=HEALTH, replicas=(loaded,), pid=os.getpid()))
+    seen = status_report(read_run(tmp_path))
     assert seen["health"]["processes"]["driver"]["rss_bytes"] == 2 * GIB
     console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(page(seen, "now"))
+    console.print(status_page(seen, "now"))
     text = console.export_text()
     for figure in (
         "KV 46%  5 waiting",
@@ -315,7 +315,7 @@ def test_the_status_page_shows_it(tmp_path: Path) -> None:
         assert figure in text, figure
 
 
-def test_the_live_view_has_a_line() -> None:
+def test_the_live_view_has_a_health_line() -> None:
     line = health_line(HEALTH)
     assert line is not None and line.plain == (
         "lag 310 ms (rollouter)   memory 38%   KV 90%   object store 25%   disk 500.0 GiB free"
@@ -323,27 +323,27 @@ def test_the_live_view_has_a_line() -> None:
     assert health_line(RunHealth()) is None
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    assert _within_limit(64, 40, tmp_path) == (64, 40)
+def test_the_memory_of_a_container_is_within_its_limit(tmp_path: Path) -> None:
+    assert _within_container(64, 40, tmp_path) == (64, 40)
     (tmp_path / "memory.max").write_text("max\n")
-    assert _within_limit(64, 40, tmp_path) == (64, 40)
+    assert _within_container(64, 40, tmp_path) == (64, 40)
     (tmp_path / "memory.max").write_text("16\n")
     (tmp_path / "memory.current").write_text("14\n")
     (tmp_path / "memory.stat").write_text("anon 9\ninactive_file 4\n")
-    assert _within_limit(64, 40, tmp_path) == (16, 6)
+    assert _within_container(64, 40, tmp_path) == (16, 6)
 
 
-def test_this_machine_and_this_process(tmp_path: Path) -> None:
-    machine = look_at_machine(tmp_path)
+def test_this_machine_and_this_process_are_measured(tmp_path: Path) -> None:
+    machine = measure_machine(tmp_path)
     assert machine is not None and 0 < machine.memory_available_bytes <= machine.memory_bytes
     assert machine.disk_free_bytes is not None
-    gone = look_at_machine(tmp_path / "gone")
+    gone = measure_machine(tmp_path / "gone")
     assert gone is not None and gone.disk_free_bytes is None
     now_s = 0.0
     meter = ProcessMeter(lambda: now_s)
-    first = meter.look([os.getpid(), 2**30])
+    first = meter.measure([os.getpid(), 2**30])
     now_s = 1e-3
-    second = meter.look([os.getpid()])
+    second = meter.measure([os.getpid()])
     assert first is not None and first.rss_bytes > 0 and first.cpu == 0.0
     assert second is not None and second.cpu >= 0.0
-    assert meter.look([]) is None
+    assert meter.measure([]) is None

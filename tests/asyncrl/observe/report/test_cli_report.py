@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from asyncrl.cli.inspect import Standing
 from asyncrl.cli.main import BAD_CONFIG, main
-from asyncrl.profiling.files import DIRECTORY, EventFiles, Line, step_dir
-from asyncrl.report import plots
-from asyncrl.report.words import FIGURES
-from benchmarks.profiling.synthetic import START, Faults, Plan, write_run
+from asyncrl.observe.report import plots
+from asyncrl.observe.report.plots import PLOTS
+from asyncrl.observe.status.run_files import RunLiveness
+from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
+from benchmarks.profiling.synthetic import PlantedFaults, RunPlan, write_run
+from tests.fakes.events import write_events
 
-SMALL = Plan(steps=6, samples=4, n=3)
+SMALL = RunPlan(steps=6, samples=4, n=3)
 _LOADED = {"href", "src", "srcset", "poster", "data", "action", "background", "xlink:href"}
 
 
 class Links(HTMLParser):
-    """Whatever a page refers to, and all ids and text of it."""
+    """All references, ids and tags of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Links(HTMLParser):
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time; not every test looks at figures."""
+    """Skip drawing, which takes most of the time."""
 
     def draw(report: Any, directory: Path, done: Any) -> None:
         for each in report["figures"]:
@@ -61,36 +61,30 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "draw", draw)
 
 
-def made(run_dir: Path, *arguments: str) -> dict[str, Any]:
+def make_report(run_dir: Path, *arguments: str) -> dict[str, Any]:
     assert main(["report", str(run_dir), *arguments]) == 0
     return json.loads((run_dir / "report" / "report.json").read_text())
 
 
-def test_it_writes_a_page_its_data_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, replace(SMALL, level="full", faults=Faults(tool_hang_s=30, tool_hangs=1)))
-    found = made(tmp_path)
-    told = capsys.readouterr().out
+def test_it_writes_the_page_its_data_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, replace(SMALL, level="full", faults=PlantedFaults(tool_hang_s=30, tool_hangs=1)))
+    found = make_report(tmp_path)
+    printed = capsys.readouterr().out
     there = {path.name for path in (tmp_path / "report").iterdir()}
     assert there == {"index.html", "report.json", *(each["png"] for each in found["figures"])}
-    assert {each["id"] for each in found["figures"]} == {each.id for each in FIGURES}
+    assert {each["id"] for each in found["figures"]} == {each.id for each in PLOTS}
     for each in found["figures"]:
         assert (tmp_path / "report" / each["png"]).read_bytes().startswith(b"\x89PNG")
-    assert "1. alarm tool search" in told
-    assert str(tmp_path / "report" / "index.html") in told.replace("\n", "")
+    assert "1. alarm tool search" in printed
+    assert str(tmp_path / "report" / "index.html") in printed.replace("\n", "")
 
 
-def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
-    write_run(tmp_path, replace(SMALL, steps=16, ahead=0, faults=Faults(tool_hang_s=60, tool_hangs=1)))
-    # Neither the time before the first step nor a replica without requests has a row to link to.
-    files = EventFiles(tmp_path / DIRECTORY)
-    files.write(
-        [
-            Line("rollouter", {"timestamp": START, "event": "loop.stall", "duration_s": 9.0, "part": "rollouter"}),
-            Line("replica-new", {"timestamp": START, "event": "sync.load", "duration_s": 30.0, "replica": "new"}),
-        ]
-    )
-    files.close()
-    found = made(tmp_path)
+def test_the_page_needs_no_other_file_or_server(tmp_path: Path) -> None:
+    write_run(tmp_path, replace(SMALL, steps=16, ahead=0, faults=PlantedFaults(tool_hang_s=60, tool_hangs=1)))
+    # Findings about the time before the first step, or a replica without requests, have no row to link to.
+    write_events(tmp_path, ("loop.stall", 0.0, 9.0, {"part": "rollouter"}), part="rollouter")
+    write_events(tmp_path, ("sync.load", 0.0, 30.0, {"replica": "new"}), part="replica-new")
+    found = make_report(tmp_path)
     text = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     page = Links(text)
     assert page.unclosed == []
@@ -102,23 +96,23 @@ def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
     anchors = {target[1:] for target in page.targets if target.startswith("#")}
     assert anchors <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
-    # What stands out is linked to its rows.
+    # Outliers link to their rows.
     outlier = found["steps"]["outliers"][0]
     assert f"step-{outlier['step']}" in anchors
     assert any(each.startswith("request-sample_0_") for each in anchors)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_json_is_the_same_data_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_the_data_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, SMALL)
     assert main(["report", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "report").exists()
-    assert made(tmp_path) == printed
+    assert make_report(tmp_path) == printed
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_out_is_where_it_goes(tmp_path: Path) -> None:
+def test_out_names_the_directory(tmp_path: Path) -> None:
     write_run(tmp_path / "run", SMALL)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "a" / "b")]) == 0
     assert (tmp_path / "a" / "b" / "index.html").exists()
@@ -126,21 +120,21 @@ def test_out_is_where_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_figures_that_a_new_report_does_not_draw_go_and_files_of_others_stay(tmp_path: Path) -> None:
+def test_a_new_report_removes_only_plots_of_the_earlier_one(tmp_path: Path) -> None:
     write_run(tmp_path, SMALL)
-    found = made(tmp_path)
+    found = make_report(tmp_path)
     report = tmp_path / "report"
     found["figures"] += [{"png": "of_another_version.png"}, {"png": "../outside.png"}]
     (report / "report.json").write_text(json.dumps(found))
     others = [report / "of_another_version.png", tmp_path / "outside.png", report / "mine.png", report / "mine.txt"]
     for path in others:
         path.touch()
-    made(tmp_path)
+    make_report(tmp_path)
     assert [path.exists() for path in others] == [False, True, True, True]
     assert not list(report.glob(".*"))
 
 
-def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", replace(SMALL, steps=1))
     out = tmp_path / "site"
     out.mkdir()
@@ -153,7 +147,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pyt
     assert (out / "index.html").read_text() == "mine"
 
 
-def test_a_report_that_cannot_be_finished_leaves_the_earlier_one(
+def test_a_failed_report_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(report: Any, directory: Path, done: Any) -> None:
@@ -171,66 +165,46 @@ def test_a_report_that_cannot_be_finished_leaves_the_earlier_one(
     assert (out / "report.json").read_text() == '{"format": 1, "figures": []}'
 
 
-def test_json_and_out_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--json", "--out", str(tmp_path / "out")]) == BAD_CONFIG
-    assert "leave --out out" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "missing"),
     [
-        pytest.param(replace(SMALL, steps=1), {"event_shares_by_step"}, id="one step", marks=pytest.mark.slow),
-        pytest.param(
-            replace(SMALL, replicas=1, n=1, samples=1, steps=2, dropped=0, aborted=0), {"thrown_away"},
-            id="one of everything", marks=pytest.mark.slow,
-        ),
-        pytest.param(replace(SMALL, turns=1, tools=()), set(), id="no tools", marks=pytest.mark.slow),
-        pytest.param(
-            replace(SMALL, back_from=4, until_s=20.0), set(), id="went back, and was killed", marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set(),
-            id="many steps", marks=pytest.mark.slow,
-        ),
+        (replace(SMALL, steps=1), {"event_shares_by_step"}),
+        (replace(SMALL, replicas=1, n=1, samples=1, steps=2, dropped=0, aborted=0), {"waste"}),
+        (replace(SMALL, turns=1, tools=()), set()),
+        (replace(SMALL, back_from=4, until_s=20.0), set()),
+        (replace(SMALL, steps=230, samples=1, n=1, turns=1, validation_every=0), set()),
     ],
-)  # fmt: skip
-def test_runs_of_many_kinds(tmp_path: Path, plan: Plan, missing: set[str]) -> None:
+    ids=["one step", "one of everything", "no tools", "went back, and was killed", "many steps"],
+)
+def test_figures_without_data_are_left_out(tmp_path: Path, plan: RunPlan, missing: set[str]) -> None:
     write_run(tmp_path, plan)
-    found = made(tmp_path)
-    assert {each.id for each in FIGURES} - {each["id"] for each in found["figures"]} == missing
+    found = make_report(tmp_path)
+    assert {each.id for each in PLOTS} - {each["id"] for each in found["figures"]} == missing
     Links((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, SMALL)
-    for path in (tmp_path / DIRECTORY).glob("step_000006/*.jsonl"):
-        path.write_bytes(path.read_bytes()[:-20])
-    found = made(tmp_path)
-    assert found["run"]["torn_lines"] >= 1
-    assert "damaged line" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_half_a_line_at_the_end_of_a_run_that_lives_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_incomplete_last_line_of_a_live_run_is_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("asyncrl.cli.report.standing", lambda _run_dir: Standing("live", "running", None))
+    monkeypatch.setattr("asyncrl.cli.report.read_liveness", lambda _run_dir: RunLiveness("live", "running", None))
     write_run(tmp_path, SMALL)
-    path = step_dir(tmp_path / DIRECTORY, 6) / "rollouter.jsonl"
+    path = step_dir(tmp_path / EVENTS_DIRECTORY, 6) / "rollouter.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    found = made(tmp_path)
+    found = make_report(tmp_path)
     assert found["run"]["torn_lines"] == 1
     assert found["run"]["status"] == "running"
     assert not any("damaged" in note for note in found["notes"])
-    assert any("The run lives" in note for note in found["notes"])
+    assert any("The run is live" in note for note in found["notes"])
     path.write_bytes(b"torn\n" + path.read_bytes())
-    assert any("1 damaged line was" in note for note in made(tmp_path)["notes"])
+    assert any("1 damaged line was" in note for note in make_report(tmp_path)["notes"])
+    assert "1 damaged line was left out" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_how_the_run_is_is_told(tmp_path: Path) -> None:
-    """One of two recoveries is among the events: the other adds to it."""
+def test_recoveries_without_an_event_are_added_from_the_summary(tmp_path: Path) -> None:
+    """One of two recoveries has an event."""
     write_run(tmp_path, replace(SMALL, replica_replaced_after=3))
     recovery = [
         {"part": "replica", "cause": "killed", "recovered_s": 5.0},
@@ -238,72 +212,61 @@ def test_how_the_run_is_is_told(tmp_path: Path) -> None:
         {"part": "queue", "cause": "not back yet", "recovered_s": None},
     ]
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "recovery": recovery}))
-    found = made(tmp_path)
+    found = make_report(tmp_path)
     assert found["run"]["status"] == "failed"
     restarts = next(each for each in found["findings"] if each["kind"] == "restarts")
     assert (restarts["seconds_lost"], restarts["name"]) == (17.5, "replica")
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_names_from_outside_are_text_on_the_page(tmp_path: Path) -> None:
+def test_the_page_escapes_names(tmp_path: Path) -> None:
     write_run(tmp_path, replace(SMALL, tools=("<script>alert(1)</script>",)))
-    made(tmp_path)
+    make_report(tmp_path)
     page = Links((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))
     assert "script" not in page.tags
 
 
-def config(run_dir: Path, level: str) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump({"profiler": {"level": level}}))
-
-
-@pytest.mark.parametrize("level", ["off", "'off'"])
-def test_without_events_it_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str], level: str) -> None:
-    (tmp_path / "config.yaml").write_text(f"profiler:\n  level: {level}\n")  # YAML reads a bare `off` as false
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+@pytest.mark.parametrize(
+    ("level", "file", "live", "reason"),
+    [
+        ("off", None, False, "profiler.level was off"),
+        ("'off'", None, False, "profiler.level was off"),  # YAML reads a bare `off` as false
+        ("summary", None, False, "ended before it began"),
+        ("summary", None, True, "Try again"),
+        ("summary", '{"timest', False, "its 1 files hold no readable events"),
+    ],
+)
+def test_a_run_without_events_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    level: str, file: str | None, live: bool, reason: str,
+) -> None:  # fmt: skip
+    (tmp_path / "config.yaml").write_text(f"profiler:\n  level: {level}\n")
+    if file is not None:
+        path = step_dir(tmp_path / EVENTS_DIRECTORY, 0) / "driver.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(file)
+    if live:
+        monkeypatch.setattr("asyncrl.cli.report.read_liveness", lambda run_dir: RunLiveness("live", "starting", None))
     assert main(["report", str(tmp_path)]) == BAD_CONFIG
-    told = capsys.readouterr().err
-    assert "profiler.level was off" in told
-    assert "profiler.level=summary" in told
+    printed = capsys.readouterr().err
+    assert reason in printed
+    assert live or "profiler.level=summary" in printed
     assert not (tmp_path / "report").exists()
 
 
-def test_a_run_that_ended_before_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config(tmp_path, "summary")
-    assert main(["report", str(tmp_path)]) == BAD_CONFIG
-    assert "ended before it began" in capsys.readouterr().err
-
-
-def test_a_run_that_is_starting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bad_arguments_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config(tmp_path, "summary")
-    monkeypatch.setattr("asyncrl.cli.report.standing", lambda run_dir: Standing("live", "starting", None))
-    assert main(["report", str(tmp_path)]) == BAD_CONFIG
-    assert "the run lives, and is starting. Ask again" in capsys.readouterr().err
-
-
-def test_files_without_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config(tmp_path, "summary")
-    directory = tmp_path / DIRECTORY / "step_000000"
-    directory.mkdir(parents=True)
-    (directory / "driver.jsonl").write_text('{"timest')
-    assert main(["report", str(tmp_path)]) == BAD_CONFIG
-    assert "its 1 files hold no readable events" in capsys.readouterr().err
-
-
-def test_no_such_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["report", "nobody"]) == BAD_CONFIG
-    assert "there is no run 'nobody'" in capsys.readouterr().err
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "run", replace(SMALL, steps=1))
-    assert main(["report", str(tmp_path / "run"), "--out", "/dev/null/x"]) == BAD_CONFIG
-    told = capsys.readouterr().err
-    assert "--out=/dev/null/x cannot be written: Not a directory" in told
-    assert "run_dir" not in told
+    run_dir = tmp_path / "run"
+    write_run(run_dir, replace(SMALL, steps=1))
+    for arguments, message in (
+        (["nobody"], "there is no run 'nobody'"),
+        ([str(run_dir), "--json", "--out", "out"], "leave --out out"),
+        ([str(run_dir), "--out", "/dev/null/x"], "--out=/dev/null/x cannot be written: Not a directory"),
+    ):
+        assert main(["report", *arguments]) == BAD_CONFIG
+        assert message in capsys.readouterr().err
 
 
 def test_help_loads_nothing_heavy() -> None:

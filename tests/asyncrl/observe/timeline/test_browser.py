@@ -1,4 +1,4 @@
-"""The browser that pages are tested in leaves nothing behind."""
+"""The test browser leaves no process behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.browser.chromium import NAMES
 _BROWSE = """
 import sys
 import psutil
-from asyncrl.cli.processes import adopt_orphans
+from asyncrl.driver.processes import adopt_orphans
 from tests.browser.chromium import Tab, browsing
 
 adopt_orphans()
@@ -23,11 +23,11 @@ print(len(during), [(each.name(), each.status()) for each in psutil.Process().ch
 """
 
 
-def test_no_process_is_left_also_where_orphans_are_adopted() -> None:
+def test_no_process_remains_even_where_orphans_are_adopted() -> None:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no browser on this machine")
     ran = subprocess.run([sys.executable, "-c", _BROWSE, path], capture_output=True, text=True, timeout=60, check=True)
-    during, left = ran.stdout.split(maxsplit=1)
+    during, remaining = ran.stdout.split(maxsplit=1)
     assert int(during) > 3
-    assert left.strip() == "[]"
+    assert remaining.strip() == "[]"

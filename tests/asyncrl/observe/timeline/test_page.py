@@ -15,65 +15,65 @@ import uvicorn
 import yaml
 from playwright.sync_api import Browser, Page, expect
 
-from asyncrl.cli.timeline import conversation_of, standing
-from asyncrl.timeline.kinds import PHASES
-from asyncrl.timeline.server import Timeline, app
-from asyncrl.trajectory_files import file_name
-from rollouter.dump import TrajectoryDump
-from tests.asyncrl.timeline.fake_run import FakeRun
+from asyncrl.cli.timeline import conversation_of, run_position
+from asyncrl.observe.timeline.layout import PHASES
+from asyncrl.observe.timeline.server import Timeline, create_app
+from asyncrl.storage.trajectory_files import file_name
+from rollouter.trajectory_dump import TrajectoryDump
 from tests.browser.chromium import Tab, chromium  # noqa: F401
 from tests.fakes.dumped import SCORES, decode, group, prompt, sample
+from tests.fakes.timeline_run import FakeRun
 
-DUMPED = 4
-"""The feed index of the sample whose conversation is kept."""
+RECORDED = 4
+"""The feed index of the sample whose conversation is recorded."""
 _SOURCE = "Bokeh.documents[0].get_model_by_name('bars').data"
-_WHERE = """of => {
+_WHERE = """bar => {
   const plot = Bokeh.documents[0].get_model_by_name('timeline'), view = Bokeh.index.find_one(plot);
   const data = Bokeh.documents[0].get_model_by_name('bars').data, range = plot.x_range;
   const box = document.getElementById('plot').getBoundingClientRect();
   let best = -1;
   for (let n = 0; n < data.left.length; n++)
-    if (data.told[n].includes(of.told) && data.title[n].startsWith(of.title) &&
+    if (data.description[n].includes(bar.description) && data.title[n].startsWith(bar.title) &&
         (best < 0 || data.right[n] - data.left[n] > data.right[best] - data.left[best])) best = n;
   const middle = (Math.max(data.left[best], range.start) + Math.min(data.right[best], range.end)) / 2;
   return [box.x + view.frame.x_scale.compute(middle),
           box.y + view.frame.y_scale.compute((data.top[best] + data.bottom[best]) / 2)];
 }"""
-"""Where on the screen the longest such bar is."""
+"""Returns where on the screen the longest such bar is."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
-    """It has ended, and keeps the conversation of one sample."""
+    """A completed run with the recorded conversation of one sample."""
     path = tmp_path_factory.mktemp("runs") / "fake" / "20260101-000000"
-    made = FakeRun(path)
-    made.write(6)
-    made.state("completed", 6)
+    fake = FakeRun(path)
+    fake.write(6)
+    fake.state("completed", 6)
     dump_dir = path / "dump"
     config = {"profiler": {"level": "full"}, "rollout": {"dump_dir": str(dump_dir)}}
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     dump = TrajectoryDump(dump_dir, path, decode, lambda: 0.5)
     with ThreadPoolExecutor() as elsewhere:  # Playwright has a loop in this thread
-        elsewhere.submit(anyio.run, dump.write, sample(DUMPED, group()), prompt(), group(), SCORES).result()
-    assert (dump_dir / file_name(DUMPED)).exists()
-    return made
+        elsewhere.submit(anyio.run, dump.write, sample(RECORDED, group()), prompt(), group(), SCORES).result()
+    assert (dump_dir / file_name(RECORDED)).exists()
+    return fake
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
-    made = FakeRun(tmp_path_factory.mktemp("runs") / "live" / "20260101-000000")
-    made.write(2)
-    made.state("running", 2)
-    return made
+    fake = FakeRun(tmp_path_factory.mktemp("runs") / "live" / "20260101-000000")
+    fake.write(2)
+    fake.state("running", 2)
+    return fake
 
 
 def served(run: FakeRun) -> Iterator[str]:
-    """The address of its page."""
+    """Serve a run, and yield the address of its page."""
     path: Path = run.path
-    app_ = app(
+    app_ = create_app(
         f"{path.parent.name}/{path.name}",
         Timeline(path),
-        lambda: standing(path),
+        lambda: run_position(path),
         lambda *of: conversation_of(path, *of),
     )
     server = uvicorn.Server(uvicorn.Config(app_, log_level="warning", timeout_graceful_shutdown=1))
@@ -92,13 +92,13 @@ def url(run: FakeRun) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def slow_start_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a run whose parts took 90 seconds to start, and which then had many requests at a time."""
-    made = FakeRun(tmp_path_factory.mktemp("runs") / "slow" / "20260101-000000", samples=40, trajectories=8)
+    """A run whose parts took 90 seconds to start, and which then had many concurrent requests."""
+    fake = FakeRun(tmp_path_factory.mktemp("runs") / "slow" / "20260101-000000", samples=40, trajectories=8)
     for at in range(0, 80, 5):
-        made.add("rollouter", "loop.stall", at, 2)
-    made.write(2, at=90.0)
-    made.state("completed", 2)
-    yield from served(made)
+        fake.add("rollouter", "loop.stall", at, 2)
+    fake.write(2, at=90.0)
+    fake.state("completed", 2)
+    yield from served(fake)
 
 
 @pytest.fixture(scope="module")
@@ -107,25 +107,25 @@ def live_url(live: FakeRun) -> Iterator[str]:
 
 
 def drawn(page: Page) -> int:
-    """How often it has been drawn."""
+    """Return how often the page has been drawn."""
     return int(page.evaluate("Number(document.body.dataset.drawn || 0)"))
 
 
 def wait(page: Page, condition: str) -> None:
-    """Until it has been drawn and `condition` holds there, where `data` is the columns of the bars."""
+    """Wait until the page has been drawn and `condition` holds, in which `data` has the columns of the bars."""
     page.wait_for_function(f"() => document.body.dataset.drawn && (data => {condition})({_SOURCE})")
 
 
-def place(page: Page, told: str = "", title: str = "") -> tuple[float, float]:
-    found = page.evaluate(_WHERE, {"told": told, "title": title})
+def place(page: Page, description: str = "", title: str = "") -> tuple[float, float]:
+    found = page.evaluate(_WHERE, {"description": description, "title": title})
     return found[0], found[1]
 
 
-def test_a_finished_run(chromium: Browser, run: FakeRun, url: str) -> None:  # noqa: F811
+def test_the_page_of_a_finished_run(chromium: Browser, run: FakeRun, url: str) -> None:  # noqa: F811
     with Tab.opened(chromium, url) as tab:
         page = tab.page
         wait(page, "data.left.length > 100")
-        # Every state of a request is drawn, and so are its tools, users and rewards.
+        # All states of requests, tools, users and rewards are drawn.
         states = set(page.evaluate(f"Array.from({_SOURCE}.state)"))
         assert {*PHASES, "tool", "user", "reward", "wait", "experience", "update", "weights"} <= states
         versions = page.evaluate("Array.from(Bokeh.documents[0].get_model_by_name('versions').data.label)")
@@ -145,19 +145,19 @@ def test_a_finished_run(chromium: Browser, run: FakeRun, url: str) -> None:  # n
         assert len(tab.requests) >= 3
 
 
-def test_zooming_fetches_finer_bars_and_parts_can_be_hidden(chromium: Browser, url: str) -> None:  # noqa: F811
+def test_zooming_fetches_finer_bars_and_blocks_can_be_hidden(chromium: Browser, url: str) -> None:  # noqa: F811
     with Tab.opened(chromium, url) as tab:
         page = tab.page
         wait(page, "data.left.length > 100 && data.event.includes(-1)")
-        wide = page.evaluate("document.getElementById('told').textContent")
+        wide = page.evaluate("document.getElementById('summary').textContent")
         page.mouse.move(*place(page, title="trainer.update"))
         for _ in range(12):
             page.mouse.wheel(0, -240)
         wait(page, "data.left.length > 0 && data.left.length < 200 && !data.event.includes(-1)")
-        assert page.evaluate("document.getElementById('told').textContent") != wide
+        assert page.evaluate("document.getElementById('summary').textContent") != wide
         page.keyboard.press("0")
         wait(page, "data.event.includes(-1)")
-        # Over the names of the lanes the wheel makes them taller, and leaves the time that is shown.
+        # Over the names of the tracks the wheel makes them taller, and leaves the time that is shown.
         model = "Bokeh.documents[0].get_model_by_name('timeline')"
         window = f"(({{x_range: x, y_range: y}}) => [x.start, x.end, y.start - y.end])({model})"
         start, end, rows = page.evaluate(window)
@@ -177,10 +177,10 @@ def test_a_tooltip_and_the_conversation_of_a_request(chromium: Browser, url: str
     with Tab.opened(chromium, url) as tab:
         page = tab.page
         wait(page, "data.left.length > 100")
-        where = place(page, f"sample_0_{DUMPED}/0", "request · decode")
+        where = place(page, f"sample_0_{RECORDED}/0", "request · decode")
         page.mouse.move(where[0] - 3, where[1])
         page.mouse.move(*where)
-        expect(page.locator(".bk-Tooltip").first).to_contain_text(f"sample_0_{DUMPED}")
+        expect(page.locator(".bk-Tooltip").first).to_contain_text(f"sample_0_{RECORDED}")
         expect(page.locator(".bk-Tooltip").first).to_contain_text("request · decode")
         page.mouse.click(*where)
         panel = page.locator("#panel")
@@ -194,7 +194,7 @@ def test_a_tooltip_and_the_conversation_of_a_request(chromium: Browser, url: str
         assert tab.errors == []
 
 
-def test_a_sample_that_was_not_kept_says_how_to_keep_it(chromium: Browser, url: str) -> None:  # noqa: F811
+def test_details_of_an_unrecorded_sample_explain_how_to_record_it(chromium: Browser, url: str) -> None:  # noqa: F811
     with Tab.opened(chromium, url) as tab:
         wait(tab.page, "data.left.length > 100")
         tab.page.mouse.click(*place(tab.page, "sample_0_9<", "trajectory"))
@@ -224,7 +224,7 @@ def test_a_live_run_is_followed(chromium: Browser, live: FakeRun, live_url: str)
         assert tab.errors == []
 
 
-def test_what_comes_first_is_from_the_first_sample_on_and_the_whole_run_is_a_click_away(
+def test_the_first_view_begins_with_the_first_sample_and_a_click_shows_the_whole_run(
     chromium: Browser,  # noqa: F811
     slow_start_url: str,
 ) -> None:
@@ -240,7 +240,7 @@ def test_what_comes_first_is_from_the_first_sample_on_and_the_whole_run_is_a_cli
         assert tab.errors == []
 
 
-def test_lanes_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
+def test_tracks_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow_start_url: str) -> None:  # noqa: F811
     with Tab.opened(chromium, slow_start_url) as tab:
         page = tab.page
         wait(page, "data.title.some(title => title.startsWith('requests: '))")
@@ -254,7 +254,7 @@ def test_lanes_too_thin_to_be_seen_are_opened_by_a_click(chromium: Browser, slow
         assert tab.errors == []
 
 
-def test_the_page_says_what_cannot_be_read(chromium: Browser, tmp_path: Path) -> None:  # noqa: F811
+def test_the_page_reports_unreadable_files(chromium: Browser, tmp_path: Path) -> None:  # noqa: F811
     run = FakeRun(tmp_path / "fake" / "20260101-000000")
     run.write(1)
     run.state("completed", 1)

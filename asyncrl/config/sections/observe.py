@@ -1,0 +1,111 @@
+"""`logging` and `profiler`: metrics, log files, events, and the rules between their keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+from asyncrl.config.problems import ConfigProblem, ConfigRule, RuleFunction, no_effect, only_with, warning
+from asyncrl.config.sections.base import ConfigSection, NonNegative, Positive
+from asyncrl.config.sections.trainer import model_roles
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+
+class LoggingConfig(ConfigSection):
+    """Metrics, log files and the terminal."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """auto: a live view on a terminal, plain lines elsewhere."""
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...] = (
+        "jsonl",
+        "tensorboard",
+    )
+    """Destinations of metrics (docs/profiling.md). `jsonl`, `tensorboard`: files in the run directory. `wandb`,
+    `mlflow`, `trackio`: offline, unless they are set up for a server; each needs its package, e.g.
+    `pip install 'asyncrl[wandb]'`. `prometheus`: Ray's metrics."""
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    """Level of the log files in the run directory and of messages on the terminal."""
+
+
+class ProfilerConfig(ConfigSection):
+    """Events of every process in the run directory, for `asyncrl report` and `asyncrl timeline` (docs/profiling.md)."""
+
+    level: Literal["off", "summary", "full"] = "summary"
+    """`summary`: steps, samples, trajectories, requests, tool calls, rewards, weight syncs. `full`: also the events
+    inside of these and between them. docs/events.md lists both."""
+    buffer_events: Positive = 100_000
+    """Most events that a process buffers before it writes or sends them; further ones are dropped and counted."""
+    synchronize: bool = False
+    """Wait for the GPU at both ends of a rank's spans, so that they show where the time is spent. Costs speed."""
+    steps: tuple[Positive, ...] = ()
+    """Optimizer steps in which `tool` profiles the training processes; none: it does not run."""
+    ranks: tuple[NonNegative, ...] = (0,)
+    """The training processes that it profiles."""
+    tool: Literal["torch", "nsys"] = "torch"
+    """`torch`: a trace of torch.profiler for each step and rank in profiles/ of the run directory. `nsys`: ranges that
+    Nsight Systems captures; the ranks are started under it."""
+    otlp_endpoint: str | None = None
+    """Address to which events are also sent, as OpenTelemetry spans over HTTP, e.g. http://127.0.0.1:4318/v1/traces;
+    needs `pip install 'asyncrl[otlp]'`."""
+
+
+def _otlp_address(config: Config) -> Iterator[ConfigProblem]:
+    endpoint = config.profiler.otlp_endpoint
+    if endpoint is None:
+        return
+    try:
+        url = urlsplit(endpoint)
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:
+        valid = False
+    key = "profiler.otlp_endpoint"
+    if not valid:
+        consequence = "events are sent over HTTP, and this is no address for that"
+        yield ConfigProblem(key, endpoint, consequence, "give e.g. http://127.0.0.1:4318/v1/traces")
+    elif url.path in ("", "/"):
+        consequence = "the address is used unchanged, and collectors accept traces at /v1/traces"
+        yield warning(key, endpoint, consequence, f"give {endpoint.rstrip('/')}/v1/traces")
+
+
+def _profiled_ranks(config: Config) -> Iterator[ConfigProblem]:
+    profiler, policy_ranks = config.profiler, config.trainer.num_workers
+    most = max([policy_ranks, *(role.num_workers or policy_ranks for role in model_roles(config).values())])
+    beyond = [rank for rank in profiler.ranks if rank >= most]
+    if profiler.steps and beyond:
+        yield ConfigProblem(
+            "profiler.ranks",
+            list(profiler.ranks),
+            f"training processes are numbered from 0 to {most - 1}, so there is no rank {beyond[0]}",
+            f"name ranks below {most}, or raise trainer.num_workers",
+        )
+
+
+RULES: tuple[RuleFunction, ...] = (
+    ConfigRule("logging.sinks", lambda c: len(set(c.logging.sinks)) < len(c.logging.sinks),
+               "a sink that is listed twice would get every metric twice", "list each once"),
+    ConfigRule("logging.sinks", lambda c: "jsonl" not in c.logging.sinks,
+               "without metrics.jsonl a resumed run does not know its earlier metrics, reports are shorter, and runs "
+               "cannot be compared", "add jsonl, unless you intend this", "warning"),
+    _otlp_address,
+    ConfigRule("profiler.steps",
+               lambda c: max(c.profiler.steps, default=0) > (c.trainer.total_training_steps or math.inf),
+               "the run ends at step {c.trainer.total_training_steps} (trainer.total_training_steps), before the last "
+               "of them", "name steps from 1 to {c.trainer.total_training_steps}", "warning"),
+    ConfigRule("profiler.ranks", lambda c: c.profiler.steps and not c.profiler.ranks,
+               "no process would be profiled", "name some, e.g. [0], or leave this key out"),
+    _profiled_ranks,
+    ConfigRule("profiler.tool", lambda c: c.profiler.tool == "nsys" and c.profiler.steps and c.trainer.device == "cpu",
+               "trainer.device is cpu, and Nsight Systems profiles GPUs",
+               "set profiler.tool=torch, or trainer.device=cuda"),
+)  # fmt: skip
+
+NO_EFFECT = (
+    only_with("profiler.buffer_events profiler.synchronize profiler.otlp_endpoint",
+              "profiler.level", "summary", "full"),
+    no_effect("profiler.ranks profiler.tool", lambda c: not c.profiler.steps,
+              "profiler.steps is empty, so no training process is profiled", "set profiler.steps, e.g. [3]"),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Values, decisions and Protocols that every part shares."""

@@ -1,0 +1,375 @@
+"""The Protocols between the parts of a run, and the values that cross them; of the sample queue, only the values.
+
+Deadlines: a call that can wait takes `timeout_s` and returns an empty answer when it runs out; the caller reports what
+it waits on and calls again. A call without `timeout_s` answers at once; its adapter bounds it with `timeouts.call_s`
+and raises `DeadlineError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from asyncrl.core.failures import EngineCrashError
+from asyncrl.core.process_health import EngineLoad, ProcessHealth
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import Media, Prompt, Sample, SampleId, SampleMeta, TokenIds, Turn
+
+PartName = Literal["rollouter", "trainer", "queue", "store", "replica"]
+"""Parts that can be restarted while the others continue. A rank that dies takes the Trainer with it."""
+
+# ------------------------------------------------------------------------------------------------ sample queue
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """The number of samples in each state. `fed == running + ready + leased + trained + sum(dropped.values())`,
+    always."""
+
+    fed: int = 0
+    running: int = 0
+    """Admitted and not yet READY, dispatched or not."""
+    ready: int = 0
+    leased: int = 0
+    trained: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """By `DropReason` value."""
+    replayed: int = 0
+    """Samples that became READY from a record (docs/skip.md) instead of from an engine; a requeued one counts twice.
+    The sum above contains neither this nor `substituted`."""
+    substituted: int = 0
+    """Replayed samples whose record belongs to another sample or another request."""
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+
+class Admission(NamedTuple):
+    """Permits granted. No ids and not `closed`: no permit became free in time."""
+
+    sample_ids: tuple[SampleId, ...]
+    closed: bool
+    """Nothing will ever be admitted again."""
+
+
+class QueuedSample(NamedTuple):
+    meta: SampleMeta
+    payload: Any
+    """What `PayloadStore.put` returned (a Ray object reference, in a Ray run)."""
+
+
+class Lease(NamedTuple):
+    """Samples handed to the Trainer. No samples and not `ended`: not enough became READY in time."""
+
+    lease_id: int
+    samples: tuple[QueuedSample, ...]
+    ended: bool
+    """The stream has ended and no further sample will come; `samples` may hold a last, smaller batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """The queue state that a run resumes from. Samples that were fed and have not ended are fed again under the same
+    id."""
+
+    next_index: int
+    outstanding: tuple[SampleId, ...]
+    counts: SampleCounts
+    version: int
+    seq: int = 0
+    """The last journaled operation that it includes; 0: there was no journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    counts: SampleCounts
+    version: int
+    """Newest version that every replica has applied; pacing is relative to it."""
+    ended: bool
+    waiting: Mapping[str, int]
+    """Parked callers by what they wait on: `permit`, `samples`."""
+    lineage: int = 0
+    paced_to: int = 0
+    """Limit of `fed - dropped` while the replicas serve `version`."""
+    total_samples: int | None = None
+    """Total number of samples that the run trains on."""
+    pid: int = 0
+    journal_seq: int = 0
+    """Operations on disk; 0: no journal."""
+    payload_bytes: int = 0
+    """Payload files that no checkpoint covers yet."""
+    notices: tuple[str, ...] = ()
+    """Messages for users about the journal: a torn tail, damage, and the consequences."""
+    closed: bool = False
+    """The Trainer has all samples, or the run was stopped; only a rewind opens the queue again."""
+    health: ProcessHealth | None = None
+    """Of its process."""
+
+
+class PayloadStore(Protocol):
+    """Stores sample payloads while the queue holds their metadata."""
+
+    async def put(self, sample: Sample) -> Any:
+        """Returns once the payload is as durable as the run's journal promises."""
+
+    async def get(self, payloads: Sequence[Any]) -> list[Sample | None]:
+        """Return the samples in order; None for one that is lost or damaged, which has been logged with its file and
+        cause."""
+
+
+class TurnLog(Protocol):
+    """Keeps completed turns of RUNNING samples, in case the Rollouter dies before their sample is READY."""
+
+    async def record(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        """`turn` is complete. `key` names it within the sample: `0` to `n-1`, `baseline`."""
+
+    async def completed(self, sample_id: SampleId) -> Mapping[str, Turn]:
+        """Return the turns of a sample that earlier incarnations of the Rollouter completed, by key."""
+
+    async def forget(self, sample_id: SampleId) -> None:
+        """The sample is READY or DROPPED: its turns are not needed any more."""
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+class WeightsVersion(NamedTuple):
+    """Identifies weights, and orders them by creation: when training goes back to a checkpoint, versions continue from
+    its version in a new lineage."""
+
+    lineage: int
+    """Number of times that training went back to a checkpoint in this run."""
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The weight store's description of one published version."""
+
+    version: int
+    step: int
+    """Optimizer steps that produced these weights."""
+    num_bytes: int
+    checksums: Mapping[str, int]
+    """Per layer group (`weights.checksums`); the weights that an engine serves must have the same ones."""
+    validate: bool = False
+    """The Rollouter evaluates the validation set on this version before it applies a newer one."""
+    published_at_s: float = 0.0
+    """When it became available: wall clock (`time.time`) of the publisher; 0: not recorded."""
+    lineage: int = 0
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        return WeightsVersion(self.lineage, self.version)
+
+
+class WeightPublisher(Protocol):
+    """The Trainer's side of the weight store."""
+
+    async def publish(
+        self, version: int, step: int, tensors: Mapping[str, NDArray[Any]], *, validate: bool
+    ) -> Publication:
+        """Offer `version` (HF parameter names, the engine's dtype); returns once it can be fetched, not applied. Its
+        lineage is the publisher's."""
+
+    async def republish(self) -> None:
+        """Offer the last publication again, to a store that was restarted; do nothing if there is none."""
+
+
+class WeightFeed(Protocol):
+    """The Rollouter's side of the weight store."""
+
+    async def latest(self) -> Publication | None: ...
+
+    async def wait_newer(self, weights_version: WeightsVersion, *, timeout_s: float) -> Publication | None:
+        """Return the newest publication above `weights_version`; None: there was none in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    """How one replica changed from one version to the next. Seconds."""
+
+    replica: str
+    version: int
+    fetch_s: float
+    pause_s: float
+    """From the last token to the first one under the new version; contains `load_s`."""
+    load_s: float
+    in_flight: int
+    """Requests in the engine when the pause was requested."""
+    verified: bool
+    lineage: int = 0
+    events: tuple[Mapping[str, Any], ...] = ()
+    """Profiling events, which the Rollouter takes out of the report and forwards."""
+    drain_s: float = 0.0
+    """From the request to pause until no token is generated: before `pause_s`."""
+    verify_s: float = 0.0
+    """Comparing checksums, during generation."""
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        return WeightsVersion(self.lineage, self.version)
+
+
+ReplicaPhase = Literal["starting", "serving", "fetching", "pausing", "loading", "verifying", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica's report about itself to the weight store: at every change of phase and once a second."""
+
+    replica: str
+    node_id: str
+    pid: int
+    engine_pids: tuple[int, ...]
+    """The child processes that vLLM started."""
+    phase: ReplicaPhase
+    phase_since: float
+    """Wall clock (`time.time`)."""
+    lineage: int
+    version: int
+    in_flight: int
+    """Requests in the engine."""
+    generated_tokens: int
+    reported_at: float
+    """Wall clock."""
+    error: str = ""
+    """Why it is `broken`."""
+    health: ProcessHealth | None = None
+    """Of its process."""
+    engine_health: ProcessHealth | None = None
+    """Health of all `engine_pids` together."""
+    load: EngineLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """The weight store's state."""
+
+    pid: int
+    newest: WeightsVersion | None
+    """None: nothing was published, or the store was restarted since."""
+    replicas: tuple[ReplicaReport, ...]
+    """The last report of each replica that reported in the last minutes, the longest silent first."""
+    informed: bool = True
+    """False: the Trainer has not published since the store was restarted."""
+    at: float = 0.0
+    """When the status was taken, by the store's wall clock, as are the times in `replicas`. See `on_clock` in
+    `asyncrl.weights.object_store`."""
+    health: ProcessHealth | None = None
+    """Of its process."""
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """One trajectory's next turn, token ids in."""
+
+    request_id: str
+    prompt_ids: TokenIds
+    sampling: Mapping[str, Any]
+    """Keyword arguments of vLLM's SamplingParams, `max_tokens` included."""
+    so_far: Turn | None = None
+    """Tokens that an aborted call already produced; the engine continues after them, within the same `max_tokens`."""
+    media: tuple[Media, ...] = ()
+    """Images and videos, in the order of their placeholders in `prompt_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A replica's engine has all requests of the call; if the replica dies from now on, they may be the cause."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """No replica has the requests any more, for a reason other than a crash."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnProgress:
+    """The tokens of an unfinished turn so far. `number` is the request's position in its call."""
+
+    number: int
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """A complete turn. `number` is the request's position in its call."""
+
+    number: int
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCrashed:
+    """A replica or its engine died while it had the requests. Asking for the next event tries them again."""
+
+    error: EngineCrashError
+
+
+GenerationEvent = Accepted | Unplaced | TurnProgress | TurnFinished | EngineCrashed
+
+
+class EngineFleet(Protocol):
+    """The Rollouter's view of all vLLM replicas."""
+
+    def generate(self, requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[GenerationEvent, None]:
+        """Run the requests on one replica and yield their events until every turn is finished.
+
+        Aborted requests are resumed inside, and so are those of a failed engine, with the tokens that it had reported.
+        Closing the iterator aborts the requests; the tokens of the last second may be missing from `TurnProgress` then.
+
+        Args:
+            requests: A request whose `so_far` is complete has no event.
+            session: Keeps a conversation on its replica.
+
+        Raises:
+            InfraError: the retry budget is spent: too many tries failed in a row without producing a token.
+            DataError: the engine refuses the prompt (over length).
+        """
+
+    async def apply(self, publication: Publication) -> list[ApplyReport]:
+        """Bring every replica to the publication's version."""
+
+
+class PromptSource(Protocol):
+    """Prompts by feed order: a pure function of the data, the seed and the index, so a cursor is one integer."""
+
+    def __len__(self) -> int:
+        """Prompts per epoch, after filtering."""
+
+    def at(self, sample_id: SampleId) -> Prompt: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of a trajectory."""
+
+    reward: float
+    """Total, `turn_rewards` included."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+    """The parts of `reward` that belong to single turns of the assistant, in order; empty: none do."""
+
+
+class RewardScorer(Protocol):
+    @property
+    def whole_group(self) -> bool:
+        """Whether `score` needs all trajectories of a prompt in one call. If not, each is scored as soon as it has
+        ended."""
+
+    async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory.
+
+        Raises:
+            UserCodeError: the reward function raised, timed out or returned no finite number.
+        """

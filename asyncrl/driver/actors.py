@@ -1,0 +1,320 @@
+"""The driver's calls to Ray actors, and the Rollouter and the Trainer as a `Supervisor` replaces them.
+
+Every call has a deadline, and Ray's errors are converted to this project's.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import ray
+from anyio import to_thread
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from asyncrl.config.plan import total_samples
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
+from asyncrl.core.ports import PartName
+from asyncrl.core.records import RunRecord
+from asyncrl.driver.processes import end_known
+from asyncrl.driver.resume import resume_in_run
+from asyncrl.observe.status.run_status import ProcessInfo
+from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
+from asyncrl.queue.actor import QueueClient
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Progress, Resume
+from asyncrl.storage.run_dir import RunDir, disk_error
+from rollouter.actor import start_rollouter
+from rollouter.coverage import RemainingSamples
+from rollouter.rollouter import RolloutStart
+from trainer.actor import start_trainer
+
+KILL_S = 25.0
+"""Time limit for a part's processes to end and for Ray to notice."""
+
+ActorStatus = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+async def call(part: str, ref: Any, timeout_s: float, *, doing: str) -> Any:
+    """Return the result of `ref`.
+
+    Raises:
+        DeadlineError: there is no result within `timeout_s`.
+        AsyncRLError: what the part raised; `InfraError` if its process is gone.
+    """
+    try:
+        with anyio.fail_after(timeout_s):
+            return await ref
+    except TimeoutError:
+        raise DeadlineError(f"the {part} did not finish {doing} within {timeout_s:g} s") from None
+    except RayError as error:
+        raise translate(part, error) from None
+
+
+async def stream(part: str, generator: ray.ObjectRefGenerator) -> AsyncGenerator[Any, None]:
+    """Yield what a part's `run` yields. The watchdog, not this function, bounds the pauses."""
+    try:
+        async for ref in generator:
+            yield await ref
+    except RayError as error:
+        raise translate(part, error) from None
+
+
+async def kill(actor: Any, known: Collection[ProcessInfo], known_at: float) -> None:
+    """Kill an actor for good, with its processes as of `known_at` (wall clock). Bounded, and not cancelled half-way.
+
+    A stopped process does not react to Ray, so those on this machine are killed by number.
+    """
+
+    def kill_all() -> None:
+        nodes = local_nodes()
+        end_known([process.pid for process in known if process.node_id in nodes], known_at)
+        with suppress(RayError):
+            ray.kill(actor)
+
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(KILL_S) as scope:
+            await to_thread.run_sync(kill_all, abandon_on_cancel=True)
+        if scope.cancelled_caught:
+            logger.warning("Ray did not kill an actor within %g s; its further results are ignored", KILL_S)
+
+
+async def kill_process_of(name: str, pid: int, known_at: float) -> bool:
+    """End the process of a restartable actor of class `name` on this node, known as `pid` at `known_at` (wall clock).
+
+    Returns:
+        False: it had ended by itself, and its successor is left alone.
+    """
+    with anyio.CancelScope(shield=True):
+        found = await to_thread.run_sync(partial(end_known, [pid], known_at, title=f"ray::{name}"))
+    return found > 0
+
+
+def local_nodes() -> frozenset[str]:
+    """Return Ray's ids of the nodes on this machine: those with this node's address. Blocking."""
+    mine = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()
+    address = next((node["NodeManagerAddress"] for node in nodes if node["NodeID"] == mine), None)
+    return frozenset({mine, *(node["NodeID"] for node in nodes if node["NodeManagerAddress"] == address)})
+
+
+def translate(part: str, error: RayError) -> AsyncRLError:
+    """Convert `error`, raised by a call to `part`, to an error of this project."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, AsyncRLError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return disk_error(Path(cause.filename or f"the {part}'s files"), cause)
+        if isinstance(cause, OSError | RayError):
+            return InfraError(f"the {part} failed: {cause}", str(error))
+        return BugError(f"the {part} failed: {type(cause).__name__}: {cause}", str(error))
+    if isinstance(error, RayActorError):
+        return InfraError(f"the {part}'s process died; logs/ray in the run directory may say why", str(error))
+    return InfraError.wrap(f"a call to the {part} failed: {error}", error)
+
+
+class _SupervisedActor:
+    """One actor after another, and the processes that the newest one has reported."""
+
+    name: PartName
+
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        self.queue: QueueClient
+        self.queue_handle: Any
+        self.store_handle: Any
+        self.processes: tuple[ProcessInfo, ...] = ()
+        self._config = config
+        self._run_dir = run_dir
+        self._actor: Any = None
+        self._reported_at = 0.0
+
+    async def status(self, limit_s: float) -> ActorStatus | None:
+        """Return the actor's `status`; None: there is no actor, or it is being replaced.
+
+        Raises:
+            DeadlineError: it did not answer within `limit_s`. InfraError: the actor is dead.
+        """
+        if (actor := self._actor) is None:
+            return None
+        try:
+            status: ActorStatus = await call(self.name, actor.status.remote(), limit_s, doing="its status report")
+        except DeadlineError:
+            if actor is not self._actor:
+                return None
+            raise
+        if actor is not self._actor:
+            return None
+        if status:
+            self.processes, self._reported_at = tuple(self._list_processes(status)), time.time()
+        return status
+
+    def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:
+        return [ProcessInfo(self.name, self.name, status["pid"], status["node_id"])]
+
+    async def kill(self) -> None:
+        actor, known, self._actor, self.processes = self._actor, self.processes, None, ()
+        if actor is not None:
+            await kill(actor, known, self._reported_at)
+
+    async def stop(self) -> None:
+        if self._actor is not None:
+            await call(self.name, self._actor.stop.remote(), self._config.timeouts.call_s, doing="stopping")
+
+
+class SupervisedRollouter(_SupervisedActor):
+    """The `SupervisedPart` of the Rollouter."""
+
+    name: PartName = "rollouter"
+
+    def __init__(self, config: Config, run_dir: RunDir, rollout_start: Callable[[], RolloutStart]) -> None:
+        """`rollout_start`: what the next process has to validate first."""
+        super().__init__(config, run_dir)
+        self._rollout_start = rollout_start
+        self.prepared: Mapping[str, int] = {}
+        """What `RolloutActor.prepare` returned."""
+
+    async def claim(self, incarnation: int) -> str:
+        """Requeue the samples that were RUNNING, and without a journal those that were READY, too."""
+        with attribute_failure_to("queue"):
+            before = (await self.queue.status()).counts.fed
+            await self.queue.attach("rollouter", incarnation)
+            again = before - (await self.queue.status()).counts.fed
+        return f"{again} samples are generated again"
+
+    async def start(self, incarnation: int) -> None:
+        """Load the data. Raises errors about the data, too, see `RolloutActor.prepare`."""
+        self._actor = start_rollouter(self._config, incarnation=incarnation)
+        ref = self._actor.prepare.remote(str(self._run_dir.path))
+        self.prepared = await call(self.name, ref, self._config.timeouts.start_s, doing="reading the data")
+
+    async def first_uncovered(self, remaining: RemainingSamples) -> str:
+        """Name the first sample that is not recorded, with the reason; empty: all are recorded.
+
+        Raises the errors of `rollouter.coverage`."""
+        limit_s = self._config.timeouts.start_s
+        ref = self._actor.first_uncovered.remote(remaining)
+        try:
+            return str(await call(self.name, ref, limit_s, doing="checking the records"))
+        except DeadlineError:
+            return f"the records could not be checked within timeouts.start_s={limit_s:g}"
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        run = self._actor.run.options(num_returns="streaming")
+        refs = run.remote(self.queue_handle, self.store_handle, self._rollout_start())
+        async for record in stream(self.name, refs):
+            yield record
+
+
+class SupervisedTrainer(_SupervisedActor):
+    """The `SupervisedPart` of the Trainer, including its ranks."""
+
+    name: PartName = "trainer"
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        resume: Resume | None,
+        on_rewind: Callable[[ResumePoint], Awaitable[None]],
+        validated_step: Callable[[], int | None],
+    ) -> None:
+        """
+        Args:
+            config: of the run.
+            run_dir: contains its checkpoints.
+            resume: what the first process continues from.
+            on_rewind: awaited after a rewind, with where training continues.
+            validated_step: see `Trainer.start`.
+        """
+        super().__init__(config, run_dir)
+        self._resume = resume
+        self._on_rewind = on_rewind
+        self._validated_step = validated_step
+        self._history = resume.history if resume is not None else NO_REWINDS
+        self._has_model = False
+        self.total_steps = 0
+        self.num_prompts = 0
+        """Prompts per epoch."""
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that the whole run trains on."""
+        at = self._progress
+        return total_samples(
+            self._config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples
+        )
+
+    async def claim(self, incarnation: int) -> str:
+        """Rewind the run to the newest checkpoint."""
+        with attribute_failure_to("queue"):
+            await self.queue.attach("trainer", incarnation)
+        # After this, no earlier process can write or delete a checkpoint.
+        self._resume = await to_thread.run_sync(resume_in_run, self._run_dir.path, self._history)
+        self._history = self._history.after_rewind(self._progress.step)
+        with attribute_failure_to("queue"):
+            before = (await self.queue.status()).counts.trained
+            await self.rewind()
+            again = before - (await self.queue.status()).counts.trained
+        progress = self._progress
+        where = str(self._resume.checkpoint) if self._resume is not None else ""
+        await self._on_rewind(ResumePoint(progress.step, progress.version, where, self._history.lineage))
+        return f"back to step {progress.step} (version {progress.version}); {again} samples are trained again"
+
+    async def rewind(self) -> None:
+        """Rewind the queue to the checkpoint that the Trainer continues from."""
+        progress = self._progress
+        await self.queue.rewind(
+            progress.step, version=progress.version, lineage=self._history.lineage, total_samples=self.total_samples
+        )
+
+    async def start(self, incarnation: int) -> None:
+        """Load the models. Raises errors about the models, too, see `Trainer.start`."""
+        self._has_model = False
+        self._actor = start_trainer(self._config, incarnation=incarnation)
+        checkpoint = self._resume if self._resume is not None and self._resume.checkpoint is not None else None
+        ref = self._actor.start.remote(
+            self._run_dir, checkpoint, self.store_handle, self._history, self._validated_step()
+        )
+        await call(self.name, ref, self._config.timeouts.start_s, doing="loading the model")
+        self._has_model = True
+
+    async def run(self) -> AsyncGenerator[RunRecord, None]:
+        run = self._actor.run.options(num_returns="streaming")
+        async for record in stream(self.name, run.remote(self.queue_handle, self.total_steps)):
+            yield record
+
+    async def republish(self) -> None:
+        """Offer the newest version again to a weight store that was restarted, if there is a model."""
+        if self._has_model and self._actor is not None:
+            limit_s = self._config.timeouts.train_s
+            await call(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
+
+    async def served(self) -> None:
+        """Notify the process that the last version is applied and validated, so that it may end.
+
+        Raises:
+            InfraError: the notification did not arrive.
+        """
+        if self._actor is not None:
+            await call(self.name, self._actor.served.remote(), self._config.timeouts.call_s, doing="ending")
+
+    def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:
+        ranks = [
+            ProcessInfo("rank", f"rank {rank['group']}/{rank['rank']}", rank["pid"], rank["node_id"])
+            for rank in status["ranks"]
+        ]
+        return [*super()._list_processes(status), *ranks]
+
+    @property
+    def _progress(self) -> Progress:
+        return self._resume.manifest.progress if self._resume is not None else Progress()

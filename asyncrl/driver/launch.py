@@ -1,0 +1,228 @@
+"""`asyncrl launch` and `asyncrl serve`: one run that always ends with a summary and an exit code, or engines alone."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import click
+from anyio import to_thread
+
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import AsyncRLError, ConfigError, DiskFullError, InfraError, first_failure
+from asyncrl.driver.cluster import cluster, link_logs
+from asyncrl.driver.processes import Interrupts
+from asyncrl.driver.run_directory import RunLocks, already_completed, check_run_dir, find_locked_resume, open_run_dir
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.status.run_status import RunState, read_state
+from asyncrl.observe.status.summary import (
+    ResumePoint,
+    RunOutcome,
+    RunTotals,
+    SummaryBuilder,
+    SummaryFile,
+    describe_error,
+)
+from asyncrl.observe.terminal.live import View, logging_to, make_view
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.storage.checkpoint_manifest import Resume
+from asyncrl.storage.run_dir import RunDir
+
+COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchOutcome(NamedTuple):
+    status: RunOutcome
+    error: dict[str, str] | None
+
+    @property
+    def exit_code(self) -> int:
+        if self.error is not None and self.error["type"] == ConfigError.__name__:
+            return BAD_CONFIG
+        return {"completed": COMPLETED, "failed": FAILED, "interrupted": INTERRUPTED}[self.status]
+
+
+def launch(config: Config) -> int:
+    """Run `config` to its end and return the exit code: 0 completed, 1 failed, 2 bad configuration that was detected
+    after the start, 130 interrupted. A completed run is left untouched.
+
+    Raises:
+        ConfigError: the checkpoint to resume from or the run directory is unusable; nothing was started.
+        InfraError: the disk is full; nothing was started.
+    """
+    with RunLocks() as locks:
+        warnings: list[str] = []
+        resume = find_locked_resume(config, locks, warnings)
+        if resume is None and config.run_dir is not None:
+            locks.take(Path(config.run_dir))
+        view = make_view(config.logging.console, f"asyncrl {config.mode} · {config.experiment_name}")
+        if resume is not None:
+            check_run_dir(config, resume)
+            if (message := already_completed(config, resume)) is not None:
+                for text in (*warnings, message):
+                    view.message("warning", text)
+                return COMPLETED
+        run_dir = open_run_dir(config, resume)
+        locks.take(run_dir.path)
+        summary = SummaryFile(run_dir.path)
+        summary.reserve()
+        with view, logging_to(view, run_dir.logs, config.logging.level):
+            return anyio.run(_launch, config, run_dir, resume, summary, view, warnings)
+
+
+async def _launch(
+    config: Config,
+    run_dir: RunDir,
+    resume: Resume | None,
+    summary: SummaryFile,
+    view: View,
+    warnings: Sequence[str],
+) -> int:
+    resumed = None
+    if resume:
+        progress = resume.manifest.progress
+        checkpoint = str(resume.checkpoint) if resume.checkpoint is not None else ""
+        resumed = ResumePoint(progress.step, progress.version, checkpoint, resume.lineage)
+    try:
+        recorder = await Recorder.open(config, run_dir, view, resumed)
+    except AsyncRLError as error:
+        totals = RunTotals(wall_s=0.0)
+        summary.write(SummaryBuilder(resumed).build("failed", describe_error(error, "driver"), totals))
+        raise
+    earlier = _read_state(run_dir.path)
+    if resumed is not None and earlier is not None:
+        recorder.add_earlier_tokens(earlier.generated_tokens)
+    for text in warnings:
+        view.message("warning", text)
+    profile.configure("driver", ProfilerSettings.of(config.profiler, run_dir.path))
+    profile.set_position(step=(resumed.step if resumed else 0) + 1)
+    status = RunStatus(config, run_dir, recorder, resumed_at=resumed)
+    stale_namespace = earlier.namespace if earlier is not None else ""
+    outcome = await _run(config, run_dir, resume, recorder, view, status, stale_namespace)
+    final = recorder.summary(outcome.status, outcome.error)
+    status.end(outcome.status, outcome.error["message"] if outcome.error is not None else "")
+    await recorder.aclose()
+    await to_thread.run_sync(profile.close)
+    summary.write(final)
+    view.finish(final, run_dir.path, *recorder.examples())
+    return outcome.exit_code
+
+
+def _read_state(path: Path) -> RunState | None:
+    """Return the state that the run's last driver left, if it can be read."""
+    try:
+        return read_state(path)
+    except ConfigError:
+        return None
+
+
+async def _run(
+    config: Config,
+    run_dir: RunDir,
+    resume: Resume | None,
+    recorder: Recorder,
+    view: View,
+    status: RunStatus,
+    stale_namespace: str,
+) -> LaunchOutcome:
+    """Run to the end and return the outcome. `stale_namespace`: of the run's last driver."""
+    interrupts = Interrupts()
+    view.phase("starting Ray")
+    try:
+        with interrupts.scope:
+            async with anyio.create_task_group() as group:
+                await group.start(interrupts.listen)
+                group.start_soon(status.keep_written)
+                async with (
+                    cluster(config, run_dir.path.name, stale=stale_namespace) as namespace,
+                    recorder.trackers(),
+                ):
+                    link_logs(run_dir.logs)
+                    # Imported here, because Ray reads the environment that the cluster has set.
+                    from asyncrl.driver.run import Run
+
+                    await Run(config, run_dir, resume, recorder, view, status).main(namespace, interrupts)
+                    view.phase("shutting down")
+                group.cancel_scope.cancel()
+    except Exception as error:  # it goes into summary.json, with its traceback
+        logger.debug("the run ended", exc_info=True)
+        return LaunchOutcome(_final_status(error, interrupted=interrupts.received), describe_error(error, "driver"))
+    finally:
+        view.phase("")
+    return LaunchOutcome("interrupted" if interrupts.received else "completed", None)
+
+
+def _final_status(error: Exception, *, interrupted: bool) -> RunOutcome:
+    """Return the final status. An interrupted run that then lost a part counts as interrupted; with any other failure,
+    such as a write error, it counts as failed."""
+    failure = first_failure(error)
+    lost_a_part = isinstance(failure, InfraError) and not isinstance(failure, DiskFullError)
+    return "interrupted" if interrupted and lost_a_part else "failed"
+
+
+# ---------------------------------------------------------------------------------------------- serve
+
+
+def serve(config: Config) -> int:
+    """Serve until SIGINT or SIGTERM; a second one ends at once. Return 0 if the server was up, else 130.
+
+    Raises:
+        InfraError: the engines, Ray or the HTTP server cannot start.
+        ConfigError: the address asks for an API key and the variable is not set.
+    """
+    click.echo(f"starting {config.rollout.num_replicas} engine(s) for {config.model.path}; Ctrl-C stops", err=True)
+    try:
+        return anyio.run(_serve, config)
+    except BaseExceptionGroup as error:
+        raise first_failure(error) from None
+
+
+async def _serve(config: Config) -> int:
+    interrupts = Interrupts()
+    up = False
+    with interrupts.scope:
+        async with anyio.create_task_group() as group:
+            await group.start(interrupts.listen)
+            async with cluster(config, "serve") as namespace:
+                # Imported here, because Ray reads the environment that the cluster has set.
+                from rollouter.serving.app import start_app, stop_app
+
+                await start_app(config, namespace=namespace, http=True)
+                stop = anyio.Event()
+                interrupts.on_first = functools.partial(_set, stop)
+                up = True
+                click.echo(_instructions(config, namespace))
+                await stop.wait()
+                click.echo("stopping", err=True)
+                # This precedes the end of Ray, which would kill the engines instead of stopping them.
+                with anyio.move_on_after(config.timeouts.stop_s):
+                    await stop_app(namespace)
+            group.cancel_scope.cancel()
+    return 0 if up else INTERRUPTED
+
+
+async def _set(event: anyio.Event) -> None:
+    event.set()
+
+
+def _instructions(config: Config, namespace: str) -> str:
+    from rollouter.serving.options import serving_options
+
+    loading = serving_options(config, namespace=namespace, gpus=False).llm_config["model_loading_config"]
+    host = f"[{config.serve.host}]" if ":" in config.serve.host else config.serve.host
+    url = f"http://{host}:{config.serve.port}/v1"
+    body = json.dumps({"model": loading["model_id"], "messages": [{"role": "user", "content": "12+34"}]})
+    key = f' -H "Authorization: Bearer ${config.serve.api_key_env}"' if config.serve.api_key_env else ""
+    return (
+        f"serving {loading['model_id']} on {url}\n\n"
+        f"  curl {url}/chat/completions{key} \\\n    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+    )

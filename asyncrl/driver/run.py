@@ -1,0 +1,407 @@
+"""One run, from the first actor to the last record.
+
+    driver ──┬─ Trainer   ──▶ StepRecord ...                     closes the queue after the last step, and ends after
+             │                                                   the Rollouter, as its ranks hold the last version
+             ├─ Rollouter ──▶ ApplyRecord, ValidationRecord ...  ends when the queue is closed and the last version
+             │                                                   is applied and validated
+             ├─ probes: Rollouter, Trainer, queue and store report their status, independently, once a second
+             ├─ health: lag, memory, object store and disk, with warnings about them
+             ├─ tick: status ──▶ metrics and watchdog; does nothing slow, so that failures are noticed in time
+             └─ signals: the first Ctrl-C asks both sides to stop, and the two end by themselves
+
+A `Supervisor` replaces Trainer and Rollouter when they fail; Ray restarts queue and weight store, and Serve the
+replicas (`ServiceWatch`). One task group, `launch`'s, owns all tasks: the first failure that cannot be repaired cancels
+the others and reaches `launch`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from asyncrl.config.plan import training_steps
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.records import RunRecord, StepRecord, ValidationRecord
+from asyncrl.core.retry import RestartBudget
+from asyncrl.core.staleness import Pacing
+from asyncrl.driver.actors import SupervisedRollouter, SupervisedTrainer
+from asyncrl.driver.health_monitor import HealthMonitor
+from asyncrl.driver.processes import Interrupts
+from asyncrl.driver.resume import journal_identity
+from asyncrl.driver.run_directory import already_finished
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.driver.service_watch import PART_TITLES, UNLIMITED, ServiceWatch
+from asyncrl.driver.stall_watchdog import StallError, Watchdog
+from asyncrl.driver.supervision import TICK_S, Supervisor, probe
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.status.summary import ResumePoint, attribute_failure_to
+from asyncrl.observe.status.why import write_stall
+from asyncrl.observe.terminal.live import View
+from asyncrl.profiling import ProfilerSettings, profile
+from asyncrl.queue.actor import QueueClient, start_queue
+from asyncrl.queue.sample_queue import QueueOptions
+from asyncrl.storage.checkpoint_manifest import Resume
+from asyncrl.storage.run_dir import RunDir
+from asyncrl.weights.object_store import start_store
+from rollouter.coverage import RemainingSamples
+from rollouter.rollouter import RolloutStart
+from rollouter.serving.app import start_app
+
+
+class Run:
+    """Starts the parts of one run and supervises them to the end, see `main`."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, resume: Resume | None, recorder: Recorder, view: View, status: RunStatus
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._resume = resume
+        self._recorder = recorder
+        self._view = view
+        self._status = status
+        self._stopping = False
+        self._messages_shown: set[str] = set()
+        self._ended = anyio.Event()
+        self._trainer_changed = anyio.Event()
+        """Set when the Trainer was rewound or has ended; a new event follows."""
+        self._trainer_ended = False
+        self._excused_crashes = 0
+        """Engine crashes that the current Rollouter blames on a prompt."""
+        self._validated: WeightsVersion | None = None
+        """Newest version whose validation this process has recorded."""
+        self._watchdog = Watchdog(config.timeouts.watchdog_s, start_s=config.timeouts.start_s)
+        recovery = config.recovery
+        self._budgets = {
+            part: RestartBudget(title, recovery.max_restarts, recovery.window_s) for part, title in PART_TITLES.items()
+        }
+        self._health = HealthMonitor(config, run_dir.path, status, recorder, view)
+        self._services = ServiceWatch(config, status, recorder, view, self._budgets)
+        incarnations = resume.incarnations if resume is not None else {}
+        self._rollouter_part = SupervisedRollouter(config, run_dir, self._rollout_start)
+        self._trainer_part = SupervisedTrainer(
+            config, run_dir, resume, self._on_rewind, lambda: recorder.validated_step
+        )
+        self._rollouter = Supervisor(
+            self._rollouter_part,
+            self._budgets["rollouter"],
+            recorder.record_restart,
+            incarnation=incarnations.get("rollouter", 0) + 1,
+        )
+        self._trainer = Supervisor(
+            self._trainer_part,
+            self._budgets["trainer"],
+            recorder.record_restart,
+            incarnation=incarnations.get("trainer", 0) + 1,
+            loss=", so the last checkpoint may be missing (resume=auto continues from the one before)",
+        )
+
+    async def main(self, namespace: str, interrupts: Interrupts) -> None:
+        """Start the parts in this Ray namespace and follow them to their end.
+
+        Raises:
+            AsyncRLError (alone or in an exception group): the first failure that could not be repaired.
+        """
+        self._view.phase("starting engines, trainer and data (about 40 s on a CPU)")
+        self._status.namespace = namespace
+        async with anyio.create_task_group() as group:
+            await self._start(namespace, group)
+            self._view.phase("")
+            self._status.phase = "running"
+            interrupts.on_first = self._stop
+            group.start_soon(self._watch, group)
+            group.start_soon(self._health.run)
+            async with anyio.create_task_group() as streams:
+                streams.start_soon(self._follow_rollouter)
+                streams.start_soon(self._follow_trainer)
+            # The remaining steps have time limits, so signals are ignored here.
+            interrupts.on_first = None
+            self._ended.set()
+            group.cancel_scope.cancel()
+        await self._close_counts()
+
+    # ------------------------------------------------------------------------------------------------ start
+
+    async def _start(self, namespace: str, group: TaskGroup) -> None:
+        """Start everything, slow parts concurrently; the probes become tasks of `group`."""
+        config = self._config
+        store = start_store(namespace, max_restarts=UNLIMITED if config.recovery.max_restarts else 0)
+        self._services.store.handle = store
+        self._rollouter_part.store_handle = self._trainer_part.store_handle = store
+        group.start_soon(self._services.probe_store)
+        group.start_soon(self._services.keep_store_informed, self._trainer_part.republish)
+        group.start_soon(self._probe_part, self._rollouter, self._on_rollouter_status)
+        group.start_soon(self._probe_part, self._trainer, self._on_trainer_status)
+        async with anyio.create_task_group() as starting:
+            starting.start_soon(self._start_first, self._trainer)
+            if config.skip.async_rollout.enable and config.skip.async_rollout.engines == "auto":
+                await self._start_first(self._rollouter)
+                self._status.has_engines = not await self._is_covered()
+            else:
+                starting.start_soon(self._start_first, self._rollouter)
+            if self._status.has_engines or config.reward_model.placement == "serve":
+                with attribute_failure_to("replica"):
+                    await start_app(config, namespace=namespace, engines=self._status.has_engines)
+        prepared = self._rollouter_part.prepared
+        self._plan_steps()
+        self._recorder.set_total_steps(self._trainer_part.total_steps)
+        if (message := already_finished(self._resume, self._trainer_part.total_steps)) is not None:
+            self._view.message("warning", message)
+        if filtered := prepared["num_filtered"] + prepared["num_val_filtered"]:
+            self._view.message("warning", f"{filtered} prompts over data.max_prompt_length were left out")
+        with attribute_failure_to("queue"):
+            await self._start_queue(prepared["num_prompts"])
+        group.start_soon(self._services.probe_queue)
+
+    def _plan_steps(self) -> None:
+        """Compute the length of the run, which requires the data to be read."""
+        num_prompts = self._rollouter_part.prepared["num_prompts"]
+        self._trainer_part.num_prompts = num_prompts
+        self._trainer_part.total_steps = training_steps(self._config, num_prompts)
+
+    async def _is_covered(self) -> bool:
+        """Whether every sample of the run is recorded and nothing is validated, so that no engine is needed."""
+        if self._config.has_validation:
+            self._view.message("warning", "engines are started because there is a validation set")
+            return False
+        self._plan_steps()
+        remaining = RemainingSamples(self._trainer_part.total_samples)
+        if (resume := self._resume) is not None:
+            before = resume.manifest.queue
+            left = remaining.num_samples - resume.manifest.progress.trained_samples
+            remaining = RemainingSamples(max(0, left), before.outstanding, before.next_index)
+        repeated = (
+            ", or replaced by recorded samples of other prompts"
+            if self._config.skip.async_rollout.action == "repeat"
+            else ""
+        )
+        with attribute_failure_to("rollouter"):
+            uncovered = await self._rollouter_part.first_uncovered(remaining)
+        if uncovered:
+            self._view.message("warning", f"engines are started: {uncovered}")
+        else:
+            self._view.message("", f"no engines: all {remaining.num_samples} samples are recorded{repeated}")
+        return not uncovered
+
+    async def _start_first(self, supervisor: Supervisor) -> None:
+        """Start the first process of a part, without a retry: a part that fails at its first start would most likely
+        fail again."""
+        with attribute_failure_to(supervisor.part.name):
+            await supervisor.part.start(supervisor.incarnation)
+
+    async def _start_queue(self, num_prompts: int) -> None:
+        config, resume = self._config, self._resume
+        mode = config.async_training
+        pacing = Pacing(
+            samples_per_version=config.samples_per_version,
+            staleness_threshold=mode.staleness_threshold,
+            total_samples=self._trainer_part.total_samples,
+            over_sample=config.rollout.over_sample.samples,
+        )
+        has_journal = config.journal == "on"
+        actor = start_queue(
+            QueueOptions(
+                num_prompts,
+                pacing,
+                mode.max_staleness,
+                mode.stale_action,
+                in_feed_order=mode.deterministic,
+            ),
+            resume.manifest.queue if resume is not None and resume.checkpoint is not None else None,
+            run_dir=self._run_dir.path if has_journal else None,
+            identity=journal_identity(config),
+            max_restarts=UNLIMITED if has_journal and config.recovery.max_restarts else 0,
+            profiler=ProfilerSettings.of(config.profiler, self._run_dir.path),
+        )
+        self._services.queue.handle = actor
+        self._queue = QueueClient(actor, config.timeouts.call_s)
+        for part in (self._rollouter_part, self._trainer_part):
+            part.queue, part.queue_handle = self._queue, actor
+        await self._queue.attach("rollouter", self._rollouter.incarnation)
+        await self._queue.attach("trainer", self._trainer.incarnation)
+        if resume is not None:
+            before = (await self._queue.status()).counts
+            await self._trainer_part.rewind()
+            self._view.message("", _resume_message(resume, before, (await self._queue.status()).counts))
+
+    # ------------------------------------------------------------------------------------------------ while it runs
+
+    async def _follow_trainer(self) -> None:
+        with attribute_failure_to("trainer"):
+            await self._trainer.follow(self._put)
+        self._trainer_ended = True
+        self._trainer_changed.set()
+
+    async def _follow_rollouter(self) -> None:
+        with attribute_failure_to("rollouter"):
+            await self._rollouter.follow(self._put)
+            while await self._is_needed_again():
+                await self._rollouter.follow_again(self._put)
+
+    async def _is_needed_again(self) -> bool:
+        """Wait, after the Rollouter has ended, until the Trainer ends (False) or is rewound (True).
+
+        The Rollouter ends because the Trainer has closed the queue, so the Trainer's ranks are no longer needed. A
+        Trainer that fails at the very end is rewound, which reopens the queue: then samples have to be generated again,
+        and published versions applied.
+        """
+        while not self._trainer_ended and not self._stopping:
+            changed = self._trainer_changed
+            if not (await self._queue.status()).closed:
+                return True
+            limit_s = math.inf
+            try:
+                await self._trainer_part.served()
+            except InfraError:  # it is being replaced; or the call failed and is repeated
+                limit_s = TICK_S
+            with anyio.move_on_after(limit_s):
+                await changed.wait()
+        return False
+
+    def _rollout_start(self) -> RolloutStart:
+        """What the next Rollouter validates first: version 0 only once in a run, over all its resumes."""
+        step = self._recorder.validated_step
+        validate_first = self._config.trainer.val_before_train and self._validated is None and step is None
+        return RolloutStart(validate_first, self._validated, step or 0, self._status.has_engines)
+
+    async def _on_rewind(self, resumed: ResumePoint) -> None:
+        self._status.resumed_at = resumed
+        await self._recorder.rewind(resumed)
+        self._trainer_changed.set()
+        self._trainer_changed = anyio.Event()
+
+    async def _put(self, record: RunRecord) -> None:
+        if isinstance(record, ValidationRecord):
+            weights_version = WeightsVersion(record.lineage, record.version)
+            self._validated = max(weights_version, self._validated or weights_version)
+        if isinstance(record, StepRecord):
+            profile.set_position(step=record.step + 1, version=record.version)
+            for budget in self._budgets.values():
+                budget.reached(record.step)
+        with attribute_failure_to("driver"):
+            await self._recorder.put(record)
+
+    async def _watch(self, group: TaskGroup) -> None:
+        while True:
+            self._tick()
+            self._services.watch_replicas(group)
+            state = self._status.state()
+            try:
+                self._watchdog.observe(time.monotonic(), state)
+            except StallError:
+                await to_thread.run_sync(write_stall, self._run_dir.path, state)
+                raise
+            await anyio.sleep(TICK_S)
+
+    def _tick(self) -> None:
+        status = self._status
+        since = {each.part.name: each.replacing_since for each in (self._rollouter, self._trainer)}
+        status.restarting = {part: at for part, at in since.items() if at is not None}
+        status.processes = (*self._rollouter_part.processes, *self._trainer_part.processes)
+        if status.queue is not None:
+            self._recorder.update_parts(status.queue, status.rollouter, status.trainer)
+
+    # ------------------------------------------------------------------------------------------------ probes
+
+    async def _probe_part(self, supervisor: Supervisor, on_status: Callable[[Any], None]) -> None:
+        part = supervisor.part
+        assert isinstance(part, SupervisedRollouter | SupervisedTrainer)
+
+        async def ask(within_s: float) -> Any:
+            try:
+                return await part.status(within_s)
+            except DeadlineError:
+                raise
+            except InfraError:  # it is gone, which its record stream reports
+                return None
+
+        async def on_answer(status: Any) -> None:
+            self._status.answered_at[part.name] = time.time()
+            on_status(status)
+
+        async def on_timeout(error: DeadlineError) -> None:
+            if self._status.phase != "starting":  # a start has a deadline of its own
+                supervisor.replace_unresponsive(error)
+
+        self._status.answered_at[part.name] = time.time()
+        await probe(ask, self._config.timeouts.probe_s, on_answer=on_answer, on_timeout=on_timeout)
+
+    def _on_rollouter_status(self, status: Any) -> None:
+        if "waits" in status:  # it runs
+            self._status.rollouter = status
+            self._show_messages(status)
+            self._rollouter.mark_working()
+            # A crash that a prompt caused is not the replicas' own failure.
+            explained = status["crash_isolation"]["explained"]
+            self._budgets["replica"].excuse(max(0, explained - self._excused_crashes))
+            self._excused_crashes = explained
+
+    def _on_trainer_status(self, status: Any) -> None:
+        self._status.trainer = status
+        self._show_messages(status)
+        if status["waits"]:
+            self._trainer.mark_working()
+
+    def _show_messages(self, status: Any) -> None:
+        """Show each message about records that could not be served or written once in the run."""
+        for message in status.get("messages", ()):
+            if message not in self._messages_shown:
+                self._messages_shown.add(message)
+                self._view.message("warning", message)
+
+    # ------------------------------------------------------------------------------------------------ end
+
+    async def _stop(self) -> None:
+        """Ask Rollouter and Trainer to end in order; fail the run if they do not end within the limit."""
+        limit_s = self._config.timeouts.stop_s
+        ending = (
+            "with a checkpoint" if self._config.trainer.save_last else "without a checkpoint (trainer.save_last=false)"
+        )
+        self._stopping = True
+        self._trainer_changed.set()
+        self._status.phase = "stopping"
+        self._view.phase(f"stopping after this step, {ending}; Ctrl-C again stops at once")
+        with anyio.move_on_after(limit_s):
+            await self._trainer.stop()
+            await self._rollouter.stop()
+            await self._ended.wait()
+            return
+        raise InfraError(
+            f"the run did not stop within timeouts.stop_s={limit_s:g}: the trainer's work since its last checkpoint "
+            f"is lost; raise timeouts.stop_s if a step takes that long"
+        )
+
+    async def _close_counts(self) -> None:
+        """Drop the samples that are still live, and record the final counts."""
+        with attribute_failure_to("queue"):
+            await self._queue.close()
+            self._status.queue = await self._queue.status()
+        parts = ((self._rollouter_part, self._on_rollouter_status), (self._trainer_part, self._on_trainer_status))
+        for part, on_status in parts:
+            try:
+                if status := await part.status(self._config.timeouts.call_s):
+                    on_status(status)
+            except InfraError:  # it has ended; its last status stays
+                continue
+        self._tick()
+
+
+def _resume_message(resume: Resume, before: SampleCounts, now: SampleCounts) -> str:
+    """Return a message about the state that a resumed run begins with.
+
+    `before` counts samples trained after the checkpoint as trained."""
+    at = resume.manifest.progress
+    where = f"step {at.step} (version {at.version})" if resume.checkpoint is not None else "its beginning"
+    again = max(0, before.trained - now.trained)
+    return (
+        f"continuing from {where} in {resume.run_dir}: {now.trained} samples are trained, {again} are trained again, "
+        f"{now.ready - min(again, now.ready)} more are finished already"
+    )

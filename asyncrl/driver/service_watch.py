@@ -1,0 +1,245 @@
+"""Supervision of queue and weight store, which Ray restarts, and of replicas, which Serve restarts.
+
+The driver notices a restart, charges it to a budget and helps: it ends unresponsive processes, and asks the Trainer to
+publish again to a weight store that was restarted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import DeadlineError, InfraError
+from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, StoreStatus
+from asyncrl.core.retry import RestartBudget
+from asyncrl.driver.actors import call, kill_process_of, local_nodes
+from asyncrl.driver.processes import end_known
+from asyncrl.driver.run_status_writer import RunStatus
+from asyncrl.driver.supervision import ReplicaWatch, probe
+from asyncrl.observe.metrics.recorder import Recorder
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.status.summary import attribute_failure_to
+from asyncrl.observe.terminal.live import View
+from asyncrl.queue.actor import QueueActor, QueueClient
+from asyncrl.weights.object_store import WeightStoreActor, on_clock
+from rollouter.serving.app import serve_messages
+
+PART_TITLES: dict[PartName, str] = {
+    "rollouter": "Rollouter",
+    "trainer": "Trainer",
+    "queue": "sample queue",
+    "store": "weight store",
+    "replica": "replicas",
+}
+REPLICA_TITLE = "ray::ServeReplica"
+"""Start of the command line of a replica's process."""
+UNLIMITED = -1
+"""Ray's number of restarts without a limit; the driver's budget is the limit."""
+
+
+class RestartableActor:
+    """The queue or the weight store, which Ray restarts under the same handle."""
+
+    def __init__(
+        self, part: PartName, kind: type, limit_s: float, status: RunStatus, recorder: Recorder, budget: RestartBudget
+    ) -> None:
+        """
+        Args:
+            part: which of the two.
+            kind: the actor's class, which its process's title names.
+            limit_s: `timeouts.start_s`, within which the next process has to answer.
+            status: gets the time of its last answer.
+            recorder: gets its restarts.
+            budget: for its restarts.
+        """
+        self.handle: Any = None
+        self._part = part
+        self._kind = kind
+        self._limit_s = limit_s
+        self._status = status
+        self._recorder = recorder
+        self._budget = budget
+        self._pid: int | None = None
+        self._incarnation = 1
+        self._killed: tuple[int, float] | None = None
+        """The last process that was killed, and the time (monotonic)."""
+        self._died = f"the {PART_TITLES[part]}'s process died"
+        self._cause = ""
+        """Reason for the end of the last process, until the next one answers."""
+
+    def start_probing(self) -> None:
+        self._status.answered_at[self._part] = time.time()
+
+    def on_answer(self, pid: int, detail: str) -> bool:
+        """Note an answer of process `pid`. Return whether it is a new process, whose restart is recorded with `detail`.
+
+        Raises:
+            InfraError: the budget is spent.
+        """
+        now, known = time.time(), self._pid
+        failed_at = self._status.answered_at[self._part]
+        self._status.answered_at[self._part], self._pid = now, pid
+        if known == pid:
+            return False
+        if known is not None:
+            cause = self._cause or self._died
+            self._cause = ""
+            self._incarnation += 1
+            self._recorder.record_restart(Restart(self._part, self._incarnation, failed_at, cause, now, detail))
+            if self._status.phase != "stopping":
+                self._budget.spend(time.monotonic(), InfraError(f"{cause}; see logs/ray in the run directory"))
+        return True
+
+    async def on_timeout(self, error: DeadlineError) -> None:
+        """End the unresponsive process, unless it is gone already; Ray starts the next one.
+
+        Raises:
+            InfraError: the next one did not answer in time.
+        """
+        if self._pid is None:  # the start of the run has a deadline of its own
+            return
+        now_s = time.monotonic()
+        if self._killed is not None and self._killed[0] == self._pid:
+            if now_s - self._killed[1] > self._limit_s:
+                raise InfraError(
+                    f"the {PART_TITLES[self._part]} was replaced because {self._cause}, and the next one did not "
+                    f"answer within {self._limit_s:g} s (timeouts.start_s); logs/ray in the run directory may say why"
+                ) from error
+            return
+        self._killed, self._cause = (self._pid, now_s), error.message
+        if not await kill_process_of(self._kind.__name__, self._pid, self._status.answered_at[self._part]):
+            self._cause = self._died
+
+
+class ServiceWatch:
+    """Watches queue, weight store and replicas of one run.
+
+    `probe_queue`, `probe_store` and `keep_store_informed` are tasks, until cancelled.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        status: RunStatus,
+        recorder: Recorder,
+        view: View,
+        budgets: Mapping[PartName, RestartBudget],
+    ) -> None:
+        self._config = config
+        self._status = status
+        self._recorder = recorder
+        self._view = view
+        self._budgets = budgets
+        start_s = config.timeouts.start_s
+        self.queue = RestartableActor("queue", QueueActor, start_s, status, recorder, budgets["queue"])
+        self.store = RestartableActor("store", WeightStoreActor, start_s, status, recorder, budgets["store"])
+        self._replicas = ReplicaWatch(config.rollout.num_replicas, 2 * config.timeouts.probe_s, start_s)
+        self._store_since = 0.0
+        """Time of the first answer of the store's current process, wall clock."""
+        self._store_is_empty = anyio.Event()
+
+    async def probe_queue(self) -> None:
+        """Raises `InfraError`: the queue is gone for good, or was restarted too often."""
+
+        async def ask(within_s: float) -> QueueStatus:
+            return await QueueClient(self.queue.handle, within_s).status()
+
+        async def on_timeout(error: DeadlineError) -> None:
+            if self._config.journal == "off" or self._status.queue is None:  # without a journal, the state is lost
+                raise error
+            await self.queue.on_timeout(error)
+
+        with attribute_failure_to("queue"):
+            self.queue.start_probing()
+            limit_s = self._config.timeouts.probe_s
+            await probe(ask, limit_s, on_answer=self._on_queue_status, on_timeout=on_timeout)
+
+    async def _on_queue_status(self, status: QueueStatus) -> None:
+        live = status.counts.running + status.counts.ready + status.counts.leased
+        if self.queue.on_answer(status.pid, f"{live} live samples rebuilt from the journal"):
+            for notice in status.notices:
+                self._view.message("warning", notice)
+        self._status.queue = status
+
+    async def probe_store(self) -> None:
+        """Raises `InfraError`: the weight store is gone for good, or was restarted too often."""
+        # A status request is idempotent, so Ray may repeat it after a restart.
+        ask_status = self.store.handle.status.options(max_task_retries=UNLIMITED)
+
+        async def ask(within_s: float) -> StoreStatus:
+            status: StoreStatus = await call(
+                PART_TITLES["store"], ask_status.remote(), within_s, doing="its status report"
+            )
+            return on_clock(status, time.time())
+
+        with attribute_failure_to("store"):
+            self.store.start_probing()
+            limit_s = self._config.timeouts.probe_s
+            await probe(ask, limit_s, on_answer=self._on_store_status, on_timeout=self.store.on_timeout)
+
+    async def _on_store_status(self, status: StoreStatus) -> None:
+        if self.store.on_answer(status.pid, "the newest version is published again"):
+            self._store_since = status.at
+        if not status.informed:
+            self._store_is_empty.set()
+        self._status.store = status
+
+    async def keep_store_informed(self, republish: Callable[[], Awaitable[None]]) -> None:
+        """Have the newest version published again to a restarted store; starting replicas wait for it.
+
+        Args:
+            republish: asks the Trainer to publish; returns at once if no Trainer has a model.
+        """
+        while True:
+            await self._store_is_empty.wait()
+            try:
+                await republish()
+            except InfraError as error:  # the Trainer is being replaced, and the next one publishes
+                self._view.message("warning", f"the newest version could not be published again: {error.brief}")
+            self._store_is_empty = anyio.Event()
+
+    def watch_replicas(self, tasks: TaskGroup) -> None:
+        """Process the replicas' last reports. Tasks in `tasks` end unresponsive replicas.
+
+        Raises:
+            InfraError: replicas were replaced too often. The tasks raise it if a replica is not replaced at all.
+        """
+        if (store := self._status.store) is None:
+            return
+        changes = self._replicas.update(store.replicas, store.at, store_since=self._store_since)
+        for restart in (*changes.replaced, *changes.recovered):
+            self._recorder.record_restart(restart)
+        for restart in changes.replaced:
+            with attribute_failure_to("replica"):
+                self._budgets["replica"].spend(time.monotonic(), InfraError(restart.cause))
+        for report in changes.unresponsive:
+            tasks.start_soon(_end_replica, report)
+        for report in changes.missing:
+            tasks.start_soon(self._fail_for_missing, report)
+
+    async def _fail_for_missing(self, report: ReplicaReport) -> None:
+        """Raise `InfraError`, with Serve's message if there is one."""
+        message = ""
+        with anyio.move_on_after(self._config.timeouts.call_s), suppress(InfraError):
+            message = await serve_messages(self._status.namespace)
+        with attribute_failure_to("replica"):
+            raise InfraError(
+                f"replica {report.replica} (pid {report.pid}) is gone and was not replaced within "
+                f"timeouts.start_s={self._config.timeouts.start_s:g}: new replicas end before their first report, or "
+                "there is no room for one; logs/ray in the run directory may say why",
+                message,
+            )
+
+
+async def _end_replica(report: ReplicaReport) -> None:
+    """End an unresponsive replica on this machine; Serve is slow to notice one, or never does."""
+    if report.node_id in await to_thread.run_sync(local_nodes):
+        await to_thread.run_sync(partial(end_known, [report.pid], report.reported_at, title=REPLICA_TITLE))

@@ -1,0 +1,368 @@
+"""Supervision without Ray: probe a part, replace a failed one, and detect replaced or unresponsive replicas.
+
+    run ─▶ records ─▶ ends by itself
+     ▲        │ InfraError, or no answer to a probe
+     │        ▼
+     │     budget ─▶ kill ─▶ claim ─▶ start
+     └──────────────────────────────────┘
+
+Other failures (the configuration, user code, a bug, a full disk) would recur, so they end the run. So does a failure
+in `claim`, because the part did not cause it. A part that dies after it was asked to stop counts as stopped. Serve
+replaces a replica that ends; `ReplicaWatch` sees a new name after the first full set.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar
+
+import anyio
+
+from asyncrl.core.failures import DeadlineError, DiskFullError, InfraError
+from asyncrl.core.ports import PartName, ReplicaReport
+from asyncrl.core.records import RunRecord
+from asyncrl.core.retry import RestartBudget
+from asyncrl.observe.status.run_status import Restart
+
+TICK_S = 1.0
+RETRY_S = 2.0
+"""Time limit of a probe's second try: a healthy part answers within milliseconds."""
+LATE_WAKEUP_S = 1.0
+"""If a deadline fires this late, this process itself was delayed."""
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+PutRecord = Callable[[RunRecord], Awaitable[None]]
+
+
+class SupervisedPart(Protocol):
+    """The processes of one part, one after another."""
+
+    name: PartName
+
+    async def kill(self) -> None:
+        """Kill the process and all its descendants, whatever its state. Bounded in time."""
+
+    async def claim(self, incarnation: int) -> str:
+        """Give back the samples that the previous process held, and return a description for users.
+
+        Raises:
+            AsyncRLError: the run cannot continue.
+        """
+
+    async def start(self, incarnation: int) -> None:
+        """Start the next process. Raises `InfraError` if it did not start; a further try may succeed."""
+
+    def run(self) -> AsyncGenerator[RunRecord, None]:
+        """Yield the records of the running process until it ends."""
+
+    async def stop(self) -> None:
+        """Ask the running process to end in order."""
+
+
+class _RunStopped(Exception):
+    """The run was asked to stop while the part was being replaced."""
+
+
+class Supervisor:
+    """Runs a part until it ends by itself, and replaces its process when that fails."""
+
+    def __init__(
+        self,
+        part: SupervisedPart,
+        budget: RestartBudget,
+        on_restart: Callable[[Restart], None],
+        *,
+        incarnation: int = 1,
+        loss: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            part: its first process is started before `follow` is called.
+            budget: of its restarts.
+            on_restart: called when a restart begins, and again when the new process works.
+            incarnation: of the first process.
+            loss: names the work that is lost if the process does not stop in order, for log messages.
+            clock: monotonic, for the budget.
+            wall_clock: for the restarts.
+        """
+        self.part = part
+        self.incarnation = incarnation
+        self.replacing_since: float | None = None
+        """Start of the current restart, wall clock; None: a process is up, or has ended by itself."""
+        self._budget = budget
+        self._on_restart = on_restart
+        self._loss = loss
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._restart: Restart | None = None
+        """The restart whose process does not work yet."""
+        self._scope: anyio.CancelScope | None = None
+        self._unresponsive: InfraError | None = None
+        self._stopping = False
+
+    async def follow(self, put: PutRecord) -> None:
+        """Pass every record to `put` until a process of the part ends by itself or was stopped.
+
+        Raises:
+            AsyncRLError: the part failed and cannot be replaced; or what `put` raised.
+        """
+        await self._follow_from(await self._run(put), put)
+
+    async def follow_again(self, put: PutRecord) -> None:
+        """Start a new process after one that ended by itself, because there is work again, and `follow` it."""
+        try:
+            error = await self._start_next()
+        except _RunStopped:
+            await self._abandon_restart()
+            return
+        await self._follow_from(error or await self._run(put), put)
+
+    async def stop(self) -> None:
+        """Ask the process to end, or do not start the next one; `follow` returns later.
+
+        If the request fails, the process is dead or hangs, which its record stream or its probe reports.
+        """
+        self._stopping = True
+        if self.replacing_since is not None:
+            self._cancel()
+            return
+        try:
+            await self.part.stop()
+        except InfraError as error:
+            logger.warning("the %s could not be asked to stop: %s", self.part.name, error.brief)
+
+    def replace_unresponsive(self, error: InfraError) -> None:
+        """Replace the running process, because it no longer answers."""
+        if self.replacing_since is None and self._unresponsive is None:
+            self._unresponsive = error
+            self._cancel()
+
+    def mark_working(self) -> None:
+        """Note that the running process works, which completes a restart."""
+        if self._restart is not None and self.replacing_since is None:
+            self._on_restart(replace(self._restart, recovered_at=self._wall_clock()))
+            self._restart = None
+
+    async def _follow_from(self, error: InfraError | None, put: PutRecord) -> None:
+        """Continue after a process failed with `error`; None: it ended by itself."""
+        while error is not None:
+            if self._stopping:
+                if isinstance(error, DiskFullError):  # the part could not save its work
+                    raise error
+                logger.warning(
+                    "the %s failed while the run was stopping%s: %s", self.part.name, self._loss, error.brief
+                )
+                return
+            try:
+                error = await self._replace(error) or await self._run(put)
+            except _RunStopped:
+                logger.warning("the %s was being replaced when the run was stopped%s", self.part.name, self._loss)
+                await self._abandon_restart()
+                return
+
+    async def _run(self, put: PutRecord) -> InfraError | None:
+        """Follow the running process. Return its failure; None: it ended by itself."""
+        async with aclosing(self.part.run()) as records:
+            while True:
+                with anyio.CancelScope() as self._scope:
+                    if self._unresponsive is not None:
+                        break
+                    try:
+                        record = await anext(records)
+                    except StopAsyncIteration:
+                        return None
+                    except InfraError as error:
+                        return error
+                if self._scope.cancelled_caught:
+                    break
+                await put(record)
+        return self._unresponsive
+
+    async def _replace(self, error: InfraError) -> InfraError | None:
+        """Replace the process that failed with `error`. Return the failure of the new one to start; None: it
+        started."""
+        failed_at = self._wall_clock()
+        self.replacing_since = failed_at
+        spent = self._budget.spend(self._clock(), error)
+        cause = error.message.splitlines()[0] if error.message else type(error).__name__
+        logger.info("the %s failed and is replaced, restart %d: %s", self.part.name, spent, error)
+        self._restart = Restart(self.part.name, self.incarnation + 1, failed_at, cause)
+        self._on_restart(self._restart)
+        return await self._start_next()
+
+    async def _start_next(self) -> InfraError | None:
+        self.incarnation += 1
+        self.replacing_since = self._wall_clock()
+        self._unresponsive = None
+        with anyio.CancelScope() as self._scope:
+            if self._stopping:
+                raise _RunStopped
+            await self.part.kill()
+            detail = await self.part.claim(self.incarnation)
+            if self._restart is not None:
+                self._restart = replace(self._restart, detail=detail)
+            try:
+                await self.part.start(self.incarnation)
+            except InfraError as error:
+                return error
+            # The run may be stopped just when the start succeeds, too late to cancel it.
+            if not self._stopping:
+                self.replacing_since = None
+                return None
+        raise _RunStopped
+
+    def _cancel(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def _abandon_restart(self) -> None:
+        await self.part.kill()
+        self.replacing_since = self._restart = None
+
+
+async def probe(
+    ask: Callable[[float], Awaitable[Answer | None]],
+    limit_s: float,
+    *,
+    on_answer: Callable[[Answer], Awaitable[None]],
+    on_timeout: Callable[[DeadlineError], Awaitable[None]],
+) -> None:
+    """Ask a part for its status about once a second, until cancelled. Each part has a probe of its own.
+
+    Args:
+        ask: returns the part's answer within the given seconds; None: there is no process at the moment.
+        limit_s: for an answer.
+        on_answer: awaited with each answer.
+        on_timeout: awaited when a second try times out as well. If this process was suspended or starved, a deadline
+            may fire before an answer that has arrived is read: in that case the second try is repeated.
+
+    Raises:
+        AsyncRLError: what `ask` raised other than `DeadlineError`, or what the callbacks raised.
+    """
+    while True:
+        timeout: DeadlineError | None = None
+        within_s = limit_s
+        while True:
+            started_s = anyio.current_time()
+            try:
+                answer = await ask(within_s)
+            except DeadlineError as error:
+                was_suspended = anyio.current_time() - started_s > within_s + LATE_WAKEUP_S
+                if timeout is not None and not was_suspended:
+                    await on_timeout(timeout)
+                    break
+                timeout, within_s = timeout or error, min(limit_s, RETRY_S)
+            else:
+                if answer is not None:
+                    await on_answer(answer)
+                break
+        await anyio.sleep(TICK_S)
+
+
+class ReplicaChanges(NamedTuple):
+    """What changed since the last update."""
+
+    replaced: tuple[Restart, ...] = ()
+    """New replicas that replace others."""
+    recovered: tuple[Restart, ...] = ()
+    """Completed restarts: their replica serves now."""
+    unresponsive: tuple[ReplicaReport, ...] = ()
+    """Last reports of replicas that stopped reporting; each appears once per silence."""
+    missing: tuple[ReplicaReport, ...] = ()
+    """Unresponsive replicas that were not replaced within the start limit; each appears once."""
+
+
+class ReplicaWatch:
+    """Tracks every replica by its name since the run began."""
+
+    def __init__(self, num_replicas: int, limit_s: float, start_s: float) -> None:
+        """
+        Args:
+            num_replicas: as configured.
+            limit_s: a replica that reports nothing for longer is unresponsive.
+            start_s: time for a replacement to report that it starts.
+        """
+        self._num_replicas = num_replicas
+        self._limit_s = limit_s
+        self._start_s = start_s
+        self._present: dict[str, ReplicaReport] = {}
+        """Last report of each replica that is not known to be gone."""
+        self._gone: set[str] = set()
+        self._presumed_gone: dict[str, ReplicaReport] = {}
+        """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
+        self._starting: dict[str, Restart] = {}
+        self._unresponsive_since: dict[str, float] = {}
+        self._missing: set[str] = set()
+
+    def update(self, reports: Sequence[ReplicaReport], now: float, *, store_since: float = 0.0) -> ReplicaChanges:
+        """Return what changed.
+
+        Args:
+            reports: those in the weight store, possibly including replicas that are gone; a restarted store may have
+            only a few. now: when the store sent them, wall clock.
+            store_since: when the store's process started to receive reports, wall clock; an earlier report is not
+            missed.
+        """
+        replaced: list[Restart] = []
+        recovered: list[Restart] = []
+        for report in sorted(reports, key=lambda report: report.reported_at):
+            name = report.replica
+            if name in self._presumed_gone and report.reported_at > self._presumed_gone[name].reported_at:
+                # Of two that stopped reporting within a second, the other one had ended.
+                del self._presumed_gone[name]
+                self._gone.remove(name)
+                self._remove_most_silent()
+            if name in self._gone:
+                continue
+            if name not in self._present and len(self._present) == self._num_replicas:
+                replaced.append(self._replace_most_silent(name))
+            self._present[name] = report
+            if report.phase == "serving" and name in self._starting:
+                recovered.append(replace(self._starting.pop(name), recovered_at=report.reported_at))
+        unresponsive, missing = self._silent(now, store_since)
+        return ReplicaChanges(tuple(replaced), tuple(recovered), unresponsive, missing)
+
+    def _silent(self, now: float, store_since: float) -> tuple[tuple[ReplicaReport, ...], tuple[ReplicaReport, ...]]:
+        """Return the unresponsive and the missing replicas, see `ReplicaChanges`."""
+
+        def is_silent(report: ReplicaReport) -> bool:
+            return now - max(report.reported_at, store_since) > self._limit_s
+
+        silent = {name: report for name, report in self._present.items() if is_silent(report)}
+        unresponsive = [report for name, report in silent.items() if name not in self._unresponsive_since]
+        self._unresponsive_since = {name: self._unresponsive_since.get(name, now) for name in silent}
+        missing = [
+            name
+            for name in silent
+            if now - max(self._unresponsive_since[name], store_since) > self._start_s and name not in self._missing
+        ]
+        self._missing.update(missing)
+        presumed_gone = [report for report in self._presumed_gone.values() if is_silent(report)]
+        for report in presumed_gone:
+            del self._presumed_gone[report.replica]
+        return (*unresponsive, *presumed_gone), tuple(silent[name] for name in missing)
+
+    def _replace_most_silent(self, name: str) -> Restart:
+        old = self._remove_most_silent()
+        self._starting.pop(old.replica, None)
+        cause = old.error or f"replica {old.replica} (pid {old.pid}) or its engine ended or hung"
+        incarnation = len(self._gone) + 1
+        self._starting[name] = Restart("replica", incarnation, old.reported_at, cause, detail=f"replica {name}")
+        return self._starting[name]
+
+    def _remove_most_silent(self) -> ReplicaReport:
+        """Remove the replica with the oldest report; return that report."""
+        old = min(self._present.values(), key=lambda report: report.reported_at)
+        del self._present[old.replica]
+        self._gone.add(old.replica)
+        if old.replica not in self._unresponsive_since:
+            self._presumed_gone[old.replica] = old
+        return old

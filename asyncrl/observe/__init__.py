@@ -1,0 +1,1 @@
+"""Observe a run: metrics, status, health, report and timeline."""

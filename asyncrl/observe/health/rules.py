@@ -1,0 +1,512 @@
+"""The rules of a run's health: which values are a problem, and the remedy. Pure.
+
+`RULES` is a table of thresholds and texts. A function for each rule takes the current values and trends of earlier ones
+and returns a `Measurement` for each subject (a process, a replica, the machine); `alarms` decides when it is reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from asyncrl.core.process_health import ProcessHealth, RunHealth
+from asyncrl.observe.health.alarms import GONE_S, AlarmLevel, Alarms, Condition, HealthNotice, RuleResult
+
+GIB = 1 << 30
+LONG_LAG_S = 2.0
+"""A lag of this length is reported at once, because a process remembers it for 10 s only and it may be rare."""
+GROWTH_OVER_S = 600.0
+"""Window for memory growth: allocators need time to settle."""
+GROWTH_PARTS = 4
+KV_OVER_S = 60.0
+KV_PREEMPTIONS = 3
+"""More preemptions than this within `KV_OVER_S` are a problem."""
+DISK_PART_S = (60.0, 450.0)
+"""The disk's window consists of parts as long as the time between two checkpoints, within these limits: a checkpoint is
+written in less than the longer."""
+MAX_DISK_PARTS = 8
+BUSY_CPU = 0.8
+"""A process counts as computing if it keeps at least this many CPUs busy."""
+BUSY_MACHINE = 0.95
+
+
+class HealthRule(NamedTuple):
+    """A threshold and its texts; `{…}` in a text is a fact of the measurement."""
+
+    bad: float
+    """Beyond this value the condition is bad: above it, or below it if `good` is larger."""
+    good: float
+    text: str
+    recovery: str
+    hold_s: float = 10.0
+    calm_s: float = 60.0
+    level: AlarmLevel = "warning"
+
+    def condition(self, value: float) -> Condition:
+        sign = 1.0 if self.bad > self.good else -1.0
+        return "bad" if sign * value > sign * self.bad else "good" if sign * value < sign * self.good else "fair"
+
+
+RULES: Mapping[str, HealthRule] = {
+    # A lag that returns every few minutes is one problem, hence the long calm times.
+    "lag": HealthRule(
+        0.5,
+        0.25,
+        "the event loop of {name} is blocked for up to {lag_s:.1f} s, and everything that waits in it: {remedy}",
+        "the event loop of {name} is no longer blocked",
+        hold_s=20.0,
+        calm_s=300.0,
+    ),
+    # A part answers within milliseconds and is asked every second. Two measurements: a clock may have been set.
+    "silence": HealthRule(
+        10.0,
+        5.0,
+        "{name} has not answered for {silent_s:.0f} s; its process is stopped, or its event loop is blocked: {remedy}",
+        "{name} answers again",
+        hold_s=2.0,
+        calm_s=300.0,
+    ),
+    "memory": HealthRule(
+        0.92,
+        0.85,
+        "{used:.0%} of {total} memory is in use{largest}, and Ray ends processes at 95 %: lower "
+        "rollout.max_concurrent_samples, rollout.num_replicas, (on CPU) rollout.cpu_kv_cache_gib or "
+        "ray.object_store_memory_bytes",
+        "memory is available again: {free} are free",
+        hold_s=5.0,
+        calm_s=30.0,
+    ),
+    "growth": HealthRule(
+        3600.0,
+        7200.0,
+        "the memory of {name} grows steadily, by {rate} a minute to {rss}, and at this rate the machine's memory is "
+        "full in {left_min:.0f} minutes. {remedy}. Until the cause is found, frequent checkpoints (trainer.save_freq) "
+        "limit the loss",
+        "the memory of {name} no longer grows: {rss}",
+        hold_s=60.0,
+    ),
+    "object_store": HealthRule(
+        0.85,
+        0.7,
+        "Ray's object store is {share:.0%} full with objects in use; beyond that it spills to disk, and weight syncs "
+        "become slow: {remedy}",
+        "Ray's object store has space again: {share:.0%} are in use",
+        calm_s=30.0,
+    ),
+    "kv_cache": HealthRule(
+        0.95,
+        0.85,
+        "the KV cache of replica {name} is too small for its load ({usage:.0%} in use, {running} requests running, "
+        "{waiting} waiting): it preempted and recomputed requests {preemptions:.0f} times in the last minute. Lower "
+        "rollout.max_concurrent_samples or rollout.max_num_seqs, or raise rollout.gpu_memory_utilization (on CPU "
+        "rollout.cpu_kv_cache_gib) or rollout.num_replicas",
+        "the KV cache of replica {name} has space again",
+    ),
+    "disk_space": HealthRule(2 * GIB, 3 * GIB, "", ""),
+    "disk": HealthRule(
+        1800.0,
+        3600.0,
+        "the disk of the run directory has {free} left{rate}; a run that cannot write a checkpoint ends. Free space, "
+        "or keep less: trainer.max_checkpoints_to_keep, rollout.dump_dir, profiler.level",
+        "the disk of the run directory has space again: {free}",
+    ),
+    "events": HealthRule(
+        0.9,
+        0.5,
+        "{lost:.0f} profiling events of {name} did not fit into a buffer or onto the disk in the last minute; reports "
+        "lack them: raise profiler.buffer_events, or set profiler.level=summary or off",
+        "{name} no longer loses profiling events",
+        hold_s=0.0,
+    ),
+    "unsent_events": HealthRule(
+        0.9,
+        0.5,
+        "profiler.otlp_endpoint did not accept {lost:.0f} events in the last minute (the files of the run directory "
+        "have them): check that a collector listens there and is fast enough, or remove the key",
+        "profiler.otlp_endpoint accepts all events again",
+        hold_s=0.0,
+    ),
+    "idle_trainer": HealthRule(
+        0.5,
+        0.35,
+        "the Trainer waits for samples {idle:.0%} of the time: {remedy}",
+        "the Trainer is busy most of the time again",
+        hold_s=120.0,
+        level="hint",
+    ),
+    "idle_rollouter": HealthRule(
+        0.5,
+        0.35,
+        "no sample is generated {idle:.0%} of the time, because the Trainer is slower and samples may not be staler "
+        "than async_training.staleness_threshold allows: raise it if the algorithm tolerates that, or move CPUs or "
+        "GPUs from the replicas to the Trainer",
+        "the Rollouter is busy most of the time again",
+        hold_s=120.0,
+        level="hint",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSnapshot:
+    """The values that the rules evaluate at one moment."""
+
+    at_s: float
+    """Monotonic."""
+    now: float
+    """Wall clock."""
+    health: RunHealth
+    idle_trainer: float | None = None
+    """Share of the last seconds in which the Trainer waited for samples; None: unknown, or not relevant yet."""
+    idle_rollouter: float | None = None
+    """Share in which no sample was in generation."""
+    elsewhere: frozenset[str] = frozenset()
+    """Processes on other machines than the driver's."""
+    settling: frozenset[str] = frozenset()
+    """Processes that have just started: they import and load, which may block their event loops."""
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    """Processes that do not answer, and for how long; their last reports are outdated."""
+    save_s: float = 0.0
+    """Time between two checkpoints; 0: there are none, infinite: not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """The configuration that remedies depend on."""
+
+    private_cluster: bool = True
+    """This run started Ray."""
+    on_policy: bool = False
+    """`async_training.staleness_threshold` is 0: both sides wait for each other by design."""
+    kept_checkpoints: int = 2
+    """`trainer.max_checkpoints_to_keep`: the first so many checkpoints take space for good."""
+
+
+class Measurement(NamedTuple):
+    rule: str
+    """Its name in `RULES`."""
+    key: str
+    value: float
+    facts: Mapping[str, Any]
+    """For the texts."""
+    condition: Condition | None = None
+    """Overrides the condition of `value`."""
+    at_once: bool = False
+    """Reported without hold time."""
+
+    def result(self) -> RuleResult:
+        rule = RULES[self.rule]
+        return RuleResult(
+            self.key,
+            self.condition or rule.condition(self.value),
+            rule.text.format_map(self.facts),
+            rule.recovery.format_map(self.facts),
+            0.0 if self.at_once else rule.hold_s,
+            rule.calm_s,
+            rule.level,
+        )
+
+
+class HealthRules:
+    """Applies the rules of one run to one snapshot after the other, and remembers trends."""
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self._settings = settings
+        self._alarms = Alarms()
+        self._trends = TrendTracker()
+
+    def observe(self, snapshot: HealthSnapshot) -> tuple[list[HealthNotice], RunHealth]:
+        """Return the notices that are due, and the snapshot's health with the open problems."""
+        trends, health = self._trends, snapshot.health
+        trends.begin(snapshot.at_s)
+        results = [measurement.result() for rule in _MEASURES for measurement in rule(snapshot, trends, self._settings)]
+        trends.end()
+        notices = self._alarms.observe(snapshot.at_s, snapshot.now, results)
+        problems = self._alarms.open
+        return notices, RunHealth(health.processes, health.engines, health.machine, health.object_store_share, problems)
+
+
+# ------------------------------------------------------------------------------------------------ measurements
+
+
+def _lag(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    machine = snapshot.health.machine
+    for name, process in snapshot.health.processes.items():
+        if (lag_s := process.lag_s) is not None and name not in snapshot.settling:
+            machine_cpu = machine.cpu if machine is not None and name not in snapshot.elsewhere else None
+            facts = {"name": name, "lag_s": lag_s, "remedy": _lag_remedy(name, process, machine_cpu)}
+            yield Measurement("lag", f"lag/{name}", lag_s, facts, at_once=lag_s > LONG_LAG_S)
+    for name, silent_s in snapshot.silent_s.items():
+        if name not in snapshot.settling:
+            remedy = _lag_remedy(name, None, machine.cpu if machine is not None else None)
+            yield Measurement(
+                "silence", f"lag/{name}", silent_s, {"name": name, "silent_s": silent_s, "remedy": remedy}
+            )
+
+
+def _memory(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    machine = snapshot.health.machine
+    if machine is None or machine.memory_bytes <= 0:
+        return
+    used = 1 - machine.memory_available_bytes / machine.memory_bytes
+    here = [item for item in snapshot.health.processes.items() if item[0] not in snapshot.elsewhere]
+    largest = sorted(here, key=lambda item: -item[1].rss_bytes)[:2]
+    users = " and ".join(f"{name} has {size(process.rss_bytes)}" for name, process in largest)
+    facts = {
+        "used": used,
+        "total": size(machine.memory_bytes),
+        "free": size(machine.memory_available_bytes),
+        "largest": f" ({users})" if users else "",
+    }
+    yield Measurement("memory", "memory/machine", used, facts)
+
+
+def _growth(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    machine = snapshot.health.machine
+    for name, process in snapshot.health.processes.items():
+        trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S, GROWTH_PARTS)
+        if machine is None or name in snapshot.elsewhere or trend.span_s < 0.9 * GROWTH_OVER_S:
+            continue
+        left_s = machine.memory_available_bytes / trend.per_s if trend.per_s > 0 else math.inf
+        facts = {
+            "name": name,
+            "rate": size(60 * trend.per_s),
+            "rss": size(process.rss_bytes),
+            "left_min": left_s / 60,
+            "remedy": _GROWTH_REMEDIES[_kind_of(name)],
+        }
+        yield Measurement("growth", f"growth/{name}", left_s, facts)
+
+
+def _object_store(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    if (share := snapshot.health.object_store_share) is not None:
+        larger_nodes = "start the Ray nodes with a larger --object-store-memory"
+        remedy = "raise ray.object_store_memory_bytes" if settings.private_cluster else larger_nodes
+        yield Measurement("object_store", "object_store", share, {"share": share, "remedy": remedy})
+
+
+def _kv_cache(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    for replica, load in snapshot.health.engines.items():
+        preemptions = trends.add(f"preemptions/{replica}", load.preemptions, KV_OVER_S).rise
+        is_good = RULES["kv_cache"].condition(load.kv_cache_usage) == "good" and not preemptions
+        condition: Condition = "bad" if preemptions >= KV_PREEMPTIONS else "good" if is_good else "fair"
+        facts = {
+            "name": replica,
+            "usage": load.kv_cache_usage,
+            "running": load.running,
+            "waiting": load.waiting,
+            "preemptions": preemptions,
+        }
+        yield Measurement("kv_cache", f"kv_cache/{replica}", load.kv_cache_usage, facts, condition)
+
+
+def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    machine = snapshot.health.machine
+    if machine is None or machine.disk_free_bytes is None:
+        return
+    free = machine.disk_free_bytes
+    # A checkpoint takes much space at once, and an older one is removed for it; only the first ones take space
+    # for good. There are more parts than those can be in (one of them in two), so in one part only steady growth shows.
+    parts = min(settings.kept_checkpoints + 3, MAX_DISK_PARTS)
+    over_s = parts * min(max(snapshot.save_s, DISK_PART_S[0]), DISK_PART_S[1])
+    trend = trends.add("disk", -free, over_s, parts)
+    left_s = free / trend.per_s if trend.span_s > 0.9 * over_s and trend.per_s > 0 else math.inf
+    conditions = (RULES["disk"].condition(left_s), RULES["disk_space"].condition(free))
+    worst: Condition = "bad" if "bad" in conditions else "fair" if "fair" in conditions else "good"
+    rate = f", at the present rate it is full in {left_s / 60:.0f} minutes" if left_s < RULES["disk"].good else ""
+    yield Measurement("disk", "disk", left_s, {"free": size(free), "rate": rate}, worst)
+
+
+def _events(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    unsent = 0.0
+    for name, process in snapshot.health.processes.items():
+        lost = trends.add(f"events/{name}", process.dropped_events, 60.0).rise
+        unsent += trends.add(f"unsent/{name}", process.unsent_events, 60.0).rise
+        yield Measurement("events", f"events/{name}", lost, {"name": name, "lost": lost})
+    yield Measurement("unsent_events", "unsent_events", unsent, {"lost": unsent})
+
+
+def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+    trainer, rollouter = snapshot.idle_trainer, snapshot.idle_rollouter
+    if settings.on_policy or trainer is None or rollouter is None:
+        return
+    if rollouter > RULES["idle_rollouter"].good:  # it has enough engines: the gate stops it meanwhile
+        remedy = "let generation run further ahead (async_training.staleness_threshold)"
+    else:
+        remedy = (
+            "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
+            "(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses"
+        )
+    yield Measurement("idle_trainer", "idle/trainer", trainer, {"idle": trainer, "remedy": remedy})
+    yield Measurement("idle_rollouter", "idle/rollouter", rollouter, {"idle": rollouter})
+
+
+_MEASURES: tuple[Callable[[HealthSnapshot, TrendTracker, HealthSettings], Iterator[Measurement]], ...] = (
+    _lag,
+    _memory,
+    _growth,
+    _object_store,
+    _kv_cache,
+    _disk,
+    _events,
+    _idle,
+)
+
+
+def size(num_bytes: float) -> str:
+    """Format a number of bytes, such as `3.2 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+# ------------------------------------------------------------------------------------------------ remedies
+
+_ProcessKind = Literal["driver", "queue", "store", "rollouter", "trainer", "rank", "replica", "engine"]
+
+_COMPUTING: dict[_ProcessKind, str] = {
+    "rollouter": "it computes in the event loop; move blocking work of rewards, tools and interactions into "
+    "asyncio.to_thread or a process, or lower rollout.max_concurrent_samples",
+    "trainer": "it computes in the event loop, while it builds batches or imports or calls your reward, advantage or "
+    "loss: make that cheaper, or lower trainer.ppo_mini_batch_size",
+    "rank": "training takes the CPU that the event loop needs. Steps do not suffer, but a rank that does not answer "
+    "within timeouts.probe_s is ended: lower trainer.cpu_threads to leave a CPU for it, or raise timeouts.probe_s",
+    "replica": "it has more requests and tokens to pass on than one CPU can: lower rollout.max_concurrent_samples, or "
+    "raise rollout.num_replicas",
+    "queue": "it has more samples to track than one CPU can: lower rollout.max_concurrent_samples",
+    "store": "it has more replicas to answer than one CPU can: lower rollout.num_replicas",
+    "driver": "it has more to record than one CPU can: use fewer logging.sinks, or set profiler.level=summary or off",
+}
+_BLOCKED: dict[_ProcessKind, str] = {
+    "rollouter": "a file, a network call or a lock blocks it; in your rewards, tools and interactions use "
+    "asyncio.to_thread for blocking calls",
+    "trainer": "most likely the disk of the run directory blocks it: use a faster one, or fewer checkpoints "
+    "(trainer.save_freq)",
+    "rank": "a collective that other ranks are late for or a file blocks it. A rank that does not answer within "
+    "timeouts.probe_s is ended: find the late rank, or raise timeouts.probe_s",
+    "replica": "most likely vLLM blocks it while it loads weights or reads large media: raise rollout.num_replicas, so "
+    "that other replicas answer meanwhile",
+    "queue": "most likely the disk of the run directory, which has its journal, blocks it: use a faster one",
+    "store": "most likely memory that is swapped or spilled to disk blocks it: use a machine with more memory",
+    "driver": "most likely the disk of the run directory or one of logging.sinks blocks it: use fewer sinks, or a "
+    "faster disk",
+}
+_GROWTH_REMEDIES: dict[_ProcessKind, str] = {
+    "rollouter": "Most likely your own code (rewards, tools, interactions) keeps objects that it no longer needs. "
+    "Fewer concurrent samples (rollout.max_concurrent_samples) need less",
+    "trainer": "Most likely your own code (rewards, advantages) keeps batches that it no longer needs. Smaller batches "
+    "(trainer.ppo_mini_batch_size) need less",
+    "rank": "Most likely your own loss or model keeps tensors from step to step, or sequences become longer: fewer "
+    "tokens at once (trainer.ppo_max_token_len) need less",
+    "replica": "Requests or cached media accumulate in it: fewer concurrent samples (rollout.max_concurrent_samples) "
+    "need less",
+    "engine": "vLLM keeps memory that it no longer needs, or its cache is not fully used yet: a smaller one (on CPU "
+    "rollout.cpu_kv_cache_gib) and fewer concurrent requests (rollout.max_num_seqs) need less",
+    "queue": "Samples accumulate in it: less generation ahead (async_training.staleness_threshold) and fewer "
+    "concurrent samples (rollout.max_concurrent_samples) need less",
+    "store": "Weights versions accumulate in it: find the replica that does not apply them (asyncrl status)",
+    "driver": "Records accumulate in it, most likely because one of logging.sinks is too slow: use fewer",
+}
+
+
+def _kind_of(name: str) -> _ProcessKind:
+    """Return the kind of a process that `RunHealth.processes` names."""
+    prefix = name.partition("-")[0]
+    return next((kind for kind in _GROWTH_REMEDIES if kind == prefix), "driver")
+
+
+def _lag_remedy(name: str, process: ProcessHealth | None, machine_cpu: float | None) -> str:
+    """Return why an event loop is blocked, and the remedy.
+
+    Args:
+        process: None: it does not answer.
+        machine_cpu: busy share of the machine's CPUs; None: unknown.
+    """
+    kind = _kind_of(name)
+    computes = process is not None and process.cpu >= BUSY_CPU
+    if computes and kind != "rank":
+        return _COMPUTING.get(kind, _COMPUTING["driver"])
+    if machine_cpu is not None and machine_cpu > BUSY_MACHINE:
+        return (
+            "all CPUs of the machine are busy; lower rollout.max_concurrent_samples or the number of processes, or use "
+            "more CPUs"
+        )
+    if computes:  # a rank computes all the time while it trains
+        return _COMPUTING["rank"]
+    return f"{_BLOCKED.get(kind, _BLOCKED['driver'])}. `loop.stall` events show the times"
+
+
+# ------------------------------------------------------------------------------------------------ trends
+
+
+class Trend(NamedTuple):
+    """A value over a window of time."""
+
+    span_s: float
+    """The observed part of the window."""
+    rise: float
+    """Sum of all increases; a counter that restarted has risen by its new value."""
+    per_s: float
+    """The smallest rise of the low-water mark from one part of the window to the next, by time; 0 if it did not rise
+    everywhere. Bursts and swings do not count."""
+
+
+@dataclass(slots=True)
+class _Series:
+    points: deque[tuple[float, float]] = field(default_factory=deque)
+    """Thinned to some two hundred at most."""
+
+    def add(self, now_s: float, value: float, window_s: float, parts: int) -> Trend:
+        points = self.points
+        if len(points) >= 2 and now_s - points[-2][0] < window_s / 100:
+            points.pop()
+        points.append((now_s, value))
+        while now_s - points[0][0] > window_s:
+            points.popleft()
+        steps = itertools.pairwise(value for _, value in points)
+        rise = sum(after - before if after >= before else max(after, 0.0) for before, after in steps)
+        return Trend(now_s - points[0][0], rise, self._per_s(parts))
+
+    def _per_s(self, parts: int) -> float:
+        began_s, span_s = self.points[0][0], self.points[-1][0] - self.points[0][0]
+        if parts == 0 or span_s <= 0:
+            return 0.0
+        lows: dict[int, tuple[float, float]] = {}
+        for at_s, value in self.points:
+            part = min(int((at_s - began_s) / span_s * parts), parts - 1)
+            if part not in lows or value < lows[part][1]:
+                lows[part] = at_s, value
+        if len(lows) < parts:
+            return 0.0
+        least_s = span_s / parts / 2
+        rates = (
+            (after - before) / max(after_s - before_s, least_s)
+            for (before_s, before), (after_s, after) in itertools.pairwise(lows[part] for part in range(parts))
+        )
+        return max(0.0, min(rates))
+
+
+class TrendTracker:
+    """Trends by name; a name without values for `GONE_S` is forgotten."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, _Series] = {}
+        self._now_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        self._now_s = now_s
+
+    def add(self, name: str, value: float, window_s: float, parts: int = 0) -> Trend:
+        """`parts`: number of parts of the window for `Trend.per_s`; 0: it is not computed."""
+        return self._series.setdefault(name, _Series()).add(self._now_s, value, window_s, parts)
+
+    def end(self) -> None:
+        for name, series in list(self._series.items()):
+            if self._now_s - series.points[-1][0] > GONE_S:
+                del self._series[name]

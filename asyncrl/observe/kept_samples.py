@@ -1,0 +1,325 @@
+"""The samples that a run directory or its dump still has, for `asyncrl show` and the timeline. Blocking; read-only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from asyncrl.assets import resolve
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
+from asyncrl.core.types import FinishReason, Row, Sample, TokenIds
+from asyncrl.queue.journal_reader import SampleRecord, read_queue_state, read_samples
+from asyncrl.storage.array_bytes import DamageError, decode
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES, RunDir
+from asyncrl.storage.sample_bytes import FileRef, PackedBlob
+from asyncrl.storage.segments import read_segment, segment_incarnation
+from asyncrl.storage.trajectory_files import PROMPT_ROLE, Decode, DumpedTrajectory, find, mask_runs, pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENS_SHOWN = 64
+"""Number of ids shown of a text that cannot be decoded."""
+
+
+class KeptSample(NamedTuple):
+    """The available trajectories of a sample, with notes about them."""
+
+    trajectories: Sequence[DumpedTrajectory]
+    notes: Sequence[str]
+
+
+def find_sample(run: ConfiguredRun, index: int, name: str) -> KeptSample:
+    """Return a sample from the dump, or else from its payload.
+
+    Args:
+        run: to search.
+        index: the sample's feed index.
+        name: the sample, in messages.
+
+    Raises:
+        ConfigError: there is neither; the message explains the state of the sample, and how to keep samples.
+    """
+    notes: list[str] = []
+    for directory in run.dump_dirs:
+        try:
+            found = find(directory, index, run.path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or directory} cannot be read: {error.strerror}. What rollout.dump_dir holds of "
+                f"{name} is in there"
+            ) from None
+        notes += found.notes
+        if found.trajectories:
+            return KeptSample(found.trajectories, notes)
+    payload = read_payload(run.path, index)
+    if payload.sample is not None:
+        decode, problems = run.decode()
+        notes.append("it is not in a dump; this is its payload, so turns and messages are derived from its tokens")
+        return KeptSample(to_dumped(payload.sample, run.path, decode), [*notes, *problems])
+    raise ConfigError(_not_kept(run, index, name, [*notes, *([payload.problem] if payload.problem else [])]))
+
+
+def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -> str:
+    fate = read_fate(run.path, index)
+    parts = [f"there are no trajectories of {name} to show in {run.path.name}: {fate.text}", *notes]
+    record = run.skip_record(index)
+    if fate.scored:
+        dump = (
+            f"Nothing of it is in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
+        )
+        parts.append(f"{dump}, and its payload is not there (any more)")
+    elif fate.record is not None:
+        parts.append("No trajectory of it has been scored, so there is none to keep")
+    if record is not None:
+        parts.append(f"What was generated is recorded: asyncrl skip show {record}")
+    elif fate.scored and not run.dump_dir:
+        parts.append(
+            "Launch with rollout.dump_dir=DIR to keep every trajectory, or with skip.async_rollout.enable=true to "
+            "record what is generated"
+        )
+    return ". ".join(parts)
+
+
+class ConfiguredRun:
+    """A run directory, and the files that its configuration names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            read = yaml.safe_load(RunDir(path).config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            read = None
+        self._config: Mapping[str, Any] = read if isinstance(read, dict) else {}
+
+    def value(self, *keys: str) -> Any:
+        """Return a value of the configuration; None: there is no such key."""
+        found: Any = self._config
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+    @property
+    def dump_dir(self) -> str | None:
+        named = self.value("rollout", "dump_dir")
+        return str(named) if named else None
+
+    @property
+    def dump_dirs(self) -> list[Path]:
+        """Return where the dump may be."""
+        return list(self._places(self.dump_dir)) if self.dump_dir else []
+
+    def skip_record(self, index: int) -> Path | None:
+        """Return the record of the sample's generation, if there is one."""
+        names = (self.value("skip", "async_rollout", "dump_dir"), self.value("project_name"))
+        experiment = self.value("experiment_name")
+        if not (all(names) and experiment and self.value("skip", "async_rollout", "enable")):
+            return None
+        below = Path(str(names[1])) / str(experiment) / "async_rollout" / str(index)
+        found = (place / below for place in self._places(str(names[0])))
+        return next((path for path in found if path.is_dir()), None)
+
+    def decode_token(self) -> Callable[[int], str]:
+        """Return a function that decodes one token. Raises `ConfigError`: no tokenizer can be loaded."""
+        tokenizer = self._tokenizer
+        return lambda token: str(tokenizer.decode([token]))
+
+    def decode(self) -> tuple[Callable[[TokenIds], str], Sequence[str]]:
+        """Return a function that decodes tokens, and problems: without a tokenizer it returns their ids."""
+        try:
+            tokenizer = self._tokenizer
+        except ConfigError as error:
+            return format_ids, [error.message]
+        return lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)), []
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        key = "model.tokenizer_path" if self.value("model", "tokenizer_path") else "model.path"
+        name = self.value(*key.split("."))
+        if not isinstance(name, str):
+            raise ConfigError(f"{RunDir(self.path).config} names no model.path, so there is no tokenizer for texts")
+        from transformers import AutoTokenizer
+
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        try:
+            local = next((str(path) for path in self._places(resolve(name)) if path.is_dir()), name)
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                local, trust_remote_code=bool(self.value("model", "trust_remote_code")), local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError.wrap(
+                f"{key}: no tokenizer can be loaded from {name!r} on this machine, so there are no texts of tokens",
+                error,
+            ) from error
+        return loaded
+
+    def _places(self, name: str) -> Iterator[Path]:
+        """Yield the places that a path may mean: a relative one is relative to where the run was started, which may be
+        here or above the run directory."""
+        path = Path(name).expanduser()
+        if path.is_absolute():
+            yield path
+            return
+        yielded = set()
+        for start in (Path.cwd(), *self.path.parents):
+            with suppress(OSError):
+                if (place := (start / path).resolve()) not in yielded:
+                    yielded.add(place)
+                    yield place
+
+
+def format_ids(ids: TokenIds) -> str:
+    shown = " ".join(map(str, ids[:_TOKENS_SHOWN].tolist()))
+    return shown + (f" … ({len(ids)} in all)" if len(ids) > _TOKENS_SHOWN else "")
+
+
+# ------------------------------------------------------------------------------------------------ its fate
+
+
+class SampleFate(NamedTuple):
+    """The state of a sample according to the journal."""
+
+    record: SampleRecord | None
+    """None: the sample was never generated, or the journal cannot be read."""
+    text: str
+    """For people."""
+    scored: bool = True
+
+
+def read_fate(run_dir: Path, index: int) -> SampleFate:
+    """Read the whole journal for one sample."""
+    if not (run_dir / JOURNAL).exists():
+        return SampleFate(None, "the run keeps no journal, so what became of it is not known")
+    newest = 0
+    try:
+        for record in read_samples(run_dir):
+            newest = record.sample_id.index
+            if newest == index:
+                return SampleFate(record, _describe_state(record), scored=record.ready_at > 0)
+    except AsyncRLError as error:
+        return SampleFate(None, f"what became of it is not known: {error.message}")
+    last = f"the last one is sample {newest}" if newest else "no sample was"
+    return SampleFate(None, f"its generation never began; {last}", scored=False)
+
+
+def _describe_state(record: SampleRecord) -> str:
+    at = f"at {_clock(record.ended_at or record.leased_at or record.ready_at or record.fed_at)}"
+    match record.state:
+        case "running":
+            return f"its generation began {at} and is under way, or was when the run ended"
+        case "ready":
+            return f"it became READY {at} and waits to be trained on"
+        case "leased":
+            return f"the Trainer has it since {_clock(record.leased_at)}"
+        case "trained":
+            return f"it was trained on {at}"
+        case "dropped":
+            return f"it was dropped ({record.reason}) {at}"
+        case _:
+            return "it waits to be generated again"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+# ------------------------------------------------------------------------------------------------ its payload
+
+
+class KeptPayload(NamedTuple):
+    sample: Sample | None
+    problem: str
+    """Why the payload cannot be read; empty if the run directory no longer has it."""
+
+
+def read_payload(run_dir: Path, index: int) -> KeptPayload:
+    """Return the sample, if the run directory still has its payload."""
+    path = run_dir / JOURNAL
+    if not path.exists():
+        return KeptPayload(None, "")
+    try:
+        state = read_queue_state(run_dir)
+    except AsyncRLError as error:
+        return KeptPayload(None, f"{path} cannot be read: {error.message}")
+    entry = state.entries.get(state.id_of(index))
+    if entry is None or not isinstance(entry.payload, FileRef):
+        return KeptPayload(None, "")
+    file = run_dir / SAMPLES / entry.payload.file
+    try:
+        if segment_incarnation(file.name) is None:
+            raise DamageError("its name is not that of a payload")
+        return KeptPayload(PackedBlob(decode(read_segment(file))).unpack(entry.payload.position), "")
+    except OSError as error:
+        return KeptPayload(None, f"its payload {file} cannot be read: {error.strerror or error}")
+    except (DamageError, ValueError, RecursionError) as error:
+        return KeptPayload(None, f"its payload {file} is damaged: {error}")
+
+
+def to_dumped(sample: Sample, run_dir: Path, text_of: Decode) -> list[DumpedTrajectory]:
+    """Return the trajectories of a payload as if they had been dumped.
+
+    A payload has tokens but no turns and messages, which are derived from the mask.
+    """
+    rows: dict[int, list[Row]] = {}
+    for row in sample.rows:
+        rows.setdefault(row.trajectory, []).append(row)
+    return [
+        _to_dumped(sample, number, own, run_dir=run_dir, num_trajectories=len(rows), text_of=text_of)
+        for number, own in rows.items()
+    ]
+
+
+def _to_dumped(
+    sample: Sample, number: int, rows: list[Row], *, run_dir: Path, num_trajectories: int, text_of: Decode
+) -> DumpedTrajectory:
+    last = rows[-1]
+    requested = sample.asked[number] if number < len(sample.asked) else None
+    token_rows = tuple(
+        TokenRow(row.prompt_ids, row.response_ids, row.response_mask, row.rollout_log_probs, row.spans) for row in rows
+    )
+    rewards: list[float] = []
+    turns: list[TurnInfo] = []
+    texts = []
+    messages: list[Mapping[str, str]] = [{"role": PROMPT_ROLE, "content": text_of(rows[0].prompt_ids)}]
+    for place, row in enumerate(rows):
+        first, of_token = 0, dict(row.turn_rewards)
+        for sampled, num_tokens in mask_runs(row.response_mask):
+            end = first + num_tokens
+            if sampled:
+                turns.append(TurnInfo(place, first, num_tokens, FinishReason.STOP))
+                rewards.append(of_token.get(end - 1, 0.0))
+                texts.append(pieces(token_rows[place], turns[-1], text_of))
+                messages.append({"role": "assistant", "content": "".join(piece.text for piece in texts[-1])})
+            else:
+                messages.append({"role": "told", "content": text_of(row.response_ids[first:end])})
+            first = end
+    if not turns:
+        turns.append(TurnInfo(0, 0, 0, last.finish_reason))
+        texts.append(())
+    return DumpedTrajectory(
+        sample_id=sample.sample_id,
+        number=number,
+        num_trajectories=num_trajectories,
+        run=str(run_dir),
+        at=0.0,
+        trajectory=Trajectory(token_rows, tuple(turns), last.finish_reason, tuple(messages), number=requested),
+        score=Score(last.reward, last.reward_extra, tuple(rewards) if any(rewards) else ()),
+        texts=tuple(texts),
+        data_source=sample.data_source,
+        generate_s=sample.generate_s,
+        reward_s=sample.reward_s,
+        baseline_reward=sample.baseline_reward,
+        replayed_from=None if sample.replay is None else sample.replay.step,
+        substituted=sample.replay is not None and sample.replay.substituted,
+    )

@@ -1,0 +1,1 @@
+"""Metrics of a run: their registry, the recorder and the sinks."""

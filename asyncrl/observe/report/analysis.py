@@ -1,0 +1,128 @@
+"""Compute report.json from the events of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.observe.report.findings import RunData, rank_findings
+from asyncrl.observe.report.load import Events
+from asyncrl.observe.report.requests import logical_requests, request_figures
+from asyncrl.observe.report.samples import share_figures, trace_samples, turn_figures
+from asyncrl.observe.report.statistics import complement, count, seconds, to_json, total
+from asyncrl.observe.report.steps import find_outages, idle_figures, step_figures
+from asyncrl.observe.report.versions import limit_figures, staleness_figures, waste_figures, weight_sync_figures
+from asyncrl.observe.status.run_status import ENDED
+
+FORMAT = 2
+"""The version of report.json."""
+LIVE = "running"
+"""`about["status"]` of a run that has not ended."""
+
+
+def analyse(events: Events, about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return report.json without its plots.
+
+    Args:
+        events: at least one.
+        about: `name, run_dir, experiment, status, level, response_length`, as far as known; `started_at`, wall clock,
+            of the launch or the last resumption.
+        summary: summary.json, or empty.
+    """
+    completed = about.get("status") in ENDED
+    start, end, down = find_outages(events, completed=completed, launched_at=about.get("started_at"))
+    requests = logical_requests(events)
+    histories = trace_samples(events, requests)
+    requests["step"] = histories.step_of(requests["index"].where(requests["counts"], 0), requests["step"])
+    done = requests[~requests["aborted"]]
+    figures = {
+        "requests": request_figures(requests),
+        "shares": share_figures(histories),
+        "turns": turn_figures(events, requests),
+        "steps": step_figures(events, histories, done, start),
+        "idle": idle_figures(events, start, end, down, completed=completed),
+        "staleness": staleness_figures(events, histories),
+        "weight_sync": weight_sync_figures(events),
+        "waste": waste_figures(events, histories),
+        "lower_limits": limit_figures(events, histories, requests, about.get("response_length")),
+    }
+    # Unknown without a launch time, or if that is of a resumption.
+    started_at, run_s = about.get("started_at"), summary.get("wall_s")
+    starting_s = start - started_at if started_at is not None and started_at <= start else None
+    ending_s = max(0.0, started_at + run_s - end) if starting_s is not None and started_at and run_s else None
+    run = {
+        **about,
+        "wall_s": figures["idle"]["wall_s"],
+        "down_s": total(down),
+        "starting_s": starting_s,
+        "ending_s": ending_s,
+        "first_event": start,
+        "last_event": end,
+        "steps": len(histories.steps),
+        "last_step": histories.steps["step"].max() if len(histories.steps) else None,
+        "samples_trained": len(histories.trained_in),
+        "samples_unrecorded": len(histories.trained_in) - int(histories.samples["generated"].notna().sum()),
+        "trajectories": figures["turns"]["trajectories"],
+        "requests": len(done),
+        "validation_requests": int((events["request"]["index"] == 0).sum()),
+        "replicas": sorted(str(each) for each in events["request"]["replica"].dropna().unique()),
+        "sampled_tokens": figures["waste"]["sampled_tokens"],
+        "events": events.num_events,
+        "event_files": events.num_files,
+        "torn_lines": events.num_torn,
+        "unknown_events": events.num_unknown,
+        "dropped_events": events["profiler.dropped"]["events"].sum(),
+    }
+    data = RunData(events, histories, requests, figures, summary, complement(down, start, end))
+    report = {"format": FORMAT, "run": run, "notes": _notes(run, figures, events, completed=completed)}
+    return to_json({**report, "findings": rank_findings(data), **figures})
+
+
+def _notes(run: Mapping[str, Any], figures: Mapping[str, Any], events: Events, *, completed: bool) -> list[str]:
+    """Return what a reader has to know before trusting the figures."""
+    unrecorded, abandoned = run["samples_unrecorded"], sorted({row["step"] for row in figures["steps"]["abandoned"]})
+    # A live run is still writing the last lines of its files.
+    torn = run["torn_lines"] - (events.num_unfinished if run.get("status") == LIVE else 0)
+    ending = f", and ending it {seconds(run['ending_s'])}" if run["ending_s"] is not None else ""
+    notes = (
+        (run["starting_s"] is not None,
+         f"Starting the run took {seconds(run['starting_s'])}, until its first sample{ending}: all figures are of the "
+         f"{seconds(run['wall_s'])} between."),
+        (run["dropped_events"],
+         f"{run['dropped_events']:.0f} events did not fit into the buffer and are missing: raise "
+         "profiler.buffer_events, or record less with profiler.level=summary."),
+        (unrecorded,
+         f"How {count(unrecorded, 'trained sample')} {'was' if unrecorded == 1 else 'were'} generated is not among the "
+         "events: they are lost, like the last half second of a Rollouter that is killed. They count as trained; "
+         "figures of requests, turns and waits are without them."),
+        (torn > 0,
+         f"{count(torn, 'damaged line')} {'was' if torn == 1 else 'were'} left out: a process was killed while it "
+         "wrote."),
+        (not completed, _unfinished(run, figures["idle"])),
+        (run["unknown_events"],
+         f"{run['unknown_events']} events have names that this version of asyncrl does not know."),
+        (abandoned,
+         f"Training went back: steps {', '.join(map(str, abandoned))} were repeated. Figures by step are of those that "
+         "survived; work of the others counts for replicas, tools and rewards."),
+        (run["down_s"],
+         f"The run was down, or nothing was recorded, for {run['down_s']:.0f} s; shares are of the rest of the time."),
+        (run.get("level") != "full" and not len(events["sample.slot"]),
+         "Waits for a generation slot, writing of samples and the work of ranks inside a step are recorded only with "
+         "profiler.level=full; here they count as other time."),
+        (not run["requests"],
+         "No request of a training sample was recorded: figures of requests, turns and replicas are empty."),
+        (run["requests"] and not figures["shares"]["trajectories"],
+         "No sample was trained yet: figures that need a sample's whole lifetime are empty."),
+    )  # fmt: skip
+    return [text for applies, text in notes if applies]
+
+
+def _unfinished(run: Mapping[str, Any], idle: Mapping[str, Any]) -> str:
+    why = "The run is live" if run.get("status") == LIVE else "The run did not end in good order"
+    sides = [("the Trainer's", idle["trainer"]), ("the Rollouter's", idle["rollouter"])]
+    ends = " and ".join(f"{name} at {seconds(side['known_s'])}" for name, side in sides if side is not None)
+    text = f"{why}, and what was running at its last event is not among the events: idle figures end with the last "
+    text += f"event of each side ({ends} of {seconds(idle['wall_s'])})"
+    if idle["in_flight"]:
+        text += f"; {count(idle['in_flight'], 'sample')} without an end count as in generation until then"
+    return f"{text}."

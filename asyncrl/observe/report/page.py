@@ -1,0 +1,135 @@
+"""The report's directory: index.html with everything in it, the PNGs and report.json. Blocking.
+
+A report replaces only files of an earlier report, and each of them atomically.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from asyncrl.core.failures import ConfigError
+from asyncrl.observe.report import plots
+from asyncrl.observe.report.statistics import percent, seconds
+
+PAGE, DATA = "index.html", "report.json"
+MAX_STEPS = 2000
+"""The newest steps have rows on the page, and so have outliers."""
+_SCRATCH = ".asyncrl-report-"
+
+
+def check_directory(directory: Path) -> None:
+    """Check that a report may be written there.
+
+    Raises:
+        ConfigError: it holds something else, or it cannot be a directory.
+    """
+    try:
+        others = [each.name for each in directory.iterdir() if not each.name.startswith(_SCRATCH)]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _not_writable(directory, error) from error
+    if others and _existing_plots(directory) is None:
+        raise ConfigError(
+            f"--out={directory} holds {len(others)} {'entry' if len(others) == 1 else 'entries'} and no report of "
+            "asyncrl: nothing there is overwritten. Name a new or an empty directory with --out DIR"
+        )
+
+
+def write_report(report: Mapping[str, Any], directory: Path, progress: Callable[[str], None]) -> Path:
+    """Write the report in place of an earlier one, and return the path of its page.
+
+    Args:
+        progress: is called with the title of each figure once it is drawn.
+
+    Raises:
+        ConfigError: as `check_directory`, or the directory cannot be written.
+    """
+    check_directory(directory)
+    files = [each["png"] for each in report["figures"]]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as name:
+            scratch = Path(name)
+            plots.draw(report, scratch, progress)
+            (scratch / PAGE).write_text(render(report, scratch), "utf-8")
+            (scratch / DATA).write_text(
+                json.dumps(report, ensure_ascii=False, allow_nan=False, indent=1) + "\n", "utf-8"
+            )
+            earlier = _existing_plots(directory) or set()
+            # report.json first: it marks the directory as a report's.
+            for file in (DATA, *files, PAGE):
+                os.replace(scratch / file, directory / file)
+        for file in earlier.difference(files):
+            (directory / file).unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_writable(directory, error) from error
+    return (directory / PAGE).absolute()
+
+
+def render(report: Mapping[str, Any], plots_dir: Path) -> str:
+    environment = Environment(
+        loader=PackageLoader("asyncrl.observe.report", "."),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(s=seconds, share=percent, n=_number, anchor=_anchor)
+    severities = [(name, [row for row in report["findings"] if row["severity"] == name]) for name in ("alarm", "hint")]
+    steps, outliers = report["steps"]["by_step"], report["steps"]["outliers"]
+    # Every request that something on the page refers to.
+    requests = [*report["requests"]["slowest"], *(row["request"] for row in outliers if row["request"])]
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        run=report["run"],
+        images={each["id"]: _data_url(plots_dir / each["png"]) for each in report["figures"]},
+        sections=[(name, list(rows)) for name, rows in groupby(report["figures"], lambda each: each["section"])],
+        severities=[(name, rows) for name, rows in severities if rows],
+        requests=sorted({row["request"]: row for row in requests}.values(), key=lambda row: -row["duration_s"]),
+        shown_steps={row["step"] for row in steps[-MAX_STEPS:]} | {row["step"] for row in outliers},
+        shown_replicas={row["replica"] for row in report["requests"]["by_replica"]},
+    )
+
+
+def _existing_plots(directory: Path) -> set[str] | None:
+    """Return the file names of the plots of the report in the directory; None if it has no report."""
+    try:
+        report = json.loads((directory / DATA).read_text(encoding="utf-8"))
+        if not isinstance(report["format"], int):
+            return None
+        names = {str(each["png"]) for each in report["figures"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return {name for name in names if name.endswith(".png") and Path(name).name == name}
+
+
+def _not_writable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--out={directory} cannot be written: {error.strerror or error}. Name a directory that you may write to and "
+        "that has room with --out DIR"
+    )
+
+
+def _data_url(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _anchor(name: Any) -> str:
+    """Return an id of letters, digits, `-`, `_` and `.`."""
+    return "".join(each if each.isalnum() or each in "-_." else "-" for each in str(name))

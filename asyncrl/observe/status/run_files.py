@@ -1,0 +1,287 @@
+"""Read the state of a live or ended run from the files of its directory, without Ray.
+
+state.json     what the driver knew a second ago, or last    journal.db     the sample counts, to the last transition
+summary.json   how it ended                                  checkpoints/   what it can continue from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+import yaml
+
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.ports import SampleCounts
+from asyncrl.observe.status.run_status import ENDED, STATE_FILE, RunState, dump, read_state
+from asyncrl.observe.status.summary import recovery_summary, staleness_summary
+from asyncrl.observe.status.why import STALE_S, DriverState, WaitLink, chain_as_json, explain, render_chain
+from asyncrl.queue.journal_reader import read_sample_counts
+from asyncrl.storage.checkpoint_manifest import checkpoint_steps
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES, SUMMARY
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The state of a run according to its files."""
+
+    run_dir: Path
+    now: float
+    state: RunState | None
+    driver: DriverState
+    summary: Mapping[str, Any] | None
+    counts: SampleCounts
+    counts_from: str
+    """The file that `counts` is from."""
+    journal: Mapping[str, Any] | None
+    checkpoints: Mapping[int, Path]
+    notes: tuple[str, ...]
+    """The files that could not be read, each with the reason."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run has not ended, and its driver has written its state recently or may still do so."""
+        state = self.state
+        if state is None or state.phase in ENDED or self.driver == "gone":
+            return False
+        return self.driver in ("alive", "stopped") or self.now - state.written_at <= STALE_S
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read everything. Damaged and missing files become notes, unless nothing can be read. Blocking.
+
+    Raises:
+        ConfigError: nothing can be read.
+    """
+    notes: list[str] = []
+    state, summary = None, None
+    try:
+        state = read_state(run_dir)
+    except ConfigError as error:
+        notes.append(error.message)
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
+    now = time.time()
+    if state is not None and summary is not None and state.phase not in ENDED:
+        # The summary is written last, so this run has ended, whatever its last state says.
+        state = replace(state, phase=summary["status"], error=_error(summary))
+    counts, counts_from = _counts(run_dir, state, summary, now, notes)
+    files = RunFiles(
+        run_dir=run_dir,
+        now=now,
+        state=state,
+        driver=driver_state(state) if state else "unknown",
+        summary=summary,
+        counts=counts,
+        counts_from=counts_from,
+        journal=_journal(run_dir, state),
+        checkpoints=checkpoint_steps(run_dir),
+        notes=tuple(notes),
+    )
+    if state is None and summary is None and not counts_from:
+        reason = "; ".join(notes) or f"there is no {STATE_FILE}, {SUMMARY} or {JOURNAL} in it"
+        raise ConfigError(f"{run_dir} has nothing to show: {reason}. Its run ended before it began.")
+    return files
+
+
+def driver_state(state: RunState) -> DriverState:
+    """Return the state of the driver's process, if it is on this machine."""
+    if state.host != socket.gethostname():
+        return "unknown"
+    try:
+        process = psutil.Process(state.pid)
+        if process.create_time() > state.written_at + 1:
+            return "gone"  # another process has reused the number
+        found = process.status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    except psutil.Error:
+        return "unknown"
+    if found in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if found in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "alive"
+
+
+class RunLiveness(NamedTuple):
+    """Whether a run is live, from `state.json` and `summary.json` alone."""
+
+    how: Literal["live", "ended", "died", "unknown"]
+    """`died`: its driver is gone and left no summary. `unknown`: there is no state."""
+    phase: str
+    """`running` and the like, while it is live; `completed` and the like, once it has ended; else `how`."""
+    state: RunState | None
+
+
+def read_liveness(run_dir: Path) -> RunLiveness:
+    """Return whether the run is live; cheaper than `read_run`, and never an error. Blocking."""
+    state = None
+    with contextlib.suppress(ConfigError):
+        state = read_state(run_dir)
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        ended = str(summary["status"])
+    except (OSError, ValueError, KeyError, TypeError):
+        ended = ""
+    if state is None:
+        return RunLiveness("ended", ended, None) if ended else RunLiveness("unknown", "unknown", None)
+    if state.phase in ENDED or ended:
+        return RunLiveness("ended", ended or state.phase, state)
+    driver = driver_state(state)
+    if driver in ("alive", "stopped") or (driver == "unknown" and time.time() - state.written_at <= STALE_S):
+        return RunLiveness("live", state.phase, state)
+    return RunLiveness("died", "died", state)
+
+
+def events_level(run_dir: Path) -> str | None:
+    """Return `profiler.level` of the run; None: its config.yaml does not say. Blocking."""
+    try:
+        level = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["profiler"]["level"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return "off" if level is False else str(level)  # YAML reads a bare `off` as false
+
+
+def wait_chain(files: RunFiles) -> tuple[WaitLink, ...]:
+    """Return the chain of waits (see `why.explain`); of a run without a state, what its summary says."""
+    if files.state is not None:
+        return explain(files.state, files.now, driver=files.driver)
+    if files.summary is not None:
+        status = files.summary["status"]
+        return (WaitLink("run", status, None, _error(files.summary), status),)
+    return (WaitLink("run", "has left no state", None, "only its journal is there", "unknown"),)
+
+
+def wait_chain_as_json(links: tuple[WaitLink, ...]) -> dict[str, Any]:
+    return {"text": render_chain(links), "cause": links[-1].cause, "chain": chain_as_json(links)}
+
+
+def _error(summary: Mapping[str, Any]) -> str:
+    error = summary["error"]
+    return f"{error['type']} in {error['part']}: {error['message']}" if error else ""
+
+
+def _counts(
+    run_dir: Path, state: RunState | None, summary: Mapping[str, Any] | None, now: float, notes: list[str]
+) -> tuple[SampleCounts, str]:
+    """Return the newest sample counts, and the file they are from; empty: there are none.
+
+    The journal grows while the driver is stopped or dead. Of a healthy driver, the state is as good, and cheaper.
+    """
+    files = _journal_files(run_dir)
+    written_at = state.written_at if state is not None else 0.0
+    is_old = now - written_at > STALE_S or (state is not None and state.phase in ENDED)
+    is_behind = is_old and max((file.stat().st_mtime for file in files), default=0.0) > written_at
+    if files and (is_behind or (state is not None and state.queue is None)):
+        try:
+            return read_sample_counts(run_dir), JOURNAL
+        except (AsyncRLError, sqlite3.Error, OSError) as error:
+            notes.append(error.message if isinstance(error, AsyncRLError) else f"{run_dir / JOURNAL}: {error}")
+    if state is not None:
+        return (state.queue.counts if state.queue else state.counts), STATE_FILE
+    if summary is not None:
+        return SampleCounts(**summary["samples"]), SUMMARY
+    return SampleCounts(), ""
+
+
+def _journal_files(run_dir: Path) -> list[Path]:
+    return [path for path in (run_dir / JOURNAL, run_dir / f"{JOURNAL}-wal") if path.exists()]
+
+
+def _journal(run_dir: Path, state: RunState | None) -> dict[str, Any] | None:
+    if not (files := _journal_files(run_dir)):
+        return None
+    return {
+        "bytes": sum(file.stat().st_size for file in files),
+        "payload_bytes": sum(_sizes(run_dir / SAMPLES)),
+        "seq": state.queue.journal_seq if state and state.queue else None,
+    }
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    if directory.is_dir():
+        for file in directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the queue may have removed it
+                yield file.stat().st_size
+
+
+def status_report(files: RunFiles) -> dict[str, Any]:
+    """Return what `asyncrl status --json` prints; the page is rendered from it, too."""
+    state, summary, counts = files.state, files.summary, files.counts
+    recovery: Mapping[str, Any] = summary or {}
+    if state is not None:
+        recovery = recovery_summary(state.restarts, state.earlier_restarts)
+    known = dump(state) if state is not None else {}
+    links = wait_chain(files)
+    queue = known.get("queue") or {}
+    at = files.now if files.is_live or state is None else state.written_at
+    balanced = counts.fed == counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
+    return {
+        "run_dir": str(files.run_dir),
+        "experiment": known.get("experiment"),
+        "mode": known.get("mode"),
+        "phase": known.get("phase") or (summary["status"] if summary else "unknown"),
+        "live": files.is_live,
+        "driver": {"state": files.driver, "pid": known.get("pid"), "host": known.get("host")},
+        "age_s": round(files.now - state.written_at, 3) if state else None,
+        "wall_s": _wall_s(files),
+        "error": (state.error if state else _error(summary) if summary else "") or None,
+        "step": known.get("step", summary["step"] if summary else None),
+        "total_steps": known.get("total_steps"),
+        "version": known.get("version", summary["version"] if summary else None),
+        "lineage": known.get("lineage", summary["lineage"] if summary else None),
+        "published": known.get("published"),
+        "applied": {"lineage": queue["lineage"], "version": queue["version"]} if queue else None,
+        "samples": {
+            "fed": counts.fed,
+            "running": counts.running,
+            "ready": counts.ready,
+            "leased": counts.leased,
+            "trained": counts.trained,
+            "dropped": {reason: count for reason, count in counts.dropped.items() if count},
+            "replayed": counts.replayed,
+            "substituted": counts.substituted,
+        },
+        "counts_from": files.counts_from,
+        "balanced": balanced,
+        "total_samples": queue.get("total_samples"),
+        "drops": known.get("drops", {}),
+        "staleness": staleness_summary(state.staleness) if state else (summary or {}).get("staleness"),
+        "tokens": {
+            "generated": known.get("generated_tokens", summary["tokens"]["generated"] if summary else None),
+            "generated_per_s": known.get("generated_per_s"),
+            "trained_per_s": known.get("trained_per_s"),
+        },
+        "replicas": [
+            {**each, "silent_s": round(max(0.0, at - each["reported_at"]), 3)} for each in known.get("replicas", [])
+        ],
+        "num_replicas": known.get("num_replicas"),
+        "health": known.get("health"),
+        "restarting": known.get("restarting", {}),
+        "restarts": recovery.get("restarts", {}),
+        "recovery": recovery.get("recovery", []),
+        "checkpoints": [{"step": step, "path": str(path)} for step, path in files.checkpoints.items()],
+        "journal": files.journal,
+        "why": wait_chain_as_json(links),
+        "notes": list(files.notes),
+    }
+
+
+def _wall_s(files: RunFiles) -> float | None:
+    if files.summary is not None and not files.is_live:
+        return float(files.summary["wall_s"])
+    if files.state is None:
+        return None
+    return round((files.now if files.is_live else files.state.written_at) - files.state.started_at, 3)

@@ -1,0 +1,220 @@
+"""The status of a run as one value, which the driver writes to `state.json` every second or two.
+
+`asyncrl status` and `asyncrl why` read it there, for live runs and for dead ones. All times are wall clock
+(`time.time`), so that processes and machines can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from anyio import to_thread
+from pydantic import TypeAdapter, ValidationError
+
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.ports import PartName, QueueStatus, ReplicaReport, SampleCounts, WeightsVersion
+from asyncrl.core.process_health import RunHealth
+from asyncrl.core.waits import Wait
+from asyncrl.observe.metrics.rows import finite
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 2
+STATE_FILE = "state.json"
+
+RunPhase = Literal["starting", "running", "stopping", "completed", "failed", "interrupted"]
+ENDED: tuple[RunPhase, ...] = ("completed", "failed", "interrupted")
+"""The final phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The replacement of a part while the rest of the run continues."""
+
+    part: PartName
+    incarnation: int
+    """Number of the new process; the first of the run is 1."""
+    failed_at: float
+    cause: str
+    """In one line."""
+    recovered_at: float | None = None
+    """When the new process worked: the Rollouter generates, the Trainer leases, queue or store answers, the replica
+    serves. None: not yet."""
+    detail: str = ""
+    """The effect, for people: `back to step 40 (version 5)`, `12 samples fed again`."""
+
+
+class ProcessInfo(NamedTuple):
+    """One process of the run."""
+
+    part: Literal["driver", "queue", "store", "rollouter", "trainer", "rank", "replica", "engine"]
+    name: str
+    """`queue`, `rank actor/0`, `replica abc123`, …"""
+    pid: int
+    node_id: str
+    """Ray's node id, empty for the driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The whole run at one moment. Unknown facts have their defaults."""
+
+    written_at: float
+    started_at: float
+    pid: int
+    """Process id of the driver."""
+    phase: RunPhase
+    experiment: str
+    mode: str
+    namespace: str = ""
+    """The namespace in Ray."""
+    host: str = ""
+    """Host name of the driver's machine."""
+    ray_address: str | None = None
+    """None: a private cluster, which ends with the driver."""
+    error: str = ""
+    total_steps: int | None = None
+    samples_per_lease: int = 0
+    """The most samples that a lease of the Trainer has; 0: not known."""
+    step: int = 0
+    version: int = 0
+    """The Trainer's newest version."""
+    lineage: int = 0
+    published: WeightsVersion | None = None
+    """The weight store's newest version."""
+    counts: SampleCounts = field(default_factory=SampleCounts)
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Trained samples by their staleness in versions, over the whole run."""
+    generated_tokens: int = 0
+    """Tokens generated for training since the run began."""
+    generated_per_s: float | None = None
+    """Generated tokens over the last 20 s."""
+    trained_per_s: float | None = None
+    """Trained tokens over the last 20 s."""
+    drops: Mapping[str, int] = field(default_factory=dict)
+    """Samples that the Rollouter dropped, by reason, in words."""
+    queue: QueueStatus | None = None
+    replicas: tuple[ReplicaReport, ...] = ()
+    num_replicas: int = 1
+    """The configured number."""
+    waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
+    """Open waits of `trainer` and `rollouter`, the longest first."""
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since the last answer of `queue`, `store`, `rollouter` or `trainer`; parts that answer are left out."""
+    restarting: Mapping[str, float] = field(default_factory=dict)
+    """When the driver began to replace `rollouter` or `trainer`."""
+    restarts: tuple[Restart, ...] = ()
+    """The newest restarts."""
+    earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)
+    """Number of restarts before those, by part."""
+    processes: tuple[ProcessInfo, ...] = ()
+    last_progress_at: float = 0.0
+    health: RunHealth = field(default_factory=RunHealth)
+
+
+class StateFile:
+    """Replaces the file atomically at every write, so that a reader sees the old state or the new one.
+
+    A failed write is logged once and never ends a run: the records that have to be complete are other files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: `run_dir / STATE_FILE`."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._warned = False
+
+    async def write(self, state: RunState) -> None:
+        """Write off the event loop."""
+        await to_thread.run_sync(self.write_now, state)
+
+    def write_now(self, state: RunState) -> None:
+        """Write. Blocking."""
+        with self._lock:
+            try:
+                replace_json(self._path, dump(state))
+            except OSError as error:
+                if not self._warned:
+                    logger.warning("cannot write %s (%s): asyncrl status and why show an old state", self._path, error)
+                self._warned = True
+            else:
+                self._warned = False
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """The newest state of the run; None if there is none. Blocking.
+
+    Raises:
+        ConfigError: the file is torn, damaged or of another schema; the message names it.
+    """
+    path = run_dir / STATE_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    try:
+        raw = json.loads(text)
+    except ValueError:
+        raise ConfigError(f"{path} is torn: it does not tell what the run was doing") from None
+    return load(raw, str(path))
+
+
+def dump(state: RunState) -> dict[str, Any]:
+    """`state` as plain JSON values, with the schema's version; dataclasses and named tuples become objects."""
+    return {"schema_version": SCHEMA_VERSION, **_plain(state)}
+
+
+def load(raw: Any, where: str = STATE_FILE) -> RunState:
+    """The inverse of `dump`. `where`: the file, for error messages.
+
+    Raises:
+        ConfigError: it is of another schema, or not a state.
+    """
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version is None:
+        raise ConfigError(f"{where} is damaged: it is not the state of a run")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{where} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}: inspect the run with the "
+            "asyncrl that wrote it"
+        )
+    try:
+        return _adapter().validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where} is damaged: {key}: {first['msg']}") from None
+
+
+@cache
+def _adapter() -> TypeAdapter[RunState]:
+    return TypeAdapter(RunState)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` to `path` atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(finite(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

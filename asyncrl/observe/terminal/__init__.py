@@ -1,0 +1,1 @@
+"""The terminal output of a run and of its commands."""

@@ -1,0 +1,381 @@
+"""The terminal output of a run: a live view, plain lines or nothing, the closing summary, and log messages."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.core.failures import ConfigError
+from asyncrl.observe.metrics.rows import MetricsRow
+from asyncrl.observe.status.run_status import Restart
+from asyncrl.observe.terminal.screen import (
+    DIM,
+    Dashboard,
+    LiveViewState,
+    ProgressPhase,
+    draw,
+    elapsed,
+    number,
+    percent,
+    restart_line,
+    short_s,
+)
+from asyncrl.storage.run_dir import disk_error
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OWN_LOGGERS = ("asyncrl.", "rollouter.", "trainer.", "skip.")
+ALREADY_SHOWN = {"already_shown": True}
+"""`extra` of a log message that the view shows already: it goes to the file alone."""
+
+
+Example = Mapping[str, Any]
+"""An answer to a validation prompt, as `ValidationRecord.examples` has it."""
+MAX_EXAMPLE_CHARS = 600
+MAX_TRACEBACK_LINES = 40
+_OUTCOME_STYLES = {"completed": "bold green", "failed": "bold red", "interrupted": "bold yellow"}
+MAX_STEP_LINES = 150
+_LEVEL_STYLES = {"hint": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+class View:
+    """The interface of views. This one shows nothing (`logging.console: off`).
+
+    A context manager: after the block the terminal is restored.
+    """
+
+    def phase(self, text: str) -> None:
+        """The phase `text` begins and the previous one ends; an empty text only ends it."""
+
+    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
+        """A row was recorded."""
+
+    def update(self, dashboard: Dashboard) -> None:
+        """The values on the dashboard have changed."""
+
+    def restart(self, restart: Restart, dashboard: Dashboard) -> None:
+        """A part is being replaced, or its replacement has recovered."""
+        level = "warning" if restart.recovered_at is None else ""
+        self.message(level, restart_line(restart))
+        self.update(dashboard)
+
+    def message(self, level: str, text: str) -> None:
+        """Print a warning, hint or error, or with an empty level a recovery. It stays on the terminal."""
+
+    def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
+        """Show the closing summary. The last call."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class PlainView(View):
+    """Prints lines, for logs and pipes: every step of a short run, every k-th of a long one."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._started_s = clock()
+        self._validations = 0
+
+    def phase(self, text: str) -> None:
+        if text:
+            self._line(text)
+
+    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
+        if row.kind == "validation":
+            # Fewer and fewer: the first 40, then every second, every third, …
+            if self._validations % (1 + self._validations // 40) == 0:
+                reward = number(row.metrics.get("validation/reward/mean"))
+                self._line(f"validation of version {row.version} (step {row.step}): reward {reward}")
+            self._validations += 1
+        elif row.kind == "step" and self._is_shown(row.step, dashboard):
+            self._line(_step_line(row, dashboard))
+
+    def _is_shown(self, step: int, dashboard: Dashboard) -> bool:
+        total = dashboard.total_steps
+        if total is None:
+            return True
+        every = -(-(total - dashboard.first_step) // MAX_STEP_LINES)
+        return step % max(every, 1) == 0 or step in (dashboard.first_step + 1, total)
+
+    def message(self, level: str, text: str) -> None:
+        self._line(f"{level}: {text}" if level else text)
+
+    def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
+        self._console.print(closing_summary(summary, run_dir, before, after))
+
+    def _line(self, text: str) -> None:
+        stamp = elapsed(self._clock() - self._started_s)
+        self._console.print(Text(f"[{stamp}] {text}"), soft_wrap=True)
+
+
+def _step_line(row: MetricsRow, board: Dashboard) -> str:
+    counts = board.counts
+    total = f"/{board.total_steps}" if board.total_steps else ""
+    pause = short_s(board.sync.pause_s) if board.sync and board.sync.pause_s is not None else "-"
+    return (
+        f"step {row.step}{total} version {row.version}  reward {number(row.metrics.get('reward/mean'))}  "
+        f"trained {counts.trained} dropped {counts.num_dropped}  "
+        f"staleness {number(board.staleness_mean, '.2f')} max {number(board.staleness_max, '.0f')}  "
+        f"queue {counts.running} running {counts.ready} ready {counts.leased} leased  "
+        f"tokens/s {number(board.generated_per_s, '.0f')} generated {number(board.trained_per_s, '.0f')} trained  "
+        f"idle rollouter {percent(board.idle_rollouter)} trainer {percent(board.idle_trainer)}  pause {pause}"
+    )
+
+
+class LiveView(View):
+    """Redraws a dashboard in place, in a thread, so that its clock continues while the event loop is busy."""
+
+    def __init__(
+        self, console: Console, title: str, clock: Callable[[], float] = time.monotonic, per_second: float = 4.0
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._spinner = Spinner("dots", style="cyan")
+        self._lock = threading.Lock()
+        """Protects the state, which the event loop replaces and the drawing thread reads."""
+        self._scene = LiveViewState(title, clock(), clock(), (), None)
+        self._live = Live(
+            console=console, get_renderable=self.render, refresh_per_second=per_second, vertical_overflow="crop"
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The current content of the terminal."""
+        with self._lock:
+            scene = replace(self._scene, now_s=self._clock())
+        return draw(scene, self._spinner)
+
+    def phase(self, text: str) -> None:
+        now_s = self._clock()
+        with self._lock:
+            ended = tuple(p if p.ended_s is not None else replace(p, ended_s=now_s) for p in self._scene.phases)
+            begun = (ProgressPhase(text, now_s),) if text else ()
+            self._scene = replace(self._scene, phases=(*ended, *begun))
+
+    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
+        self.update(dashboard)
+
+    def update(self, dashboard: Dashboard) -> None:
+        with self._lock:
+            # Until there is a first result, the phases are more informative than a table of dashes.
+            if self._scene.dashboard is not None or dashboard.rewards or dashboard.validations:
+                self._scene = replace(self._scene, dashboard=dashboard)
+
+    def message(self, level: str, text: str) -> None:
+        self._console.print(Text(f"{level}: {text}" if level else text, style=_LEVEL_STYLES.get(level, "")))
+
+    def finish(self, summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None) -> None:
+        self.phase("")
+        self._live.stop()
+        self._console.print(closing_summary(summary, run_dir, before, after))
+
+
+def make_view(mode: Literal["auto", "live", "plain", "off"], title: str, console: Console | None = None) -> View:
+    """The view that `logging.console` selects; `auto` is a live view on a terminal and plain lines elsewhere."""
+    if mode == "off":
+        return View()
+    console = console or Console(highlight=False)
+    if mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal):
+        return LiveView(console, title)
+    return PlainView(console)
+
+
+# ------------------------------------------------------------------------------------------------ closing summary
+
+
+def closing_summary(
+    summary: Mapping[str, Any], run_dir: Path, before: Example | None, after: Example | None
+) -> RenderableType:
+    """The outcome of a run, what it cost, and the answers to one prompt before and after training."""
+    parts: list[RenderableType] = [_headline(summary)]
+    if summary["error"] is not None:
+        parts.append(_error(summary["error"]))
+    parts.append(_outcome(summary))
+    if before is not None and after is not None:
+        parts += [Text(), _example(before, after)]
+    parts += [Text(), _run_dir(run_dir)]
+    return Group(*parts)
+
+
+def _headline(summary: Mapping[str, Any]) -> Text:
+    return Text.assemble(
+        (summary["status"], _OUTCOME_STYLES[summary["status"]]),
+        f" after {elapsed(summary['wall_s'])}: step {summary['step']}, version {summary['version']}",
+    )
+
+
+def _error(error: Mapping[str, Any]) -> Text:
+    if error["type"] == ConfigError.__name__:
+        return Text.assemble(("configuration: ", "bold red"), ConfigError(error["message"], error["cause"]).brief)
+    lines = error["cause"].rstrip().splitlines()
+    text = Text.assemble((f"{error['type']} in {error['part']}: ", "bold red"), error["message"])
+    if lines:
+        cut = ["  …"] if len(lines) > MAX_TRACEBACK_LINES else []
+        text.append("\n" + "\n".join([*cut, *lines[-MAX_TRACEBACK_LINES:]]), style=DIM)
+    return text
+
+
+def _outcome(summary: Mapping[str, Any]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=DIM, no_wrap=True)
+    table.add_column()
+    reward = summary["reward"]
+    if reward["first"] is not None:
+        table.add_row("reward", _change(reward["first"], reward["last"], "first and last tenth of the trained samples"))
+    before, after = summary["validation"]["before"], summary["validation"]["after"]
+    if before and after:
+        note = f"version {before['version']} and {after['version']}"
+        table.add_row("validation", _change(before["reward"], after["reward"], note))
+    table.add_row("samples", _samples(summary["samples"]))
+    if replayed := summary["samples"]["replayed"]:
+        substituted = summary["samples"]["substituted"]
+        other = f", {substituted:,} of other samples" if substituted else ""
+        table.add_row("replayed", f"{replayed:,} samples{other}")
+    for role, counts in summary.get("skip", {}).items():
+        if text := ", ".join(f"{count:,} {what}" for what, count in counts.items() if count):
+            table.add_row(f"skip {role}", text)
+    tokens = summary["tokens"]
+    table.add_row("tokens", f"{tokens['generated']:,} generated, {tokens['trained']:,} trained")
+    staleness = summary["staleness"]
+    if staleness["max"] is not None:
+        table.add_row("staleness", f"mean {staleness['mean']:.2f}, max {staleness['max']} versions")
+    idle = summary["idle"]
+    if idle["trainer"] is not None:
+        table.add_row("idle", f"rollouter {percent(idle['rollouter'])}, trainer {percent(idle['trainer'])}")
+    if restarts := {part: count for part, count in summary["restarts"].items() if count}:
+        table.add_row("restarts", _restarts(restarts, summary["recovery"]))
+    sync = summary["weight_sync"]
+    if sync["pause_s"]["p50"] is not None:
+        pause = sync["pause_s"]
+        table.add_row("weight sync", f"{sync['count']}, pause {short_s(pause['p50'])} (max {short_s(pause['max'])})")
+    return table
+
+
+def _change(first: float | None, last: float | None, note: str) -> Text:
+    text = Text.assemble(number(first), " → ", (number(last), "bold"))
+    if first is not None and last is not None:
+        text.append(f"  {last - first:+.3f}", style="bold green" if last > first else "bold yellow")
+    return text.append(f"  ({note})", style=DIM)
+
+
+def _samples(samples: Mapping[str, Any]) -> str:
+    reasons = [f"{reason} {count:,}" for reason, count in samples["dropped"].items() if count]
+    dropped = f"{sum(samples['dropped'].values()):,} dropped" + (f" ({', '.join(reasons)})" if reasons else "")
+    return f"{samples['fed']:,} fed, {samples['trained']:,} trained, {dropped}"
+
+
+def _restarts(counts: Mapping[str, int], recovery: Sequence[Mapping[str, Any]]) -> str:
+    text = ", ".join(f"{part} {count}" for part, count in counts.items())
+    times_s = [each["recovered_s"] for each in recovery if each["recovered_s"] is not None]
+    if times_s:
+        text += f"; recovered in {short_s(statistics.median(times_s))} (max {short_s(max(times_s))})"
+    return text
+
+
+def _example(before: Example, after: Example) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=DIM, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("prompt", _clip(str(before["prompt"])))
+    if before["ground_truth"] is not None:
+        table.add_row("expected", _clip(str(before["ground_truth"])))
+    for name, answer in (("before", before), ("after", after)):
+        table.add_row(name, _clip(str(answer["response"])).append(f"  reward {answer['reward']:g}", style=DIM))
+    return table
+
+
+def _clip(text: str) -> Text:
+    text = text.strip()
+    return Text(text if len(text) <= MAX_EXAMPLE_CHARS else text[:MAX_EXAMPLE_CHARS] + " …")
+
+
+def _run_dir(run_dir: Path) -> Text:
+    path = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    return Text.assemble(("run directory  ", DIM), (str(path), "bold"), overflow="fold")
+
+
+# ------------------------------------------------------------------------------------------------ logs
+
+
+class ViewHandler(logging.Handler):
+    """Passes log messages to the view, which shows them above its live area."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__()
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "already_shown", False):
+            self._view.message(record.levelname.lower(), self.format(record))
+
+
+class LogFile(logging.FileHandler):
+    """Stops with one message when its disk is full: a log never stops a run."""
+
+    def __init__(self, path: Path, view: View) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._view = view
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.setLevel(logging.CRITICAL + 1)
+        self._view.message("warning", f"cannot write {self.baseFilename}: the log ends here, messages are only shown")
+
+
+@contextmanager
+def logging_to(view: View, logs: Path, level: str) -> Iterator[None]:
+    """Log to `logs/driver.log` and the view inside the block, from `level` on. The file also gets the messages of this
+    project from `info` on, such as restarts of parts.
+
+    Python warnings count as log messages. The previous handlers are restored afterwards.
+
+    Raises:
+        InfraError, ConfigError: the log file cannot be made.
+    """
+    path = logs / "driver.log"
+    try:
+        file = LogFile(path, view)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    file.setFormatter(logging.Formatter(_FORMAT))
+    shown = ViewHandler(view)
+    shown.setLevel(level.upper())
+    file.addFilter(lambda record: record.levelno >= shown.level or record.name.startswith(_OWN_LOGGERS))
+    root = logging.getLogger()
+    before_level, before_handlers = root.level, root.handlers[:]
+    root.handlers[:] = [file, shown]
+    root.setLevel(min(shown.level, logging.INFO))
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:] = before_handlers
+        root.setLevel(before_level)
+        file.close()

@@ -1,0 +1,163 @@
+"""Measure a process and its machine: memory, CPU, and how late an event loop runs its timers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from asyncrl.core.process_health import MachineHealth, ProcessHealth
+from asyncrl.profiling.profiler import Profiler, profile
+
+TICK_S = 0.1
+STALL_S = 0.1
+"""A longer delay is recorded as the event `loop.stall`."""
+WINDOW_S = 10.0
+CGROUP = Path("/sys/fs/cgroup")
+"""The control group of a container (cgroups v2), as the container sees it."""
+
+
+class LoopLagMonitor:
+    """Measures the lag of one event loop: `start` and `stop` it there, ask for `worst_s` in any thread.
+
+    It is a chain of timers instead of a task, so it cannot fail unnoticed and needs no cleanup when the loop ends.
+    """
+
+    def __init__(self, part: str, *, clock: Callable[[], float] = time.monotonic, profiler: Profiler = profile) -> None:
+        """`part`: name of the process in events."""
+        self._part = part
+        self._clock = clock
+        self._profiler = profiler
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+        self._delays: deque[tuple[float, float]] = deque()
+        """Times and delays, the delays falling: one that is followed by a longer one is left out."""
+
+    def start(self) -> None:
+        """Watch the running loop. Does nothing if it is watched already."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self.stop()
+            self._loop = loop
+            self._schedule(loop)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = self._timer = None
+        self._delays.clear()
+
+    def worst_s(self) -> float | None:
+        """The longest delay in the last `WINDOW_S`, including one in progress; None: no loop is watched."""
+        if self._timer is None:
+            return None
+        now_s = self._clock()
+        past = max((delay_s for at_s, delay_s in tuple(self._delays) if now_s - at_s <= WINDOW_S), default=0.0)
+        return max(past, now_s - self._due_s)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_s = self._clock() + TICK_S
+        self._timer = loop.call_later(TICK_S, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = self._clock()
+        delay_s = max(0.0, now_s - self._due_s)
+        while self._delays and self._delays[-1][1] <= delay_s:
+            self._delays.pop()
+        self._delays.append((now_s, delay_s))
+        while now_s - self._delays[0][0] > WINDOW_S:
+            self._delays.popleft()
+        if delay_s > STALL_S:
+            self._profiler.record_ended("loop.stall", delay_s, part=self._part)
+        self._schedule(loop)
+
+
+class ProcessMeter:
+    """Measures the sum of some processes of this machine. One thread at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: tuple[float, dict[int, float]] = (clock(), {})
+        """Time of the last measurement, and the CPU time of each process until then."""
+
+    def measure(self, pids: Iterable[int]) -> ProcessHealth | None:
+        """Measure the processes; None if none of them exists. Reading /proc takes some 100 µs for each."""
+        rss_bytes, used = 0, {}
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    rss_bytes += process.memory_info().rss
+                    times = process.cpu_times()
+            except psutil.Error:  # it has just ended
+                continue
+            used[pid] = times.user + times.system
+        now_s, (last_s, last) = self._clock(), self._last
+        self._last = now_s, used
+        if not used:
+            return None
+        spent_s = sum(max(0.0, cpu_s - last[pid]) for pid, cpu_s in used.items() if pid in last)
+        return ProcessHealth(rss_bytes, cpu=spent_s / max(now_s - last_s, 1e-3))
+
+
+class ProcessMonitor:
+    """Measures one process, by default its own, for the status that it reports."""
+
+    def __init__(self, part: str, pid: int | None = None) -> None:
+        """`part`: name of the process in events."""
+        self._lag = LoopLagMonitor(part)
+        self._meter = ProcessMeter()
+        self._pid = pid or psutil.Process().pid
+
+    def start(self) -> None:
+        """Watch the running event loop until `stop` or until the loop ends."""
+        self._lag.start()
+
+    def stop(self) -> None:
+        self._lag.stop()
+
+    def measure(self) -> ProcessHealth | None:
+        """Measure the process. It is cheap enough to be called in an event loop about once a second, and starts
+        watching that loop. None: the process cannot be measured on this machine."""
+        with suppress(RuntimeError):  # the thread has no loop
+            self._lag.start()
+        usage = self._meter.measure([self._pid])
+        if usage is None:
+            return None
+        events = profile.status()
+        return ProcessHealth(usage.rss_bytes, usage.cpu, self._lag.worst_s(), events["own_dropped"], events["unsent"])
+
+
+def measure_machine(directory: Path) -> MachineHealth | None:
+    """Measure this machine, or the container of this process, and the disk of `directory`. It blocks, on a network disk
+    possibly for long."""
+    try:
+        memory = psutil.virtual_memory()
+        cpu = psutil.cpu_percent(interval=None) / 100  # since the previous call
+    except (psutil.Error, OSError):
+        return None
+    total, available = _within_container(memory.total, memory.available)
+    try:
+        disk = shutil.disk_usage(directory)
+    except OSError:
+        return MachineHealth(total, available, cpu)
+    return MachineHealth(total, available, cpu, disk.total, disk.free)
+
+
+def _within_container(total: int, available: int, group: Path = CGROUP) -> tuple[int, int]:
+    """Total and available memory within a container's limit; reclaimable file pages count as available."""
+    try:
+        limit = int((group / "memory.max").read_text())  # ValueError for `max`: no limit
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used -= int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return total, available
+    return min(total, limit), max(0, min(available, limit - used))

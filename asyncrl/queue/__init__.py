@@ -1,0 +1,1 @@
+"""The sample queue: transitions, ledger, journal, payloads and the actor around them."""

@@ -1,0 +1,413 @@
+"""The journal's file format, and all readers of it, for resuming and for inspecting a live run. Read-only.
+
+meta         the asyncrl version and the run that wrote it
+operations   seq, at (wall clock), kind, body (JSON array, see `asyncrl.queue.operations`), crc: of the row and the crc
+             before it
+snapshots    the state after operation `seq`: the first one, and the newest, from which the state is rebuilt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from asyncrl import __version__
+from asyncrl.core.failures import BugError, ConfigError, InfraError
+from asyncrl.core.ports import QueueSnapshot, SampleCounts
+from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue.operation_rows import JournalRow, from_row, surviving_marks
+from asyncrl.queue.operations import (
+    CloseQueue,
+    CommitSamples,
+    DropSamples,
+    LeaseGranted,
+    OfferSamples,
+    Operation,
+    PermitsGranted,
+    apply,
+)
+from asyncrl.queue.state import QueueState
+from asyncrl.queue.turn_log import log_incarnation
+from asyncrl.queue.wal_survey import survey
+from asyncrl.storage.checkpoint_manifest import LineageHistory
+from asyncrl.storage.run_dir import JOURNAL, SAMPLES
+from asyncrl.storage.segments import segment_incarnation
+
+SCHEMA_VERSION = 4
+BUSY_WAIT_S = 10.0
+
+_NOT_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
+UNREADABLE = (BugError, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Errors raised by parsing damaged bytes."""
+
+
+class JournalDamage(Exception):  # caught in this package and converted to a message
+    """The file is damaged; the message describes how."""
+
+
+class RebuiltJournal(NamedTuple):
+    """A journal that can be used."""
+
+    seq: int
+    crc: int
+    state: QueueState
+    identity: Mapping[str, Any]
+    marks: frozenset[int] = frozenset()
+    """Numbers of operations at which a checkpoint of the surviving lineages began."""
+    notice: str = ""
+    """Message about a torn tail."""
+    began_with: QueueSnapshot | None = None
+    """The sample counts that this journal began with: those of a checkpoint written without a journal."""
+
+    def contains(self, checkpoint: QueueSnapshot) -> bool:
+        """Whether a run can resume from that checkpoint and this journal together.
+
+        Raises:
+            BugError: the checkpoint's counts are inconsistent.
+        """
+        if checkpoint.seq:
+            return checkpoint.seq in self.marks
+        # Such checkpoints have no operation number, so they are identified by their counts.
+        restored = QueueState.begin(self.state.prompts_per_epoch, checkpoint, keeps_payloads=True)
+        return self.began_with == restored.snapshot()
+
+
+class JournalMeta(NamedTuple):
+    num_prompts: int
+    identity: Mapping[str, Any]
+
+
+def examine(path: Path) -> RebuiltJournal:
+    """Rebuild the state of a run that has ended. Raises `JournalDamage`, `ConfigError`, `InfraError`."""
+    try:
+        log = path.with_name(f"{path.name}-wal")
+        wal = survey(log.read_bytes() if log.exists() else b"")
+        with path.open("rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        raise JournalDamage(f"it cannot be read ({error.strerror})") from None
+    if empty:
+        raise JournalDamage("it is empty")
+    if wal.bad_header:
+        raise JournalDamage(f"the header of {log.name} is damaged")
+    with _sqlite_errors(path), closing(_open_read_only(path)) as connection:
+        [checked] = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if checked != "ok":
+            raise JournalDamage(f"SQLite finds: {checked}")
+        rebuilt = _rebuild(connection, _read_meta(connection))
+    if wal.lost:
+        raise JournalDamage(f"{log.name} has a bad frame, and {wal.lost} acknowledged commits after it")
+    if wal.torn_frames or wal.torn_bytes:
+        notice = (
+            f"the journal has a torn tail of {wal.torn_frames} pages after operation {rebuilt.seq}. If the last write "
+            "was cut off by a crash, it had not been acknowledged; if its pages have gone bad since, what they held is "
+            "lost, and is done again"
+        )
+        return rebuilt._replace(notice=notice)
+    return rebuilt
+
+
+def _read_meta(connection: sqlite3.Connection) -> JournalMeta:
+    """Raises `JournalDamage`, and `ConfigError` if another asyncrl wrote it."""
+    try:
+        meta = dict(connection.execute("SELECT key, value FROM meta"))
+        if int(meta.pop("crc")) != meta_crc(meta):
+            raise JournalDamage("the checksum of its meta table is wrong")
+        schema, written_by = int(meta["schema"]), meta["written_by"]
+        if schema == SCHEMA_VERSION:
+            return JournalMeta(int(meta["num_prompts"]), json.loads(meta["identity"]))
+    except UNREADABLE as error:
+        raise JournalDamage(f"its meta table cannot be read ({type(error).__name__}: {error})") from None
+    raise ConfigError(
+        f"the journal has schema version {schema} and was written by asyncrl {written_by}; this one, {__version__}, "
+        f"reads version {SCHEMA_VERSION}: it cannot know what happened to the samples. Use asyncrl {written_by}, or "
+        "start anew with another run_dir and resume=none."
+    )
+
+
+def _rebuild(connection: sqlite3.Connection, meta: JournalMeta) -> RebuiltJournal:
+    """Rebuild the state from the newest snapshot and the operations after it. Raises `JournalDamage`."""
+    seq, crc, state = read_snapshot(connection, "DESC", meta.num_prompts)
+    number = 0
+    for _, number, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+        try:
+            apply(operation, state)
+        except BugError as error:
+            raise JournalDamage(f"operation {number} cannot have happened: {error.message}") from None
+    if number:
+        seq, crc = number, connection.execute("SELECT crc FROM operations WHERE seq = ?", (number,)).fetchone()[0]
+    origin = connection.execute("SELECT min(seq) FROM snapshots").fetchone()[0]
+    rows = connection.execute(
+        "SELECT seq, kind, body FROM operations WHERE kind IN ('MarkCheckpoint', 'RewindTraining') ORDER BY seq"
+    )
+    try:
+        marks = surviving_marks((seq, from_row(JournalRow(kind, body), meta.num_prompts)) for seq, kind, body in rows)
+    except UNREADABLE as error:
+        raise JournalDamage(f"its marks cannot be read ({type(error).__name__}: {error})") from None
+    began_with = None
+    with suppress(JournalDamage):  # few runs need it
+        first, _, begin = read_snapshot(connection, "ASC", meta.num_prompts)
+        if first == 0 and not begin.is_new:
+            began_with = begin.snapshot()
+    return RebuiltJournal(seq, crc, state, meta.identity, frozenset({*marks.values(), origin}), "", began_with)
+
+
+def read_snapshot(connection: sqlite3.Connection, order: str, num_prompts: int) -> tuple[int, int, QueueState]:
+    """Read the first (`ASC`) or the newest snapshot (`DESC`): its operation, the checksum there, and the state.
+
+    Raises:
+        JournalDamage: it cannot be read.
+    """
+    row = connection.execute(f"SELECT seq, chain, body, crc FROM snapshots ORDER BY seq {order} LIMIT 1").fetchone()
+    try:
+        seq, chain, body, crc = row
+        if crc != zlib.crc32(f"{seq}\n{chain}\n{body}".encode()):
+            raise JournalDamage(f"the checksum of the snapshot at operation {seq} is wrong")
+        return seq, chain, QueueState.load(json.loads(body), num_prompts, keeps_payloads=True)
+    except UNREADABLE as error:
+        raise JournalDamage(f"its snapshot cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _operations_after(
+    connection: sqlite3.Connection, seq: int, crc: int, num_prompts: int
+) -> Iterator[tuple[float, int, Operation]]:
+    """Yield the operations after `seq`, where the checksum was `crc`: time, number, value. Raises `JournalDamage`."""
+    rows = connection.execute("SELECT seq, at, kind, body, crc FROM operations WHERE seq > ? ORDER BY seq", (seq,))
+    for number, at, kind, body, written in rows:
+        seq += 1
+        if number != seq:
+            raise JournalDamage(f"operation {seq} is missing")
+        try:
+            crc = row_crc(crc, number, at, kind, body)
+            if crc != written:
+                raise JournalDamage(f"the checksum of operation {seq} is wrong")
+            operation = from_row(JournalRow(kind, body), num_prompts)
+        except UNREADABLE as error:
+            raise JournalDamage(f"operation {seq} cannot be read ({type(error).__name__}: {error})") from None
+        yield at, seq, operation
+
+
+@contextmanager
+def _sqlite_errors(path: Path) -> Iterator[None]:
+    """Convert SQLite's errors about an unreadable file to `JournalDamage` or `InfraError`."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _NOT_DAMAGE:
+            raise InfraError.wrap(f"cannot read {path}: {error}", error) from error
+        raise JournalDamage(f"SQLite says: {error}") from None
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    """Open the file read-only, so that a damaged one stays unchanged."""
+    uri = f"file:{quote(str(path))}?mode=ro"
+    return sqlite3.connect(uri, timeout=BUSY_WAIT_S, isolation_level=None, uri=True)
+
+
+def row_crc(before: int, seq: int, at: float, kind: str, body: str) -> int:
+    """Return the checksum of a row; `before` is that of the previous row."""
+    return zlib.crc32(f"{seq}\n{at!r}\n{kind}\n{body}".encode(), before)
+
+
+def snapshot_row(seq: int, chain: int, state: Mapping[str, Any]) -> tuple[int, int, str, int]:
+    """`chain`: checksum of the row `seq`."""
+    body = json.dumps(state, separators=(",", ":"))
+    return seq, chain, body, zlib.crc32(f"{seq}\n{chain}\n{body}".encode())
+
+
+def meta_crc(meta: Mapping[str, str]) -> int:
+    """Return the checksum of the table's other entries."""
+    return zlib.crc32("\n".join(f"{key}={meta[key]}" for key in sorted(meta)).encode())
+
+
+# ------------------------------------------------------------------------------------------------ resume
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHead:
+    """The information in the journal of an ended run that resuming it needs."""
+
+    seq: int
+    history: LineageHistory
+    identity: Mapping[str, Any]
+    num_prompts: int
+    incarnations: Mapping[str, int] = field(default_factory=dict)
+    damage: str = ""
+    """The reason why it cannot be used; the other fields are then incomplete."""
+
+
+def read_head(run_dir: Path) -> JournalHead | None:
+    """Read the journal of a run that has ended; None: it has none. Blocking.
+
+    Raises:
+        ConfigError: another asyncrl wrote it.
+        InfraError: another process has locked it.
+    """
+    path = run_dir / JOURNAL
+    if not path.exists():
+        return None
+    incarnations = {"rollouter": incarnation_of_files(run_dir)}
+    try:
+        rebuilt = examine(path)
+    except JournalDamage as error:
+        return JournalHead(0, LineageHistory(), {}, 0, incarnations, damage=str(error))
+    state = rebuilt.state
+    incarnations |= state.incarnations
+    return JournalHead(rebuilt.seq, state.history, rebuilt.identity, state.prompts_per_epoch, incarnations)
+
+
+def incarnation_of_files(run_dir: Path) -> int:
+    """Return the last incarnation of the Rollouter that wrote into `samples/`; 0: none did.
+
+    The next one needs new file names, even if the journal has no record of it."""
+    directory = run_dir / SAMPLES
+    names = os.listdir(directory) if directory.is_dir() else []
+    return max((segment_incarnation(name) or log_incarnation(name) or 0 for name in names), default=0)
+
+
+# ------------------------------------------------------------------------------------------------ inspection
+
+
+class SampleRecord(NamedTuple):
+    """One sample's history so far. Times are wall clock (`time.time`) of the last event of each kind; 0: there was
+    none."""
+
+    sample_id: SampleId
+    state: str
+    """`running`, `ready`, `leased`, `trained`, `dropped`, `outstanding`: waits to be fed again."""
+    reason: str
+    """Reason of a drop; otherwise empty."""
+    fed_at: float
+    ready_at: float
+    leased_at: float
+    ended_at: float
+    num_feeds: int
+    num_commits: int
+
+
+class SampleHistories:
+    """Collects every sample's record from all operations of a run in order. `begin` is the state before the first."""
+
+    def __init__(self, begin: QueueState) -> None:
+        self._state = begin
+        self._events: dict[SampleId, dict[str, Any]] = {}
+
+    def add(self, at: float, operation: Operation) -> None:
+        """Add the next operation. Raises `BugError` if it is illegal in the current state."""
+        ending = [one for one in self._events if self._state.is_live(one)] if isinstance(operation, CloseQueue) else []
+        apply(operation, self._state)
+        match operation:
+            case PermitsGranted():
+                for sample_id in operation.sample_ids:
+                    events = self._events_of(sample_id)
+                    events |= {"fed_at": at, "num_feeds": events.get("num_feeds", 0) + 1}
+            case OfferSamples():
+                for sample in operation.samples:
+                    self._events_of(sample.meta.sample_id)["ready_at"] = at
+            case LeaseGranted():
+                for sample_id in operation.sample_ids:
+                    self._events_of(sample_id)["leased_at"] = at
+            case CommitSamples():
+                for sample_id in operation.sample_ids:
+                    events = self._events_of(sample_id)
+                    events |= {"ended_at": at, "reason": "", "num_commits": events.get("num_commits", 0) + 1}
+            case DropSamples():
+                for sample_id in operation.sample_ids:
+                    self._events_of(sample_id).update(ended_at=at, reason=str(operation.reason))
+        for sample_id in ending:
+            self._events_of(sample_id).update(ended_at=at, reason=str(DropReason.SHUTDOWN))
+
+    def records(self) -> Iterator[SampleRecord]:
+        """Return the records by index, of samples fed by these operations and of those that were to be fed again at
+        `begin`."""
+        state = self._state
+        known = self._events.keys() | set(state.snapshot().outstanding)
+        for sample_id in sorted(known, key=lambda one: one.index):
+            events = self._events.get(sample_id, {})
+            name = state.name_of_state(sample_id).partition(" ")[0].lower()
+            if name == "waiting":
+                name = "outstanding"
+            elif not state.is_live(sample_id):
+                name = "dropped" if events.get("reason") else "trained"
+            ended = name in ("trained", "dropped")
+            yield SampleRecord(
+                sample_id,
+                name,
+                events.get("reason", "") if ended else "",
+                events.get("fed_at", 0.0),
+                events.get("ready_at", 0.0),
+                events.get("leased_at", 0.0),
+                events.get("ended_at", 0.0) if ended else 0.0,
+                events.get("num_feeds", 0),
+                events.get("num_commits", 0),
+            )
+
+    def _events_of(self, sample_id: SampleId) -> dict[str, Any]:
+        return self._events.setdefault(sample_id, {})
+
+
+def read_queue_state(run_dir: Path) -> QueueState:
+    """Rebuild the state on disk of a live or a dead run. Blocking.
+
+    Raises:
+        ConfigError: there is no journal, it is damaged, or another asyncrl wrote it.
+    """
+    with _consistent_view(run_dir) as connection:
+        return _rebuild(connection, _read_meta(connection)).state
+
+
+def read_sample_counts(run_dir: Path) -> SampleCounts:
+    """Return the counts of `read_queue_state` only."""
+    return read_queue_state(run_dir).counts()
+
+
+def read_operations(run_dir: Path) -> Iterator[tuple[float, Operation]]:
+    """Return every operation of a run with its time, after verifying the checksums. Blocking. Raises as
+    `read_queue_state`."""
+    with _consistent_view(run_dir) as connection:
+        meta = _read_meta(connection)
+        seq, crc, _ = read_snapshot(connection, "ASC", meta.num_prompts)
+        for at, _, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+            yield at, operation
+
+
+def read_samples(run_dir: Path) -> Iterator[SampleRecord]:
+    """Return every sample in the journal, by index, with its last times. Blocking.
+
+    This reads the whole journal and verifies every checksum. Raises as `read_queue_state`.
+    """
+    with _consistent_view(run_dir) as connection:
+        meta = _read_meta(connection)
+        seq, crc, state = read_snapshot(connection, "ASC", meta.num_prompts)
+        histories = SampleHistories(state)
+        for at, _, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+            try:
+                histories.add(at, operation)
+            except BugError as error:
+                raise JournalDamage(error.message) from None
+    yield from histories.records()
+
+
+@contextmanager
+def _consistent_view(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """Open one read transaction, which is consistent even while the journal is being written."""
+    path = run_dir / JOURNAL
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {path}: the run has no journal (journal=off), or does not exist. Check the path."
+        )
+    try:
+        with _sqlite_errors(path), closing(_open_read_only(path)) as connection:
+            connection.execute("BEGIN")
+            yield connection
+    except JournalDamage as error:
+        raise ConfigError(f"{path} is damaged: {error}. Launch with resume={run_dir} to recover the run.") from None

@@ -1,0 +1,139 @@
+"""Conversion of operations to journal rows and back, and queries over a run's operations. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from asyncrl.core.types import DropReason, SampleId
+from asyncrl.queue.operations import (
+    AttachPart,
+    CloseQueue,
+    CommitSamples,
+    CoverCheckpoint,
+    DropSamples,
+    LeaseGranted,
+    MarkCheckpoint,
+    OfferSamples,
+    Operation,
+    PermitsGranted,
+    ReleaseLease,
+    RequeueSample,
+    ReturnPermits,
+    RewindTraining,
+    SetAppliedVersion,
+)
+from asyncrl.queue.state import entry_of, indices, sample_of
+
+
+class JournalRow(NamedTuple):
+    """A recorded operation. `body` is a JSON array of its fields; samples are named by their index."""
+
+    kind: str
+    body: str
+
+
+_RECORDED: Mapping[str, type[Operation]] = {
+    kind.__name__: kind
+    for kind in (
+        PermitsGranted, ReturnPermits, OfferSamples, SetAppliedVersion, LeaseGranted, CommitSamples, ReleaseLease,
+        RequeueSample, MarkCheckpoint, CoverCheckpoint, DropSamples, CloseQueue, AttachPart, RewindTraining,
+    )
+}  # fmt: skip
+
+
+def to_row(operation: Operation) -> JournalRow:
+    """Convert an operation whose payloads are `FileRef`s or None."""
+    kind = type(operation).__name__
+    body = [_encode(name, getattr(operation, name)) for name in _FIELDS[kind]]
+    return JournalRow(kind, json.dumps(body, separators=(",", ":")))
+
+
+def from_row(row: JournalRow, prompts_per_epoch: int) -> Operation:
+    """Convert a row to its operation. Raises `KeyError`, `IndexError`, `TypeError` or `ValueError` for an invalid
+    row."""
+    names, values = _FIELDS[row.kind], json.loads(row.body)
+    return _RECORDED[row.kind](
+        *[_decode(name, value, prompts_per_epoch) for name, value in zip(names, values, strict=True)]
+    )
+
+
+_FIELDS: Mapping[str, list[str]] = {name: [one.name for one in fields(kind)] for name, kind in _RECORDED.items()}
+
+
+def _encode(name: str, value: Any) -> Any:
+    match name:
+        case "sample_ids" | "trained_since":
+            return indices(value)
+        case "sample_id":
+            return value.index
+        case "samples":
+            return list(map(entry_of, value))
+    return value
+
+
+def _decode(name: str, value: Any, prompts_per_epoch: int) -> Any:
+    match name:
+        case "sample_ids" | "trained_since":
+            return tuple([SampleId((index - 1) // prompts_per_epoch, index) for index in value])
+        case "sample_id":
+            return SampleId((value - 1) // prompts_per_epoch, value)
+        case "samples":
+            return tuple([sample_of(entry, prompts_per_epoch) for entry in value])
+        case "reason":
+            return DropReason(value)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ a run's operations
+
+
+def surviving_marks(operations: Iterable[tuple[int, Operation]]) -> dict[int, int]:
+    """Return, by step, the number of the operation that marked each checkpoint that no rewind has abandoned.
+
+    Args:
+        operations: with their numbers, in order; marks and rewinds are enough.
+    """
+    marks: dict[int, int] = {}
+    for number, operation in operations:
+        if isinstance(operation, MarkCheckpoint):
+            marks[operation.step] = number
+        elif isinstance(operation, RewindTraining):
+            marks = {step: mark for step, mark in marks.items() if step <= operation.step}
+    return marks
+
+
+def trained_since(
+    step: int, operations: Iterable[Operation], *, from_start: bool = True
+) -> tuple[SampleId, ...] | None:
+    """Return the samples TRAINED since the surviving mark of `step`, by index; None: there is no such mark, or a
+    rewind abandoned it.
+
+    A rewind to a checkpoint before the newest one needs this, because the state has forgotten the ends of these
+    samples. Samples in the answer that are live or remembered by now have been rewound since.
+
+    Args:
+        operations: of the run, in order; marks, rewinds, commits and drops are enough.
+        from_start: they begin with the run's first operation, where step 0 ends. If not, they begin at the
+        checkpoint that the run resumed from.
+    """
+    is_marked = from_start and step == 0
+    any_commit = False
+    trained: dict[SampleId, bool] = {}
+    for operation in operations:
+        match operation:
+            case MarkCheckpoint(step=marked) if marked == step:
+                is_marked = True
+                trained.clear()
+            case RewindTraining(step=back_to) if back_to == step and not any_commit:
+                is_marked = True
+            case RewindTraining(step=back_to) if back_to < step:
+                is_marked = False
+            case CommitSamples(sample_ids=sample_ids):
+                any_commit = True
+                trained |= dict.fromkeys(sample_ids, True)
+            case DropSamples(sample_ids=sample_ids):
+                trained |= dict.fromkeys(sample_ids, False)
+    return tuple(sorted(sample_id for sample_id, last in trained.items() if last)) if is_marked else None

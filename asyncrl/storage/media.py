@@ -1,0 +1,156 @@
+"""Converts images and videos between file bytes, pictures, and the features that a vision model's processor computes.
+
+The stored bytes are sent unchanged, and Rollouter and Trainer call the same processor, so that engine and Trainer
+see the same features. A video is any file with several pages that pillow reads (animated GIF, WebP, PNG, TIFF);
+separate frames are stored in a TIFF, which is lossless.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.assets import resolve
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.core.failures import ConfigError
+from asyncrl.core.types import Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import ProcessorMixin
+
+MAX_MEDIA_BYTES = 64 << 20
+"""Limit for all media of one prompt, as stored."""
+MAX_PIXELS = 1 << 27
+"""Limit for all frames of one medium: 400 MB as RGB. A small file may decompress to a picture that exceeds the
+memory."""
+
+
+def frames_of(media: Media) -> list[Image]:
+    """Decode the pictures in RGB: one, or a video's frames.
+
+    Raises:
+        ValueError: pillow cannot read it, or it is too large.
+    """
+    from PIL import Image, ImageSequence
+
+    try:
+        with Image.open(io.BytesIO(media.data)) as opened:
+            pages = getattr(opened, "n_frames", 1) if media.kind == "video" else 1
+            if (pixels := opened.width * opened.height * pages) > MAX_PIXELS:
+                raise ValueError(f"it has {pixels} pixels; {MAX_PIXELS} are allowed")
+            if media.kind == "image":
+                return [opened.convert("RGB")]
+            return [page.convert("RGB") for page in ImageSequence.Iterator(opened)]
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"pillow cannot read it: {error}") from error
+
+
+def video_array(media: Media) -> NDArray[np.uint8]:
+    """uint8 `[frames, height, width, 3]`. Raises as `frames_of` does."""
+    return np.stack([np.asarray(frame) for frame in frames_of(media)])
+
+
+def image_bytes(image: Image) -> bytes:
+    """Encode as PNG, which is lossless."""
+    written = io.BytesIO()
+    image.convert("RGB").save(written, "PNG")
+    return written.getvalue()
+
+
+def video_bytes(frames: Sequence[Image]) -> bytes:
+    """Encode as a TIFF with one page per frame: unlike animated formats, it does not merge identical frames."""
+    written = io.BytesIO()
+    first, *others = [frame.convert("RGB") for frame in frames]
+    first.save(written, "TIFF", save_all=True, append_images=others, compression="tiff_deflate")
+    return written.getvalue()
+
+
+def digest(media: Media) -> str:
+    """Return a hash of kind and bytes."""
+    return hashlib.blake2b(media.data, digest_size=16, person=media.kind.encode()).hexdigest()
+
+
+def join(media: Sequence[Media]) -> bytes:
+    """Join any number of media into one byte string; none give an empty one."""
+    if not media:
+        return b""
+    header = json.dumps([(kind, len(data)) for kind, data in media]).encode()
+    return b"".join([len(header).to_bytes(4, "little"), header, *(data for _, data in media)])
+
+
+def split(joined: bytes) -> tuple[Media, ...]:
+    """Split what `join` returned; zeros give no media. Trailing bytes are ignored."""
+    if not any(joined[:4]):
+        return ()
+    at = 4 + int.from_bytes(joined[:4], "little")
+    media = []
+    for kind, length in json.loads(joined[4:at]):
+        media.append(Media(kind, joined[at : at + length]))
+        at += length
+    return tuple(media)
+
+
+def load_processor(model: ModelConfig) -> ProcessorMixin | None:
+    """Load the model's processor; None: the model takes text only.
+
+    Raises:
+        ConfigError: the processor cannot be loaded, for example because a package that it needs is missing.
+    """
+    from transformers import AutoConfig, AutoProcessor
+
+    try:
+        path, code = resolve(model.path), model.trust_remote_code
+        if getattr(AutoConfig.from_pretrained(path, trust_remote_code=code), "vision_config", None) is None:
+            return None
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=code)
+    except (OSError, ValueError, ImportError) as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError.wrap(
+            f"model.path={model.path}: the data has images or videos, and its processor cannot be loaded: {why}",
+            error,
+        ) from None
+    return processor if getattr(processor, "image_processor", None) is not None else None
+
+
+def takes_videos(processor: ProcessorMixin) -> bool:
+    """Whether the processor handles videos."""
+    return getattr(processor, "video_processor", None) is not None
+
+
+def placeholder(processor: ProcessorMixin, media: Media) -> str:
+    """Return the text that stands for the medium, before the processor repeats it once per feature."""
+    return str(getattr(processor, f"{media.kind}_token"))
+
+
+def placeholder_ids(processor: ProcessorMixin) -> frozenset[int]:
+    """Return the token ids that the model replaces by features."""
+    names = ("image_token_id", "video_token_id")
+    listed = [*getattr(processor, "image_token_ids", ()), *getattr(processor, "video_token_ids", ())]
+    ids = [*(getattr(processor, name, None) for name in names), *listed]
+    return frozenset(token for token in ids if isinstance(token, int))
+
+
+def process(processor: ProcessorMixin, texts: Sequence[str], media: Sequence[Sequence[Media]]) -> Mapping[str, Any]:
+    """Return `input_ids` of each text, a list, with all its placeholders, and torch tensors of its media's features.
+
+    Each text has at least one medium.
+
+    Raises:
+        ValueError: a text has more or fewer placeholders than media, or a medium cannot be read.
+    """
+    inputs: dict[str, Any] = {}
+    images = [[frames_of(one)[0] for one in each if one.kind == "image"] for each in media]
+    videos = [video_array(one) for each in media for one in each if one.kind == "video"]
+    if any(images):
+        inputs |= {"images": images, "images_kwargs": {"return_tensors": "pt"}}
+    if videos:
+        inputs |= {"videos": videos, "videos_kwargs": {"return_tensors": "pt", "do_sample_frames": False}}
+    result: Mapping[str, Any] = processor(text=list(texts), text_kwargs={"add_special_tokens": False}, **inputs)
+    return result

@@ -1,0 +1,380 @@
+"""Decides which sessions are blamed for engine crashes, and which may run again after a crash.
+
+A crash fails every request in the engine. The cause is one of their prompts, or none. The decision:
+
+    crash ─▶ a strike for every session in flight there ─▶ below the limit: all are tried again at once
+                                                        └▶ one session at the limit: blamed, its sample is dropped
+                                                        └▶ several at the limit: possible causes, isolated in turn
+
+A crash is assessed once no session can report it any more, so that all of them are assessed together.
+
+One possible cause at a time runs isolated: together with free sessions, but not with another possible cause. If its
+engine crashes, it is blamed; if it completes, its strikes are removed. A blamed session explains its earlier crashes:
+sessions with strikes from those crashes alone are free again, but become possible causes with their next crash. They
+remain possible causes if any other session in the last crash had an earlier strike, because that session may be the
+cause.
+
+So if a single prompt always crashes its engine, it does so `max_crashes + 1` times, and no other prompt is dropped.
+If there are several such prompts, or engines crash for other reasons, an innocent prompt can be dropped: one that was
+isolated, or alone at the limit, when an engine crashed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from typing import Literal
+
+import anyio
+
+from asyncrl.core.failures import EngineCrashError, PoisonError
+from asyncrl.core.waits import WaitBoard
+from rollouter.drop_policy import TooLongError
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_CRASHES = 16
+"""Assessed crashes that are kept for sessions that report them late."""
+SETTLE_S = 1.0
+"""Delay before a crash is assessed: an `Accepted` event of the replica may still be on its way."""
+LONGEST_S = 30.0
+"""After this time a crash is assessed even if a call on that replica is still open, as Ray may have lost the call."""
+SessionState = Literal["free", "waiting", "isolated", "blamed"]
+
+
+class ReplicaCrash:
+    """One crash of a replica, as reported by the sessions that were in flight there."""
+
+    def __init__(self, replica: str, at_s: float) -> None:
+        self.replica = replica
+        self.at_s = at_s
+        """Wall clock, seconds."""
+        self.messages: dict[str, str] = {}
+        """The error of each session that was in flight there."""
+        self.finished: dict[str, int] = {}
+        """The sessions in `messages` that have ended since, with their number of earlier strikes."""
+        self.assessed = False
+        self.explained = False
+        """A session was blamed for it."""
+
+
+class CrashBlame:
+    """Strikes and possible causes, by session. Pure."""
+
+    def __init__(self, max_crashes: int) -> None:
+        """`max_crashes`: strikes that make a possible cause; at least 1."""
+        self._max_crashes = max_crashes
+        self._crashes: dict[str, ReplicaCrash] = {}
+        """By replica: crashes that are not assessed yet, and the last that are."""
+        self._places: dict[str, str] = {}
+        """The replica of each session in flight."""
+        self._sessions_on: defaultdict[str, set[str]] = defaultdict(set)
+        """The same by replica; no set is empty."""
+        self._strikes: dict[str, list[ReplicaCrash]] = {}
+        self._possible_causes: dict[str, None] = {}
+        """The session that has waited longest comes first."""
+        self._suspended: set[str] = set()
+        """Sessions that are cancelled and not resumed yet."""
+        self._isolated: str | None = None
+        self._evidence: dict[str, tuple[ReplicaCrash, ...]] = {}
+        """The crashes of each blamed session that has not ended yet."""
+        self._num_crashes = 0
+        self._num_blamed = 0
+        self._num_explained = 0
+
+    def place(self, session: str, replica: str) -> None:
+        """Record the replica on which the session is now in flight; empty: none."""
+        if before := self._places.pop(session, ""):
+            self._sessions_on[before].discard(session)
+            if not self._sessions_on[before]:
+                del self._sessions_on[before]
+        if replica:
+            self._suspended.discard(session)
+            self._places[session] = replica
+            self._sessions_on[replica].add(session)
+
+    def report(self, session: str, message: str, replica: str, at_s: float) -> ReplicaCrash:
+        """Record that the engine of `replica` crashed with the session in flight. Each replica name crashes at most
+        once."""
+        crash = self._crashes.get(replica)
+        if crash is None:
+            crash = self._crashes[replica] = ReplicaCrash(replica, at_s)
+            self._num_crashes += 1
+            assessed = [replica for replica, crash in self._crashes.items() if crash.assessed]
+            for oldest in assessed[:-REMEMBERED_CRASHES]:
+                del self._crashes[oldest]
+        crash.messages[session] = message
+        if crash.assessed:  # too late for blame, but the session was in flight there
+            self._strikes.setdefault(session, []).append(crash)
+            self._add_possible_causes([session])
+        self.place(session, "")
+        return crash
+
+    def is_reported(self, crash: ReplicaCrash) -> bool:
+        """Return whether every session that was in flight there has reported the crash."""
+        return crash.replica not in self._sessions_on
+
+    def assess(self, crash: ReplicaCrash) -> None:
+        """Blame a session or add possible causes, from the reports so far. A second call changes nothing."""
+        if crash.assessed:
+            return
+        crash.assessed = True
+        present = [session for session in crash.messages if session not in crash.finished]
+        for session in present:
+            self._strikes.setdefault(session, []).append(crash)
+        at_limit = [session for session in present if len(self._strikes[session]) >= self._max_crashes]
+        finished = [session for session, strikes in crash.finished.items() if strikes + 1 >= self._max_crashes]
+        if self._isolated is not None and self._isolated in present:
+            self._blame(self._isolated, crash)
+        elif len(at_limit) == 1 and not finished:
+            self._blame(at_limit[0], crash)
+        self._add_possible_causes(present)
+
+    @property
+    def isolated(self) -> str | None:
+        """The possible cause that may run now."""
+        return self._isolated
+
+    def state_of(self, session: str) -> SessionState:
+        """Return the session's state. The session may be tried again if it is `free` or `isolated`."""
+        if session in self._evidence:
+            return "blamed"
+        if session == self._isolated:
+            return "isolated"
+        return "waiting" if session in self._possible_causes else "free"
+
+    def poison_error(self, session: str) -> PoisonError:
+        """Return the evidence against a blamed session."""
+        crashes = self._evidence[session]
+        lines = [
+            f"{datetime.fromtimestamp(crash.at_s, UTC):%Y-%m-%d %H:%M:%S} UTC, with {len(crash.messages) - 1} others "
+            f"in flight: {crash.messages[session]}"
+            for crash in crashes
+        ]
+        return PoisonError(
+            f"{len(crashes)} engines crashed while they had {session}, the last time with no other possible cause "
+            "in flight:\n    " + "\n    ".join(lines)
+        )
+
+    def end(self, session: str) -> None:
+        """Forget a session that is complete, dropped or cancelled."""
+        strikes = self._strikes.pop(session, [])
+        self._evidence.pop(session, None)
+        self._possible_causes.pop(session, None)
+        self._suspended.discard(session)
+        for crash in self._crashes.values():
+            if not crash.assessed and session in crash.messages:
+                # The session will not be tried again, but was in flight: it may be the cause instead of another one.
+                crash.finished[session] = len(strikes)
+        self.place(session, "")
+        self._isolate_next()
+
+    def suspend(self, session: str) -> None:
+        """Keep the strikes of a session that was cancelled and will be resumed; until then it does not wait for
+        isolation, even if one of its crashes is assessed meanwhile."""
+        self._possible_causes.pop(session, None)
+        self._suspended.add(session)
+        self.place(session, "")
+        self._isolate_next()
+
+    def status(self) -> Mapping[str, int | str]:
+        """Return cumulative counts (`crashes`, `explained`, `blamed`) and the current sessions (`with_strikes`,
+        `waiting`, `isolated`)."""
+        return {
+            "crashes": self._num_crashes,
+            "explained": self._num_explained,
+            "blamed": self._num_blamed,
+            "with_strikes": len(self._strikes),
+            "waiting": len(self._possible_causes) - (self._isolated is not None),
+            "isolated": self._isolated or "",
+        }
+
+    def _blame(self, session: str, last: ReplicaCrash) -> None:
+        crashes = self._strikes.pop(session)
+        self._evidence[session] = tuple(crashes)
+        self._num_blamed += 1
+        for crash in crashes:
+            self._num_explained += not crash.explained
+            crash.explained = True
+        self._possible_causes.pop(session, None)
+        earlier_strikes = [len(self._strikes[other]) - 1 for other in last.messages if other in self._strikes]
+        if any(earlier_strikes) or any(last.finished.values()):
+            return
+        for other, strikes in self._strikes.items():
+            explained = [crash for crash in strikes if crash in crashes and crash is not last]
+            # One more crash makes it a possible cause again.
+            surplus = len(strikes) - (self._max_crashes - 1)
+            withdrawn = explained[: max(0, surplus)]
+            self._strikes[other] = [crash for crash in strikes if crash not in withdrawn]
+            if len(self._strikes[other]) < self._max_crashes:
+                self._possible_causes.pop(other, None)
+
+    def _add_possible_causes(self, sessions: Iterable[str]) -> None:
+        for session in sessions:
+            if session not in self._suspended and len(self._strikes.get(session, ())) >= self._max_crashes:
+                self._possible_causes.setdefault(session)
+        self._isolate_next()
+
+    def _isolate_next(self) -> None:
+        if self._isolated not in self._possible_causes:
+            self._isolated = next(iter(self._possible_causes), None)
+
+
+class TimeLimit:
+    """The remaining time of a sample. See `time_limit`."""
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+        self._pauses = 0
+        self._remaining_s = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock until all pauses have ended."""
+        if not self._pauses:
+            self._remaining_s = self._scope.deadline - anyio.current_time()
+            self._scope.deadline = math.inf
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._scope.deadline = anyio.current_time() + self._remaining_s
+
+
+@contextmanager
+def time_limit(name: str, limit_s: float) -> Iterator[TimeLimit]:
+    """Cancel the block, which must stay in one task, after `limit_s` seconds.
+
+    Raises:
+        TooLongError: the limit has passed.
+    """
+    with anyio.move_on_after(limit_s) as scope:
+        yield TimeLimit(scope)
+    if scope.cancelled_caught:
+        raise TooLongError(
+            f"{name} was not generated within timeouts.sample_s = {limit_s:g} s; raise it if such samples are worth "
+            "waiting for, or lower rollout.response_length"
+        )
+
+
+class CrashIsolation:
+    """Makes sessions wait after a crash until `CrashBlame` allows them to run again. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        max_crashes: int,
+        *,
+        waits: WaitBoard,
+        settle_s: float = SETTLE_S,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._blame = CrashBlame(max_crashes)
+        self._waits = waits
+        self._settle_s = settle_s
+        self._wall_clock = wall_clock
+        self._changed = anyio.Event()
+        self._limits: dict[str, TimeLimit] = {}
+        """The time limits of sessions that were in flight in a crash."""
+
+    def place(self, session: str, replica: str) -> None:
+        """See `CrashBlame.place`."""
+        self._blame.place(session, replica)
+        self._notify()
+
+    async def wait_until_allowed(self, session: str, error: EngineCrashError, limit: TimeLimit) -> None:
+        """Report the crash `error`, and return once the session may be tried again.
+
+        The wait does not count against the sample's time limit, except while another session of the same sample is
+        isolated: the sessions share the limit, so a pause would let the isolated one run for ever.
+
+        Raises:
+            PoisonError: the session is blamed.
+        """
+        logger.info("%s was in flight when an engine crashed: %s", session, error.message)
+        self._limits[session] = limit
+        with self._waits.waiting("isolation"):
+            with limit.paused():
+                crash = self._blame.report(session, error.brief, error.replica, self._wall_clock())
+                self._notify()
+                with anyio.move_on_after(LONGEST_S):
+                    await anyio.sleep(self._settle_s)
+                    while not (crash.assessed or self._blame.is_reported(crash)):
+                        await self._changed.wait()
+                self._blame.assess(crash)
+                self._notify()
+            while (state := self._blame.state_of(session)) == "waiting":
+                is_sibling = self._limits.get(self._blame.isolated or "") is limit
+                with nullcontext() if is_sibling else limit.paused():
+                    await self._changed.wait()
+        if state == "blamed":
+            raise self._blame.poison_error(session)
+
+    def end(self, session: str) -> None:
+        """See `CrashBlame.end`."""
+        self._limits.pop(session, None)
+        self._blame.end(session)
+        self._notify()
+
+    def suspend(self, session: str) -> None:
+        """See `CrashBlame.suspend`."""
+        self._limits.pop(session, None)
+        self._blame.suspend(session)
+        self._notify()
+
+    def status(self) -> Mapping[str, int | str]:
+        """See `CrashBlame.status`."""
+        return self._blame.status()
+
+    @contextmanager
+    def sample(self, limit: TimeLimit) -> Iterator[SampleSessions]:
+        """Track the sessions of one sample; all of them end with the context."""
+        sessions = SampleSessions(self, limit)
+        try:
+            yield sessions
+        finally:
+            sessions.end_all()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class SampleSessions:
+    """The sessions of one sample, whose requests may be on several replicas."""
+
+    def __init__(self, isolation: CrashIsolation, limit: TimeLimit) -> None:
+        self._isolation = isolation
+        self._limit = limit
+        self._open: set[str] = set()
+
+    def place(self, session: str, replica: str) -> None:
+        """Record the replica that now has the session's requests; empty: none."""
+        self._open.add(session)
+        self._isolation.place(session, replica)
+
+    async def wait_until_allowed(self, session: str, error: EngineCrashError) -> None:
+        """See `CrashIsolation.wait_until_allowed`."""
+        self._open.add(session)
+        await self._isolation.wait_until_allowed(session, error, self._limit)
+
+    def end(self, session: str) -> None:
+        """Record that the session's requests are complete. A conversation may start others later."""
+        self._open.discard(session)
+        self._isolation.end(session)
+
+    def end_all(self) -> None:
+        for session in self._open:
+            self._isolation.end(session)
+
+    def suspend_all(self) -> None:
+        """Record that the sample was interrupted and will be resumed."""
+        for session in self._open:
+            self._isolation.suspend(session)
+        self._open.clear()

@@ -1,0 +1,497 @@
+"""The wire format of the OpenAI API: errors, messages, requests and responses. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from asyncrl.config.sections.rollout import SamplingConfig
+from asyncrl.core.types import FinishReason, Turn
+from rollouter.requests import SHAPING
+
+NO_ROOM = "context_length_exceeded"
+
+
+class RequestError(Exception):
+    """Refuses a request, as the OpenAI API does. Refused requests are not recorded."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def unknown_key() -> RequestError:
+    return RequestError(
+        "no trajectory has this key: the Rollouter that gave it may have been replaced, or it is long over",
+        status=401,
+        kind="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def closed() -> RequestError:
+    return RequestError(
+        "the trajectory of this key is over: its agent has ended, was out of time, or said that it was done",
+        status=409,
+        kind="conflict_error",
+        code="trajectory_over",
+    )
+
+
+def engines_failed() -> RequestError:
+    return RequestError(
+        "the turn could not be made; why is in the run's own log",
+        status=503,
+        kind="server_error",
+        code="engines_failed",
+    )
+
+
+def no_room(context_tokens: int, max_model_len: int, response_length: int) -> RequestError:
+    return RequestError(
+        f"there is no room for another turn behind these {context_tokens} tokens: a conversation may have "
+        f"{max_model_len} (rollout.max_model_len), and {response_length} of them behind what it began with "
+        "(rollout.response_length)",
+        code=NO_ROOM,
+        param="messages",
+    )
+
+
+Message = dict[str, Any]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+def to_template(messages: Any) -> list[Message]:
+    """Convert a request's messages for chat templates: contents become strings, arguments of calls objects.
+
+    A tool's message gets the name of the call that it answers. Fields that no template knows are dropped.
+
+    Raises:
+        RequestError: they are malformed, or contain something other than text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("'messages' must be a list with at least one message", param="messages")
+    names: dict[str, str] = {}
+    read: list[Message] = []
+    for place, message in enumerate(messages):
+        one = _message(message, f"messages[{place}]")
+        for call in one.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if one["role"] == "tool" and "name" not in one and (name := names.get(one.get("tool_call_id", ""))):
+            one["name"] = name
+        read.append(one)
+    return read
+
+
+def fingerprint(message: Mapping[str, Any]) -> str:
+    """Return a key that equal messages share.
+
+    Clients return our messages in many shapes: `content` null or empty, `refusal` and `annotations` added, arguments
+    with other blanks, tool-call ids renamed, reasoning dropped. Messages are equal if role, text and calls are.
+    """
+    role, text = message["role"], message["content"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return json.dumps([role, text.strip() if role == "assistant" else text, calls], sort_keys=True)
+
+
+def arguments_of(written: Any) -> Any:
+    """Return a call's arguments as an object if they are the JSON of one, else unchanged."""
+    if not isinstance(written, str):
+        return written
+    try:
+        read = json.loads(written)
+    except ValueError:
+        return written
+    return read if isinstance(read, dict) else written
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is {type(message).__name__}; expected an object", param=where)
+    role = _ROLES.get(message.get("role", ""))
+    if role is None:
+        raise RequestError(f"{where}.role is {message.get('role')!r}; expected {', '.join(_ROLES)}", param=where)
+    read: Message = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            read[name] = message[name]
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str) and reasoning:
+            read["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            read["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+    return read
+
+
+def _call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} is no call of a function", param=where)
+    arguments = arguments_of(function.get("arguments") or "{}")
+    return {
+        "type": "function",
+        "id": str(call.get("id", "")),
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where} is {type(content).__name__}; expected a text or a list of parts", param=where)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "refusal":
+            texts.append(str(part.get("refusal", "")))
+        elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise RequestError(f"{where} has a part of type {kind!r}; this endpoint takes text only", param=where)
+    return "\n".join(texts)
+
+
+_NEUTRAL: Mapping[str, Any] = {
+    "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "best_of": 1,
+    "top_logprobs": 0, "min_tokens": 0, "use_beam_search": False, "echo": False, "suffix": "", "ignore_eos": False,
+    "continue_final_message": False, "add_generation_prompt": True, "prompt_logprobs": 0,
+}  # fmt: skip
+"""Fields with the only value that is accepted: any other would change what is sampled, or what it means."""
+_NO_STRUCTURE = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                 "structured_outputs", "functions", "function_call", "bad_words", "allowed_token_ids")  # fmt: skip
+_WHY = "what is trained on must be sampled as the run samples, or its log-probs would be wrong; leave this out"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """Options of a turn that both kinds of requests may set."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    log_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """`POST /v1/chat/completions`."""
+
+    messages: tuple[Message, ...]
+    """In a template's form."""
+    tools: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any]
+    parse_calls: bool
+    one_call: bool
+    """Return only the first of several calls in a turn."""
+    options: TurnOptions
+
+    @property
+    def scheme(self) -> str:
+        """The template's inputs besides messages, as a cache key."""
+        return json.dumps([self.tools, self.template_kwargs], sort_keys=True, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """`POST /v1/completions`: exactly one of the two prompts."""
+
+    text: str | None
+    ids: tuple[int, ...] | None
+    options: TurnOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PostedReward:
+    """`POST /v1/reward`."""
+
+    reward: float | None
+    metrics: Mapping[str, float]
+    done: bool
+
+
+class RequestReader:
+    """Reads requests for one run's model."""
+
+    def __init__(self, model: str, sampling: SamplingConfig | None) -> None:
+        """`sampling` is how training samples: a request may not ask for another distribution. None ignores what
+        requests say about it, as in validation, which has sampling settings of its own."""
+        self._model = model
+        self._sampling = sampling
+
+    def chat(self, body: Mapping[str, Any]) -> ChatRequest:
+        """
+        Raises:
+            RequestError: why it is not served.
+        """
+        self._check(body)
+        tools = _tools(body.get("tools"))
+        choice = body.get("tool_choice")
+        if choice not in (None, "auto", "none"):
+            raise RequestError(f"tool_choice={_shown(choice)} forces tokens on the model; {_WHY}", param="tool_choice")
+        kwargs = body.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
+            raise RequestError("'chat_template_kwargs' must be an object", param="chat_template_kwargs")
+        if kwargs.keys() & {"tools", "add_generation_prompt", "tokenize", "conversation"}:
+            raise RequestError("'chat_template_kwargs' sets what the endpoint sets", param="chat_template_kwargs")
+        return ChatRequest(
+            messages=tuple(to_template(body.get("messages"))),
+            tools=tools,
+            template_kwargs=kwargs,
+            parse_calls=bool(tools) and choice != "none",
+            one_call=body.get("parallel_tool_calls") is False,
+            options=_turn_options(body, "max_completion_tokens", "max_tokens"),
+        )
+
+    def completion(self, body: Mapping[str, Any]) -> CompletionRequest:
+        """
+        Raises:
+            RequestError: why it is not served.
+        """
+        self._check(body)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            (prompt,) = prompt
+        options = _turn_options(body, "max_tokens")
+        if isinstance(prompt, str) and prompt:
+            return CompletionRequest(prompt, None, options)
+        if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+            return CompletionRequest(None, tuple(prompt), options)
+        raise RequestError("'prompt' must be one text or one list of token ids, and not empty", param="prompt")
+
+    def _check(self, body: Mapping[str, Any]) -> None:
+        if (model := body.get("model")) not in (None, self._model):
+            raise RequestError(
+                f"there is no model {model!r} here; the run trains {self._model!r}", status=404,
+                code="model_not_found", param="model",
+            )  # fmt: skip
+        for name, neutral in _NEUTRAL.items():
+            if (value := body.get(name)) is not None and value != neutral:
+                raise RequestError(f"{name}={_shown(value)}: {_WHY}", param=name)
+        for name in _NO_STRUCTURE:
+            value = body.get(name)
+            if value and not (name == "response_format" and value == {"type": "text"}):
+                raise RequestError(f"{name}={_shown(value)}: {_WHY}", param=name)
+        for name in SHAPING if self._sampling is not None else ():
+            value, own = body.get(name), getattr(self._sampling, name)
+            if value is not None and value != own:
+                raise RequestError(
+                    f"{name}={_shown(value)}: the run samples with rollout.sampling.{name} = {own}; {_WHY}", param=name
+                )
+
+
+def read_reward(body: Mapping[str, Any]) -> PostedReward:
+    """Read the body of `POST /v1/reward`.
+
+    Raises:
+        RequestError: a value is not a finite number.
+    """
+    reward = body.get("reward")
+    metrics = body.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise RequestError("'metrics' must be an object of numbers", param="metrics")
+    try:
+        return checked_reward(reward, metrics, body.get("done", False))
+    except ValueError as error:
+        raise RequestError(str(error), param="reward") from None
+
+
+def checked_reward(reward: Any, metrics: Mapping[str, Any], done: Any) -> PostedReward:
+    """Check a reward and metrics.
+
+    Raises:
+        ValueError: a value is not a finite number.
+    """
+    numbers = {str(name): _finite(value, f"metrics.{name}") for name, value in metrics.items()}
+    if not isinstance(done, bool):
+        raise ValueError(f"done is {_shown(done)}; expected true or false")
+    return PostedReward(None if reward is None else _finite(reward, "reward"), numbers, done)
+
+
+def _finite(value: Any, what: str) -> float:
+    """Convert a number of Python or numpy, a bool, or a tensor of one element."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {_shown(value)}; expected a finite number")
+    return number
+
+
+def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
+    given = [(name, body[name]) for name in limits if body.get(name) is not None]
+    for name, value in given:
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{name}={_shown(value)}; expected a positive integer", param=name)
+    stop = body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(one, str) and one for one in stops):
+        raise RequestError(f"stop={_shown(stop)}; expected a text or a list of texts", param="stop")
+    log_probs = body.get("logprobs")
+    if not isinstance(log_probs, bool) and log_probs not in (None, 0):
+        raise RequestError(
+            f"logprobs={_shown(log_probs)}: only those of the sampled tokens are known; say true or 0", param="logprobs"
+        )
+    return TurnOptions(
+        min((value for _, value in given), default=None), tuple(stops), log_probs is not None and log_probs is not False
+    )
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if not tools:
+        return ()
+    if not isinstance(tools, Sequence):
+        raise RequestError("'tools' must be a list", param="tools")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"tools[{place}] is no function; this endpoint knows no other tools", param="tools")
+    return tuple(tools)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+Body = dict[str, Any]
+
+
+class GatewayResponse(NamedTuple):
+    """Status and body of an HTTP response."""
+
+    status: int
+    body: Body
+
+
+class ResponseHeader(NamedTuple):
+    """Fields that every response has."""
+
+    id: str
+    model: str
+    created: int
+    """Wall clock, seconds."""
+    prompt_tokens: int
+
+
+def chat_response(header: ResponseHeader, turn: Turn, message: Message, pieces: Sequence[str] | None) -> Body:
+    """Build a chat completion. `pieces` are the tokens' texts if the client asks for log-probs."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    said: Body = {"role": "assistant", "content": message["content"] or (None if calls else ""), "refusal": None}
+    if reasoning := message.get("reasoning_content"):
+        said["reasoning_content"] = reasoning
+    if calls:
+        said["tool_calls"] = calls
+    log_probs = None
+    if pieces is not None:
+        log_probs = {"content": [
+            {"token": piece, "logprob": float(value), "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, value in zip(pieces, turn.rollout_log_probs, strict=True)
+        ], "refusal": None}  # fmt: skip
+    length = turn.finish_reason is FinishReason.LENGTH
+    reason = "length" if length else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": said, "logprobs": log_probs, "finish_reason": reason}
+    return _body(header, turn, "chat.completion", choice)
+
+
+def completion_response(header: ResponseHeader, turn: Turn, text: str, pieces: Sequence[str] | None) -> Body:
+    """Build a text completion. `pieces` are the tokens' texts if the client asks for log-probs."""
+    log_probs = None
+    if pieces is not None:
+        offsets = [0]
+        for piece in pieces[:-1]:
+            offsets.append(offsets[-1] + len(piece))
+        values = [float(value) for value in turn.rollout_log_probs]
+        log_probs = {"tokens": list(pieces), "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+    reason = "length" if turn.finish_reason is FinishReason.LENGTH else "stop"
+    return _body(header, turn, "text_completion",
+                 {"index": 0, "text": text, "logprobs": log_probs, "finish_reason": reason})  # fmt: skip
+
+
+def models_response(model: str) -> Body:
+    return {"object": "list", "data": [model_card(model)]}
+
+
+def model_card(model: str) -> Body:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+
+
+def events(body: Body, *, include_usage: bool) -> Iterator[bytes]:
+    """Yield a complete response as the server-sent events of a stream."""
+    chat = body["object"] == "chat.completion"
+    head = {"id": body["id"], "created": body["created"], "model": body["model"],
+            "object": "chat.completion.chunk" if chat else "text_completion"}  # fmt: skip
+    if include_usage:
+        head["usage"] = None
+    for choice in _chunks(body["choices"][0]) if chat else body["choices"]:
+        yield _event({**head, "choices": [choice]})
+    if include_usage:
+        yield _event({**head, "choices": [], "usage": body["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def _chunks(choice: Mapping[str, Any]) -> Iterator[Body]:
+    said = choice["message"]
+
+    def chunk(delta: Body, reason: str | None = None, log_probs: Any = None) -> Body:
+        return {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
+
+    yield chunk({"role": "assistant", "content": ""})
+    if "reasoning_content" in said:
+        yield chunk({"reasoning_content": said["reasoning_content"]})
+    if said["content"]:
+        yield chunk({"content": said["content"]}, log_probs=choice["logprobs"])
+    for index, call in enumerate(said.get("tool_calls", ())):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, choice["finish_reason"], None if said["content"] else choice["logprobs"])
+
+
+def _event(chunk: Body) -> bytes:
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
+
+
+def _body(header: ResponseHeader, turn: Turn, kind: str, choice: Body) -> Body:
+    completion_tokens = len(turn.response_ids)
+    return {
+        "id": header.id,
+        "object": kind,
+        "created": header.created,
+        "model": header.model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": header.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": header.prompt_tokens + completion_tokens,
+        },
+    }
+
+
+def arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

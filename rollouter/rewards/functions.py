@@ -1,0 +1,379 @@
+"""Reward functions: the built-in ones, how a configured one is loaded, called, and its result read."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from numbers import Real
+from typing import Any
+
+import anyio
+from anyio import to_process, to_thread
+
+from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
+from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.ports import Score
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import Prompt
+
+
+def exact_match(
+    *,
+    data_sources: Sequence[str],
+    solution_strs: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]],
+    pattern: str | None = None,
+) -> list[float]:
+    """1.0 where the answer is the ground truth as text, else 0.0; surrounding white space does not count.
+
+    `pattern` is a regular expression: the answer is group 1 of its last match, and a response without a match scores
+    0.0. Without one the answer is what follows the last `#`, as in `#### 42` (GSM8K), or the whole response.
+    """
+    truths = [_text(truth) for truth in ground_truths]
+    if pattern is not None:
+        answers: list[tuple[str | None, ...]] = [(_last_group(pattern, text),) for text in solution_strs]
+    else:
+        answers = [(text.strip(), text.rpartition("#")[2].strip()) for text in solution_strs]
+    return [float(truth in answer) for answer, truth in zip(answers, truths, strict=True)]
+
+
+def _last_group(pattern: str, text: str) -> str | None:
+    groups = [match[1] for match in re.finditer(pattern, text)]
+    return groups[-1].strip() if groups and groups[-1] is not None else None
+
+
+def math_verify(
+    *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], timeout_s: int = 5
+) -> float:
+    """1.0 where math-verify finds the response's last answer equal to the ground truth, else 0.0.
+
+    The ground truth is LaTeX or a plain expression. `timeout_s` bounds each parse and the comparison, by a signal: the
+    function only runs in the main thread of a process. What takes longer (a response may well say 9^9^9^9) scores 0.0.
+
+    Raises:
+        ValueError: the ground truth itself cannot be parsed.
+    """
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # unparsable responses are normal
+    truth = _parsed_truth(_text(ground_truth), timeout_s)
+    return float(verify(truth, parse(solution_str, parsing_timeout=timeout_s), timeout_seconds=timeout_s))
+
+
+@lru_cache(maxsize=1024)
+def _parsed_truth(truth: str, timeout_s: int) -> Any:
+    from math_verify import parse
+
+    # Bare LaTeX is only recognized between dollar signs.
+    parsed = parse(truth, parsing_timeout=timeout_s) or parse(f"${truth}$", parsing_timeout=timeout_s)
+    if not parsed:
+        raise ValueError(f"math_verify cannot parse the ground truth {truth!r}")
+    return parsed
+
+
+def reasoning_gym(
+    *,
+    data_sources: Sequence[str],
+    solution_strs: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]],
+    tag: str = "answer",
+) -> list[float]:
+    """The task's own `score_answer` of the text in the last `<tag>…</tag>`, or else of the whole response.
+
+    Raises:
+        ValueError: a row has no `extra_info.entry` with the task's name in its metadata.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    scores = []
+    for text, info in zip(solution_strs, extra_infos, strict=True):
+        entry = info.get("entry")
+        metadata = entry.get("metadata") if isinstance(entry, Mapping) else None
+        if not isinstance(metadata, Mapping) or "source_dataset" not in metadata:
+            raise ValueError(
+                "the row has no extra_info.entry with metadata.source_dataset; the reasoning_gym reward scores prompts "
+                "made by data.reasoning_gym, or rows that carry the task's entry"
+            )
+        answer = extract_answer(text, tag_name=tag)
+        scores.append(
+            float(_score_answer(metadata["source_dataset"])(text.strip() if answer is None else answer, entry))
+        )
+    return scores
+
+
+@cache
+def _score_answer(task: str) -> Any:
+    import reasoning_gym as gym
+
+    return gym.get_score_answer_fn(task)
+
+
+def _text(truth: Any) -> str:
+    if truth is None:
+        raise UserCodeError("the row has no reward_model.ground_truth to compare with")
+    return str(truth).strip()
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+}
+BATCH = frozenset({"exact_match", "reasoning_gym"})
+"""Built-in functions that score a whole group in one call, since each response takes microseconds."""
+IN_PROCESS = frozenset({"math_verify"})
+"""Built-in functions for a worker process: math_verify needs a main thread, and sympy can block the interpreter."""
+
+
+SINGLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+NO_FUNCTION = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A reward function and how it is called. Its arguments are given by name; they are verl's.
+
+    Single: `f(data_source, solution_str, ground_truth, extra_info, **kwargs)` returns a number, or a mapping with
+    `score` and further numbers. Batch: `f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)`, lists of
+    one group, returns a list of those.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+    batch: bool
+    is_async: bool
+    in_process: bool
+    """Runs in a worker process, which a deadline kills, instead of a thread, which nothing can."""
+    takes_trajectory: bool = False
+    """It has a parameter `trajectory`, or with `batch` `trajectories`, and is given these too."""
+
+    @property
+    def whole_group(self) -> bool:
+        """Whether all trajectories of a prompt must be in one call: a user's batch function may compare them."""
+        return self.batch and self.name not in BUILT_IN
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of its arguments besides `kwargs`."""
+        names = BATCH_ARGUMENTS if self.batch else SINGLE_ARGUMENTS
+        return (*names, _trajectory_argument(self.batch)) if self.takes_trajectory else names
+
+    async def invoke(self, arguments: Mapping[str, Any], limiter: anyio.CapacityLimiter) -> Any:
+        """Call the function, off the event loop unless it is async. Raises what it raises."""
+        call = partial(self.call, **arguments, **self.kwargs)
+        if self.is_async:
+            return await call()
+        if self.in_process:
+            return await to_process.run_sync(call, cancellable=True, limiter=limiter)
+        return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter)
+
+
+def load_reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
+    """Return all functions of a run by the names of their parts; `rule` is `reward.function`.
+
+    Raises:
+        ConfigError, UserCodeError: as `load_reward_function`.
+    """
+    functions = {} if config.function == NO_FUNCTION else {"rule": load_reward_function(config)}
+    for number, entry in enumerate(config.functions):
+        functions[entry.name] = load_reward_function(entry, f"reward.functions[{number}]")
+    return functions
+
+
+def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str = "reward") -> RewardFunction:
+    """Load the function and check that it can be called. `key` is its section, for errors.
+
+    Raises:
+        ConfigError: nothing of that name, not callable, or a signature that does not take the arguments.
+        UserCodeError: the module raised when it was imported.
+    """
+    name = config.function
+    built_in = ":" not in name
+    if built_in and name not in BUILT_IN:
+        raise ConfigError(
+            f"{key}.function: {name!r} is no built-in{nearest(name, list(BUILT_IN))}; your own is written "
+            "module:function or path/file.py:function"
+        )
+    target = BUILT_IN[name] if built_in else load_object(name, f"{key}.function")
+    if not callable(target):
+        raise ConfigError(f"{key}.function: {name} is a {type(target).__name__}, not a function")
+    batch = name in BATCH if built_in else config.batch
+    signature = _signature(target)
+    function = RewardFunction(
+        name,
+        target,
+        config.kwargs,
+        batch=batch,
+        is_async=inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__),
+        in_process=name in IN_PROCESS,
+        takes_trajectory=signature is not None and _trajectory_argument(batch) in signature.parameters,
+    )
+    if signature is not None:
+        _check_call(function, signature, key)
+    if built_in and "pattern" in config.kwargs:
+        _check_pattern(config.kwargs["pattern"], key)
+    return function
+
+
+def _trajectory_argument(batch: bool) -> str:
+    return "trajectories" if batch else "trajectory"
+
+
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target)
+    except ValueError:  # some compiled functions have no signature
+        return None
+
+
+def _check_pattern(pattern: Any, key: str) -> None:
+    try:
+        groups = re.compile(pattern).groups if pattern is not None else 1
+    except (re.error, TypeError) as error:
+        raise ConfigError(f"{key}.kwargs.pattern: {pattern!r} is not a regular expression: {error}") from error
+    if groups < 1:
+        raise ConfigError(f"{key}.kwargs.pattern: {pattern!r} has no group; put the answer in parentheses")
+
+
+def _check_call(function: RewardFunction, signature: inspect.Signature, key: str) -> None:
+    arguments = function.arguments
+    try:
+        signature.bind(**dict.fromkeys(arguments), **function.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}.function: {function.name}{signature} cannot be called with {', '.join(arguments)} (by name, since "
+            f"{key}.batch is {str(function.batch).lower()}) and {key}.kwargs {dict(function.kwargs)!r}: {error}"
+        ) from error
+
+
+def single_arguments(function: RewardFunction, prompt: Prompt, trajectory: Trajectory, text: str) -> dict[str, Any]:
+    """Return the arguments for one trajectory; `text` is the assistant's last turn."""
+    arguments: dict[str, Any] = {
+        "data_source": prompt.data_source,
+        "solution_str": text,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": extra_info(prompt, trajectory),
+    }
+    return {**arguments, "trajectory": trajectory} if function.takes_trajectory else arguments
+
+
+def batch_arguments(
+    function: RewardFunction, prompt: Prompt, trajectories: Sequence[Trajectory], texts: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments for trajectories of one prompt."""
+    arguments: dict[str, Any] = {
+        "data_sources": [prompt.data_source] * len(texts),
+        "solution_strs": list(texts),
+        "ground_truths": [prompt.ground_truth] * len(texts),
+        "extra_infos": [extra_info(prompt, trajectory) for trajectory in trajectories],
+    }
+    return {**arguments, "trajectories": list(trajectories)} if function.takes_trajectory else arguments
+
+
+def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+    """Return the row's columns and, for a conversation, its events. The function gets a shallow copy of its own."""
+    columns = dict(prompt.extra_info)
+    if not trajectory.messages:
+        return columns
+    return columns | {
+        "messages": [dict(message) for message in trajectory.messages],
+        "num_turns": len(trajectory.turns),
+        "num_tool_calls": trajectory.num_calls,
+        "finish_reason": str(trajectory.finish_reason),
+        "tool_scores": dict(trajectory.scores),
+        "turn_rewards": [turn.reward for turn in trajectory.turns],
+    }
+
+
+SHOWN = 120
+"""How many characters of a value an error quotes."""
+
+
+def score_of(result: Any, about: str, *, num_turns: int) -> Score:
+    """Read the score of one trajectory with `num_turns` turns. Extras that are no finite numbers are dropped.
+
+    `about` describes the call, for errors.
+
+    Raises:
+        UserCodeError: `result` is no score.
+    """
+    if not isinstance(result, Mapping):
+        return Score(_score(result, about))
+    if "score" not in result:
+        raise UserCodeError(f"{about} returned a mapping without 'score': {shown(result)}")
+    turns = _turn_scores(result.get("turn_scores"), about, num_turns)
+    extras = {str(key): finite(item) for key, item in result.items() if key not in ("score", "turn_scores")}
+    extra = {key: item for key, item in extras.items() if item is not None}
+    return Score(_score(result["score"], about) + sum(turns), extra, turns)
+
+
+def listed(results: Any, about: str, *, length: int) -> Sequence[Any]:
+    """Return the result of a batch function as a sequence: a list, or an array or tensor of one dimension.
+
+    Raises:
+        UserCodeError: it is no sequence of that length.
+    """
+    items = _sequence(results)
+    if items is None or len(items) != length:
+        raise UserCodeError(f"{about} returned {shown(results)}; expected a list of {length} scores")
+    return items
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number of Python or numpy, or a tensor of one element, as float; else None."""
+    if hasattr(value, "item") and getattr(value, "size", 1) != 0:
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):
+            return None
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a large integer
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _score(value: Any, about: str) -> float:
+    number = finite(value)
+    if number is None:
+        raise UserCodeError(
+            f"{about} returned {shown(value)}; expected a finite number, or a mapping with one under 'score'"
+        )
+    return number
+
+
+def _turn_scores(value: Any, about: str, num_turns: int) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    items = _sequence(value)
+    numbers = [finite(item) for item in items or ()]
+    scores = tuple(number for number in numbers if number is not None)
+    if items is None or len(scores) != len(numbers) or len(scores) != num_turns:
+        raise UserCodeError(
+            f"{about} returned turn_scores {shown(value)}; expected a list of {num_turns} finite numbers, one for each "
+            "turn of the assistant"
+        )
+    return scores
+
+
+def _sequence(value: Any) -> Sequence[Any] | None:
+    if not isinstance(value, Sequence) and hasattr(value, "tolist"):
+        value = value.tolist()
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else None

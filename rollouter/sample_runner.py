@@ -1,0 +1,460 @@
+"""Takes one sample from its permit to the queue: ask, generate, score, pack, offer.
+
+    ask ─▶ generate ─▶ n trajectories, and the baseline's ─▶ score ─▶ pack ─▶ dump ─▶ payload ─▶ offer
+           │ turn log, engines, tools; or a record          │ each as soon as it has ended; or a record
+           └ SurplusError: interrupted; dropped or resumed later
+    anywhere: DataError, UserCodeError ─▶ drop(reason), or stop
+
+Generation ends within `timeouts.sample_s`. That limit excludes scoring, where a sample may wait for others, whose
+calls have their own deadlines. When a restarted Rollouter receives a sample again, it generates only the turns that
+the turn log lacks. A replayed sample (`skip`) uses no engine and has `Sample.replay` set.
+
+With ReMax one more trajectory is drawn, greedily, and scored with the others: its score is the sample's baseline
+(https://arxiv.org/abs/2310.10505).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import anyio
+
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import DataError, UserCodeError, first_failure
+from asyncrl.core.ports import EngineFleet, PayloadStore, PromptSource, RewardScorer, Score, TurnLog
+from asyncrl.core.trajectory import Trajectory
+from asyncrl.core.types import DropReason, Prompt, Replay, Row, Sample, SampleId, Span, Turn, sample_meta
+from asyncrl.core.waits import WaitBoard
+from asyncrl.profiling import profile
+from asyncrl.queue.sample_queue import SampleQueue
+from rollouter.agent.conversation import ConversationAgent
+from rollouter.crash_isolation import CrashIsolation, time_limit
+from rollouter.drop_policy import DropPolicy
+from rollouter.group import GroupRequest, generate_group, is_complete
+from rollouter.requests import greedy, sampling_params
+from rollouter.slots import BusyMeter, GenerationSlot, GenerationSlots, SurplusError, SurplusMonitor
+from rollouter.trajectory_dump import TrajectoryDump
+from skip import SkipManager
+from skip.generation import Generated, SampleRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ServedVersion(NamedTuple):
+    """The version that every replica serves."""
+
+    version: int
+    step: int
+    """The optimizer steps that produced it."""
+
+
+@dataclass(slots=True)
+class SampleProgress:
+    """The generation of one sample, which may be cut and resumed."""
+
+    turns: dict[str, Turn] = field(default_factory=dict)
+    """By `turn_key`, complete or not."""
+    logged_tokens: int | None = None
+    """Tokens of turns that an earlier Rollouter has logged; None: the turn log was not read yet."""
+    generate_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.response_ids) for turn in self.turns.values())
+
+
+class BatchedSample(NamedTuple):
+    """A sample of a batch that was generated together, or the error because of which it was not."""
+
+    outcome: Generated | DataError | UserCodeError
+    progress: SampleProgress
+
+
+@dataclass(slots=True)
+class RolloutCounts:
+    """Cumulative counts of this process."""
+
+    samples_done: int = 0
+    """Samples that were generated, scored and offered to the queue."""
+    generated_tokens: int = 0
+    """Response tokens of turns completed here, also of samples that were dropped or are not complete yet."""
+    surplus_tokens: int = 0
+    """Tokens of over-sampled samples and trajectories that are not used. The tokens of the last second before an
+    interruption may be missing."""
+    generate_s: float = 0.0
+    """Sum over samples, from dispatch to the last token of the group."""
+    max_generate_s: float = 0.0
+    reward_s: float = 0.0
+    """Sum over samples."""
+
+
+def ask_for(
+    config: Config, sample_id: SampleId, prompts: PromptSource, agent: ConversationAgent | None = None
+) -> SampleRequest:
+    """Return the request to the engines for one sample.
+
+    Raises:
+        DataError: the prompt is unusable.
+    """
+    rollout = config.rollout
+    prompt = prompts.at(sample_id)
+    sampling = sampling_params(
+        rollout.sampling,
+        prompt,
+        response_length=rollout.response_length,
+        max_model_len=config.max_model_len,
+        training=True,
+    )
+    baseline = greedy(sampling) if config.algorithm.adv_estimator == "remax" else None
+    identity = agent.identity() if agent is not None else {}
+    return SampleRequest(sample_id, prompt, sampling, rollout.n, baseline, rollout.over_sample.trajectories, identity)
+
+
+async def score_trajectories(scorer: RewardScorer, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+    """Call the scorer once, and record the call. Raises as the scorer does."""
+    with profile.span("reward.score", trajectories=len(trajectories)) as span:
+        scores = await scorer.score(prompt, trajectories)
+        if scores:
+            span.add(reward=sum(score.reward for score in scores) / len(scores))
+        return scores
+
+
+class SampleRunner:
+    """Takes the samples of one Rollouter from their permits to the queue."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: PromptSource,
+        queue: SampleQueue,
+        payloads: PayloadStore,
+        turns: TurnLog,
+        fleet: EngineFleet,
+        scorer: RewardScorer,
+        drops: DropPolicy,
+        isolation: CrashIsolation,
+        slots: GenerationSlots,
+        surplus: SurplusMonitor,
+        waits: WaitBoard,
+        served_version: Callable[[], ServedVersion],
+        agent: ConversationAgent | None,
+        dump: TrajectoryDump | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`agent` None: every trajectory is one turn."""
+        self._config = config
+        self._prompts = prompts
+        self._queue = queue
+        self._payloads = payloads
+        self._turns = turns
+        self._fleet = fleet
+        self._scorer = scorer
+        self._drops = drops
+        self._isolation = isolation
+        self._slots = slots
+        self._surplus = surplus
+        self._waits = waits
+        self._served_version = served_version
+        self._agent = agent
+        self._dump = dump
+        self._clock = clock
+        self._unfinished = config.rollout.over_sample.unfinished
+        self.generation = BusyMeter(clock)
+        self.counts = RolloutCounts()
+
+    async def run(self, sample_id: SampleId, slot: GenerationSlot | None) -> None:
+        """Generate, score and offer one sample, or drop it. With `slot` None, wait for a slot first."""
+        progress = SampleProgress()
+        with profile.context(sample=str(sample_id)):
+            try:
+                slot = slot or await self._slots.acquire()
+                while True:
+                    try:
+                        # `generate` frees the slot, so that slow files or rewards keep no engine waiting.
+                        with slot:
+                            request = self.ask(sample_id)
+                            generated, scores, scoring_began = await self._generate_and_score(request, progress, slot)
+                        break
+                    except SurplusError:
+                        if self._unfinished == "drop":
+                            raise
+                    with self._waits.waiting("surplus"), profile.span("sample.surplus"):
+                        await self._surplus.wait_for_room()
+                    slot = await self._slots.acquire()
+                sample = await self._score_and_pack(sample_id, generated, scores, scoring_began)
+            except (SurplusError, DataError, UserCodeError) as error:
+                await self._drop(sample_id, error, progress)
+            else:
+                await self._offer(sample)
+
+    async def finish_batched(self, sample_id: SampleId, batched: BatchedSample) -> None:
+        """Score and offer one sample of a batch that was generated together, or drop it."""
+        outcome, progress = batched
+        with profile.context(sample=str(sample_id)):
+            try:
+                if isinstance(outcome, DataError | UserCodeError):
+                    raise outcome
+                sample = await self._score_and_pack(sample_id, outcome, {}, self._clock())
+            except (DataError, UserCodeError) as error:
+                await self._drop(sample_id, error, progress)
+            else:
+                await self._offer(sample)
+
+    def ask(self, sample_id: SampleId) -> SampleRequest:
+        """See `ask_for`."""
+        return ask_for(self._config, sample_id, self._prompts, self._agent)
+
+    async def _generate_and_score(
+        self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot
+    ) -> tuple[Generated, Mapping[Trajectory, Score], float]:
+        """Generate a group. Score each trajectory as soon as it ends, unless the group is scored together or replayed.
+
+        Returns:
+            The group, its scores (empty if it is not scored yet), and the time when generation ended.
+        """
+        scores: dict[Trajectory, Score] = {}
+        whole_group = self._scorer.whole_group or SkipManager.get("reward") is not None
+
+        async def score(trajectory: Trajectory) -> None:
+            with self._waits.waiting("reward"):
+                (scores[trajectory],) = await score_trajectories(self._scorer, request.prompt, [trajectory])
+
+        def start_scoring(trajectory: Trajectory) -> None:
+            scoring.start_soon(score, trajectory)
+
+        try:
+            async with anyio.create_task_group() as scoring:
+                generated = await self.generate(request, progress, slot, None if whole_group else start_scoring)
+                generated_at = self._clock()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        return generated, scores, generated_at
+
+    @SkipManager.annotate(role="async_rollout")
+    async def generate(
+        self,
+        request: SampleRequest,
+        progress: SampleProgress,
+        slot: GenerationSlot,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Generated:
+        """Generate the group, the greedy trajectory last if there is one, within `timeouts.sample_s`; free the slot.
+
+        Args:
+            progress: The progress to resume from; updated in place.
+            on_trajectory: Called with each trajectory that is generated now, as soon as it has ended.
+
+        Raises:
+            SurplusError: enough other samples are done.
+        """
+        name = str(request.sample_id)
+        group = GroupRequest(
+            name, request.sample_id, request.prompt, request.sampling, request.n, request.baseline, request.extra,
+            keep_surplus=self._unfinished != "drop",
+        )  # fmt: skip
+        with (
+            slot,
+            self._surplus.abortable() as surplus,
+            time_limit(name, self._config.timeouts.sample_s) as limit,
+            profile.span("sample.generate", trajectories=request.n + request.extra) as span,
+            self._isolation.sample(limit) as sessions,
+        ):
+            started = self._clock()
+            tokens_before = 0
+            try:
+                await self._resume(request.sample_id, progress)
+                tokens_before = progress.num_tokens
+                with self._waits.waiting("engine"), self.generation.busy():
+                    trajectories = await generate_group(
+                        self._fleet,
+                        group,
+                        sessions=sessions,
+                        agent=self._agent,
+                        turns=progress.turns,
+                        record_turn=partial(self._record_turn, request.sample_id),
+                        on_trajectory=on_trajectory,
+                    )
+            except anyio.get_cancelled_exc_class():
+                if surplus.cancel_called:  # otherwise the time is up or the run ends, and nothing is resumed
+                    is_kept = self._unfinished != "drop"
+                    num_tokens = progress.num_tokens - tokens_before
+                    profile.note("sample.cut", tokens=num_tokens, kept=int(is_kept))
+                    if is_kept:
+                        sessions.suspend_all()
+                    else:
+                        self.counts.surplus_tokens += num_tokens
+                raise
+            finally:
+                progress.generate_s += self._clock() - started
+                span.add(tokens=progress.num_tokens - tokens_before)
+            span.add(trajectories=len(trajectories))
+        used_tokens = sum(trajectory.num_sampled for trajectory in trajectories)
+        self.counts.surplus_tokens += max(0, progress.num_tokens - used_tokens)
+        self.counts.generate_s += progress.generate_s
+        self.counts.max_generate_s = max(self.counts.max_generate_s, progress.generate_s)
+        return Generated(request.prompt, tuple(trajectories), progress.generate_s, request.baseline is not None)
+
+    async def _resume(self, sample_id: SampleId, progress: SampleProgress) -> None:
+        """Add the turns that an earlier Rollouter logged, or discard the partial turns of an earlier attempt."""
+        if progress.logged_tokens is None:
+            progress.turns |= await self._turns.completed(sample_id)
+            progress.logged_tokens = progress.num_tokens
+        elif self._unfinished != "keep_partial":
+            progress.turns = {key: turn for key, turn in progress.turns.items() if is_complete(turn)}
+
+    async def _record_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
+        self.counts.generated_tokens += len(turn.response_ids)
+        # Shielded: the turn counts as complete already. If the sample is cut here and resumed, nobody logs it later.
+        with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
+            await self._turns.record(sample_id, key, turn)
+
+    async def _score_and_pack(
+        self, sample_id: SampleId, generated: Generated, scores: Mapping[Trajectory, Score], scoring_began: float
+    ) -> Sample:
+        """Score the group unless `scores` has its scores; pack and dump the sample."""
+        prompt, trajectories = generated.prompt, generated.trajectories
+        if generated.replayed_from is not None:
+            num_tokens = sum(trajectory.num_sampled for trajectory in trajectories)
+            profile.note("sample.generate", trajectories=len(trajectories), tokens=num_tokens, replayed=1)
+        if scores:
+            all_scores = [scores[trajectory] for trajectory in trajectories]
+        else:
+            with self._waits.waiting("reward"):
+                all_scores = await self.score(sample_id, prompt, trajectories)
+        reward_s = self._clock() - scoring_began
+        self.counts.reward_s += reward_s
+        profile.record_ended("sample.reward", reward_s)
+        if generated.replayed_from is None:
+            await self._note_rewards(sample_id, [score.reward for score in all_scores])
+        sample = pack_sample(sample_id, generated, all_scores, reward_s, self._replay_version())
+        if self._dump is not None:
+            scored = trajectories[:-1] if generated.has_baseline else trajectories
+            with self._waits.waiting("dump"), profile.span("dump.write"):
+                await self._dump.write(sample, prompt, scored, all_scores[: len(scored)])
+        return sample
+
+    @SkipManager.annotate(role="reward")
+    async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """Return one score per trajectory. Raises as the scorer does."""
+        return await score_trajectories(self._scorer, prompt, trajectories)
+
+    async def _note_rewards(self, sample_id: SampleId, rewards: Sequence[float]) -> None:
+        """Store the rewards with the record, for `asyncrl skip show`."""
+        await SkipManager.note("async_rollout", sample_id.index, {"rewards": list(rewards)})
+        step = self._served_version().step + 1
+        await SkipManager.note("rollout", step, {"rewards": {str(sample_id): list(rewards)}})
+
+    def _replay_version(self) -> int | None:
+        """Return the version that tokens of replayed samples count as; None: the recorded ones."""
+        role = self._config.generation_skip
+        return None if role is None or role.replay_versions == "recorded" else self._served_version().version
+
+    async def _offer(self, sample: Sample) -> None:
+        self._drops.note_success()
+        meta = sample_meta(sample)
+        with profile.span("sample.payload", bytes=meta.payload_bytes):
+            payload = await self._payloads.put(sample)
+        with profile.span("sample.offer"):
+            await self._queue.offer(meta, payload)
+        if profile.enabled:
+            rewards = {row.trajectory: row.reward for row in sample.rows}
+            profile.note(
+                "sample.ready",
+                reward=sum(rewards.values()) / len(rewards),
+                tokens=meta.response_tokens,
+                versions=meta.newest_version - meta.oldest_version,
+            )
+        self.counts.samples_done += 1
+        await self._turns.forget(sample.sample_id)
+
+    async def _drop(
+        self, sample_id: SampleId, error: SurplusError | DataError | UserCodeError, progress: SampleProgress
+    ) -> None:
+        """Drop the sample, or raise as `DropPolicy.decide` does."""
+        if isinstance(error, SurplusError):
+            reason = DropReason.SURPLUS
+        else:
+            drop = self._drops.decide(sample_id, error)
+            log = logger.warning if drop.first else logger.debug
+            log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
+            reason = drop.reason
+        await self._queue.drop(sample_id, reason)
+        num_tokens = progress.num_tokens - (progress.logged_tokens or 0)
+        profile.note("sample.dropped", reason=str(reason), tokens=num_tokens)
+        await self._turns.forget(sample_id)
+
+
+def pack_sample(
+    sample_id: SampleId,
+    generated: Generated,
+    scores: Sequence[Score],
+    reward_s: float,
+    replay_version: int | None,
+) -> Sample:
+    """Return the sample as it is trained on.
+
+    Args:
+        scores: One per trajectory of `generated`.
+        replay_version: The version that replayed tokens count as; None: the recorded ones.
+    """
+    trajectories, baseline = generated.trajectories, None
+    if generated.has_baseline:
+        trajectories, scores, baseline = trajectories[:-1], scores[:-1], scores[-1].reward
+    rows = [
+        row
+        for number, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
+        for row in scored_rows(number, trajectory, score)
+    ]
+    replay = None
+    if generated.replayed_from is not None:
+        replay = Replay(generated.replayed_from, generated.substituted, tuple(row.spans for row in rows))
+        if replay_version is not None:
+            rows = [replace(row, spans=(Span(0, replay_version),)) for row in rows]
+    numbers = tuple(
+        index if trajectory.number is None else trajectory.number for index, trajectory in enumerate(trajectories)
+    )
+    return Sample(
+        sample_id=sample_id,
+        rows=tuple(rows),
+        data_source=generated.prompt.data_source,
+        generate_s=generated.generate_s,
+        reward_s=reward_s,
+        baseline_reward=baseline,
+        replay=replay,
+        media=generated.prompt.media,
+        asked=() if numbers == tuple(range(len(numbers))) else numbers,
+    )
+
+
+def scored_rows(number: int, trajectory: Trajectory, score: Score) -> list[Row]:
+    """Return the rows of the sample's `number`th trajectory, as they are trained on."""
+    extra = dict(score.extra)
+    if trajectory.messages:
+        counts = {"num_turns": float(len(trajectory.turns)), "num_tool_calls": float(trajectory.num_calls)}
+        extra |= {**counts, **trajectory.metrics}
+    rewards = score.turn_rewards or (0.0,) * len(trajectory.turns)
+    return [
+        Row(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.response_mask,
+            rollout_log_probs=row.rollout_log_probs,
+            spans=row.spans,
+            finish_reason=trajectory.finish_reason,
+            reward=score.reward,
+            reward_extra=extra,
+            trajectory=number,
+            turn_rewards=tuple(
+                (turn.first_token + turn.num_tokens - 1, reward)
+                for turn, reward in zip(trajectory.turns, rewards, strict=True)
+                if turn.row == index and reward
+            ),
+        )
+        for index, row in enumerate(trajectory.rows)
+    ]

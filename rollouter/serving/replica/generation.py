@@ -1,0 +1,379 @@
+"""Token-exact generation on one replica's `AsyncLLM`.
+
+requests ──▶ gate ──▶ AsyncLLM ──▶ deltas of turns, with spans
+              │ closed from pause to resume, see `weights`
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import EngineInput, MultiModalInput, mm_input, tokens_input
+from vllm.multimodal.parse import parse_mm_uuids
+from vllm.multimodal.processing import ProcessorInputs, TimingContext
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.torch_utils import set_default_torch_num_threads
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.metrics.stats import RequestStateStats
+
+from asyncrl.core.failures import AsyncRLError, BugError, DataError, EngineCrashError, InfraError
+from asyncrl.core.ports import Accepted, GenerateRequest
+from asyncrl.core.types import FinishReason, Media
+from asyncrl.storage.media import digest, frames_of, video_array
+from rollouter.serving.client import Delta, cut_delta
+from rollouter.serving.handles import own_log
+from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.request_phases import EnginePauses, RequestRecorder
+
+if TYPE_CHECKING:
+    from vllm.renderers.base import BaseRenderer
+
+REPORT_EVERY_S = 1.0
+"""Running requests report their tokens so often: a replica that dies takes no more than this with it."""
+GATHER_S = 0.25
+"""After a request has ended, its call waits so long for others before it reports, as a message costs a millisecond;
+once all have ended, it reports at once."""
+CANCEL_S = 5.0
+"""For requests of a cancelled call to leave the engine."""
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+"""vLLM's finish reasons that are no failure."""
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """One request in vLLM, and its tokens so far.
+
+    vLLM reports a request once, when it ends (`FINAL_ONLY`), which costs nothing per token. Tokens before that are read
+    from vLLM's own state in this process, where it stays when the engine core dies. Use it on the engine client's loop,
+    where nothing changes without an await in between.
+    """
+
+    number: int
+    request_id: str
+    collector: RequestOutputCollector | None = None
+    state: RequestState | None = None
+    """None: not in the engine yet, or it has ended already."""
+    output: RequestOutput | None = None
+    """The engine's last output."""
+    num_reported: int = 0
+    is_reported: bool = False
+    """Its end has been reported."""
+
+    @property
+    def num_tokens(self) -> int:
+        if (end := self._end()) is not None:
+            return len(end.token_ids)
+        if self.state is None or self.state.detokenizer is None:
+            return 0
+        return len(self.state.detokenizer.output_token_ids)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        reason = self.output.outputs[0].finish_reason if self.output is not None else None
+        return FINISH_REASONS.get(reason or "abort", FinishReason.ABORTED)
+
+    @property
+    def stats(self) -> RequestStateStats | None:
+        return self.state.stats if self.state is not None else getattr(self.output, "metrics", None)
+
+    def take_delta(self) -> Delta | None:
+        """Return the tokens since the last delta, if any.
+
+        Raises:
+            BugError: tokens without log-probs or versions.
+        """
+        if self.is_reported:
+            return None
+        end = self._end()
+        if end is not None and end.finish_reason in FINISH_REASONS:
+            self.is_reported = True
+            spans = [span for span in end.weight_versions or () if span.end > span.start]
+            return self._delta(
+                end.token_ids,
+                end.logprobs.logprobs if end.logprobs else [],
+                [(span.version, span.start) for span in spans],
+                FINISH_REASONS[end.finish_reason],
+                done=True,
+            )
+        if self.state is None or self.state.detokenizer is None or self.state.logprobs_processor is None:
+            return None
+        tokens = self.state.detokenizer.output_token_ids
+        if len(tokens) == self.num_reported:
+            return None
+        log_probs = self.state.logprobs_processor.logprobs
+        return self._delta(
+            tokens,
+            log_probs.logprobs if log_probs else [],
+            self.state.weight_version_starts,
+            FinishReason.ABORTED,
+            done=False,
+        )
+
+    def _end(self) -> CompletionOutput | None:
+        """Return the engine's last output, which may still be in the collector."""
+        waiting = self.collector.output if self.collector is not None else None
+        output = self.output or (waiting if isinstance(waiting, RequestOutput) else None)
+        return output.outputs[0] if output is not None else None
+
+    def _delta(
+        self,
+        tokens: list[int],
+        log_probs: list[float],
+        starts: list[tuple[str, int]],
+        finish: FinishReason,
+        *,
+        done: bool,
+    ) -> Delta:
+        if len(log_probs) != len(tokens):
+            raise BugError(f"request {self.request_id}: {len(tokens)} tokens with {len(log_probs)} log-probs")
+        if tokens and not starts:
+            raise BugError(f"request {self.request_id}: the engine did not report which version sampled its tokens")
+        turn = cut_delta(tokens, log_probs, starts, self.num_reported, finish)
+        self.num_reported = len(tokens)
+        return Delta(self.number, turn, done)
+
+
+class TokenGeneration:
+    """Runs the requests of generate calls in the engine."""
+
+    def __init__(self, llm: AsyncLLM, health: ReplicaHealth, gate: asyncio.Event, pauses: EnginePauses) -> None:
+        """
+        Args:
+            gate: Requests wait until it is set.
+            pauses: For the events of requests.
+        """
+        self._llm = llm
+        self._health = health
+        self._gate = gate
+        self._pauses = pauses
+        self._max_model_len = llm.model_config.max_model_len
+
+    async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
+        """Run the requests together, and yield the tokens that they sample: soon after a request has ended, and about
+        once a second for those that go on. The first item says that the engine has all of them: if this process dies
+        from now on, they may be the cause. All tokens are yielded before an error is raised.
+
+        Raises:
+            DataError: a prompt or its sampling parameters that the engine refuses.
+            EngineCrashError: the engine died or hung.
+            InfraError: this replica is waiting to be replaced.
+        """
+        if self._health.broken:
+            raise InfraError(self._health.broken)
+        runs = [RunningRequest(number, request.request_id) for number, request in enumerate(requests)]
+        changed = asyncio.Event()
+        accepted = False
+        work = asyncio.create_task(self._run(requests, runs, changed))
+        work.add_done_callback(lambda _: changed.set())
+        try:
+            while not work.done():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPORT_EVERY_S):
+                        await changed.wait()
+                some_ended = changed.is_set()
+                changed.clear()
+                if not accepted:
+                    if accepted := all(run.collector is not None for run in runs):
+                        yield Accepted(self._health.replica)
+                        if deltas := _deltas(runs):
+                            yield deltas
+                    continue
+                if some_ended and not work.done():
+                    await asyncio.wait([work], timeout=GATHER_S)
+                if deltas := _deltas(runs):
+                    yield deltas
+            if deltas := _deltas(runs):
+                yield deltas
+            await work
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work], timeout=CANCEL_S)
+
+    async def _run(
+        self, requests: Sequence[GenerateRequest], runs: Sequence[RunningRequest], changed: asyncio.Event
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request, run in zip(requests, runs, strict=True):
+                    group.create_task(self._generate(request, run, changed))
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+
+    async def _generate(self, request: GenerateRequest, run: RunningRequest, changed: asyncio.Event) -> None:
+        recorder = RequestRecorder(run, self._llm, self._health, self._pauses)
+        try:
+            await self._in_engine(request, run, changed, recorder)
+        except DataError:
+            raise  # it never was in the engine
+        except BaseException as error:
+            recorder.record(error)
+            raise
+        recorder.record(None)
+        changed.set()
+        reason = run.output.outputs[0].finish_reason if run.output is not None else None
+        if run.output is None or not run.output.finished or reason not in FINISH_REASONS:
+            raise InfraError(f"request {request.request_id}: the engine ended it with {reason!r}")
+
+    async def _in_engine(
+        self, request: GenerateRequest, run: RunningRequest, changed: asyncio.Event, recorder: RequestRecorder
+    ) -> None:
+        """Returns once the request has ended."""
+        health = self._health
+        prompt_ids, params = self._resolve(request)
+        await self._gate.wait()
+        if health.broken:
+            raise InfraError(health.broken)
+        recorder.note_admitted(len(prompt_ids))
+        # The salt keeps versions apart in the prefix cache: a request admitted under v never reads a block that an
+        # older version computed, even where running requests (`keep`) forbid emptying the cache.
+        salt = f"{health.weights_version.lineage}-{health.weights_version.version}"
+        prompt: EngineInput = tokens_input(prompt_ids, cache_salt=salt)
+        if request.media:
+            prompt = await self._with_media(request, prompt_ids, salt)
+        try:
+            try:
+                run.collector = await self._llm.add_request(request.request_id, prompt, params)
+            except (VLLMClientError, ValueError) as error:
+                raise DataError.wrap(f"request {request.request_id}: the engine refuses it", error) from error
+            run.state = self._llm.output_processor.request_states.get(run.collector.request_id)
+            changed.set()
+            # FINAL_ONLY: one output comes, at the end.
+            run.output = await run.collector.get()
+        except asyncio.CancelledError:
+            with suppress(EngineDeadError):
+                if run.collector is None:
+                    await self._llm.abort(request.request_id)
+                else:
+                    await self._llm.abort(run.collector.request_id, internal=True)
+            raise
+        except DataError:
+            raise
+        except Exception as error:
+            dead = isinstance(error, EngineDeadError)
+            if run.collector is None and not dead:
+                raise InfraError.wrap(f"request {request.request_id}: the engine did not take it", error) from error
+            health.give_up("its engine is dead" if dead else f"its engine's client failed: {error!r}", crash=True)
+            message = f"{health.broken}; the cause is in {own_log()}, in logs/ray of the run directory"
+            if not health.crashed or run.collector is None:
+                raise InfraError.wrap(message, error) from error
+            crash = EngineCrashError.wrap(message, error)
+            crash.replica = health.replica
+            raise crash from error
+
+    async def _with_media(self, request: GenerateRequest, prompt_ids: Sequence[int], salt: str) -> EngineInput:
+        try:
+            return await media_input(self._llm.renderer, prompt_ids, request.media, salt)
+        except DataError as error:
+            raise DataError.wrap(f"request {request.request_id}: {error}", error) from error
+
+    def _resolve(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
+        """Return prompt and parameters of the engine call; tokens so far join the prompt and leave the budget."""
+        done = 0 if request.so_far is None else len(request.so_far.response_ids)
+        prompt_ids = request.prompt_ids.tolist()
+        if request.so_far is not None:
+            prompt_ids += request.so_far.response_ids.tolist()
+        if len(prompt_ids) >= self._max_model_len:
+            raise DataError(
+                f"request {request.request_id}: {len(prompt_ids)} prompt tokens leave no room in a context of "
+                f"{self._max_model_len}; lower data.max_prompt_length or raise rollout.max_model_len"
+            )
+        sampling = dict(request.sampling)
+        if sampling.get("seed") is not None and current_platform.is_cpu():
+            raise DataError(f"request {request.request_id}: a per-request seed ends vLLM's CPU engine; leave it out")
+        sampling["max_tokens"] -= done
+        if "min_tokens" in sampling:
+            sampling["min_tokens"] = max(0, sampling["min_tokens"] - done)
+        stop = list(sampling.pop("stop", ()))
+        try:
+            return prompt_ids, SamplingParams(
+                **sampling,
+                stop=stop,
+                detokenize=bool(stop),
+                logprobs=0,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        except (TypeError, ValueError) as error:
+            raise DataError.wrap(f"request {request.request_id}: sampling parameters", error) from error
+
+
+def _deltas(runs: Sequence[RunningRequest]) -> list[Delta]:
+    return [delta for run in runs if (delta := run.take_delta()) is not None]
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """Return the gravest error of ours in a group, or else the first one."""
+    leaves: list[BaseException] = []
+    for failure in failures.exceptions:
+        leaves.append(_first(failure) if isinstance(failure, BaseExceptionGroup) else failure)
+    for kind in (BugError, InfraError, AsyncRLError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
+
+
+async def media_input(
+    renderer: BaseRenderer[Any], prompt_ids: Sequence[int], media: Sequence[Media], salt: str
+) -> MultiModalInput:
+    """Return the engine's input for `prompt_ids` and `media`, computed off the event loop.
+
+    The ids have all placeholders already, since the Trainer sees the same ids. vLLM's own processor would insert them,
+    so it is asked only for the features, and for where in these ids it would have put the placeholders.
+
+    Args:
+        salt: Names the weights, since cached features belong to one version.
+
+    Raises:
+        DataError: the model takes no such media, or vLLM puts placeholders elsewhere than the prompt has them.
+    """
+    # vLLM's own thread: its processor and the processor's cache are not thread-safe.
+    return await asyncio.get_running_loop().run_in_executor(
+        renderer._mm_executor, _media_input, renderer, list(prompt_ids), media, salt
+    )
+
+
+def _media_input(
+    renderer: BaseRenderer[Any], prompt_ids: list[int], media: Sequence[Media], salt: str
+) -> MultiModalInput:
+    processor = renderer.mm_processor
+    if processor is None:
+        raise DataError("its prompt has images or videos, and vLLM serves this model with text only")
+    data: dict[str, list[Any]] = {}
+    names: dict[str, list[str]] = {}
+    try:
+        for one in media:
+            data.setdefault(one.kind, []).append(frames_of(one)[0] if one.kind == "image" else video_array(one))
+            names.setdefault(one.kind, []).append(f"{salt}-{digest(one)}")
+        inputs = ProcessorInputs(
+            prompt_ids,
+            processor.info.parse_mm_data(data),
+            parse_mm_uuids(names),
+            cache=renderer._mm_processor_only_cache,
+        )
+        with set_default_torch_num_threads():
+            result = processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
+    except ValueError as error:
+        raise DataError.wrap(f"vLLM cannot process its {', '.join(data)}: {error}", error) from error
+    found = processor._find_mm_placeholders(prompt_ids, result.prompt_updates)
+    missing = [kind for kind, items in data.items() if len(found.get(kind, ())) != len(items)]
+    if missing:
+        kind = missing[0]
+        raise DataError(
+            f"its tokens have the placeholders of {len(found.get(kind, ()))} {kind}s as vLLM writes them, and "
+            f"{len(data[kind])} are given; the model's processor in transformers and in vLLM disagree, or the chat "
+            "template has rewritten the conversation"
+        )
+    ranges = {kind: [place.to_range() for place in places] for kind, places in found.items()}
+    return mm_input(prompt_ids, result.kwargs, result.hashes, ranges, cache_salt=salt)

@@ -1,0 +1,1 @@
+"""Processes that run code of the model behind walls."""

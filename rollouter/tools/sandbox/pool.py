@@ -1,0 +1,396 @@
+"""A sandbox for untrusted code: processes inside walls, controlled from the event loop.
+
+    start ─▶ walls up? ─▶ run ─▶ (run …) ─▶ close: the process group is killed, the directory removed
+
+`rollouter.tools.sandbox.confined` builds the walls from inside the process:
+
+| | how |
+|---|---|
+| network | no socket can be opened (seccomp), and there is no interface (network namespace) |
+| files | a root directory in memory with Python's own files, read-only; Landlock; capabilities dropped |
+| processes | none can be started, seen or signalled (seccomp, process namespace) |
+| environment | nothing of the parent's; an empty working directory, removed afterwards |
+| resources | processor and wall time, address space, size of each file and of all, open files, threads, output |
+
+All mechanisms of the machine are used together, and each wall must rest on at least one (table in
+`confined.walls`). Started as root, the code runs as a separate user if Python's files are readable for all. Without a
+root directory of its own (in most containers) the working directory is in the file system, and only the size of each
+file in it is bounded. A process takes 30 to 40 ms to start on one core, 1 ms of it on the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import anyio
+from anyio import to_thread
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
+
+from asyncrl.core.failures import BugError, ConfigError, DeadlineError, InfraError
+from rollouter.tools.sandbox.confined.walls import ConfinementSettings
+
+log = logging.getLogger(__name__)
+
+CodeEnding = Literal["ok", "error", "timeout", "cpu", "output", "died"]
+"""How code ended: it ran to its end; it raised; it was stopped for its wall time, its processor time, or output that
+bypasses `sys.stdout`; its process ended by itself or by a signal."""
+
+START_S = 20.0
+"""Deadline for a process to start and report its walls."""
+_CLOSE_S = 10.0
+_BEYOND_BYTES = 64 << 10
+"""Allowance for a traceback and the like after the output; more can only come from bypassing `sys.stdout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLimits:
+    """Limits of one run of code; those of memory, threads and files apply to the process."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_mib: int = 512
+    """Address space, including Python's own 30 MiB."""
+    file_mib: int = 16
+    """Size of the largest file."""
+    disk_mib: int = 64
+    """Size of all files."""
+    open_files: int = 64
+    threads: int = 32
+    """Enforced where users or their processes are distinguishable; otherwise only memory bounds them."""
+    output_bytes: int = 32 << 10
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value!r}; expected a positive number")
+            if name != "wall_s" and value != int(value):
+                raise ValueError(f"{name} = {value!r}; expected a whole number")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeOutcome:
+    """The result of running code."""
+
+    output: str
+    """Standard output and standard error, the value of the last expression, the traceback."""
+    ending: CodeEnding
+    exit_code: int | None = None
+    """Exit code with `died`; negative: the signal."""
+    wall_s: float = 0.0
+
+
+class ConfinedProcess:
+    """A process inside walls that runs pieces of code one after the other."""
+
+    def __init__(self, process: Process, directory: str, limits: CodeLimits, threads: anyio.CapacityLimiter) -> None:
+        self._process = process
+        self._directory = directory
+        self._limits = limits
+        self._threads = threads
+        self._unread = bytearray()
+        self.alive = True
+        """The process can run more code."""
+
+    async def greeting(self) -> str:
+        """Return what the process writes before it gets any code: the report of `confined.cell.describe`.
+
+        Raises:
+            InfraError: it did not start.
+        """
+        with anyio.move_on_after(START_S):
+            report = await self._read_until(b"\n\n", most=_BEYOND_BYTES)
+            if report is None:
+                raise InfraError("a process for code ended before it began", self._unread.decode(errors="replace"))
+            return report.decode(errors="replace")
+        raise DeadlineError(f"a process for code was not up within {START_S:g} s")
+
+    async def run(self, code: str) -> CodeOutcome:
+        """Run `code` to its end or to a limit, which also ends the process."""
+        started = time.monotonic()
+        mark = secrets.token_hex(8)
+        data = code.encode(errors="replace")
+        output: bytearray | None = None
+        ending: CodeEnding | None = None
+        with anyio.move_on_after(self._limits.wall_s) as deadline:
+            try:
+                await self._stdin.send(f"{mark} {len(data)}\n".encode() + data)
+                output = await self._read_until(f"\0{mark} ".encode(), most=self._limits.output_bytes + _BEYOND_BYTES)
+                if output is not None:
+                    status = await self._read_until(b"\n", most=_BEYOND_BYTES)
+                    ending = "ok" if status is not None and bytes(status) == b"ok" else "error"
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                pass  # it has ended
+        if ending is None:
+            ending = await self._stop(timed_out=deadline.cancelled_caught)
+            output = self._unread
+        assert output is not None
+        if ending == "output":
+            del output[self._limits.output_bytes :]
+        exit_code = self._process.returncode if ending == "died" else None
+        return CodeOutcome(output.decode(errors="replace"), ending, exit_code, time.monotonic() - started)
+
+    async def _stop(self, *, timed_out: bool) -> CodeEnding:
+        """The process is over, or has to be. Why?"""
+        self.alive = False
+        flooded = len(self._unread) > self._limits.output_bytes + _BEYOND_BYTES
+        if not (timed_out or flooded):
+            with anyio.move_on_after(_CLOSE_S):
+                await self._process.wait()
+        await self._kill()
+        if timed_out:
+            return "timeout"
+        if flooded:
+            return "output"
+        return "cpu" if self._process.returncode == -signal.SIGXCPU else "died"
+
+    async def _read_until(self, end: bytes, *, most: int) -> bytearray | None:
+        """Return the output before `end`, which is consumed; None if the stream ends first or exceeds `most`."""
+        looked = 0
+        while (at := self._unread.find(end, looked)) < 0:
+            looked = max(0, len(self._unread) - len(end) + 1)
+            if len(self._unread) > most:
+                return None
+            try:
+                self._unread += await self._stdout.receive(1 << 16)
+            except anyio.EndOfStream:
+                return None
+        before = self._unread[:at]
+        del self._unread[: at + len(end)]
+        return before
+
+    async def close(self) -> None:
+        """End the process group and remove its directory. Shielded; takes at most 10 s."""
+        self.alive = False
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(_CLOSE_S) as deadline:
+                await self._kill()
+                await self._process.aclose()
+                await to_thread.run_sync(_remove, self._directory, abandon_on_cancel=True, limiter=self._threads)
+            if deadline.cancelled_caught:
+                log.warning("a process for code could not be ended within %g s: pid %d", _CLOSE_S, self._process.pid)
+
+    async def _kill(self) -> None:
+        # The leader is not reaped before its exit code is known, so its pid cannot have been reused.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S):
+                await self._process.wait()
+
+    @property
+    def _stdin(self) -> ByteSendStream:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> ByteReceiveStream:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+
+def _remove(directory: str) -> None:
+    """Remove the directory, whatever permissions the code has set. The process is dead."""
+    try:
+        for parent, names, _ in os.walk(directory):
+            for name in names:
+                if not os.path.islink(path := os.path.join(parent, name)):
+                    os.chmod(path, 0o700)
+        shutil.rmtree(directory)
+    except (OSError, RecursionError) as error:
+        log.warning("the working directory of a code could not be removed: %s: %s", directory, error)
+
+
+MECHANISMS = ("namespaces", "root", "user", "landlock", "seccomp")
+"""The mechanisms of `rollouter.tools.sandbox.confined.walls`."""
+
+_BOOT = "import sys; sys.path.append({here!r}); from confined.cell import main; sys.path.remove({here!r}); main()"
+
+
+@dataclass(frozen=True, slots=True)
+class WallReport:
+    """The walls around a process."""
+
+    stands: Mapping[str, tuple[str, ...]]
+    """The mechanisms that each wall rests on."""
+    missing: Mapping[str, str]
+    """Reasons by mechanism that was tried and failed."""
+
+    @classmethod
+    def parse(cls, report: str) -> WallReport:
+        """Parse the report of `confined.cell.describe`."""
+        stands, missing = {}, {}
+        for line in report.splitlines():
+            sign, name, *rest = line.split(" ")
+            if sign == "+":
+                stands[name] = tuple(rest)
+            else:
+                missing[name] = " ".join(rest)
+        return cls(stands, missing)
+
+
+class CodeSandbox:
+    """Starts confined processes with the same settings."""
+
+    def __init__(
+        self,
+        limits: CodeLimits,
+        *,
+        network: bool = False,
+        shared_files: bool = False,
+        import_paths: Sequence[str] = (),
+        read_paths: Sequence[str] = (),
+        keep: bool = False,
+        mechanisms: Collection[str] = MECHANISMS,
+    ) -> None:
+        """Check which walls this machine supports. Blocks for about 0.1 s.
+
+        Args:
+            network: Allow the network.
+            shared_files: Accept that the code can access the files of the run's user, if that cannot be prevented.
+            import_paths: Directories of packages, after the standard library's.
+            read_paths: Files and directories that the code may read.
+            keep: Let a process run several pieces of code, which share their variables.
+            mechanisms: The ones of `MECHANISMS` to use.
+
+        Raises:
+            ConfigError: a wall cannot be built here; the message says what is missing.
+        """
+        self.limits = limits
+        self._network = network
+        self._import_paths = [os.path.abspath(path) for path in import_paths]
+        self._read_paths = [os.path.abspath(path) for path in read_paths]
+        self._keep = keep
+        self._required = [
+            wall for wall, waived in (("network", network), ("files", shared_files), ("processes", False)) if not waived
+        ]
+        # The process uses no virtual environment, only the standard library and `import_paths`.
+        self._python = os.path.realpath(sys.executable)
+        self._threads = anyio.CapacityLimiter(math.inf)
+        # A start uses a core, and the event loop for a moment: more at once would only block the loop.
+        self._starts = anyio.CapacityLimiter(os.cpu_count() or 1)
+        self._mechanisms, self.walls = self._find(mechanisms)
+
+    def _find(self, mechanisms: Collection[str]) -> tuple[list[str], WallReport]:
+        """Return the mechanisms that work, probing again without those that fail: a partial namespace is unsafe."""
+        if sys.platform != "linux":
+            raise ConfigError(f"code of a model can only be confined on Linux, and this is {sys.platform}")
+        usable, missing = list(mechanisms), dict[str, str]()
+        while True:
+            walls = self._probe(usable)
+            missing.update(walls.missing)
+            if not walls.missing:
+                break
+            usable = [name for name in usable if name not in walls.missing]
+        if unwalled := self._unwalled(walls):
+            reasons = "".join(f"\n    {name}: {reason}" for name, reason in missing.items())
+            raise ConfigError(
+                f"code of a model cannot be kept from the {' and '.join(unwalled)} of this machine: "
+                f"{_lacking(unwalled)}{reasons}"
+            )
+        return usable, WallReport(walls.stands, missing)
+
+    def _unwalled(self, walls: WallReport) -> list[str]:
+        return [wall for wall in self._required if not walls.stands.get(wall)]
+
+    def _probe(self, mechanisms: list[str]) -> WallReport:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-code-") as directory:
+            done = subprocess.run(
+                self._command(directory, mechanisms),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=_environment(directory),
+                start_new_session=True,
+                timeout=START_S,
+                check=False,
+            )
+        report, ended, _ = done.stdout.decode(errors="replace").partition("\n\n")
+        if not ended:
+            raise BugError(f"the process for code of a model ended with {done.returncode} before it began", report)
+        return WallReport.parse(report)
+
+    def _command(self, directory: str, mechanisms: list[str]) -> list[str]:
+        limits = self.limits
+        settings = ConfinementSettings(
+            work_dir=directory,
+            read_paths=self._read_paths,
+            import_paths=self._import_paths,
+            mechanisms=mechanisms,
+            network=self._network,
+            cpu_s=int(limits.cpu_s),
+            memory_bytes=int(limits.memory_mib) << 20,
+            file_bytes=int(limits.file_mib) << 20,
+            disk_bytes=int(limits.disk_mib) << 20,
+            open_files=int(limits.open_files),
+            threads=int(limits.threads),
+            output_bytes=int(limits.output_bytes),
+            keep=self._keep,
+        )
+        boot = _BOOT.format(here=str(Path(__file__).parent))
+        return [self._python, "-I", "-S", "-X", "utf8", "-c", boot, settings.encode()]
+
+    async def start(self) -> ConfinedProcess:
+        """Start a process that waits for code; the caller must close it.
+
+        Raises:
+            InfraError: it did not start, or lacks a required wall.
+        """
+        async with self._starts:
+            with anyio.CancelScope(shield=True):  # a cancelled start would leave a process behind
+                directory = await to_thread.run_sync(_make_directory, limiter=self._threads)
+                try:
+                    process = await anyio.open_process(
+                        self._command(directory, self._mechanisms),
+                        stderr=subprocess.STDOUT,
+                        cwd=directory,
+                        env=_environment(directory),
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    os.rmdir(directory)
+                    raise InfraError(f"a process for code could not be started: {error}") from error
+            confined = ConfinedProcess(process, directory, self.limits, self._threads)
+            try:
+                walls = WallReport.parse(await confined.greeting())
+                if missing := self._unwalled(walls):
+                    problem = f"{', '.join(missing)}: {dict(walls.missing)}"
+                    raise InfraError(f"a process for code started without its walls: {problem}")
+            except BaseException:
+                await confined.close()
+                raise
+        return confined
+
+
+def _lacking(walls: list[str]) -> str:
+    """Return advice about missing walls."""
+    waivers = {"network": "{network: allowed}", "files": "{files: shared}"}
+    advice = "it takes Linux with seccomp, and Landlock (6.2 or newer) or namespaces"
+    return "; ".join([advice, *(f"config: {waivers[wall]} accepts that" for wall in walls if wall in waivers)])
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Return an environment without the parent's, which may hold keys; only the path of the interpreter's libraries."""
+    environment = {"LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, "OPENBLAS_NUM_THREADS": "1"}
+    if libraries := os.environ.get("LD_LIBRARY_PATH"):
+        environment["LD_LIBRARY_PATH"] = libraries
+    return environment
+
+
+def _make_directory() -> str:
+    return tempfile.mkdtemp(prefix="asyncrl-code-")

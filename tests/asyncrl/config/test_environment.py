@@ -1,0 +1,475 @@
+"""Checks of this machine: files, models, user code, packages, engines, GPUs, ports and environment variables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.assets import resolve
+from asyncrl.config import environment
+from asyncrl.config.compose import check_config
+from asyncrl.config.environment import BUILTIN_STRATEGIES, STRATEGY_ENTRY_POINTS, visible_gpus
+from asyncrl.config.model_files import model_config, num_parameters, tensor_shapes
+from tests.fakes.configurations import machine_problems, single
+
+GAE = {"algorithm.adv_estimator": "gae"}
+ULYSSES = "trainer.ulysses_sequence_parallel_size"
+CUDA = {"trainer.device": "cuda"}
+OTLP = {"profiler.otlp_endpoint": "http://127.0.0.1:4318/v1/traces"}
+
+
+def write_model(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> str:
+    """Write a model's config.json and the header of its weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(settings))
+    header = json.dumps({name: {"dtype": "F32", "shape": list(shape)} for name, shape in tensors.items()}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return str(path)
+
+
+def hide_modules(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Make modules look as if they were not installed."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else real(name))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_a_missing_file_is_reported_with_a_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    problem = single(machine_problems({"data.train_files": [str(tmp_path / "trian.jsonl")]}))
+    assert problem.key == "data.train_files"
+    assert str(tmp_path / "train.jsonl") in problem.fix
+    for name, fix in (
+        ("no/such/val.jsonl", "there is no directory"),
+        ("asyncrl://quickstrat/v.jsonl", "asyncrl://quick"),
+    ):
+        assert fix in single(machine_problems({"data.val_files": [name]})).fix
+    template = machine_problems({"model.chat_template": str(tmp_path / "no.jinja")})
+    assert single(template).key == "model.chat_template"
+    (tmp_path / "train.csv").write_text("a,b\n")
+    assert ".parquet" in single(machine_problems({"data.train_files": [str(tmp_path / "train.csv")]})).fix
+
+
+def test_missing_files_are_warnings_on_a_cluster() -> None:
+    assert single(machine_problems({"ray.address": "auto", "data.val_files": ["no.jsonl"]})).severity == "warning"
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    assert machine_problems({"run_dir": str(used)}) == []
+    (used / "summary.json").write_text("{}")
+    problem = single(machine_problems({"run_dir": str(used)}))
+    assert (problem.key, "resume=auto" in problem.fix) == ("run_dir", True)
+    assert machine_problems({"run_dir": str(used), "resume": "auto"}) == []
+    (tmp_path / "file").write_text("")
+    assert "is no directory" in single(machine_problems({"run_dir": str(tmp_path / "file" / "run")})).consequence
+
+
+def test_resume_from_a_missing_directory(tmp_path: Path) -> None:
+    assert machine_problems({"resume": str(tmp_path)}) == []
+    assert "did you mean auto?" in single(machine_problems({"resume": "autp"})).fix
+    problem = single(machine_problems({"resume": str(tmp_path / "none")}))
+    assert (problem.key, "did you mean" in problem.fix) == ("resume", False)  # a path is no misspelt `none`
+
+
+def test_records_of_skip_need_a_writable_directory_and_importable_modules(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    role = {"skip.async_rollout.enable": True, "skip.async_rollout.steps": "all"}
+    broken = role | {"skip.async_rollout.dump_dir": str(file / "below"), "skip.modules": ["sums"]}
+    modules, directory = machine_problems(broken)
+    assert (modules.key, modules.value) == ("skip.modules", "sums")
+    assert (directory.key, "is no directory" in directory.consequence) == ("skip.async_rollout.dump_dir", True)
+    valid = role | {"skip.async_rollout.dump_dir": str(tmp_path / "new"), "skip.modules": ["json"]}
+    assert machine_problems(valid) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"serve.api_key_env": "MY_KEY"}, "serve.api_key_env"),
+        ({"reward.judge.model": "judge-1", "reward.judge.api_key_env": "MY_KEY"}, "reward.judge.api_key_env"),
+    ],
+)
+def test_an_api_key_variable_must_be_set(changes: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    assert single(machine_problems(changes)).key == key
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert machine_problems(changes) == []
+
+
+def test_a_port_in_use_is_reported() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        changes = {"serve.port": server.getsockname()[1]}
+        assert single(machine_problems(changes, serve_only=True)).key == "serve.port"
+
+
+# ------------------------------------------------------------------------------------------------ user code
+
+
+def test_reward_functions_are_looked_up_without_an_import(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response): return 1.0\n")
+    for valid in (f"{file}:score", "math:sqrt"):
+        assert machine_problems({"reward.function": valid}) == []
+    for name, text in {
+        "exact_mach": "did you mean exact_match?",
+        f"{file}:scor": "did you mean score?",
+        f"{tmp_path}/mien.py:score": "mine.py",
+        "no_such_module:score": "no module",
+    }.items():
+        assert text in str(single(machine_problems({"reward.function": name})))
+    more = {"reward.functions": [{"name": "brief", "function": f"{file}:scor"}]}
+    assert single(machine_problems(more)).key == "reward.functions.function"
+    file.write_text("def score(\n")
+    assert "not Python" in single(machine_problems({"reward.function": f"{file}:score"})).consequence
+
+
+def conversations(**multi_turn: Any) -> list[str]:
+    changes = {f"rollout.multi_turn.{key}": value for key, value in multi_turn.items()}
+    return [str(problem) for problem in machine_problems({"rollout.multi_turn.enable": True, **changes})]
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ({"class_name": "calculater"}, "no built-in tool has this name\n    fix: did you mean calculator?"),
+        ({"function": "nothere.py:price"}, "tools.0.function = nothere.py:price\n    the file nothere.py is not there"),
+        ({"function": "no_such_module_at_all:price"}, "there is no module no_such_module_at_all"),
+        ({"mcp": {"command": ["no-such-program-here"]}}, "there is no such program on the PATH"),
+        ({"mcp": {"command": ["python my_server.py"]}}, "the program first and then its arguments"),
+    ],
+)
+def test_a_tool_that_does_not_exist_is_reported_with_its_number(tool: dict[str, Any], text: str) -> None:
+    (problem,) = conversations(tools=[tool])
+    assert text in problem and "fix: " in problem
+
+
+def test_a_tool_class_may_be_written_in_three_ways() -> None:
+    names = ("calculator", "rollouter.tools.calculator.Calculator", "rollouter.tools.calculator:Calculator")
+    assert conversations(tools=[{"class_name": name} for name in names]) == []
+
+
+def test_interactions_and_agents_must_exist() -> None:
+    assert "did you mean model?" in single(conversations(interactions=[{"class_name": "modle"}]))
+    assert "no such program" in str(single(machine_problems({"rollout.agent.command": ["no-such-program-here"]})))
+    assert "it names no function" in str(single(machine_problems({"rollout.agent.program": "my_agent"})))
+
+
+# ------------------------------------------------------------------------------------------------ packages
+
+
+@pytest.mark.parametrize(
+    ("sink", "module", "package"),
+    [
+        ("wandb", "wandb", "asyncrl[wandb]"),
+        ("mlflow", "mlflow", "asyncrl[mlflow]"),
+        ("trackio", "trackio", "asyncrl[trackio]"),
+        ("prometheus", "prometheus_client", "ray[default]"),
+    ],
+)
+def test_a_sink_without_its_package(sink: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_modules(monkeypatch, module)
+    problem = single(machine_problems({"logging.sinks": ["jsonl", sink]}))
+    assert (problem.key, problem.value, problem.fix) == ("logging.sinks", sink, f"pip install '{package}'")
+    assert module in problem.consequence
+    assert machine_problems({}) == []
+
+
+def test_otlp_export_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing_parent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    with monkeypatch.context() as patch:
+        hide_modules(patch, "opentelemetry.exporter.otlp.proto.http")
+        problem = single(machine_problems(OTLP))
+        assert (problem.key, problem.fix) == ("profiler.otlp_endpoint", "pip install 'asyncrl[otlp]'")
+    monkeypatch.setattr(importlib.util, "find_spec", missing_parent)
+    problems = [one for one in machine_problems(OTLP) if one.key == "profiler.otlp_endpoint"]
+    assert "opentelemetry.sdk" in single(problems).consequence
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is not there" in single(machine_problems({"model.path": str(tmp_path / "none")})).consequence
+    no_config, no_weights = machine_problems({"model.path": str(tmp_path)})
+    assert "config.json" in no_config.consequence and "safetensors" in no_weights.consequence
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "HF_HUB_OFFLINE" in single(machine_problems({"model.path": "some/model"})).consequence
+    (tmp_path / "models--some--model").mkdir()
+    assert machine_problems({"model.path": "some/model"}) == []
+
+
+def test_a_context_longer_than_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert single(machine_problems({"model.path": str(tmp_path)})).key == "rollout.max_model_len"
+    assert num_parameters(str(tmp_path)) is None  # a truncated file raises nothing
+
+
+def test_parameters_are_counted_from_headers(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", {}, {"a.weight": (3, 4), "b.bias": (5,), "c": ()})
+    assert num_parameters(path) == 3 * 4 + 5 + 1
+    assert tensor_shapes("asyncrl://quickstart") == tensor_shapes(resolve("asyncrl://quickstart")) != {}
+
+
+def test_models_of_other_roles(tmp_path: Path) -> None:
+    missing = {"critic.path": str(tmp_path / "none")}
+    problem = single(machine_problems(GAE | missing))
+    assert "is not there" in problem.consequence
+    assert "critic.path=null starts from model.path" in problem.fix
+    assert machine_problems(missing) == []
+    scored = {"reward_model.placement": "worker", "reward_model.path": str(tmp_path)}
+    assert {problem.key for problem in machine_problems(scored)} == {"reward_model.path"}
+    scored["reward_model.path"] = str(tmp_path / "none")
+    assert "reward_model.placement=off" in single(machine_problems(scored)).fix
+
+
+LAYERS = {
+    "model.embed_tokens.weight": (9, 4),
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.v_proj.weight": (4, 4),
+    "model.layers.0.input_layernorm.weight": (4,),
+    "lm_head.weight": (9, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong", "hint"),
+    [
+        (["q_prj", "v_proj"], "q_prj", "did you mean q_proj?"),
+        ("self_attn.q_prj", "self_attn.q_prj", "There are q_proj, v_proj"),
+        (["input_layernorm"], "input_layernorm", "There are q_proj, v_proj; or all-linear"),
+        (["lm_head"], "lm_head", "There are q_proj, v_proj"),
+        (["proj"], "proj", "There are q_proj, v_proj"),
+        ("all-linear", None, ""),
+        (["q_proj", "v_proj"], None, ""),
+        ("self_attn.q_proj", None, ""),
+        ("base_model.model.layers.0.self_attn.q_proj", None, ""),
+    ],
+)
+def test_adapters_need_linear_layers(tmp_path: Path, targets: Any, wrong: str | None, hint: str) -> None:
+    changes = {"model.path": write_model(tmp_path / "model", {}, LAYERS), "model.target_modules": targets}
+    found = machine_problems(changes | {"model.lora_rank": 4})
+    assert machine_problems(changes) == []
+    if wrong is None:
+        assert found == []
+        return
+    problem = single(found)
+    assert problem.key == "model.target_modules"
+    assert f"no linear layer called {wrong}," in problem.consequence
+    assert hint in problem.fix
+
+
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
+ONE_LABEL = CLASSIFIER | {"id2label": {"0": "LABEL_0"}}
+THREE_LABELS = CLASSIFIER | {"id2label": {"0": "a", "1": "b", "2": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "serve", "worker"),
+    [
+        (ONE_LABEL, 1, "", ""),
+        (THREE_LABELS, 3, "3 labels", "3 labels"),
+        (CLASSIFIER, 2, "2 labels", "2 labels"),  # Hugging Face leaves its default of two out
+        (CLASSIFIER, 1, "2 labels", ""),  # and the Trainer loads one label, whatever the file says
+        ({"architectures": ["LlamaForCausalLM"]}, None, "is a language model", "is a language model"),
+        ({"architectures": ["LlamaForRewardModel"]} | {"num_labels": 1}, None, "", ""),
+    ],
+)
+def test_a_reward_model_has_one_label(
+    tmp_path: Path, settings: Mapping[str, Any], rows: int | None, serve: str, worker: str
+) -> None:
+    tensors = LAYERS | ({"score.weight": (rows, 4)} if rows is not None else {})
+    path = write_model(tmp_path / "model", settings, tensors)
+    for placement, expected in (("serve", serve), ("worker", worker)):
+        found = machine_problems({"reward_model.placement": placement, "reward_model.path": path})
+        if not expected:
+            assert found == []
+            continue
+        problem = single(found)
+        assert (problem.key, problem.severity) == ("reward_model.path", "error")
+        assert expected in problem.consequence
+        assert "one label" in problem.fix
+
+
+# ------------------------------------------------------------------------------------------------ engines
+
+
+def install_engine(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package with entry points for engines on the path."""
+    info = folder / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[asyncrl.engines]\n{entry_points}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "hint"),
+    [
+        ({"trainer.strategy": "fdsp2"}, "trainer.strategy", "did you mean fsdp2"),
+        ({"trainer.strategy": "?"}, "trainer.strategy", "did you mean"),
+        ({"trainer.strategy": "fdsp"}, "trainer.strategy", "did you mean fsdp or fsdp2?"),
+        ({"trainer.strategy": "fsdp3"}, "trainer.strategy", "did you mean fsdp or fsdp2?"),
+        ({"critic.strategy": "dpp", **GAE}, "critic.strategy", "did you mean ddp"),
+    ],
+)
+def test_an_unknown_engine_is_reported_with_similar_names(changes: dict[str, Any], key: str, hint: str) -> None:
+    problem = single(machine_problems(changes))
+    assert (problem.key, hint in problem.fix) == (key, True)
+
+
+def test_a_misspelt_engine_without_effect_is_reported_for_both_reasons() -> None:
+    found = [one for one in check_config(None, ["ref.strategy=fdsp"]).problems if one.key == "ref.strategy"]
+    no_effect, unknown = found
+    assert "no effect" in no_effect.consequence and "no such engine" in unknown.consequence
+
+
+def test_engines_of_other_packages_are_found_by_their_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(tmp_path, "other_engine = json.decoder\ngone_engine = no_such_package.engine", monkeypatch)
+    assert machine_problems({"trainer.strategy": "other_engine"}) == []
+    assert "other_engine" in single(machine_problems({"trainer.strategy": "other_engin"})).fix
+    assert "no_such_package" in single(machine_problems({"trainer.strategy": "gone_engine"})).consequence
+
+
+@pytest.mark.parametrize(("strategy", "module"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")])
+def test_an_engine_whose_library_is_not_installed(strategy: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str) -> None:
+        if "." in name:
+            raise ModuleNotFoundError(name)  # as for a missing parent package
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    problem = single(machine_problems({"trainer.strategy": strategy}))
+    assert (problem.key, problem.severity) == ("trainer.strategy", "error")
+    assert f"needs {module}," in problem.consequence
+    assert f"pip install 'asyncrl[{strategy}]'" in problem.fix
+    assert single(machine_problems({"ref.strategy": strategy, "algorithm.use_kl_loss": True})).key == "ref.strategy"
+    assert machine_problems({"ref.strategy": strategy}) == []  # the run has no reference model
+    assert single(machine_problems({"trainer.strategy": strategy, "ray.address": "auto"})).severity == "warning"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert machine_problems({"trainer.strategy": strategy}) == []
+
+
+def test_builtin_engines_are_those_of_the_registry() -> None:
+    from trainer.engines import registry
+
+    assert set(BUILTIN_STRATEGIES) == set(registry.BUILT_IN)
+    assert STRATEGY_ENTRY_POINTS == registry.ENTRY_POINTS
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "text", "fix"),
+    [
+        (3, 1, "4 attention heads", "set it to 1, or to 2 or 4 with trainer.num_workers a multiple of that"),
+        (2, 1, "cannot be divided", "set it to 1, or trainer.num_workers to a multiple of 2"),
+        (3, 6, "4 attention heads", "set it to 1 or 2, or to 4 with trainer.num_workers a multiple of that"),
+        (8, 8, "4 attention heads", "set it to 1 or 2 or 4"),
+    ],
+)
+def test_sequence_parallel_ranks_share_heads_and_one_fix(size: int, ranks: int, text: str, fix: str) -> None:
+    assert model_config("asyncrl://quickstart")["num_attention_heads"] == 4
+    problem = single(machine_problems({ULYSSES: size, "trainer.num_workers": ranks, "trainer.device": "cpu"}))
+    assert (problem.key, problem.fix) == (ULYSSES, fix)
+    assert text in problem.consequence
+    elsewhere = machine_problems({ULYSSES: 3, "model.path": "some/model"})
+    fix = "set it to 1, or trainer.num_workers to a multiple of 3"
+    assert single(one for one in elsewhere if one.key == ULYSSES).fix == fix
+
+
+def test_liger_kernels_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_modules(monkeypatch, "liger_kernel")
+    problem = machine_problems({"trainer.use_liger": True})[0]
+    assert "liger-kernel" in problem.consequence
+    assert "pip install 'asyncrl[liger]'" in problem.fix
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(environment, "visible_gpus", lambda: number)
+
+
+def test_keys_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    changes = {"trainer.activation_offload": True, "trainer.use_liger": True}
+    show_gpus(monkeypatch, 0)
+    assert {problem.key: problem.severity for problem in machine_problems(changes)} == {
+        "trainer.activation_offload": "warning",
+        "trainer.use_liger": "error",
+    }
+    show_gpus(monkeypatch, 1)
+    assert machine_problems(changes) == []
+
+
+def test_more_gpus_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_gpus(monkeypatch, 0)
+    problem = single(machine_problems(CUDA))
+    assert (problem.key, problem.severity) == ("trainer.device", "error")
+    assert "trainer.device=auto or cpu" in problem.fix
+    own = {"trainer.device": "cpu", **GAE, "critic.placement": "own", "critic.device": "cuda"}
+    assert single(machine_problems(own)).key == "critic.device"
+    assert machine_problems(CUDA | {"ray.address": "auto"}) == []  # other machines of the cluster may have GPUs
+    assert machine_problems({}) == []
+    show_gpus(monkeypatch, 2)
+    three = {"trainer.strategy": "ddp", "trainer.num_workers": 3}
+    assert machine_problems(CUDA | three | {"trainer.num_workers": 2}) == []
+    assert single(machine_problems(three)).fix.startswith("set it to 2 or fewer")
+    assert machine_problems(three | {"trainer.device": "cpu"}) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nsys", "texts"),
+    [
+        (1, "/bin/nsys", []),
+        (1, None, ["nsys is not on PATH"]),
+        (0, "/bin/nsys", ["no visible NVIDIA GPU"]),
+        (0, None, ["no visible NVIDIA GPU", "nsys is not on PATH"]),
+    ],
+)
+def test_nsys_needs_its_command_and_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, nsys: str | None, texts: list[str]
+) -> None:
+    show_gpus(monkeypatch, gpus)
+    monkeypatch.setattr("shutil.which", lambda name: nsys if name == "nsys" else None)
+    problems = machine_problems({"profiler.steps": [1], "profiler.tool": "nsys"})
+    assert len(problems) == len(texts)
+    for problem, text in zip(problems, texts, strict=True):
+        assert (problem.key, problem.severity) == ("profiler.tool", "error")
+        assert text in problem.consequence and "profiler.tool=torch" in problem.fix
+    assert machine_problems({"profiler.tool": "nsys"}) == machine_problems({"profiler.steps": [1]}) == []
+
+
+def test_gpus_are_counted_by_nvml_if_the_driver_shows_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(result: Any) -> int:
+        result._obj.value = 3
+        return 0
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: 0, nvmlDeviceGetCount_v2=count, nvmlShutdown=lambda: 0)
+    monkeypatch.setattr(environment.Path, "is_dir", lambda path: False)
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: library)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == 1
+    monkeypatch.setattr(library, "nvmlInit_v2", lambda: 9)
+    assert visible_gpus() == 0

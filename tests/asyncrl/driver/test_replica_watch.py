@@ -1,0 +1,119 @@
+"""What the driver makes of the replicas' reports."""
+
+from __future__ import annotations
+
+from asyncrl.core.ports import ReplicaPhase, ReplicaReport
+from asyncrl.driver.supervision import ReplicaChanges, ReplicaWatch
+from asyncrl.observe.status.run_status import Restart
+
+NOTHING = ReplicaChanges()
+
+
+def report(replica: str, at: float, phase: ReplicaPhase = "serving", told: str = "") -> ReplicaReport:
+    return ReplicaReport(replica, "node", 7, (), phase, at, 0, 0, 0, 0, at, told)
+
+
+def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    assert watch.update([report("a", 1.0, "starting")], 1.0) == NOTHING
+    assert watch.update([report("a", 2.0), report("b", 2.0)], 2.0) == NOTHING
+    assert watch.update([report("a", 2.5, "broken", "no engine"), report("b", 5.0)], 5.0) == NOTHING
+    restart = Restart("replica", 2, 2.5, "no engine", detail="replica c")
+    seen = watch.update([report("a", 2.5, "broken", "no engine"), report("b", 6.0), report("c", 6.0, "starting")], 6.0)
+    assert seen == ReplicaChanges((restart,), (), ())
+    # the store still knows the one that is gone
+    seen = watch.update([report("a", 2.5), report("b", 7.0), report("c", 7.5)], 8.0)
+    assert seen.replaced == () and [one.recovered_at for one in seen.recovered] == [7.5]
+    assert watch.update([report("a", 2.5), report("b", 9.0), report("c", 9.0)], 9.0) == NOTHING
+
+
+def test_a_silent_replica_is_unresponsive_once() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    stuck = report("a", 1.0)
+    assert watch.update([stuck, report("b", 60.0)], 61.0) == NOTHING
+    assert watch.update([stuck, report("b", 62.0)], 62.0).unresponsive == (stuck,)
+    assert watch.update([stuck, report("b", 63.0)], 63.0) == NOTHING
+    assert [one.cause for one in watch.update([stuck, report("b", 64.0), report("c", 64.0)], 64.0).replaced] == [
+        "replica a (pid 7) or its engine ended or hung"
+    ]
+
+
+def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive() -> None:
+    """Two are silent, and it is the other one that is gone."""
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    hangs, dead = report("a", 1.0), report("b", 2.0)
+    assert watch.update([hangs, dead], 2.0) == NOTHING
+    assert len(watch.update([hangs, dead, report("c", 10.0)], 10.0).replaced) == 1
+    assert hangs in watch.update([hangs, dead, report("c", 61.5)], 61.5).unresponsive
+    seen = watch.update([hangs, dead, report("c", 64.0), report("d", 64.0)], 64.0)
+    assert [one.cause for one in seen.replaced] == ["replica b (pid 7) or its engine ended or hung"]
+    assert hangs not in seen.unresponsive
+
+
+def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone() -> None:
+    """`b` died just after its report, and its successor came before the next one of `a`."""
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
+    assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 1.8)], 1.8).replaced) == 1
+    for second in range(2, 1000):
+        now = float(second)
+        seen = watch.update([report("a", now), report("b", 1.5), report("c", now)], now)
+        assert seen.replaced == () and seen.missing == ()
+        assert {one.replica for one in seen.unresponsive} <= {"b"}
+
+
+def test_a_silent_store_does_not_make_replicas_unresponsive() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    # It was away for two minutes, and its successor has not been told of anybody yet.
+    assert watch.update([], 120.0, store_since=119.0) == NOTHING
+    assert watch.update([report("a", 121.0)], 121.0, store_since=119.0) == NOTHING
+    assert [one.replica for one in watch.update([report("a", 180.0)], 180.0, store_since=119.0).unresponsive] == ["b"]
+
+
+def test_a_restarted_store_without_reports_changes_nothing() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    assert watch.update([], 2.0) == NOTHING
+    assert watch.update([report("b", 3.0)], 3.0) == NOTHING
+    assert watch.update([report("b", 4.0), report("a", 4.0)], 4.0) == NOTHING
+
+
+def test_a_replica_that_is_not_replaced_is_missing_once() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    gone = report("a", 1.0, "broken", "no engine")
+    watch.update([gone, report("b", 1.0)], 1.0)
+    assert watch.update([gone, report("b", 62.0)], 62.0) == ReplicaChanges((), (), (gone,))
+    assert watch.update([gone, report("b", 662.0)], 662.0) == NOTHING
+    # Those that Serve starts in its place end before they report anything, again and again.
+    assert watch.update([gone, report("b", 663.0)], 663.0) == ReplicaChanges((), (), (), (gone,))
+    assert watch.update([gone, report("b", 664.0)], 664.0) == NOTHING
+
+
+def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_missing_at_once() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    stuck = report("a", 1.0)
+    watch.update([stuck, report("b", 1.0)], 1.0)
+    # The driver was stopped for an hour: only now it can end what Serve does not see hanging.
+    assert watch.update([stuck, report("b", 3600.0)], 3600.0) == ReplicaChanges((), (), (stuck,))
+    assert watch.update([stuck, report("b", 4200.0)], 4200.0) == NOTHING
+    assert watch.update([stuck, report("b", 4201.0)], 4201.0).missing == (stuck,)
+
+
+def test_a_replica_that_reports_again_may_become_unresponsive_again() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
+    assert [one.replica for one in watch.update([report("b", 100.0)], 100.0).unresponsive] == ["a"]
+    assert watch.update([report("a", 110.0), report("b", 110.0)], 110.0) == NOTHING
+    later = watch.update([report("b", 900.0)], 900.0)
+    assert ([one.replica for one in later.unresponsive], later.missing) == (["a"], ())
+
+
+def test_a_starting_replica_is_not_missing() -> None:
+    watch = ReplicaWatch(2, 60.0, 600.0)
+    gone = report("a", 1.0)
+    watch.update([gone, report("b", 1.0)], 1.0)
+    watch.update([gone, report("b", 600.0), report("c", 600.0, "starting")], 600.0)
+    assert watch.update([gone, report("b", 850.0), report("c", 850.0, "starting")], 900.0) == NOTHING
+    assert [one.replica for one in watch.update([report("b", 950.0)], 950.0).unresponsive] == ["c"]
+    assert [one.replica for one in watch.update([report("b", 1551.0)], 1551.0).missing] == ["c"]

@@ -1,0 +1,217 @@
+"""A planted fault is the first finding, and a healthy run has no alarm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.profiling.synthetic import PlantedFaults, RunPlan, write_run
+from tests.fakes.events import EventTuple, report_of
+
+SMALL = RunPlan(steps=6, samples=5, n=2)
+few = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def run_report(path: Path, plan: RunPlan = SMALL, *lines: EventTuple) -> dict[str, Any]:
+    """Return the report of a synthetic run with some more events, of step 2."""
+    write_run(path, plan)
+    return report_of(path, *((name, at, took, {"step": 2, **fields}) for name, at, took, fields in lines))
+
+
+def alarms(report: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(row["kind"], row["name"]) for row in report["findings"] if row["severity"] == "alarm"]
+
+
+def finding(report: dict[str, Any], kind: str) -> dict[str, Any]:
+    (row,) = [row for row in report["findings"] if row["kind"] == kind]
+    return row
+
+
+@pytest.mark.parametrize(("seed", "level"), [(0, "summary"), (1, "full")])
+def test_a_healthy_run_has_no_alarm(tmp_path: Path, seed: int, level: Any) -> None:
+    assert alarms(run_report(tmp_path, replace(SMALL, seed=seed, level=level))) == []
+
+
+@pytest.mark.parametrize(("seed", "replicas"), [(0, 2), (1, 6)])
+def test_a_slow_replica_comes_first(tmp_path: Path, seed: int, replicas: int) -> None:
+    report = run_report(tmp_path, replace(SMALL, seed=seed, replicas=replicas, faults=PlantedFaults(replica_factor=4)))
+    first, name = report["findings"][0], f"r{replicas - 1}"
+    assert (first["kind"], first["what"], first["name"]) == ("replica_slow", "replica", name)
+    assert (first["severity"], first["evidence"]["replica"]) == ("alarm", name)
+    # Three quarters of its busy time, which is most of the run.
+    busy = next(row["busy_s"] for row in report["requests"]["by_replica"] if row["replica"] == name)
+    assert first["seconds_lost"] == pytest.approx(0.75 * busy, rel=0.1)
+    assert "times as slow" in first["text"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_hanging_tool_comes_first(tmp_path: Path, seed: int) -> None:
+    first = run_report(tmp_path, replace(SMALL, seed=seed, faults=PlantedFaults(tool_hang_s=30, tool_hangs=3)))[
+        "findings"
+    ][0]
+    assert (first["kind"], first["what"], first["name"], first["severity"]) == ("tool_hang", "tool", "search", "alarm")
+    assert 29 <= first["seconds_lost"] <= 95
+    assert first["evidence"]["duration_s"] > 30
+    assert first["evidence"]["sample"].startswith("sample_0_")
+    assert first["evidence"]["turn"] == 0
+    assert "3 calls" in first["text"]
+
+
+@pytest.mark.slow
+@given(st.floats(2.0, 10.0), st.floats(12.0, 120.0), st.integers(1, 4), st.integers(0, 1000))
+@few
+def test_faults_of_any_size_come_first(
+    tmp_path_factory: Any, factor: float, hang: float, hangs: int, seed: int
+) -> None:
+    for faults, expected in (
+        (PlantedFaults(replica_factor=factor), ("replica_slow", "r2")),
+        (PlantedFaults(tool_hang_s=hang, tool_hangs=hangs), ("tool_hang", "search")),
+    ):
+        first = run_report(tmp_path_factory.mktemp("run"), replace(SMALL, seed=seed, faults=faults))["findings"][0]
+        assert (first["kind"], first["name"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind"),
+    [
+        (PlantedFaults(reward_hang_s=20, reward_hangs=1), "reward_hang"),
+        (PlantedFaults(reward_always_s=10), "reward_slow"),
+    ],
+)
+def test_a_hanging_or_always_slow_reward_comes_first(tmp_path: Path, faults: PlantedFaults, kind: str) -> None:
+    first = run_report(tmp_path, replace(SMALL, faults=faults))["findings"][0]
+    assert (first["kind"], first["what"], first["severity"]) == (kind, "reward", "alarm")
+    if kind == "reward_hang":
+        assert first["seconds_lost"] == pytest.approx(20, abs=0.5)
+
+
+def test_a_slow_reward_off_the_critical_path_costs_little(tmp_path: Path) -> None:
+    """Slots are filled again as soon as generation ends: scoring delays only the end of the run."""
+    faults = PlantedFaults(reward_always_s=4.5, replica_factor=1.7)
+    plan = RunPlan(steps=12, samples=8, n=1, turns=1, tokens=300, slots=16, faults=faults)
+    report = run_report(tmp_path, plan)
+    assert report["idle"]["trainer"]["idle_s"] > 20
+    assert alarms(report)[0] == ("replica_slow", "r2")
+    assert sum(row["seconds_lost"] for row in report["findings"] if row["kind"] == "reward_slow") < 5
+
+
+@pytest.mark.parametrize("plan", [SMALL, replace(SMALL, steps=12, slots=4)], ids=["permits", "slots"])
+def test_an_always_slow_tool_comes_first(tmp_path: Path, plan: RunPlan) -> None:
+    report = run_report(tmp_path, replace(plan, faults=PlantedFaults(tool_always_s=9)))
+    assert alarms(report)[0] == ("tool_slow", "search")
+    waited = report["idle"]["trainer"]["idle_s"]
+    assert 0.3 * waited < report["findings"][0]["seconds_lost"] < waited
+
+
+def test_faults_are_ranked_by_their_cost_and_have_evidence_and_remedies(tmp_path: Path) -> None:
+    faults = PlantedFaults(tool_hang_s=15, tool_hangs=1, reward_hang_s=40, reward_hangs=1)
+    report = run_report(tmp_path, replace(SMALL, faults=faults, back_from=5))
+    found = alarms(report)
+    assert found.index(("reward_hang", "reward.score")) < found.index(("tool_hang", "search"))
+    lost = [row["seconds_lost"] for row in report["findings"] if row["severity"] == "alarm"]
+    assert lost == sorted(lost, reverse=True)
+    assert {row["what"] for row in report["findings"]} >= {"tool", "reward", "part"}
+    for row in report["findings"]:
+        assert row["text"].endswith(".") and row["remedy"].endswith(".") and row["evidence"]
+        assert 0 < row["share_of_run"] <= 1
+
+
+def test_a_hanging_weight_sync_is_reported_once_by_its_innermost_phase(tmp_path: Path) -> None:
+    where = {"replica": "r1"}
+    lines = [("sync.load", 10.0, 15.0, where), ("sync.pause", 9.9, 15.2, where), ("sync.apply", 9.5, 16.0, {})]
+    report = run_report(tmp_path, SMALL, *lines)
+    assert alarms(report) == [("weight_sync_hang", "sync.load")]
+    assert report["findings"][0]["evidence"]["replica"] == "r1"
+    assert report["findings"][0]["seconds_lost"] == pytest.approx(15, abs=0.5)
+
+
+def test_a_request_that_its_tokens_do_not_explain_is_stuck(tmp_path: Path) -> None:
+    stuck = {"sample": "sample_0_9999", "trajectory": 0, "turn": 0, "replica": "r0", "request": "sample_0_9999/0-1"}
+    times = {"queued_s": 39.0, "decode_s": 1.0, "response_tokens": 50, "finish_reason": "stop"}
+    report = run_report(tmp_path, SMALL, ("request", 12.0, 40.0, {**stuck, **times}))
+    assert alarms(report) == [("request_stuck", "sample_0_9999/0")]
+    assert report["findings"][0]["seconds_lost"] == pytest.approx(37, abs=2)
+
+
+def test_a_slow_rank_is_an_alarm(tmp_path: Path) -> None:
+    passes = [
+        ("rank.forward", 4.0 * k, 3.0 if rank == 2 else 1.0, {"role": "actor", "rank": rank})
+        for k in range(5)
+        for rank in range(3)
+    ]
+    slow = finding(run_report(tmp_path, SMALL, *passes), "rank_slow")
+    assert (slow["name"], slow["severity"], slow["seconds_lost"]) == ("actor 2", "alarm", pytest.approx(10))
+
+
+@pytest.mark.parametrize(("stalls", "severity"), [([0.5] * 40, "hint"), ([12.0], "alarm")])
+def test_long_stalls_are_alarms_and_short_ones_are_hints(tmp_path: Path, stalls: list[float], severity: str) -> None:
+    lines = [("loop.stall", 5.0 + place, took, {"part": "rollouter"}) for place, took in enumerate(stalls)]
+    lines.append(("loop.stall", -30.0, 25.0, {"part": "rollouter"}))  # while it imported modules
+    stall = finding(run_report(tmp_path, SMALL, *lines), "loop_stall")
+    assert (stall["severity"], stall["name"], stall["seconds_lost"]) == (severity, "rollouter", sum(stalls))
+
+
+def test_frequent_checkpoints_and_pauses_are_reported(tmp_path: Path) -> None:
+    lines = [("trainer.checkpoint", 5.0 * k, 2.0, {}) for k in range(4)]
+    lines += [("sync.pause", 4.0 * k, 3.0, {"replica": "r0"}) for k in range(10)]
+    assert {"checkpoints", "weight_sync"} <= {row["kind"] for row in run_report(tmp_path, SMALL, *lines)["findings"]}
+
+
+def test_a_slow_first_call_is_no_alarm(tmp_path: Path) -> None:
+    report = run_report(tmp_path, SMALL, ("trainer.update", -1.0, 40.0, {}))
+    assert alarms(report) == []
+    assert finding(report, "trainer_hang")["severity"] == "hint"
+
+
+def test_a_replica_that_is_slow_because_it_has_more_work_is_no_alarm(tmp_path: Path) -> None:
+    """Eight requests at a time at 2 s each, against one at a time at 1 s."""
+    lines: list[EventTuple] = []
+    for k in range(20):
+        for place, (replica, took) in enumerate([("a", 1.0), *[("b", 2.0)] * 8]):
+            fields = {"sample": f"sample_0_{20 * place + k + 1}", "trajectory": 0, "turn": 0, "replica": replica}
+            fields |= {"response_tokens": 50, "decode_s": took, "finish_reason": "stop", "step": 2}
+            lines.append(("request", took * k, took, fields))
+    loaded = finding(report_of(tmp_path, *lines), "replica_loaded")
+    assert (loaded["name"], loaded["severity"]) == ("b", "hint")
+    assert "more work" in loaded["text"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_long_tail_costs_the_time_that_the_trainer_waits_for_it(tmp_path: Path, waits: bool) -> None:
+    lines: list[EventTuple] = [("sample.admitted", 0.0, 0.0, {"step": 1, "sample": "sample_0_1"})]
+    for number in range(20):
+        place = {"sample": "sample_0_1", "trajectory": number, "turn": 0, "replica": "a", "step": 1}
+        took = 40.0 if number == 19 else 1.0
+        lines.append(("request", 0.0, took, {**place, "response_tokens": 10, "finish_reason": "stop"}))
+    if waits:
+        lines.append(("trainer.wait_samples", 30.0, 10.0, {"step": 1}))
+    tails = [row["seconds_lost"] for row in report_of(tmp_path, *lines)["findings"] if row["kind"] == "long_tail"]
+    assert tails == ([pytest.approx(10)] if waits else [])
+
+
+@pytest.mark.parametrize(
+    ("generate_s", "train_s", "kind", "text"),
+    [
+        (9.0, 1.0, "trainer_waits", "(the first samples took 39 s of it): generation is the slower side"),
+        (1.0, 9.0, "rollouter_idle", "training is the slower side"),
+        (6.0, 4.0, "sides_alternate", "take turns waiting for each other"),
+    ],
+)
+def test_at_most_one_side_is_the_slower_one(
+    tmp_path: Path, generate_s: float, train_s: float, kind: str, text: str
+) -> None:
+    lines: list[EventTuple] = []
+    first_s = 30.0 if kind == "trainer_waits" else 0.0
+    for k in range(10):
+        begin, end = 10.0 * k - (first_s if k == 0 else 0.0), 10.0 * k + generate_s
+        lines.append(("sample.generate", begin, end - begin, {"sample": f"sample_0_{k + 1}", "trajectories": 1}))
+        lines.append(("trainer.wait_samples", begin, end - begin, {"samples": 1}))
+        lines.append(("trainer.update", end, train_s, {}))
+    findings = report_of(tmp_path, *lines, status="completed")["findings"]
+    (row,) = [row for row in findings if row["kind"] in ("trainer_waits", "rollouter_idle", "sides_alternate")]
+    assert row["kind"] == kind and text in row["text"]

@@ -1,0 +1,149 @@
+"""Loading events from complete, torn and odd files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.observe.report import load as loading
+from asyncrl.observe.report.load import load, read_json
+from asyncrl.observe.timeline.reader import EventReader
+from asyncrl.profiling.files import EVENTS_DIRECTORY, step_dir
+from benchmarks.profiling.synthetic import START
+from tests.fakes.events import write_events
+
+
+def put(run_dir: Path, part: str, *lines: bytes | str | dict[str, Any], step: int = 1) -> Path:
+    """Append lines to a file, and return its path."""
+    path = step_dir(run_dir / EVENTS_DIRECTORY, step) / f"{part}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        for line in lines:
+            text = json.dumps(line) if isinstance(line, dict) else line
+            file.write((text.encode() if isinstance(text, str) else text) + b"\n")
+    return path
+
+
+def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"timestamp": START + at, "event": name, "duration_s": 0.5, "step": 1, **fields}
+
+
+def test_written_events_are_loaded_in_order(tmp_path: Path) -> None:
+    search = {"sample": "sample_2_7", "trajectory": 1, "turn": 0, "tool": "search", "step": 1}
+    python = {"sample": "val_0_1", "trajectory": 0, "turn": 2, "tool": "python", "step": 1}
+    write_events(tmp_path, ("tool.execute", 3.0, 0.5, search), ("tool.execute", 2.0, 0.5, python), part="rollouter")
+    write_events(tmp_path, ("step", 1.0, 4.0, {"step": 1, "lineage": 0}), part="trainer")
+    events = load(tmp_path)
+    tools = events["tool.execute"]
+    assert (events.num_events, events.num_torn, events.num_files) == (3, 0, 2)
+    assert tools["timestamp"].tolist() == [START + 2, START + 3]
+    assert tools["index"].tolist() == [0, 7]
+    assert tools["tool"].tolist() == ["python", "search"]
+    assert tools["trajectory"].tolist() == [0, 1]
+    assert events["step"]["end"].tolist() == [START + 5]
+    assert events.window() == (START + 1, START + 5)
+
+
+def test_missing_events_have_an_empty_frame_with_their_columns(tmp_path: Path) -> None:
+    frame = load(tmp_path)["tool.execute"]
+    assert len(frame) == 0
+    assert {"timestamp", "end", "index", "trajectory", "turn", "tool", "wait_s", "replica"} <= set(frame.columns)
+
+
+STEP = '{"timestamp":1790000000,"event":"step","duration_s":1'
+DAMAGED = [
+    '{"timestamp": 1.0, "eve', "[1, 2]", '{"event": "step"}', '{"timestamp": "x", ', "[" * 100_000,
+    '{"timestamp":1e999,"event":"step","duration_s":1}', '{"timestamp":12,"event":"step","duration_s":1}',
+    '{"timestamp":NaN,"event":"step","duration_s":0}', '{"timestamp":1' + "0" * 400 + ',"event":"step","duration_s":0}',
+    '{"timestamp":1790000000,"event":"step","duration_s":1e300}',
+    '{"timestamp":1790000000,"event":"step","duration_s":-1e400}', '{"timestamp":1790000000,"event":"step"}',
+    '{"timestamp":1790000000,"event":7,"duration_s":1}', f'{STEP},"step":1e400}}', f'{STEP},"step":9e300}}',
+    f'{STEP},"turn":0.5}}', f'{STEP},"trajectory":1.5}}', f"{STEP}}}{STEP}}}", STEP.encode() + b',"error":"\xff"}',
+    b"\xff\xfe\x00 broken",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_report_and_timeline_count_and_leave_out_the_same_damaged_lines(tmp_path: Path, line: str | bytes) -> None:
+    put(tmp_path, "trainer", event("step", 1.0, samples=8), line, "", event("step", 2.0, samples=9))
+    events, reader = load(tmp_path), EventReader(tmp_path)
+    shown = [each for chunk in reader.read_new() for each in chunk.events]
+    assert events["step"]["samples"].tolist() == [8.0, 9.0]
+    assert (events.num_events, events.num_torn) == (2, 1)
+    assert (len(shown), reader.num_damaged) == (2, 1)
+
+
+@pytest.mark.parametrize("odd", ["1e400", "NaN", "Infinity", "1e300", '"many"', "1" + "0" * 400])
+def test_an_impossible_number_is_unknown(tmp_path: Path, odd: str) -> None:
+    put(tmp_path, "trainer", json.dumps(event("step", 1.0, samples=8, tokens=-1)).replace("-1", odd))
+    steps = load(tmp_path)["step"]
+    assert steps["samples"].tolist() == [8]
+    assert steps["tokens"].isna().all()
+
+
+def test_unknown_events_and_fields_are_ignored(tmp_path: Path) -> None:
+    put(tmp_path, "trainer", event("step", 1.0, colour="green", nested={"a": [1]}), event("step.of.tomorrow", 2.0))
+    events = load(tmp_path)
+    assert (len(events["step"]), events.num_unknown) == (1, 1)
+
+
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    """A model may write anything as the name of a tool."""
+    put(tmp_path, "rollouter", event("tool.execute", 1.0, tool="a\ud800", status="\U0001f600"))
+    tools = load(tmp_path)["tool.execute"]
+    assert (tools["tool"].tolist(), tools["status"].tolist()) == (["a?"], ["\U0001f600"])
+
+
+def test_an_incomplete_last_line_does_not_join_the_next_file(tmp_path: Path) -> None:
+    path = put(tmp_path, "trainer", event("step", 1.0), '{"timestamp": 2.0, "event": "st')
+    path.write_bytes(path.read_bytes()[:-1])
+    put(tmp_path, "trainer", event("step", 3.0), step=2)
+    events = load(tmp_path)
+    assert events["step"]["timestamp"].tolist() == [START + 1, START + 3]
+    assert (events.num_torn, events.num_unfinished) == (1, 1)
+
+
+def test_replicas_and_trajectories_may_be_numbers_or_names(tmp_path: Path) -> None:
+    put(tmp_path, "replica-0", event("request", 1.0, replica=0, sample="sample_0_1", trajectory=3))
+    put(tmp_path, "replica-b", event("request", 2.0, sample="sample_0_1", trajectory="baseline"))
+    requests = load(tmp_path)["request"]
+    assert requests["replica"].tolist() == ["0", "b"]
+    assert requests["trajectory"].tolist() == [3, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sample_0_12/3.2-1", (12, 3, 2)), ("sample_0_13/1-2", (13, 1, 0)), ("val_4_2/0-1", (0, 0, 0)),
+        ("sample_0_1/1.1e400-1", (1, 1, 0)), ("sample_0_99999999999999999999/inf-1", (0, -1, 0)),
+        ("x/1.99999999999999999999", (0, 1, 0)),
+    ],
+)  # fmt: skip
+def test_the_id_of_a_request_has_what_its_event_leaves_out(
+    tmp_path: Path, name: str, expected: tuple[int, int, int]
+) -> None:
+    put(tmp_path, "replica-a", event("request", 1.0, request=name))
+    assert tuple(load(tmp_path)["request"].loc[0, ["index", "trajectory", "turn"]]) == expected
+
+
+def test_batches_do_not_change_the_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 30):
+        put(tmp_path, "trainer", event("step", float(step), samples=step), step=step)
+    steps = load(tmp_path)["step"]
+    monkeypatch.setattr(loading, "BATCH_BYTES", 200)
+    progress: list[tuple[int, int]] = []
+    assert load(tmp_path, lambda done, size: progress.append((done, size)))["step"].equals(steps)
+    assert progress[-1][0] == progress[-1][1] > 0
+    assert len(progress) > 5
+
+
+@pytest.mark.parametrize(
+    ("text", "content"), [(None, {}), ('{"status": "comp', {}), ("[]", {}), ('{"status": "ok"}', {"status": "ok"})]
+)
+def test_unreadable_json_is_empty(tmp_path: Path, text: str | None, content: dict[str, Any]) -> None:
+    if text is not None:
+        (tmp_path / "summary.json").write_text(text)
+    assert read_json(tmp_path / "summary.json") == content

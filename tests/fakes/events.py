@@ -1,0 +1,33 @@
+"""Write events of a run that never was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.observe.report.analysis import analyse
+from asyncrl.observe.report.load import load
+from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
+from benchmarks.profiling.synthetic import START
+
+EventTuple = tuple[str, float, float, dict[str, Any]]
+"""Name, seconds since `START`, duration, other fields."""
+
+
+def write_events(run_dir: Path, *lines: EventTuple, part: str = "all") -> None:
+    """Append events to those of a run."""
+    files = EventFiles(run_dir / EVENTS_DIRECTORY)
+    lost = files.write(
+        [
+            EventLine(part, {"timestamp": START + at, "event": name, "duration_s": duration, **fields})
+            for name, at, duration, fields in lines
+        ]
+    )
+    files.close()
+    assert not lost
+
+
+def report_of(run_dir: Path, *lines: EventTuple, summary: dict[str, Any] | None = None, **about: Any) -> dict[str, Any]:
+    """Write events, and return report.json of the run."""
+    write_events(run_dir, *lines)
+    return analyse(load(run_dir), {"name": "run", **about}, summary or {})

@@ -1,0 +1,252 @@
+"""A whole run in one process: every real part, with Ray and vLLM's engine replaced where the project calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import anyio
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.assets import resolve
+from asyncrl.config.schema import Config
+from asyncrl.core.staleness import Pacing
+from asyncrl.core.waits import WaitBoard
+from asyncrl.queue.actor import QueueActor, QueueClient
+from asyncrl.queue.payloads import make_payloads
+from asyncrl.queue.sample_queue import QueueOptions
+from asyncrl.queue.turn_log import FileTurns
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS
+from asyncrl.storage.run_dir import RunDir
+from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, WeightStoreActor
+from rollouter.rewards.scorer import CombinedScorer
+from rollouter.rollouter import Rollouter, RolloutStart, load_task
+from rollouter.serving import fleet as fleet_module
+from rollouter.serving.fleet import ServeFleet
+from rollouter.serving.options import serving_options
+from rollouter.serving.replica import worker as worker_module
+from rollouter.serving.replica.generation import TokenGeneration
+from rollouter.serving.replica.health import ReplicaHealth
+from rollouter.serving.replica.weights import WeightUpdates
+from rollouter.serving.replica.worker import WeightLoader
+from trainer.trainer import Trainer
+from trainer.workers import group as group_module
+from trainer.workers.processes import Processes, RankActor
+
+NAMESPACE = "one-run"
+
+
+class LocalActor:
+    """A Ray actor's handle whose methods run on the event loop that made it; callers may be on other threads."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(getattr(self._actor, name), self._loop)
+
+
+class _Method:
+    def __init__(self, method: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._method = method
+        self._loop = loop
+
+    def options(self, **options: Any) -> _Method:
+        return self
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        call: Coroutine[Any, Any, Any] = self._method(*args, **kwargs)
+        if threading.get_ident() == self._loop._thread_id:  # type: ignore[attr-defined]
+            # A caller that is cancelled leaves the actor at work.
+            return asyncio.shield(self._loop.create_task(call))
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+
+def _get(refs: Any, timeout: float | None = None) -> Any:
+    if isinstance(refs, list):
+        return [_get(ref, timeout) for ref in refs]
+    return refs.result(timeout) if isinstance(refs, concurrent.futures.Future) else refs
+
+
+@contextmanager
+def without_ray(actors: Mapping[str, Any]) -> Iterator[None]:
+    """Ray's calls in this process: objects are their own references, and `actors` are found by name."""
+    context = SimpleNamespace(
+        namespace=NAMESPACE,
+        gcs_address="",
+        was_current_actor_reconstructed=False,
+        get_node_id=lambda: "node",
+        get_accelerator_ids=lambda: {"GPU": []},
+    )
+    replaced = {
+        "put": lambda value: value,
+        "get": _get,
+        "is_initialized": lambda: True,
+        "cluster_resources": dict,
+        "get_runtime_context": lambda: context,
+        "get_actor": lambda name, namespace=None: next(iter(actors.values())),
+    }
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(ray, name, value))
+        stack.enter_context(patch.object(ray.util, "get_node_ip_address", lambda: "127.0.0.1"))
+        yield
+
+
+class OneEngine:
+    """vLLM's `AsyncLLM`, as far as a replica calls it: it samples one token again and again, and loads weights."""
+
+    def __init__(self, path: str, *, max_model_len: int) -> None:
+        self.model_config = SimpleNamespace(max_model_len=max_model_len)
+        self.output_processor = SimpleNamespace(
+            get_num_unfinished_requests=lambda: 0, request_states={}, propagate_error=lambda error: None
+        )
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._nothing)
+        self.weight_version = "0"
+        self.worker = WeightLoader()
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.load_weights = lambda items: model.load_state_dict(dict(items), strict=False)
+        self.worker.model_runner = SimpleNamespace(model=model)
+
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    resume_generation = abort = _nothing
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        return [await anyio.to_thread.run_sync(lambda: getattr(self.worker, method)(*args))]
+
+    async def update_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
+        tokens = [5] * min(4, params.max_tokens)
+        output = SimpleNamespace(
+            token_ids=tokens,
+            logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)),
+            finish_reason="length",
+            weight_versions=[SimpleNamespace(version=self.weight_version, start=0, end=len(tokens))],
+        )
+
+        async def get() -> Any:
+            return SimpleNamespace(finished=True, outputs=[output], metrics=None)
+
+        return SimpleNamespace(request_id=request_id, output=None, get=get)
+
+
+class OneReplica:
+    """A replica's parts without Serve, and the deployment handle through which the fleet calls it."""
+
+    def __init__(self, config: Config, store: Any) -> None:
+        options = serving_options(config, namespace=NAMESPACE, gpus=False)
+        self.engine = OneEngine(resolve(config.model.path), max_model_len=config.max_model_len)
+        started: Any = SimpleNamespace(client=self.engine, gauges=SimpleNamespace(clear=lambda held: None))
+        health = ReplicaHealth(replica="one", node_id="node", engine_s=30.0, store=None)
+        self.weights = WeightUpdates(started, health, store, options)
+        self.generation = TokenGeneration(self.engine, health, self.weights.gate, self.weights.pauses)  # type: ignore[arg-type]
+        health.up = True
+        self.engine.worker._source = ("", NAMESPACE, "store")
+        self.generate_tokens = SimpleNamespace(remote=self._stream)
+
+    def options(self, **options: Any) -> OneReplica:
+        return self
+
+    def _stream(self, requests: Sequence[Any]) -> Any:
+        return _Stream(self.generation.run(requests))
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        async def results_async(*, return_exceptions: bool) -> list[Any]:
+            assert method == "apply_version"
+            return [await self.weights.apply(*args)]
+
+        return SimpleNamespace(results_async=results_async)
+
+
+class _Stream:
+    """What a streaming call over a deployment handle returns."""
+
+    def __init__(self, items: AsyncIterator[Any]) -> None:
+        self._items = items
+
+    async def __anext__(self) -> Any:
+        return await anext(self._items)
+
+    def cancel(self) -> None: ...
+
+
+class OneRank(Processes):
+    """The group's only rank, in this process."""
+
+    async def reserve(self, **limits: Any) -> None: ...
+
+    def start(self, publisher: Any, *, profiling: Any, **options: Any) -> None:
+        self.actors = [LocalActor(RankActor(publisher, profiling, self.plan.name))]
+
+    async def kill(self, places: Sequence[Any]) -> None:
+        self.actors = []
+
+
+class CollectedRecords(list[Any]):
+    """A `RecordSink` that keeps the records."""
+
+    async def put(self, record: Any) -> None:
+        self.append(record)
+
+
+async def run(config: Config, directory: Path) -> tuple[CollectedRecords, CollectedRecords]:
+    """Train `config` to its end.
+
+    Returns:
+        The Rollouter's and the Trainer's records.
+    """
+    torch.set_num_threads(1)
+    handles: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stack.enter_context(without_ray(handles))
+        stack.enter_context(patch.object(group_module, "Processes", OneRank))
+        stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_rank", lambda: 0))
+        stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_world_size", lambda: 1))
+        store = handles["store"] = LocalActor(WeightStoreActor())
+        replica = OneReplica(config, store)
+        stack.enter_context(patch.object(fleet_module.serve, "get_deployment_handle", lambda *names: replica))
+        task = load_task(config, directory / "cache")
+        steps = config.trainer.total_training_steps or 1
+        pacing = Pacing(
+            config.samples_per_version, config.async_training.staleness_threshold, steps * config.samples_per_version
+        )
+        queue = LocalActor(QueueActor(QueueOptions(len(task.prompts), pacing), run_dir=directory))
+        trainer = await Trainer.start(
+            config,
+            RunDir(directory),
+            None,
+            history=NO_REWINDS,
+            validated_step=None,
+            publisher=ObjectStorePublisher(store, call_s=10.0),
+            waits=WaitBoard(),
+        )
+        sinks = CollectedRecords(), CollectedRecords()
+        rollouter = Rollouter(
+            config,
+            task._replace(scorer=CombinedScorer(task.scorer, config, task.decode, None)),
+            queue=QueueClient(queue, 10.0, part="rollouter", incarnation=1),
+            payloads=make_payloads(config, directory, 1),
+            turns=FileTurns(directory, 1),
+            feed=ObjectStoreFeed(store, call_s=10.0),
+            fleet=ServeFleet(config, namespace=NAMESPACE),
+            sink=sinks[0],
+            start=RolloutStart(validate_first=False),
+        )
+        async with anyio.create_task_group() as group:
+            group.start_soon(rollouter.run)
+            client = QueueClient(queue, 10.0, part="trainer", incarnation=1)
+            await trainer.run(client, make_payloads(config, directory, 1), steps, sinks[1])
+        return sinks

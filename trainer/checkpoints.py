@@ -1,0 +1,310 @@
+"""Save checkpoints: each begins between two leased batches and is written while training continues; it is complete or
+absent.
+
+    begin ─ queue.mark ─▶ roles copy their state ─┬─▶ the next batch
+                                                  └─▶ finish ─▶ queue.covered ─▶ written
+
+step_000050/             abandoned_step_000060/ once training has gone back to before it
+  manifest.json     `asyncrl.storage.checkpoint_manifest`: written last
+  actor/, critic/   the state of each engine (`trainer.engines.state.checkpoint`)
+  hf/               the policy as a model directory
+
+There is one checkpoint at a time: the next one begins when the previous one is written or has failed. All ranks must
+have access to the run directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import to_thread
+from anyio.abc import TaskGroup
+
+from asyncrl.core.failures import BugError, FencedError
+from asyncrl.core.ports import QueueSnapshot
+from asyncrl.core.waits import WaitBoard
+from asyncrl.profiling import profile
+from asyncrl.queue.sample_queue import SampleQueue
+from asyncrl.storage.checkpoint_manifest import (
+    ABANDONED,
+    CHECKPOINTS,
+    HF_DIRECTORY,
+    MANIFEST,
+    NO_REWINDS,
+    LineageHistory,
+    Manifest,
+    Progress,
+    checkpoint_name,
+    checkpoint_steps,
+    dump_manifest,
+    read_lineage,
+)
+from asyncrl.storage.run_dir import disk_error, sync
+from trainer.workers.placement import Role
+from trainer.workers.worker import RoleGroup
+
+logger = logging.getLogger(__name__)
+
+CALLS = 6
+"""Upper bound of the calls that one checkpoint makes to ranks: begin, wait for the files and finish, for two roles."""
+
+
+class CheckpointScheduler:
+    """Decides which steps are saved, and tracks the checkpoint that is being written."""
+
+    def __init__(
+        self,
+        checkpoints: RoleCheckpoints,
+        queue: SampleQueue,
+        *,
+        step: int,
+        save_freq: int,
+        call_limit_s: float,
+        waits: WaitBoard,
+    ) -> None:
+        """
+        Args:
+            step: the step that the loop begins with, which has a checkpoint.
+            save_freq: `trainer.save_freq`.
+            call_limit_s: deadline of one call to the ranks.
+        """
+        self._checkpoints = checkpoints
+        self._queue = queue
+        self._save_freq = save_freq
+        self._call_limit_s = call_limit_s
+        self._waits = waits
+        self.step = step
+        """The newest step whose checkpoint has begun."""
+        self.failed = False
+        """Whether a checkpoint could not be written."""
+        self._written = anyio.Event()
+        """Set when the newest checkpoint is written or has failed."""
+        self._written.set()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a multiple of `save_freq` lies between the last checkpoint (exclusive) and `step`
+        (inclusive)."""
+        return self._save_freq > 0 and step // self._save_freq > self.step // self._save_freq
+
+    async def begin(self, progress: Progress, tasks: TaskGroup) -> None:
+        """Begin a checkpoint. Nothing may be leased, so that every sample of the mark is trained, dropped or
+        outstanding.
+
+        A write error fails the task group `tasks`, and with it the batch that is being trained.
+        """
+        limit_s = CALLS * self._call_limit_s
+        with self._waits.waiting("checkpoint", limit_s=limit_s), profile.span("trainer.checkpoint"):
+            await self._written.wait()
+            await self._checkpoints.begin(replace(progress), await self._queue.mark(progress.step))
+        self.step, self._written = progress.step, anyio.Event()
+        tasks.start_soon(self._write, progress.step, self._written)
+
+    async def wait_written(self) -> None:
+        """Wait until the newest checkpoint is written or has failed."""
+        with self._waits.waiting("checkpoint", limit_s=CALLS * self._call_limit_s):
+            await self._written.wait()
+
+    async def wait_after_failure(self) -> None:
+        """Wait for the checkpoint that is being written, within the deadline of one call. It fails at once if its ranks
+        are dead."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._call_limit_s):
+            await self._written.wait()
+
+    async def _write(self, step: int, written: anyio.Event) -> None:
+        try:
+            path = await self._checkpoints.finish()
+            # Payloads may be deleted only now. If this fails, they remain until the next checkpoint.
+            await self._queue.covered(step)
+            logger.info("checkpoint %s", path)
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            written.set()
+
+
+class RoleCheckpoints:
+    """Saves the state of every trained role together with the manifest as of the beginning of the checkpoint."""
+
+    def __init__(
+        self, files: CheckpointDirectory, roles: Mapping[Role, RoleGroup], confirm: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """
+        Args:
+            roles: the trained roles.
+            confirm: `asyncrl.queue.sample_queue.SampleQueue.confirm`.
+        """
+        self._files = files
+        self._roles = roles
+        self._confirm = confirm
+        self._begun: tuple[Path, Progress, QueueSnapshot] | None = None
+
+    async def begin(self, progress: Progress, queue: QueueSnapshot) -> None:
+        """Let every role copy its state, so that training may continue, and start writing the copy.
+
+        Raises:
+            InfraError: the disk is full or failing, or a rank died.
+            ConfigError: the run directory is not writable.
+        """
+        if self._begun is not None:
+            raise BugError(f"a checkpoint begun before {self._begun[0]} was finished")
+        building = await to_thread.run_sync(self._files.open, progress.step, tuple(self._roles))
+        for role, group in self._roles.items():
+            await group.save_checkpoint(building / role, hf=building / HF_DIRECTORY if role == "actor" else None)
+        self._begun = (building, progress, queue)
+
+    async def finish(self) -> Path:
+        """Wait until every role has written its part, then give the checkpoint its final name.
+
+        A Trainer that was replaced may not know it yet, and its checkpoint is not part of the run's history. The queue
+        refuses its `confirm` call, so that is made first.
+
+        Raises:
+            FencedError: this Trainer was replaced.
+            InfraError, ConfigError: as in `begin`. Earlier checkpoints are unchanged.
+        """
+        if self._begun is None:
+            raise BugError("no checkpoint was begun")
+        (building, progress, queue), self._begun = self._begun, None
+        for group in self._roles.values():
+            await group.finish_checkpoint()
+        await self._confirm(progress.step)
+        path = await to_thread.run_sync(self._files.commit, building, progress, queue)
+        # Confirm again: a Trainer that has just been replaced must not delete its successor's checkpoint.
+        await self._confirm(progress.step)
+        await to_thread.run_sync(self._files.prune)
+        return path
+
+
+async def load_roles(checkpoint: Path, roles: Mapping[Role, RoleGroup]) -> None:
+    """Load the trained roles from a checkpoint of `RoleCheckpoints`; the number of ranks may have changed.
+
+    Raises:
+        ConfigError: files are missing or damaged, or belong to another model.
+    """
+    for role, group in roles.items():
+        await group.load_checkpoint(checkpoint / role)
+
+
+class CheckpointDirectory:
+    """The directory with the checkpoints of a run. Its methods block.
+
+    A checkpoint is written under a temporary name, synced to disk, then renamed. To delete a checkpoint, it is first
+    renamed to a temporary name. So after a crash at any point all named checkpoints are complete, and the next
+    checkpoint deletes the temporary files.
+
+    Every method raises InfraError if the disk is full or failing, and ConfigError if the run directory is not writable.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, identity: Mapping[str, Any], keep: int, history: LineageHistory = NO_REWINDS
+    ) -> None:
+        """`history`: the history of the run; checkpoints are written in its newest lineage."""
+        self._history = history
+        self._run_dir = run_dir
+        self._root = run_dir / CHECKPOINTS
+        self._identity = identity
+        self._keep = keep
+
+    def open(self, step: int, parts: Sequence[str] = ()) -> Path:
+        """Create a temporary directory for the checkpoint of `step`, with an empty subdirectory for each of `parts`."""
+        # The name contains the lineage, because a Trainer that was replaced may still be writing its own checkpoint.
+        building = (self._root / f".{checkpoint_name(step)}-{self._history.lineage}.tmp").absolute()
+        with _disk_errors(building):
+            self._delete_temporary()
+            building.mkdir(parents=True)
+            for part in parts:
+                (building / part).mkdir()
+        return building
+
+    def commit(self, building: Path, progress: Progress, queue: QueueSnapshot) -> Path:
+        """Rename a directory from `open`, which the roles have filled, to `step_NNNNNN`.
+
+        Raises:
+            FencedError: a Trainer of a later lineage has written a checkpoint.
+        """
+        self._check_lineage()
+        with _disk_errors(building):
+            try:
+                files = {str(path.relative_to(building)): path.stat().st_size for path in _files(building)}
+                manifest = Manifest(progress, queue, self._identity, files, self._history.lineage)
+                (building / MANIFEST).write_text(dump_manifest(manifest), encoding="utf-8")
+                self._set_abandoned_aside()
+                return self._publish(building, progress.step)
+            except OSError:
+                shutil.rmtree(building, ignore_errors=True)
+                raise
+
+    def prune(self) -> None:
+        """Delete all but the newest `keep`."""
+        with _disk_errors(self._root):
+            for path in list(checkpoint_steps(self._run_dir).values())[: -self._keep]:
+                self._delete(path)
+
+    def set_abandoned_aside(self) -> None:
+        """Rename checkpoints that are not in the run's history to `abandoned_step_NNNNNN`, and delete unfinished
+        ones."""
+        with _disk_errors(self._root):
+            self._delete_temporary()
+            self._set_abandoned_aside()
+
+    def _set_abandoned_aside(self) -> None:
+        for step, path in checkpoint_steps(self._run_dir).items():
+            lineage = read_lineage(path) or 0  # for an unreadable one only the step is known
+            if (left := self._history.abandoned_by(step, lineage)) is not None:
+                aside = path.with_name(f"{ABANDONED}{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                logger.warning("training continues from step %d: %s is now %s", left.step, path, aside.name)
+        if self._root.is_dir():
+            sync(self._root)
+
+    def _check_lineage(self) -> None:
+        for path in checkpoint_steps(self._run_dir).values():
+            if (lineage := read_lineage(path) or 0) > self._history.lineage:
+                raise FencedError(
+                    f"{path} is of lineage {lineage}: the Trainer of lineage {self._history.lineage} was replaced, and "
+                    "its checkpoints are no longer used"
+                )
+
+    def _publish(self, building: Path, step: int) -> Path:
+        for path in _files(building):
+            sync(path)
+        for directory in sorted((path for path in building.rglob("*") if path.is_dir()), reverse=True):
+            sync(directory)
+        sync(building)
+        target = self._root / checkpoint_name(step)
+        if target.exists():
+            self._delete(target)
+        building.rename(target)
+        sync(self._root)
+        return target
+
+    def _delete(self, path: Path) -> None:
+        deleted = path.with_name(f".{path.name}.deleted.tmp")
+        path.rename(deleted)
+        shutil.rmtree(deleted)
+
+    def _delete_temporary(self) -> None:
+        for path in self._root.glob(".*.tmp"):
+            # Files that a replaced Trainer is still writing there are deleted the next time.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(Path(error.filename or path), error) from error
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())

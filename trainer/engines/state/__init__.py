@@ -1,0 +1,1 @@
+"""State of an engine as files: checkpoints and exports."""
