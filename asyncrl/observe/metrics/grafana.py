@@ -44,7 +44,7 @@ class GrafanaPanel(NamedTuple):
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, for Grafana 10 and newer."""
+    """Return the dashboard, for Grafana 10 and newer."""
     panels: list[dict[str, Any]] = []
     y = 0
     overview = [
@@ -74,7 +74,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions(page: dict[str, Any]) -> list[str]:
-    """Every PromQL expression of a dashboard."""
+    """Return every PromQL expression of a dashboard."""
     return [target["expr"] for panel in _each(page["panels"]) for target in panel.get("targets", ())]
 
 
@@ -83,10 +83,8 @@ def expressions(page: dict[str, Any]) -> list[str]:
 
 def _families(metrics: Iterable[Metric]) -> list[GrafanaPanel]:
     families: dict[tuple[str, str], list[Metric]] = {}
-    unit = ""
     for metric in metrics:
-        unit = unit if metric.meaning.startswith("the same") else _unit(metric)
-        families.setdefault((_family(metric), unit), []).append(metric)
+        families.setdefault((_family(metric), _unit(metric)), []).append(metric)
     return [GrafanaPanel(title, unit, tuple(members)) for (title, unit), members in families.items()]
 
 
@@ -183,7 +181,7 @@ def _variable(label: str, *, within: str = "") -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file `docs/grafana-dashboard.json`."""
+    """Return the file `docs/grafana-dashboard.json`."""
     return json.dumps(dashboard(), indent=1, ensure_ascii=False) + "\n"
 
 

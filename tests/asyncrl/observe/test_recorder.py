@@ -161,7 +161,7 @@ def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
 def test_an_unregistered_name_is_refused(run_dir: RunDir) -> None:
     async def main() -> None:
         recorder = await Recorder.open(writing("jsonl"), run_dir, View())
-        with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*registry.py"):
+        with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*metrics.toml"):
             await recorder.put(step(1, 1, 0.5, **{"actor/los": 1.0}))
         with pytest.raises(BugError, match="tokens/trained"):
             await recorder.put(StepRecord(1, 1, {"reward/mean": 0.5}, (), ()))
@@ -443,9 +443,7 @@ def test_a_short_write_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_page_of_metrics_is_current() -> None:
     page = ROOT / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == registry.markdown(), (
-        "docs/metrics.md is stale: python -m asyncrl.observe.metrics.registry > docs/metrics.md"
-    )
+    assert page.read_text(encoding="utf-8") == registry.markdown(), "docs/metrics.md is stale: make docs"
 
 
 def test_every_metric_is_registered_once_with_unit_and_meaning() -> None:

@@ -129,7 +129,7 @@ def test_fields_of_an_event_override_the_context(profiler: Profiler, tmp_path: P
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_a_level_records_its_events(level: registry.Level, tmp_path: Path) -> None:
+def test_a_level_records_its_events(level: registry.EventLevel, tmp_path: Path) -> None:
     profiler = Profiler()
     profiler.configure("x", ProfilerSettings(level, tmp_path / "events"))
     for name in registry.EVENTS:
@@ -148,7 +148,7 @@ def test_a_level_records_its_events(level: registry.Level, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_an_unregistered_name_is_refused(level: registry.Level, tmp_path: Path) -> None:
+def test_an_unregistered_name_is_refused(level: registry.EventLevel, tmp_path: Path) -> None:
     profiler = Profiler()
     profiler.configure("x", ProfilerSettings(level, tmp_path))
     for record in (
@@ -157,7 +157,7 @@ def test_an_unregistered_name_is_refused(level: registry.Level, tmp_path: Path) 
         lambda name: profiler.record_ended(name, 0.0),
         lambda name: profiler.record(name, 0.0, 0.0),
     ):
-        with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*catalog\.py"):
+        with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*events\.toml"):
             record("tool.exec")
     profiler.close()
 
