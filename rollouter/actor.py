@@ -27,10 +27,11 @@ from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse, unknown_key
 from rollouter.rewards.model import ServedRewardModel
 from rollouter.rewards.scorer import CombinedScorer
-from rollouter.rollouter import Rollouter, RolloutStart, RolloutTask, load_task
+from rollouter.rollouter import Rollouter, RolloutTask, load_task
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.http import endpoint_url, rollouter_name
 from rollouter.trajectory_dump import make_dump
+from rollouter.weight_updates import RolloutStart
 from skip import SkipManager
 
 MAX_CONCURRENCY = 16

@@ -18,19 +18,12 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError, UserCodeError, first_failure
-from asyncrl.core.ports import Admission, EngineFleet, PayloadStore, PromptSource, RewardScorer, TurnLog
+from asyncrl.core.ports import Admission
 from asyncrl.core.types import SampleId
-from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.queue.sample_queue import SampleQueue
-from rollouter.agent.conversation import ConversationAgent
-from rollouter.crash_isolation import CrashIsolation
-from rollouter.drop_policy import DropPolicy
-from rollouter.sample_runner import BatchedSample, SampleProgress, SampleRunner, ServedVersion
+from rollouter.sample_runner import BatchedSample, RolloutParts, SampleProgress, SampleRunner
 from rollouter.slots import GenerationSlots, SurplusMonitor
-from rollouter.trajectory_dump import TrajectoryDump
 from skip import SkipManager
 from skip.generation import Generated, SampleRequest
 
@@ -51,57 +44,12 @@ class PartialBatchError(Exception):
 class Dispatcher:
     """Keeps up to `rollout.max_concurrent_samples` samples in generation for as long as the queue gives permits."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        prompts: PromptSource,
-        queue: SampleQueue,
-        payloads: PayloadStore,
-        turns: TurnLog,
-        fleet: EngineFleet,
-        scorer: RewardScorer,
-        drops: DropPolicy,
-        isolation: CrashIsolation,
-        waits: WaitBoard,
-        served_version: Callable[[], ServedVersion],
-        agent: ConversationAgent | None = None,
-        dump: TrajectoryDump | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """
-        Args:
-            served_version: The version that every replica serves now.
-            agent: Holds conversations; None: every trajectory is one turn.
-            dump: Receives every scored sample.
-        """
-        self._config = config
-        self._queue = queue
-        self._drops = drops
-        self._isolation = isolation
-        self._waits = waits
-        self._served_version = served_version
-        self._clock = clock
-        self._slots = GenerationSlots(config.rollout.max_concurrent_samples, waits)
-        self._surplus = SurplusMonitor(queue, call_s=config.timeouts.call_s)
-        self.runner = SampleRunner(
-            config,
-            prompts=prompts,
-            queue=queue,
-            payloads=payloads,
-            turns=turns,
-            fleet=fleet,
-            scorer=scorer,
-            drops=drops,
-            isolation=isolation,
-            slots=self._slots,
-            surplus=self._surplus,
-            waits=waits,
-            served_version=served_version,
-            agent=agent,
-            dump=dump,
-            clock=clock,
-        )
+    def __init__(self, parts: RolloutParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._slots = GenerationSlots(parts.config.rollout.max_concurrent_samples, parts.waits)
+        self._surplus = SurplusMonitor(parts.queue, call_s=parts.config.timeouts.call_s)
+        self.runner = SampleRunner(parts, slots=self._slots, surplus=self._surplus)
         self._batched_step = -1
         """The newest step whose samples were started as one batch."""
         self._in_flight: dict[SampleId, float] = {}
@@ -154,12 +102,12 @@ class Dispatcher:
 
     async def _permits(self, max_samples: int) -> Admission:
         started = time.perf_counter()
-        with self._waits.waiting("permit"), profile.span("rollout.permit") as span:
-            admission = await self._queue.admit(max_samples, timeout_s=self._config.timeouts.call_s)
+        with self._parts.waits.waiting("permit"), profile.span("rollout.permit") as span:
+            admission = await self._parts.queue.admit(max_samples, timeout_s=self._config.timeouts.call_s)
             span.add(granted=len(admission.sample_ids))
         wait_s = round(time.perf_counter() - started, 6)
         for sample_id in admission.sample_ids:
-            self._in_flight[sample_id] = self._clock()
+            self._in_flight[sample_id] = self._parts.clock()
             profile.note("sample.admitted", sample=str(sample_id), permit_wait_s=wait_s)
         return admission
 
@@ -173,7 +121,7 @@ class Dispatcher:
                 return
 
     async def _run_batch(self, sample_ids: Sequence[SampleId], group: TaskGroup) -> None:
-        step = self._served_version().step + 1
+        step = self._parts.served_version().step + 1
         if step == self._batched_step or len(sample_ids) < self._config.samples_per_version:
             # These samples replace dropped ones of the batch, remain from an earlier Rollouter, or are the run's last.
             for sample_id in sample_ids:
@@ -245,14 +193,14 @@ class Dispatcher:
             "generate_s": self.runner.counts.generate_s,
             "max_generate_s": self.runner.counts.max_generate_s,
             "reward_s": self.runner.counts.reward_s,
-            "drops": self._drops.counts,
+            "drops": self._parts.drops.counts,
             "oldest_in_flight": self._oldest_in_flight(),
-            "crash_isolation": self._isolation.status(),
+            "crash_isolation": self._parts.isolation.status(),
             "skip": SkipManager.status(),
-            "messages": [*SkipManager.messages(), *self._drops.messages],
+            "messages": [*SkipManager.messages(), *self._parts.drops.messages],
         }
 
     def _oldest_in_flight(self) -> list[tuple[str, float]]:
         """Return the samples that have been in flight longest, and their ages in seconds."""
-        now = self._clock()
+        now = self._parts.clock()
         return [(str(sample_id), now - since) for sample_id, since in islice(self._in_flight.items(), NUM_OLDEST)]

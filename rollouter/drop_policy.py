@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
+from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import AsyncRLError, DataError, PoisonError, UserCodeError
 from asyncrl.core.trajectory import CallStatus
 from asyncrl.core.types import DropReason, SampleId
@@ -58,9 +59,8 @@ _DROPS: tuple[tuple[type[DataError], DropReason, str], ...] = (
 class DropPolicy:
     """Drops samples for data errors and, as `reward.on_error` says, for errors of user code; limits both."""
 
-    def __init__(self, *, on_error: Literal["stop", "drop"], max_errors: int, num_prompts: int) -> None:
-        self._on_error = on_error
-        self._max_errors = max_errors
+    def __init__(self, config: RewardConfig, *, num_prompts: int) -> None:
+        self._config = config
         self._num_prompts = num_prompts
         self._consecutive_drops = 0
         self._user_errors = 0
@@ -86,13 +86,13 @@ class DropPolicy:
         self._consecutive_drops += 1
         if isinstance(error, UserCodeError):
             self._user_errors += 1
-            on_error = error.on_error if isinstance(error, ToolFailedError) else self._on_error
+            on_error = error.on_error if isinstance(error, ToolFailedError) else self._config.on_error
             if on_error == "stop":
                 raise UserCodeError(f"{sample_id}: {error.message}", error.cause)
-            if self._user_errors > self._max_errors:
+            if self._user_errors > self._config.max_errors:
                 raise UserCodeError(
                     f"{sample_id}: {error.message}\nThis is failure {self._user_errors} of user code, more than "
-                    f"reward.max_errors = {self._max_errors}",
+                    f"reward.max_errors = {self._config.max_errors}",
                     error.cause,
                 )
             return self._drop(sample_id, DropReason.FAILED, "user code failed", error)

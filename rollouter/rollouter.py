@@ -25,7 +25,6 @@ from asyncrl.core.ports import (
     RewardScorer,
     TurnLog,
     WeightFeed,
-    WeightsVersion,
 )
 from asyncrl.core.records import RecordSink
 from asyncrl.core.waits import WaitBoard
@@ -40,10 +39,10 @@ from rollouter.prompts.chat_template import Decode, decoder, load_tokenizer
 from rollouter.prompts.source import load_prompts
 from rollouter.rewards.functions import load_reward_functions
 from rollouter.rewards.scorer import function_scorer
-from rollouter.sample_runner import ServedVersion
+from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from rollouter.validation import ValidationPrompts, Validator
-from rollouter.weight_updates import WeightUpdateLoop
+from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
 
 
 class RolloutTask(NamedTuple):
@@ -58,20 +57,6 @@ class RolloutTask(NamedTuple):
     """Holds conversations of several turns; None: every trajectory is one."""
     num_filtered: int = 0
     num_val_filtered: int = 0
-
-
-class RolloutStart(NamedTuple):
-    """The validations that earlier incarnations of this Rollouter have done, and whether there are engines."""
-
-    validate_first: bool
-    """Validate the version at the start, even if its publication does not ask for it."""
-    validated: WeightsVersion | None = None
-    """The newest weights version whose validation is recorded: neither it nor an older one is validated again."""
-    validated_step: int = 0
-    """The newest step of the model's current history whose validation is recorded; 0: none. Validations that
-    `trainer.test_freq` asks for after this step are still due."""
-    has_engines: bool = True
-    """False if every sample is replayed."""
 
 
 def load_task(config: Config, cache_dir: Path) -> RolloutTask:
@@ -115,58 +100,28 @@ class Rollouter:
         self._agent = task.agent
         if task.agent is not None:
             task.agent.watch(self.waits.waiting)
-        drops = DropPolicy(
-            on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=len(task.prompts)
-        )
-        isolation = CrashIsolation(
-            config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock
-        )
-        self._dispatcher = Dispatcher(
-            config,
+        parts = RolloutParts(
+            config=config,
             prompts=task.prompts,
             queue=queue,
             payloads=payloads,
             turns=turns,
             fleet=fleet,
             scorer=task.scorer,
-            drops=drops,
-            isolation=isolation,
+            drops=DropPolicy(config.reward, num_prompts=len(task.prompts)),
+            isolation=CrashIsolation(
+                config.recovery.max_crashes, waits=self.waits, settle_s=settle_s, wall_clock=wall_clock
+            ),
             waits=self.waits,
             served_version=lambda: ServedVersion(self._versions.weights_version.version, self._versions.step),
             agent=task.agent,
             dump=dump,
             clock=clock,
         )
-        self._validator = None
-        if task.val_prompts is not None:
-            self._validator = Validator(
-                config,
-                prompts=task.val_prompts,
-                fleet=fleet,
-                scorer=task.scorer,
-                agent=task.agent,
-                decode=task.decode,
-                drops=drops,
-                isolation=isolation,
-                waits=self.waits,
-                clock=clock,
-            )
+        self._dispatcher = Dispatcher(parts)
+        self._validator = Validator(parts, task.val_prompts, task.decode) if task.val_prompts is not None else None
         self._versions = WeightUpdateLoop(
-            feed=feed,
-            fleet=fleet,
-            queue=queue,
-            sink=sink,
-            validator=self._validator,
-            validate_first=start.validate_first,
-            validated=start.validated,
-            validated_step=start.validated_step,
-            test_freq=config.trainer.test_freq,
-            poll_s=config.timeouts.call_s,
-            apply_s=config.timeouts.apply_call_s,
-            start_s=config.timeouts.start_s,
-            waits=self.waits,
-            clock=clock,
-            wall_clock=wall_clock,
+            parts, start, feed=feed, sink=sink, validator=self._validator, wall_clock=wall_clock
         )
 
     async def run(self) -> None:

@@ -124,48 +124,38 @@ async def score_trajectories(scorer: RewardScorer, prompt: Prompt, trajectories:
         return scores
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """The ports of one Rollouter, and the state that its dispatcher, sample runner and validation share."""
+
+    config: Config
+    prompts: PromptSource
+    queue: SampleQueue
+    payloads: PayloadStore
+    turns: TurnLog
+    fleet: EngineFleet
+    scorer: RewardScorer
+    drops: DropPolicy
+    isolation: CrashIsolation
+    waits: WaitBoard
+    served_version: Callable[[], ServedVersion]
+    agent: ConversationAgent | None = None
+    """Holds conversations; None: every trajectory is one turn."""
+    dump: TrajectoryDump | None = None
+    """Receives every scored sample of training."""
+    clock: Callable[[], float] = time.monotonic
+
+
 class SampleRunner:
     """Takes the samples of one Rollouter from their permits to the queue."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        prompts: PromptSource,
-        queue: SampleQueue,
-        payloads: PayloadStore,
-        turns: TurnLog,
-        fleet: EngineFleet,
-        scorer: RewardScorer,
-        drops: DropPolicy,
-        isolation: CrashIsolation,
-        slots: GenerationSlots,
-        surplus: SurplusMonitor,
-        waits: WaitBoard,
-        served_version: Callable[[], ServedVersion],
-        agent: ConversationAgent | None,
-        dump: TrajectoryDump | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`agent` None: every trajectory is one turn."""
-        self._config = config
-        self._prompts = prompts
-        self._queue = queue
-        self._payloads = payloads
-        self._turns = turns
-        self._fleet = fleet
-        self._scorer = scorer
-        self._drops = drops
-        self._isolation = isolation
+    def __init__(self, parts: RolloutParts, *, slots: GenerationSlots, surplus: SurplusMonitor) -> None:
+        self._parts = parts
         self._slots = slots
         self._surplus = surplus
-        self._waits = waits
-        self._served_version = served_version
-        self._agent = agent
-        self._dump = dump
-        self._clock = clock
-        self._unfinished = config.rollout.over_sample.unfinished
-        self.generation = BusyMeter(clock)
+        self._waiting = parts.waits.waiting
+        self._unfinished = parts.config.rollout.over_sample.unfinished
+        self.generation = BusyMeter(parts.clock)
         self.counts = RolloutCounts()
 
     async def run(self, sample_id: SampleId, slot: GenerationSlot | None) -> None:
@@ -184,7 +174,7 @@ class SampleRunner:
                     except SurplusError:
                         if self._unfinished == "drop":
                             raise
-                    with self._waits.waiting("surplus"), profile.span("sample.surplus"):
+                    with self._waiting("surplus"), profile.span("sample.surplus"):
                         await self._surplus.wait_for_room()
                     slot = await self._slots.acquire()
                 sample = await self._score_and_pack(sample_id, generated, scores, scoring_began)
@@ -200,7 +190,7 @@ class SampleRunner:
             try:
                 if isinstance(outcome, DataError | UserCodeError):
                     raise outcome
-                sample = await self._score_and_pack(sample_id, outcome, {}, self._clock())
+                sample = await self._score_and_pack(sample_id, outcome, {}, self._parts.clock())
             except (DataError, UserCodeError) as error:
                 await self._drop(sample_id, error, progress)
             else:
@@ -208,7 +198,7 @@ class SampleRunner:
 
     def ask(self, sample_id: SampleId) -> SampleRequest:
         """See `ask_for`."""
-        return ask_for(self._config, sample_id, self._prompts, self._agent)
+        return ask_for(self._parts.config, sample_id, self._parts.prompts, self._parts.agent)
 
     async def _generate_and_score(
         self, request: SampleRequest, progress: SampleProgress, slot: GenerationSlot
@@ -219,11 +209,11 @@ class SampleRunner:
             The group, its scores (empty if it is not scored yet), and the time when generation ended.
         """
         scores: dict[Trajectory, Score] = {}
-        whole_group = self._scorer.whole_group or SkipManager.get("reward") is not None
+        whole_group = self._parts.scorer.whole_group or SkipManager.get("reward") is not None
 
         async def score(trajectory: Trajectory) -> None:
-            with self._waits.waiting("reward"):
-                (scores[trajectory],) = await score_trajectories(self._scorer, request.prompt, [trajectory])
+            with self._waiting("reward"):
+                (scores[trajectory],) = await score_trajectories(self._parts.scorer, request.prompt, [trajectory])
 
         def start_scoring(trajectory: Trajectory) -> None:
             scoring.start_soon(score, trajectory)
@@ -231,7 +221,7 @@ class SampleRunner:
         try:
             async with anyio.create_task_group() as scoring:
                 generated = await self.generate(request, progress, slot, None if whole_group else start_scoring)
-                generated_at = self._clock()
+                generated_at = self._parts.clock()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         return generated, scores, generated_at
@@ -261,21 +251,21 @@ class SampleRunner:
         with (
             slot,
             self._surplus.abortable() as surplus,
-            time_limit(name, self._config.timeouts.sample_s) as limit,
+            time_limit(name, self._parts.config.timeouts.sample_s) as limit,
             profile.span("sample.generate", trajectories=request.n + request.extra) as span,
-            self._isolation.sample(limit) as sessions,
+            self._parts.isolation.sample(limit) as sessions,
         ):
-            started = self._clock()
+            started = self._parts.clock()
             tokens_before = 0
             try:
                 await self._resume(request.sample_id, progress)
                 tokens_before = progress.num_tokens
-                with self._waits.waiting("engine"), self.generation.busy():
+                with self._waiting("engine"), self.generation.busy():
                     trajectories = await generate_group(
-                        self._fleet,
+                        self._parts.fleet,
                         group,
                         sessions=sessions,
-                        agent=self._agent,
+                        agent=self._parts.agent,
                         turns=progress.turns,
                         record_turn=partial(self._record_turn, request.sample_id),
                         on_trajectory=on_trajectory,
@@ -291,7 +281,7 @@ class SampleRunner:
                         self.counts.surplus_tokens += num_tokens
                 raise
             finally:
-                progress.generate_s += self._clock() - started
+                progress.generate_s += self._parts.clock() - started
                 span.add(tokens=progress.num_tokens - tokens_before)
             span.add(trajectories=len(trajectories))
         used_tokens = sum(trajectory.num_sampled for trajectory in trajectories)
@@ -303,7 +293,7 @@ class SampleRunner:
     async def _resume(self, sample_id: SampleId, progress: SampleProgress) -> None:
         """Add the turns that an earlier Rollouter logged, or discard the partial turns of an earlier attempt."""
         if progress.logged_tokens is None:
-            progress.turns |= await self._turns.completed(sample_id)
+            progress.turns |= await self._parts.turns.completed(sample_id)
             progress.logged_tokens = progress.num_tokens
         elif self._unfinished != "keep_partial":
             progress.turns = {key: turn for key, turn in progress.turns.items() if is_complete(turn)}
@@ -312,7 +302,7 @@ class SampleRunner:
         self.counts.generated_tokens += len(turn.response_ids)
         # Shielded: the turn counts as complete already. If the sample is cut here and resumed, nobody logs it later.
         with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
-            await self._turns.record(sample_id, key, turn)
+            await self._parts.turns.record(sample_id, key, turn)
 
     async def _score_and_pack(
         self, sample_id: SampleId, generated: Generated, scores: Mapping[Trajectory, Score], scoring_began: float
@@ -325,43 +315,43 @@ class SampleRunner:
         if scores:
             all_scores = [scores[trajectory] for trajectory in trajectories]
         else:
-            with self._waits.waiting("reward"):
+            with self._waiting("reward"):
                 all_scores = await self.score(sample_id, prompt, trajectories)
-        reward_s = self._clock() - scoring_began
+        reward_s = self._parts.clock() - scoring_began
         self.counts.reward_s += reward_s
         profile.record_ended("sample.reward", reward_s)
         if generated.replayed_from is None:
             await self._note_rewards(sample_id, [score.reward for score in all_scores])
         sample = pack_sample(sample_id, generated, all_scores, reward_s, self._replay_version())
-        if self._dump is not None:
+        if self._parts.dump is not None:
             scored = trajectories[:-1] if generated.has_baseline else trajectories
-            with self._waits.waiting("dump"), profile.span("dump.write"):
-                await self._dump.write(sample, prompt, scored, all_scores[: len(scored)])
+            with self._waiting("dump"), profile.span("dump.write"):
+                await self._parts.dump.write(sample, prompt, scored, all_scores[: len(scored)])
         return sample
 
     @SkipManager.annotate(role="reward")
     async def score(self, sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Return one score per trajectory. Raises as the scorer does."""
-        return await score_trajectories(self._scorer, prompt, trajectories)
+        return await score_trajectories(self._parts.scorer, prompt, trajectories)
 
     async def _note_rewards(self, sample_id: SampleId, rewards: Sequence[float]) -> None:
         """Store the rewards with the record, for `asyncrl skip show`."""
         await SkipManager.note("async_rollout", sample_id.index, {"rewards": list(rewards)})
-        step = self._served_version().step + 1
+        step = self._parts.served_version().step + 1
         await SkipManager.note("rollout", step, {"rewards": {str(sample_id): list(rewards)}})
 
     def _replay_version(self) -> int | None:
         """Return the version that tokens of replayed samples count as; None: the recorded ones."""
-        role = self._config.generation_skip
-        return None if role is None or role.replay_versions == "recorded" else self._served_version().version
+        role = self._parts.config.generation_skip
+        return None if role is None or role.replay_versions == "recorded" else self._parts.served_version().version
 
     async def _offer(self, sample: Sample) -> None:
-        self._drops.note_success()
+        self._parts.drops.note_success()
         meta = sample_meta(sample)
         with profile.span("sample.payload", bytes=meta.payload_bytes):
-            payload = await self._payloads.put(sample)
+            payload = await self._parts.payloads.put(sample)
         with profile.span("sample.offer"):
-            await self._queue.offer(meta, payload)
+            await self._parts.queue.offer(meta, payload)
         if profile.enabled:
             rewards = {row.trajectory: row.reward for row in sample.rows}
             profile.note(
@@ -371,7 +361,7 @@ class SampleRunner:
                 versions=meta.newest_version - meta.oldest_version,
             )
         self.counts.samples_done += 1
-        await self._turns.forget(sample.sample_id)
+        await self._parts.turns.forget(sample.sample_id)
 
     async def _drop(
         self, sample_id: SampleId, error: SurplusError | DataError | UserCodeError, progress: SampleProgress
@@ -380,14 +370,14 @@ class SampleRunner:
         if isinstance(error, SurplusError):
             reason = DropReason.SURPLUS
         else:
-            drop = self._drops.decide(sample_id, error)
+            drop = self._parts.drops.decide(sample_id, error)
             log = logger.warning if drop.first else logger.debug
             log("%s dropped (%s), %s: %s", sample_id, drop.reason, drop.kind, error)
             reason = drop.reason
-        await self._queue.drop(sample_id, reason)
+        await self._parts.queue.drop(sample_id, reason)
         num_tokens = progress.num_tokens - (progress.logged_tokens or 0)
         profile.note("sample.dropped", reason=str(reason), tokens=num_tokens)
-        await self._turns.forget(sample_id)
+        await self._parts.turns.forget(sample_id)
 
 
 def pack_sample(

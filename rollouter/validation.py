@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from asyncrl.config.schema import Config
 from asyncrl.core.failures import DataError, UserCodeError
-from asyncrl.core.ports import EngineFleet, RewardScorer, Score, WeightsVersion
+from asyncrl.core.ports import Score, WeightsVersion
 from asyncrl.core.records import Metrics, ValidationRecord
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Prompt, Turn
-from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from rollouter.agent.conversation import ConversationAgent
-from rollouter.crash_isolation import CrashIsolation, SampleSessions, time_limit
-from rollouter.drop_policy import DropPolicy, is_permanent
+from rollouter.crash_isolation import SampleSessions, time_limit
+from rollouter.drop_policy import is_permanent
 from rollouter.group import GroupRequest, generate_group
 from rollouter.prompts.chat_template import Decode
 from rollouter.requests import sampling_params
-from rollouter.sample_runner import score_trajectories
+from rollouter.sample_runner import RolloutParts, score_trajectories
 from skip import SkipManager
 
 logger = logging.getLogger(__name__)
@@ -65,30 +61,10 @@ class SupersededError(Exception):
 class Validator:
     """Generates and scores the validation set with `rollout.val` sampling, on the dispatcher's fleet and scorer."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        prompts: ValidationPrompts,
-        fleet: EngineFleet,
-        scorer: RewardScorer,
-        decode: Decode,
-        drops: DropPolicy,
-        isolation: CrashIsolation,
-        waits: WaitBoard,
-        agent: ConversationAgent | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
+    def __init__(self, parts: RolloutParts, prompts: ValidationPrompts, decode: Decode) -> None:
+        self._parts = parts
         self._prompts = prompts
-        self._fleet = fleet
-        self._scorer = scorer
-        self._agent = agent
         self._decode = decode
-        self._drops = drops
-        self._isolation = isolation
-        self._waits = waits
-        self._clock = clock
         self.generated_tokens = 0
         """Response tokens generated for validation so far."""
 
@@ -104,9 +80,9 @@ class Validator:
             InfraError, UserCodeError, DataError: as for training samples.
             DataError: no prompt can ever be answered.
         """
-        started = self._clock()
+        started = self._parts.clock()
         answers: list[ScoredPrompt | DataError | UserCodeError | None] = [None] * len(self._prompts)
-        limit = anyio.CapacityLimiter(self._config.rollout.max_concurrent_samples)
+        limit = anyio.CapacityLimiter(self._parts.config.rollout.max_concurrent_samples)
         superseded: list[SupersededError] = []
 
         async def answer(number: int, group: TaskGroup) -> None:
@@ -119,7 +95,7 @@ class Validator:
                 group.cancel_scope.cancel()
 
         with (
-            self._waits.waiting("validation"),
+            self._parts.waits.waiting("validation"),
             SkipManager.suspended(),
             profile.span("validation", version=weights_version.version, prompts=len(self._prompts)),
         ):
@@ -139,7 +115,7 @@ class Validator:
             logger.error("%s, so it has no figures; the first: %s", message, failures[0].message)
             return None
         metrics = validation_metrics(answered)
-        metrics["duration_s"] = self._clock() - started
+        metrics["duration_s"] = self._parts.clock() - started
         examples = tuple(self._example(one) for one in answered[:NUM_EXAMPLES])
         return ValidationRecord(weights_version.version, step, metrics, examples, weights_version.lineage)
 
@@ -148,34 +124,34 @@ class Validator:
         try:
             with profile.context(sample=name):
                 with (
-                    time_limit(name, self._config.timeouts.sample_s) as limit,
-                    self._isolation.sample(limit) as sessions,
+                    time_limit(name, self._parts.config.timeouts.sample_s) as limit,
+                    self._parts.isolation.sample(limit) as sessions,
                 ):
                     trajectories = await self._generate(name, prompt, version, sessions)
-                scores = await score_trajectories(self._scorer, prompt, trajectories)
+                scores = await score_trajectories(self._parts.scorer, prompt, trajectories)
         except (DataError, UserCodeError) as error:
-            drop = self._drops.decide(name, error)
+            drop = self._parts.drops.decide(name, error)
             logger.warning("%s left out of the validation, %s: %s", name, drop.kind, error)
             return error
-        self._drops.note_success()
+        self._parts.drops.note_success()
         return ScoredPrompt(prompt, trajectories, scores)
 
     async def _generate(self, name: str, prompt: Prompt, version: int, sessions: SampleSessions) -> list[Trajectory]:
         """Return trajectories of `version` alone. Every try has its own session, which may be routed to another
         replica."""
-        rollout = self._config.rollout
+        rollout = self._parts.config.rollout
         params = sampling_params(
             rollout.val,
             prompt,
             response_length=rollout.response_length,
-            max_model_len=self._config.max_model_len,
+            max_model_len=self._parts.config.max_model_len,
             training=False,
         )
         for attempt in range(1, rollout.max_attempts + 1):
             session = name if attempt == 1 else f"{name}_try_{attempt}"
             group = GroupRequest(session, name, prompt, params, rollout.val.n)
             trajectories = await generate_group(
-                self._fleet, group, sessions=sessions, agent=self._agent, record_turn=self._count_turn
+                self._parts.fleet, group, sessions=sessions, agent=self._parts.agent, record_turn=self._count_turn
             )
             others = {other for one in trajectories for other in one.versions} - {version}
             if not others:

@@ -23,20 +23,34 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskStatus
 
 from asyncrl.config.plan import validation_due
 from asyncrl.core.failures import InfraError
-from asyncrl.core.ports import ApplyReport, EngineFleet, Publication, WeightFeed, WeightsVersion
+from asyncrl.core.ports import ApplyReport, Publication, WeightFeed, WeightsVersion
 from asyncrl.core.records import ApplyRecord, RecordSink, ValidationRecord
-from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
-from asyncrl.queue.sample_queue import SampleQueue
+from rollouter.sample_runner import RolloutParts
 from rollouter.validation import SupersededError, Validator
 
 logger = logging.getLogger(__name__)
+
+
+class RolloutStart(NamedTuple):
+    """The validations that earlier incarnations of this Rollouter have done, and whether there are engines."""
+
+    validate_first: bool
+    """Validate the version at the start, even if its publication does not ask for it."""
+    validated: WeightsVersion | None = None
+    """The newest weights version whose validation is recorded: neither it nor an older one is validated again."""
+    validated_step: int = 0
+    """The newest step of the model's current history whose validation is recorded; 0: none. Validations that
+    `trainer.test_freq` asks for after this step are still due."""
+    has_engines: bool = True
+    """False if every sample is replayed."""
 
 
 class WeightUpdateLoop:
@@ -44,45 +58,22 @@ class WeightUpdateLoop:
 
     def __init__(
         self,
+        parts: RolloutParts,
+        start: RolloutStart,
         *,
         feed: WeightFeed,
-        fleet: EngineFleet,
-        queue: SampleQueue,
         sink: RecordSink,
         validator: Validator | None,
-        validate_first: bool,
-        validated: WeightsVersion | None,
-        validated_step: int = 0,
-        test_freq: int = -1,
-        poll_s: float,
-        apply_s: float,
-        start_s: float,
-        waits: WaitBoard,
-        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """See `rollouter.RolloutStart` for `validate_first`, `validated` and `validated_step`.
-
-        Args:
-            test_freq: `trainer.test_freq`.
-            poll_s: longest single wait for a publication.
-            apply_s: longest single call to the replicas to take a version.
-            start_s: how long a newly started replica may answer with a version other than the applied one.
-        """
+        self._parts = parts
         self._feed = feed
-        self._fleet = fleet
-        self._queue = queue
         self._sink = sink
         self._validator = validator
-        self._validate_first = validate_first
-        self._validated = validated
-        self._validated_step = validated_step
-        self._test_freq = test_freq
-        self._poll_s = poll_s
-        self._apply_s = apply_s
-        self._start_s = start_s
-        self._waits = waits
-        self._clock = clock
+        self._validate_first = start.validate_first
+        self._validated = start.validated
+        self._validated_step = start.validated_step
+        self._timeouts = parts.config.timeouts
         self._wall_clock = wall_clock
         self._finishing = False
         self._wait_scope: anyio.CancelScope | None = None
@@ -122,8 +113,8 @@ class WeightUpdateLoop:
 
     async def _wait_newer(self) -> Publication | None:
         """Return the next publication, or None if none arrives in time or `finish` was called."""
-        with anyio.CancelScope() as self._wait_scope, self._waits.waiting("weights"):
-            return await self._feed.wait_newer(self.weights_version, timeout_s=self._poll_s)
+        with anyio.CancelScope() as self._wait_scope, self._parts.waits.waiting("weights"):
+            return await self._feed.wait_newer(self.weights_version, timeout_s=self._timeouts.call_s)
         return None
 
     async def _apply_and_validate(self, publication: Publication | None) -> None:
@@ -134,22 +125,23 @@ class WeightUpdateLoop:
             await self._validate(publication.step)
 
     def _needs_validation(self, publication: Publication) -> bool:
-        due = validation_due(self._test_freq, validated_step=self._validated_step, step=publication.step)
+        test_freq = self._parts.config.trainer.test_freq
+        due = validation_due(test_freq, validated_step=self._validated_step, step=publication.step)
         return publication.validate or due
 
     async def _apply(self, publication: Publication, *, initial: bool = False) -> None:
         """Update the replicas and the queue. With `initial`, record it only if a replica did not serve the version
         yet."""
-        started = self._clock()
+        started = self._parts.clock()
         reports = await self._update_replicas(publication)
         if published := publication.published_at_s:
             publish_to_applied_s = max(0.0, self._wall_clock() - published)
         else:
-            publish_to_applied_s = self._clock() - started
+            publish_to_applied_s = self._parts.clock() - started
         self.weights_version, self.step, self._applied = publication.weights_version, publication.step, publication
         profile.set_position(step=self.step + 1, version=self.weights_version.version)
         # Only after the replicas: the staleness gate counts versions that every replica serves.
-        await self._queue.set_applied_version(publication.version, lineage=publication.lineage)
+        await self._parts.queue.set_applied_version(publication.version, lineage=publication.lineage)
         if initial and not any(report.load_s for report in reports):
             return
         record = ApplyRecord(publication.version, tuple(reports), publish_to_applied_s, publication.lineage)
@@ -162,10 +154,10 @@ class WeightUpdateLoop:
             InfraError: a replica could not be updated.
         """
         with (
-            self._waits.waiting("apply", limit_s=self._apply_s),
+            self._parts.waits.waiting("apply", limit_s=self._timeouts.apply_call_s),
             profile.span("sync.apply", version=publication.version) as span,
         ):
-            reports = await self._fleet.apply(publication)
+            reports = await self._parts.fleet.apply(publication)
             span.add(replicas=len(reports))
         # A replica that was replaced meanwhile may already serve a newer version, and reports it with its tokens.
         if outdated := [report for report in reports if report.weights_version < publication.weights_version]:
@@ -195,10 +187,10 @@ class WeightUpdateLoop:
                 newest = None
                 if error.other > error.version:
                     # The replica received it from the store, which may have been restarted since and receives it again.
-                    newest = await self._feed.wait_newer(self.weights_version, timeout_s=self._poll_s)
+                    newest = await self._feed.wait_newer(self.weights_version, timeout_s=self._timeouts.call_s)
                 if newest is None:
                     # A replica that was replaced during an apply may have started with the previous version.
-                    until = min(until, anyio.current_time() + self._start_s)
+                    until = min(until, anyio.current_time() + self._timeouts.start_s)
                     attempt += 1
                     await self._reapply(error, until)
                     continue
@@ -220,9 +212,9 @@ class WeightUpdateLoop:
         """
         if anyio.current_time() >= until:
             raise InfraError(
-                f"{error}, and have done so for {self._start_s:g} s (timeouts.start_s), each time after all of them "
-                f"were brought to {_describe(self.weights_version)}; their logs in the run directory may say what they "
-                "load"
+                f"{error}, and have done so for {self._timeouts.start_s:g} s (timeouts.start_s), each time after "
+                f"all of them were brought to {_describe(self.weights_version)}; their logs in the run directory may "
+                "say what they load"
             )
         logger.warning("%s; it is repeated once every replica serves %s", error, _describe(self.weights_version))
         if self._applied is not None:
@@ -252,7 +244,7 @@ class WeightUpdateLoop:
 
     async def _cancel_at_new_lineage(self, scope: anyio.CancelScope) -> None:
         last = WeightsVersion(self.weights_version.lineage, sys.maxsize)
-        while (newest := await self._feed.wait_newer(last, timeout_s=self._poll_s)) is None:
+        while (newest := await self._feed.wait_newer(last, timeout_s=self._timeouts.call_s)) is None:
             pass
         logger.info(
             "the validation of %s is cancelled: training went back to %s",

@@ -33,7 +33,7 @@ from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Progress, Resume
 from asyncrl.storage.run_dir import RunDir, disk_error
 from rollouter.actor import start_rollouter
 from rollouter.coverage import RemainingSamples
-from rollouter.rollouter import RolloutStart
+from rollouter.weight_updates import RolloutStart
 from trainer.actor import start_trainer
 
 KILL_S = 25.0

@@ -52,8 +52,8 @@ from asyncrl.storage.checkpoint_manifest import Resume
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import start_store
 from rollouter.coverage import RemainingSamples
-from rollouter.rollouter import RolloutStart
 from rollouter.serving.app import start_app
+from rollouter.weight_updates import RolloutStart
 
 
 class Run:

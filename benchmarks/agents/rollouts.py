@@ -22,7 +22,7 @@ from rollouter.agent.conversation import ConversationAgent
 from rollouter.crash_isolation import CrashIsolation
 from rollouter.dispatcher import Dispatcher
 from rollouter.drop_policy import DropPolicy
-from rollouter.sample_runner import ServedVersion
+from rollouter.sample_runner import RolloutParts, ServedVersion
 
 LIMIT_S = 300.0
 """Timeout of one measurement."""
@@ -107,8 +107,8 @@ async def running_dispatcher(work: RolloutWork, total_samples: int | None = None
 
 def _dispatcher(work: RolloutWork, queue: LocalSampleQueue) -> Dispatcher:
     config, waits = work.config, WaitBoard()
-    return Dispatcher(
-        config,
+    parts = RolloutParts(
+        config=config,
         prompts=work.prompts,
         queue=queue,
         payloads=SamplesAsPayloads(),
@@ -116,11 +116,12 @@ def _dispatcher(work: RolloutWork, queue: LocalSampleQueue) -> Dispatcher:
         fleet=work.fleet,
         scorer=ConstantScorer(),
         agent=work.agent,
-        drops=DropPolicy(on_error="stop", max_errors=0, num_prompts=len(work.prompts)),
+        drops=DropPolicy(config.reward, num_prompts=len(work.prompts)),
         isolation=CrashIsolation(config.recovery.max_crashes, waits=waits),
         waits=waits,
         served_version=lambda: ServedVersion(0, 0),
     )
+    return Dispatcher(parts)
 
 
 async def take(work: RolloutWork, versions: int) -> RolloutOutcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
@@ -17,23 +17,48 @@ from asyncrl.config.sections.run import RecoveryConfig, TimeoutsConfig
 from asyncrl.config.sections.skip import SkipConfig
 from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import first_failure
-from asyncrl.core.ports import Lease, RewardScorer
+from asyncrl.core.ports import EngineFleet, Lease, RewardScorer
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.trajectory import Trajectory, single_turn
 from asyncrl.core.types import Prompt, Sample, SampleId
 from asyncrl.core.waits import WaitBoard
-from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
 from rollouter.agent.conversation import AskTurn, ConversationAgent, ConversationTokens, TurnRequest
 from rollouter.crash_isolation import CrashIsolation
 from rollouter.dispatcher import Dispatcher
 from rollouter.drop_policy import DropPolicy
-from rollouter.sample_runner import ServedVersion
+from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeScorer, ListPrompts, ManualClock, MemoryPayloads, MemoryTurns, make_prompt
 
 NUM_PROMPTS = 100
 Error = TypeVar("Error", bound=Exception)
+
+
+def rollout_parts(
+    config: Config,
+    *,
+    queue: SampleQueue,
+    fleet: EngineFleet,
+    clock: ManualClock,
+    prompts: Sequence[Prompt] = (make_prompt(1),) * NUM_PROMPTS,
+    **changes: Any,
+) -> RolloutParts:
+    """The parts of a Rollouter around these; the others are fakes unless `changes` has them."""
+    waits = WaitBoard(clock)
+    defaults: dict[str, Any] = {
+        "payloads": MemoryPayloads(),
+        "turns": MemoryTurns(),
+        "scorer": FakeScorer(),
+        "drops": DropPolicy(config.reward, num_prompts=len(prompts)),
+        "isolation": CrashIsolation(config.recovery.max_crashes, waits=waits, settle_s=0.01),
+        "served_version": lambda: ServedVersion(0, 0),
+    }
+    return RolloutParts(
+        config=config, prompts=ListPrompts(prompts), queue=queue, fleet=fleet, waits=waits, clock=clock,
+        **{**defaults, **changes},
+    )  # fmt: skip
 
 
 class DispatcherRig:
@@ -83,29 +108,21 @@ class DispatcherRig:
         self.turns = turns or MemoryTurns()
         self.fleet = fleet or FakeFleet(hold=True)
         self.clock = ManualClock()
-        self.drops = DropPolicy(
-            on_error=self.config.reward.on_error,
-            max_errors=self.config.reward.max_errors,
-            num_prompts=len(prompts),
-        )
-        self.waits = WaitBoard(self.clock)
         self.served_version = ServedVersion(0, 0)
-        self.dispatcher = Dispatcher(
+        self.parts = rollout_parts(
             self.config,
-            prompts=ListPrompts(prompts),
+            prompts=prompts,
             queue=self.queue,
-            payloads=MemoryPayloads(),
-            turns=self.turns,
             fleet=self.fleet,
+            clock=self.clock,
+            turns=self.turns,
             scorer=scorer or FakeScorer(),
-            drops=self.drops,
-            isolation=CrashIsolation(max_crashes, waits=self.waits, settle_s=0.01),
-            waits=self.waits,
             served_version=lambda: self.served_version,
             agent=agent,
             dump=dump,
-            clock=self.clock,
         )
+        self.drops, self.waits = self.parts.drops, self.parts.waits
+        self.dispatcher = Dispatcher(self.parts)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[DispatcherRig]:

@@ -29,7 +29,7 @@ from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, WeightStoreActor
 from rollouter.rewards.scorer import CombinedScorer
-from rollouter.rollouter import Rollouter, RolloutStart, load_task
+from rollouter.rollouter import Rollouter, load_task
 from rollouter.serving import fleet as fleet_module
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.options import serving_options
@@ -38,6 +38,7 @@ from rollouter.serving.replica.generation import TokenGeneration
 from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import WeightUpdates
 from rollouter.serving.replica.worker import WeightLoader
+from rollouter.weight_updates import RolloutStart
 from trainer.trainer import Trainer
 from trainer.workers import group as group_module
 from trainer.workers.processes import Processes, RankActor

@@ -21,7 +21,7 @@ from asyncrl.queue.operations import OfferSamples, Operation, QueueOptions, Read
 from asyncrl.queue.sample_queue import QueueCaller
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import Progress
-from rollouter.rollouter import RolloutStart
+from rollouter.weight_updates import RolloutStart
 from tests.fakes.queues import rebuilt, replay
 from tests.fuzz.files import Checkpoint
 from tests.fuzz.fleet import Engines

@@ -277,7 +277,7 @@ async def test_a_failing_reward_drops_within_its_budget() -> None:
 
 
 def test_the_drop_policy_counts_consecutive_drops() -> None:
-    policy = DropPolicy(on_error="stop", max_errors=0, num_prompts=3)
+    policy = DropPolicy(RewardConfig(), num_prompts=3)
     for _ in range(5):
         assert policy.decide("a", OverlongError("long")).reason == "overlong"
         assert policy.decide("b", DataError("odd")).reason == "failed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from asyncrl.core.ports import Lease, Publication, WeightsVersion
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import DropReason, Prompt, Provenance, Sample, Span, Turn
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
-from rollouter.crash_isolation import CrashIsolation
 from rollouter.sample_runner import ServedVersion
 from rollouter.validation import Validator
 from skip import SkipManager
@@ -288,16 +288,7 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
 
     skip = recording(tmp_path, "reward")
     rig = DispatcherRig(skip=skip, fleet=FakeFleet(), total=1)
-    validator = Validator(
-        rig.config,
-        prompts=ListPrompts([make_prompt(1, 2)]),
-        fleet=FakeFleet(),
-        scorer=Calling(),
-        decode=lambda ids: "",
-        drops=rig.drops,
-        isolation=CrashIsolation(2, waits=rig.waits, settle_s=0.01),
-        waits=rig.waits,
-    )
+    validator = Validator(replace(rig.parts, scorer=Calling()), ListPrompts([make_prompt(1, 2)]), lambda ids: "")
     with SkipManager.session(rig.config):
         assert await validator.run(WeightsVersion(0, 0), 0) is not None
         assert SkipManager.status() == {"reward": {}}

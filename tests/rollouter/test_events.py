@@ -34,12 +34,13 @@ from asyncrl.storage.sample_bytes import PackedBlob, pack, to_blob, unpack
 from asyncrl.storage.trajectory_files import find
 from rollouter.group import GroupRequest, generate_group
 from rollouter.requests import parse_request_id
-from rollouter.rollouter import Rollouter, RolloutStart, RolloutTask
+from rollouter.rollouter import Rollouter, RolloutTask
 from rollouter.serving import client
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.replica import event_forwarding
 from rollouter.serving.replica.event_forwarding import FORWARD_EVERY_S, EventForwarder
 from rollouter.trajectory_dump import TrajectoryDump
+from rollouter.weight_updates import RolloutStart
 from skip import SkipManager
 from tests.fakes import agent_loop
 from tests.fakes import gateway_agent as gateway

@@ -13,18 +13,17 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.config.sections.rollout import RolloutConfig, ValSamplingConfig
 from asyncrl.config.sections.run import TimeoutsConfig
+from asyncrl.config.sections.trainer import TrainerConfig
 from asyncrl.core.failures import DataError, InfraError, UserCodeError, first_failure
 from asyncrl.core.ports import Score, WeightsVersion
 from asyncrl.core.records import ApplyRecord, ValidationRecord
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import Prompt, Turn
-from asyncrl.core.waits import WaitBoard
 from asyncrl.observe.metrics.registry import check
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from rollouter.crash_isolation import CrashIsolation
-from rollouter.drop_policy import DropPolicy
 from rollouter.validation import Validator
-from rollouter.weight_updates import WeightUpdateLoop
+from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
+from tests.fakes.dispatcher import rollout_parts
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, ManualClock, make_prompt
 
@@ -46,7 +45,7 @@ class Rig:
         validated: WeightsVersion | None = None,
         validated_step: int = 0,
         test_freq: int = -1,
-        poll_s: float = 60.0,
+        call_s: float = 60.0,
         start_s: float = 60.0,
         sample_s: float = 60.0,
         prompts: list[Prompt] | None = VAL_PROMPTS,
@@ -57,7 +56,8 @@ class Rig:
         config = Config(
             rollout=RolloutConfig(response_length=6, max_model_len=16, val=ValSamplingConfig(n=2)),
             reward=reward or RewardConfig(),
-            timeouts=TimeoutsConfig(sample_s=sample_s),
+            timeouts=TimeoutsConfig(sample_s=sample_s, call_s=call_s, start_s=start_s),
+            trainer=TrainerConfig(test_freq=test_freq),
         )
         self.feed = FakeFeed()
         self.fleet = fleet or FakeFleet(num_replicas=2)
@@ -65,35 +65,18 @@ class Rig:
         self.sink = ListSink()
         self.clock = ManualClock()
         self.wall = ManualClock()
-        self.waits = WaitBoard(self.clock)
+        scorer = scorer or FakeScorer()
+        parts = rollout_parts(config, queue=self.queue, fleet=self.fleet, clock=self.clock, scorer=scorer)
+        self.waits = parts.waits
         validator = None
         if prompts is not None:
-            validator = Validator(
-                config,
-                prompts=ListPrompts(prompts),
-                fleet=self.fleet,
-                scorer=scorer or FakeScorer(),
-                decode=lambda ids: " ".join(map(str, ids)),
-                drops=DropPolicy(on_error=config.reward.on_error, max_errors=config.reward.max_errors, num_prompts=100),
-                isolation=CrashIsolation(2, waits=self.waits, settle_s=0.01),
-                waits=self.waits,
-                clock=self.clock,
-            )
+            validator = Validator(parts, ListPrompts(prompts), lambda ids: " ".join(map(str, ids)))
         self.loop = WeightUpdateLoop(
+            parts,
+            RolloutStart(validate_first, validated, validated_step),
             feed=self.feed,
-            fleet=self.fleet,
-            queue=self.queue,
             sink=self.sink,
             validator=validator,
-            validate_first=validate_first,
-            validated=validated,
-            validated_step=validated_step,
-            test_freq=test_freq,
-            poll_s=poll_s,
-            apply_s=config.timeouts.apply_call_s,
-            start_s=start_s,
-            waits=self.waits,
-            clock=self.clock,
             wall_clock=self.wall,
         )
 
@@ -239,7 +222,7 @@ async def test_an_outdated_replica_is_updated_and_the_validation_repeated() -> N
 
 async def test_a_replica_of_an_unknown_version_is_waited_for() -> None:
     """The restarted store does not know the replica's version until the Trainer publishes it again."""
-    rig = Rig(validate_first=True, poll_s=0.01)
+    rig = Rig(validate_first=True, call_s=0.01)
     rig.fleet.replaced = dict.fromkeys(tries("val_0_0"), 4)
     async with rig.running():
         await rig.sink.until(1)
@@ -256,7 +239,7 @@ class Stubborn(dict[str, int]):
 
 @pytest.mark.parametrize(("version", "validated"), [(2, 3), (4, 3), (4, 0)])
 async def test_a_replica_that_never_serves_the_applied_version_stops_the_run(version: int, validated: int) -> None:
-    rig = Rig(validate_first=True, poll_s=0.01, start_s=0.05)
+    rig = Rig(validate_first=True, call_s=0.01, start_s=0.05)
     rig.fleet.replaced = Stubborn(version=version)
     if validated:
         await rig.feed.publish(validated)

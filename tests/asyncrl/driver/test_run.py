@@ -25,7 +25,7 @@ from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.run_dir import RunDir
-from rollouter.rollouter import RolloutStart
+from rollouter.weight_updates import RolloutStart
 from tests.fakes.parts import ManualClock
 from tests.fakes.run_states import queue_status, report
 
