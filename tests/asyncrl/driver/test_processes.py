@@ -191,18 +191,6 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
     assert "the remote traceback" in bug.cause
 
 
-async def test_serving_fails_with_the_error_itself_and_not_with_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.core.failures import ConfigError
-    from asyncrl.driver import launch as serve_module
-
-    async def fails(config: Config) -> int:
-        raise ExceptionGroup("unhandled", [ConfigError("serve.host=x: no such address")])
-
-    monkeypatch.setattr(serve_module, "_serve", fails)
-    with pytest.raises(ConfigError, match="no such address"):
-        await anyio.to_thread.run_sync(serve_module.serve, Config())
-
-
 HERE = "1f" * 28
 """A node's id, of the length that Ray asks for."""
 

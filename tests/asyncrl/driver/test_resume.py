@@ -1,11 +1,8 @@
-"""What a run goes on from: its checkpoint, its journal, or both."""
+"""A run resumes from its checkpoint, its journal, or both."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,225 +11,161 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.ports import QueueSnapshot, SampleCounts
 from asyncrl.driver.resume import find_resume, journal_identity, resume_in_run
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile
 from asyncrl.queue.journal import Journal
-from asyncrl.queue.operations import AttachPart, MarkCheckpoint, Operation, RewindTraining
-from asyncrl.storage.checkpoint_manifest import (
-    MANIFEST,
-    NO_REWINDS,
-    Manifest,
-    Progress,
-    checkpoint_name,
-    dump_manifest,
-    find_latest,
-    load_manifest,
-    run_identity,
-)
-from asyncrl.storage.run_dir import create_run_dir
+from asyncrl.queue.operations import AttachPart, MarkCheckpoint, RewindTraining
+from asyncrl.storage.checkpoint_manifest import NO_REWINDS, Progress, find_latest, load_manifest
 from tests.fakes.queues import end
+from tests.fakes.run_on_disk import RunOnDisk, snapshot, write_checkpoint
 from tests.fakes.run_states import running
 
 
-def run_of(path: Path, **given: Any) -> Config:
-    """A run directory, and the configuration that continues it."""
-    config = Config(run_dir=str(path), **given)
-    create_run_dir(config, datetime(2026, 1, 1))
-    return config.model_copy(update={"resume": "auto"})
+@pytest.fixture
+def run(tmp_path: Path) -> RunOnDisk:
+    return RunOnDisk(tmp_path / "run")
 
 
-def checkpoint(run_dir: Path, step: int, *, seq: int, lineage: int = 0) -> Path:
-    path = run_dir / "checkpoints" / checkpoint_name(step)
-    path.mkdir(parents=True)
-    (path / "hf").mkdir()
-    (path / "hf" / "config.json").write_text("{}")
-    queue = QueueSnapshot(1, (), SampleCounts(), 0, seq)
-    manifest = Manifest(Progress(step=step), queue, run_identity(Config()), lineage=lineage)
-    (path / MANIFEST).write_text(dump_manifest(manifest))
-    return path
+def test_a_manifest_keeps_the_journals_transition(run: RunOnDisk) -> None:
+    assert load_manifest(run.checkpoint(3, seq=77)).queue.seq == 77
 
 
-def journal(run_dir: Path, *transitions: Operation, seq: int = 0, identity: Mapping[str, Any] | None = None) -> None:
-    """One that begins at transition `seq`, with these in it."""
-    restore = QueueSnapshot(1, (), SampleCounts(), 0, seq) if seq else None
-
-    async def write() -> None:
-        path = run_dir / "journal.db"
-        identity_ = journal_identity(Config()) if identity is None else identity
-        opened = Journal.open(path, num_prompts=8, identity=identity_, restore=restore)
-        for transition in transitions:
-            await opened.flushed(opened.append(transition))
-        await end(opened)
-
-    anyio.run(write)
-
-
-def test_a_manifest_keeps_the_journals_transition(tmp_path: Path) -> None:
-    assert load_manifest(checkpoint(tmp_path, 3, seq=77)).queue.seq == 77
-
-
-def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_journal(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    assert find_resume(config) is None
-    journal(tmp_path / "run")
-    for resume in ("auto", str(tmp_path / "run")):
-        found = find_resume(config.model_copy(update={"resume": resume}))
-        assert found is not None and found.checkpoint is None
-        assert (found.run_dir, found.manifest.progress, found.lineage) == (tmp_path / "run", Progress(), 1)
-    assert find_resume(config.model_copy(update={"journal": "off"})) is None
+def test_a_run_that_died_before_its_first_checkpoint_resumes_from_its_journal(run: RunOnDisk) -> None:
+    assert run.resume() is None
+    run.journal()
+    for resume in ("auto", str(run.path)):
+        found = run.found(resume=resume)
+        assert (found.checkpoint, found.run_dir, found.manifest.progress, found.lineage) == (
+            None, run.path, Progress(), 1,
+        )  # fmt: skip
+    assert run.resume(journal="off") is None
 
 
 def test_among_the_runs_of_an_experiment_one_with_only_a_journal_counts(tmp_path: Path) -> None:
-    for name in ("20260101-000000", "20260102-000000", "20260103-000000", "20260104-000000"):
-        (tmp_path / "quickstart" / name).mkdir(parents=True)
-    runs = sorted((tmp_path / "quickstart").iterdir())
-    checkpoint(runs[0], 5, seq=0)
-    journal(runs[1])
-    journal(runs[2])
-    (runs[2] / "summary.json").write_text(json.dumps({"status": "completed", "step": 9}))  # and wanted no checkpoint
-    (runs[3] / "config.yaml").touch()
-    told: list[str] = []
-    found = find_resume(Config(resume="auto"), root=tmp_path, warn=told.append)
-    assert found is not None and found.run_dir == runs[1]
-    assert told == [
-        f"resume=auto continues {runs[1]}. Skipped, newest first: 20260104-000000 (has no checkpoint, and no "
-        "journal), 20260103-000000 (is completed and left no checkpoint)"
+    oldest, second, completed, newest = (RunOnDisk(tmp_path / "quickstart" / f"2026010{day}") for day in range(1, 5))
+    oldest.checkpoint(5)
+    second.journal()
+    completed.journal()
+    completed.summary("completed", 9)  # and trainer.save_last=false
+    warnings: list[str] = []
+    found = find_resume(Config(resume="auto"), root=tmp_path, warn=warnings.append)
+    assert found is not None and found.run_dir == second.path
+    assert warnings == [
+        f"resume=auto continues {second.path}. Skipped, newest first: {newest.path.name} (has no checkpoint, and no "
+        f"journal), {completed.path.name} (is completed and left no checkpoint)"
     ]
-    told.clear()
-    assert find_resume(Config(resume="auto", experiment_name="other"), root=tmp_path, warn=told.append) is None
-    assert told == []
+    warnings.clear()
+    other = Config(resume="auto", experiment_name="other")
+    assert find_resume(other, root=tmp_path, warn=warnings.append) is None
+    assert warnings == []
     for number in range(1, 6):
         (tmp_path / "other" / f"20260101-00000{number}").mkdir(parents=True)
-    assert find_resume(Config(resume="auto", experiment_name="other"), root=tmp_path, warn=told.append) is None
-    [text] = told
+    assert find_resume(other, root=tmp_path, warn=warnings.append) is None
+    [text] = warnings
     assert "finds no run to continue" in text and "20260101-000005 (it is empty)" in text and "and 2 more" in text
 
 
-def test_a_checkpoint_and_the_journal_beside_it_go_together(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    path = checkpoint(tmp_path / "run", 5, seq=40)
-    journal(tmp_path / "run", AttachPart("rollouter", 3), seq=40)
-    found = find_resume(config)
-    assert found is not None and (found.checkpoint, found.incarnations) == (path, {"rollouter": 3})
-    off = find_resume(config.model_copy(update={"journal": "off"}))
-    assert off is not None and (off.checkpoint, off.incarnations) == (path, {"rollouter": 0})
+def test_a_checkpoint_and_its_journal_are_used_together(run: RunOnDisk) -> None:
+    path = run.checkpoint(5, seq=40)
+    run.journal(AttachPart("rollouter", 3), seq=40)
+    assert (run.found().checkpoint, run.found().incarnations) == (path, {"rollouter": 3})
+    off = run.found(journal="off")
+    assert (off.checkpoint, off.incarnations) == (path, {"rollouter": 0})
 
 
-def test_a_journal_that_is_gone_leaves_files_whose_names_are_taken(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    path = checkpoint(tmp_path / "run", 5, seq=40)
-    (tmp_path / "run" / "samples").mkdir()
-    (tmp_path / "run" / "samples" / "turns-3-1.log").touch()
-    found = find_resume(config)
-    assert found is not None and (found.checkpoint, found.incarnations) == (path, {"rollouter": 3})
+def test_without_the_journal_new_files_do_not_reuse_the_names_of_existing_ones(run: RunOnDisk) -> None:
+    path = run.checkpoint(5, seq=40)
+    run.files.samples.mkdir()
+    (run.files.samples / "turns-3-1.log").touch()
+    assert (run.found().checkpoint, run.found().incarnations) == (path, {"rollouter": 3})
 
 
-def test_a_damaged_journal_costs_only_what_the_checkpoint_lacks(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    (tmp_path / "run" / "journal.db").write_bytes(b"not a database, certainly not" * 100)
-    told: list[str] = []
-    assert find_resume(config, warn=told.append) is None
-    assert len(told) == 1 and "starts the run" in told[0] and "its journal is damaged: " in told[0]
+def test_a_damaged_journal_loses_only_what_the_checkpoint_lacks(run: RunOnDisk) -> None:
+    run.files.journal.write_bytes(b"not a database, certainly not" * 100)
+    warnings: list[str] = []
+    assert find_resume(run.again(), warn=warnings.append) is None
+    assert len(warnings) == 1 and "starts the run" in warnings[0] and "its journal is damaged: " in warnings[0]
     with pytest.raises(ConfigError, match=r"no journal of a run that died before .*: the run has no checkpoint"):
-        find_resume(config.model_copy(update={"resume": str(tmp_path / "run")}))
-    path = checkpoint(tmp_path / "run", 5, seq=40)
-    found = find_resume(config)
-    assert found is not None and found.checkpoint == path
+        run.resume(resume=str(run.path))
+    assert run.checkpoint(5, seq=40) == run.found().checkpoint
 
 
-def test_a_journal_of_other_data_or_another_model_is_refused(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    journal(tmp_path / "run", identity={**journal_identity(config), "seed": 9})
+def test_a_journal_of_other_data_or_another_model_is_refused(run: RunOnDisk, tmp_path: Path) -> None:
+    run.journal(identity={**journal_identity(run.config), "seed": 9})
     with pytest.raises(ConfigError, match=r"journal\.db was written with seed=9, this run has 0: .*resume=none"):
-        find_resume(config)
-    other = run_of(tmp_path / "other")
-    journal(tmp_path / "other")
-    model = other.model.model_copy(update={"path": "another"})
+        run.resume()
+    other = RunOnDisk(tmp_path / "other")
+    other.journal()
     with pytest.raises(ConfigError, match=r"model.path=another: .* Restore model.path"):
-        find_resume(other.model_copy(update={"model": model}))
+        other.resume(model={"path": "another"})
 
 
-def test_the_lineage_is_one_more_than_any_before(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    checkpoint(tmp_path / "run", 5, seq=0)
-    StateFile(tmp_path / "run" / STATE_FILE).write_now(replace(running(), lineage=4))
-    found = find_resume(config)
-    assert found is not None and found.lineage == 5
-    (tmp_path / "run" / STATE_FILE).write_text("{")
-    found = find_resume(config)
-    assert found is not None and found.lineage == 1
+def test_the_lineage_is_one_more_than_any_before(run: RunOnDisk) -> None:
+    run.checkpoint(5)
+    StateFile(run.path / STATE_FILE).write_now(replace(running(), lineage=4))
+    assert run.found().lineage == 5
+    (run.path / STATE_FILE).write_text("{")
+    assert run.found().lineage == 1
+    aside = run.checkpoint(9, lineage=3)
+    aside.rename(aside.with_name(f"abandoned_{aside.name}"))
+    assert (run.found().manifest.lineage, run.found().lineage) == (0, 4), "an abandoned checkpoint counts, too"
 
 
-def test_a_trainer_that_is_replaced_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_replaced_trainer_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
     assert resume_in_run(tmp_path, NO_REWINDS) is None
-    checkpoint(tmp_path, 5, seq=0)
-    path = checkpoint(tmp_path, 10, seq=0)
+    write_checkpoint(tmp_path, 5)
+    path = write_checkpoint(tmp_path, 10)
     found = resume_in_run(tmp_path, NO_REWINDS.after_rewind(10, 2))
     assert found is not None
     assert (found.checkpoint, found.lineage, found.manifest.progress.step) == (path, 3, 10)
 
 
-def test_what_a_replaced_trainer_wrote_behind_its_successors_back_is_passed_over(tmp_path: Path) -> None:
-    """It was stopped while it wrote the checkpoint of step 5; its successor went back to 3; then it went on."""
+def test_a_checkpoint_that_a_replaced_trainer_wrote_after_the_rewind_is_skipped(tmp_path: Path) -> None:
+    """It was suspended while it wrote the checkpoint of step 5, its successor went back to 3, and then it continued."""
     history = NO_REWINDS.after_rewind(3)
-    three = checkpoint(tmp_path, 3, seq=30)
-    five = checkpoint(tmp_path, 5, seq=50)
+    three, five = write_checkpoint(tmp_path, 3, seq=30), write_checkpoint(tmp_path, 5, seq=50)
     assert find_latest(tmp_path) == five
     found = resume_in_run(tmp_path, history)
     assert found is not None and (found.checkpoint, found.history) == (three, history.after_rewind(3))
-    four = checkpoint(tmp_path, 4, seq=70, lineage=1)
+    four = write_checkpoint(tmp_path, 4, seq=70, lineage=1)
     assert find_latest(tmp_path, history) == four
-    assert find_latest(tmp_path) == four, "where nothing is known of the history, the newest lineage counts"
+    assert find_latest(tmp_path) == four, "without a known history, the newest lineage counts"
 
 
-def behind(tmp_path: Path) -> tuple[Config, Path, Path]:
-    """A run that was at step 5 and went back to step 3, which had been marked at transition 1."""
-    config = run_of(tmp_path / "run")
-    three = checkpoint(tmp_path / "run", 3, seq=1)
-    five = checkpoint(tmp_path / "run", 5, seq=2)
-    journal(tmp_path / "run", MarkCheckpoint(3), MarkCheckpoint(5), RewindTraining(3, 0, 1, None))
-    return config, three, five
+@pytest.fixture
+def rewound(run: RunOnDisk) -> tuple[Path, Path]:
+    """The checkpoints of steps 3 and 5 of a run that was at step 5 and went back to step 3."""
+    run.journal(MarkCheckpoint(3), MarkCheckpoint(5), RewindTraining(3, 0, 1, None))
+    return run.checkpoint(3, seq=1), run.checkpoint(5, seq=2)
 
 
-def test_a_launch_passes_over_another_future_and_refuses_it_by_name(tmp_path: Path) -> None:
-    config, three, five = behind(tmp_path)
-    found = find_resume(config)
-    assert found is not None and (found.checkpoint, found.lineage) == (three, 2)
-    assert found.history == NO_REWINDS.after_rewind(3, 2)
-    refused = r"training went back to step 3 \(lineage 1\).* model\.path=.*/hf"
-    with pytest.raises(ConfigError, match=refused):
-        find_resume(config.model_copy(update={"resume": str(five)}))
+def test_a_launch_skips_an_abandoned_checkpoint_and_refuses_it_by_name(
+    run: RunOnDisk, rewound: tuple[Path, Path]
+) -> None:
+    three, five = rewound
+    found = run.found()
+    assert (found.checkpoint, found.lineage, found.history) == (three, 2, NO_REWINDS.after_rewind(3, 2))
+    with pytest.raises(ConfigError, match=r"training went back to step 3 \(lineage 1\).* model\.path=.*/hf"):
+        run.resume(resume=str(five))
     aside = five.rename(five.with_name(f"abandoned_{five.name}"))
-    for journal_ in ("on", "off"):
+    for journal in ("on", "off"):
         with pytest.raises(ConfigError, match="training went back to "):
-            find_resume(config.model_copy(update={"resume": str(aside), "journal": journal_}))
-    found = find_resume(config.model_copy(update={"resume": str(three)}))
-    assert found is not None and found.checkpoint == three
+            run.resume(resume=str(aside), journal=journal)
+    assert run.found(resume=str(three)).checkpoint == three
 
 
-def test_the_journal_does_not_go_on_from_a_mark_of_another_future(tmp_path: Path) -> None:
-    """Should a checkpoint get that far, its own sample counts are what counts."""
-    behind(tmp_path)
+@pytest.mark.usefixtures("rewound")
+def test_the_journal_does_not_continue_from_an_abandoned_mark(run: RunOnDisk) -> None:
+    """If such a checkpoint is restored anyway, its own sample counts are used."""
 
     async def reopen(seq: int) -> Journal:
-        restore = QueueSnapshot(1, (), SampleCounts(), 0, seq)
-        opened = Journal.open(tmp_path / "run" / "journal.db", num_prompts=8, identity={}, restore=restore)
+        opened = Journal.open(run.files.journal, num_prompts=8, identity={}, restore=snapshot(seq))
         await end(opened)
         return opened
 
     assert anyio.run(reopen, 1).notices == ()
-    [told] = anyio.run(reopen, 2).notices
-    assert "does not contain the checkpoint" in told and "behind" in told
-
-
-def test_lineages_of_checkpoints_count_where_nothing_else_knows_of_them(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    checkpoint(tmp_path / "run", 5, seq=0, lineage=1)
-    aside = checkpoint(tmp_path / "run", 9, seq=0, lineage=3)
-    aside.rename(aside.with_name(f"abandoned_{aside.name}"))
-    found = find_resume(config)
-    assert found is not None and (found.manifest.lineage, found.lineage) == (1, 4)
+    [notice] = anyio.run(reopen, 2).notices
+    assert "does not contain the checkpoint" in notice and "behind" in notice
 
 
 @pytest.mark.parametrize(
@@ -249,42 +182,32 @@ def test_lineages_of_checkpoints_count_where_nothing_else_knows_of_them(tmp_path
     ],
 )
 def test_samples_in_the_journal_are_not_trained_under_other_settings(
-    tmp_path: Path, change: dict[str, Any], key: str
+    run: RunOnDisk, change: dict[str, Any], key: str
 ) -> None:
-    """A checkpoint alone has none."""
-    run_of(tmp_path / "run")
-    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "resume": "auto"} | change)
-    journal(tmp_path / "run", MarkCheckpoint(5))
-    with pytest.raises(
-        ConfigError, match=f"journal.db has samples that were generated with {key}.* Restore the setting; or start"
-    ):
-        find_resume(config)
-    path = checkpoint(tmp_path / "run", 5, seq=1)
-    alone = (
-        "Restore the setting; or continue from step_000005 alone and generate them again: journal=off; or start anew"
+    """A checkpoint alone has no such samples."""
+    run.journal(MarkCheckpoint(5))
+    samples = f"journal.db has samples that were generated with {key}"
+    with pytest.raises(ConfigError, match=f"{samples}.* Restore the setting; or start"):
+        run.resume(**change)
+    path = run.checkpoint(5, seq=1)
+    alone = "or continue from step_000005 alone and generate them again: journal=off; or start anew"
+    with pytest.raises(ConfigError, match=f"{key}.* Restore the setting; {alone}"):
+        run.resume(**change)
+    assert run.found(journal="off", **change).checkpoint == path
+
+
+def test_settings_that_do_not_affect_samples_may_change_under_a_journal(run: RunOnDisk) -> None:
+    run.journal()
+    assert run.found(
+        rollout={"num_replicas": 2, "max_attempts": 9, "val": {"temperature": 1.0}},
+        reward={"on_error": "drop", "timeout_s": 5.0},
+        reward_model={"placement": "worker", "path": "m"},
     )
-    with pytest.raises(ConfigError, match=f"{key}.* {alone}"):
-        find_resume(config)
-    found = find_resume(config.model_copy(update={"journal": "off"}))
-    assert found is not None and found.checkpoint == path
 
 
-def test_how_samples_are_asked_for_may_change_under_a_journal(tmp_path: Path) -> None:
-    run_of(tmp_path / "run")
-    journal(tmp_path / "run")
-    free = {
-        "rollout": {"num_replicas": 2, "max_attempts": 9, "val": {"temperature": 1.0}},
-        "reward": {"on_error": "drop", "timeout_s": 5.0},
-        "reward_model": {"placement": "worker", "path": "m"},
-    }
-    config = Config.model_validate({"run_dir": str(tmp_path / "run"), "resume": "auto"} | free)
-    assert find_resume(config) is not None
-
-
-def test_a_completed_run_is_not_trained_again_in_its_own_directory(tmp_path: Path) -> None:
-    config = run_of(tmp_path / "run")
-    journal(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").write_text(json.dumps({"status": "completed", "step": 9}))
-    for resume in ("auto", str(tmp_path / "run")):
+def test_a_completed_run_is_not_trained_again_in_its_own_directory(run: RunOnDisk) -> None:
+    run.journal()
+    run.summary("completed", 9)
+    for resume in ("auto", str(run.path)):
         with pytest.raises(ConfigError, match="is completed and left no checkpoint"):
-            find_resume(config.model_copy(update={"resume": resume}))
+            run.resume(resume=resume)
