@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 """Words in torch's RuntimeErrors of failed collectives, most of which have no type of their own."""
+T = TypeVar("T")
 _joins = count()
 """Counts the process groups; every rank joins equally often."""
 _stores: dict[tuple[str, ...], tuple[dist.Store, int, int]] = {}
@@ -92,6 +94,14 @@ def all_sum(values: Tensor) -> Tensor:
     """Sum over all ranks, in place."""
     if world_size() > 1:
         dist.all_reduce(values)
+    return values
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of every rank, by rank. Collective."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed
@@ -33,8 +32,6 @@ from trainer.engines.contract.setting import Check, Setting, write_models
 from trainer.engines.registry import BUILT_IN
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 COLLECTIVE_S = 60.0
 """How long other ranks wait after one has failed alone; the remaining checks are then skipped."""
@@ -76,7 +73,9 @@ def _checks(setting: Setting) -> list[Check]:
         failure = error
     except Exception:  # whatever else is wrong with it, its checks show
         logger.debug("%s: no engine could be made", setting.backend, exc_info=True)
-    for first in _of_all_ranks(setting.backend, failure):
+    with dist.guarded(setting.backend):
+        failures = dist.gather(failure)
+    for first in failures:
         if first is not None:
             raise first
     return checks
@@ -89,17 +88,9 @@ def _run(check: Check, setting: Setting) -> Result:
         check.run(setting)
     except Exception as error:  # noqa: BLE001 - whatever an engine does wrong is a result
         failure = f"rank {dist.rank()}: {type(error).__name__}: {error}"
-    detail = next((text for text in _of_all_ranks(check.name, failure) if text), "")
+    with dist.guarded(check.name):
+        detail = next(filter(None, dist.gather(failure)), "")
     return Result(setting.backend, check.name, not detail, round(time.perf_counter() - began, 2), detail)
-
-
-def _of_all_ranks(what: str, value: T) -> list[T]:
-    """Gather a value from every rank, in the order of ranks. Collective."""
-    values: list[T] = [value] * dist.world_size()
-    if dist.world_size() > 1:
-        with dist.guarded(what):
-            torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
@@ -22,7 +21,7 @@ from asyncrl.core.ports import Publication
 from asyncrl.core.records import Metrics
 from asyncrl.profiling import profile
 from trainer.engines.base import BaseEngine, EngineSpec, Layout, Loss
-from trainer.engines.dist import guarded
+from trainer.engines.dist import gather, guarded
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.dispatch import dispatched
 from trainer.workers.placement import RolePlan
@@ -195,7 +194,8 @@ class TrainingWorker:
         if not problem and len(batch) == 0:
             problem = "a batch without rows"
         counts = [] if problem else [int(part["loss_mask"].sum()) for part in steps]
-        views = self._gather_views((problem, counts))
+        with guarded("comparing batches"):
+            views = gather((problem, counts))
         problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(views) if text]
         if not problems and len({len(counted) for _, counted in views}) > 1:
             problems = ["ranks were given different numbers of mini-batches"]
@@ -207,14 +207,6 @@ class TrainingWorker:
                 raise DataError(
                     f"{which} without a single trained token: loss_mask is False everywhere; no step was taken"
                 )
-
-    def _gather_views(self, view: tuple[str, list[int]]) -> list[tuple[str, list[int]]]:
-        if self.layout.world_size == 1:
-            return [view]
-        views: list[Any] = [None] * self.layout.world_size
-        with guarded("comparing batches"):
-            torch.distributed.all_gather_object(views, view)
-        return views
 
 
 def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:

@@ -1,4 +1,4 @@
-"""Checkpoint of an engine: torch.distributed.checkpoint over safetensors and JSON, no pickle.
+"""Checkpoints of engines, in safetensors and JSON, without pickles.
 
 dcp/                 trained weights and optimizer moments by parameter name, in shards that any number of ranks reads
 rng_N.safetensors    torch's generators, of each rank
@@ -10,10 +10,8 @@ With LoRA the weights are the adapters alone: the frozen ones are those of `mode
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,24 +19,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from asyncrl.core.failures import AsyncRLError, ConfigError, DeadlineError, InfraError
 from asyncrl.storage.run_dir import disk_error
 from trainer.engines.base import EngineSpec
-from trainer.engines.dist import pick_device, rank, world_size
+from trainer.engines.dist import gather, pick_device, rank, world_size
 from trainer.engines.state.storage import (
     Index,
-    ShardReader,
     ShardWriter,
+    box_of,
     damaged,
+    dtype_name,
     read_index,
+    read_shards,
     write_json,
     write_tensors,
 )
@@ -102,13 +98,13 @@ def begin_save(
     Raises (on every rank):
         InfraError: the state could not be collected.
     """
-    writer = ShardWriter(directory / SHARDS)
     limit_s = WRITE_FACTOR * spec.collective_s
     group = _own_group(model, limit_s)
     export = HfExport.stage(model) if hf is not None else None
-    with _dcp("saving", directory):
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.save(dict(live_state(model, optimizer).tensors()), storage_writer=writer, planner=planner)
+    tensors = live_state(model, optimizer).tensors()
+    boxes = gather({name: box_of(tensor) for name, tensor in tensors.items()})
+    writer = ShardWriter(directory / SHARDS, boxes, rank())
+    _on_all_ranks(lambda: writer.stage(tensors), f"saving {directory}")
     generators = _generators(pick_device(spec.engine.device))
     record = _engine_record(step, spec) if rank() == 0 else None
 
@@ -136,14 +132,13 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | N
         ConfigError: files are missing or damaged, or belong to another model. The message names the file and the fix.
     """
     live = live_state(model, optimizer)
-    files = _on_all_ranks(lambda: _read(directory, live, spec))
+    what = f"loading {directory}"
+    files = _on_all_ranks(lambda: _read(directory, live, spec), what)
     wanted = live.wanted({name: entry.shape for name, entry in files.stored.items()})  # may be collective
-    _on_all_ranks(lambda: _check_fit(directory, files.stored, wanted, spec.path_key))
-    planner = _StagingPlanner()
-    with _dcp("loading", directory):
-        dcp.load(wanted, storage_reader=ShardReader(directory / SHARDS, files.stored), planner=planner)
+    _on_all_ranks(lambda: _check_fit(directory, files.stored, wanted, spec.path_key), what)
+    staged = _on_all_ranks(lambda: read_shards(directory / SHARDS, files.stored, wanted), what)
     # Until here the live state is unchanged; from here on nothing depends on the disk.
-    live.restore(planner.staged, wanted)
+    live.restore(staged, wanted)
     _restore_generators(files.generators, pick_device(spec.engine.device))
     return files.step
 
@@ -162,20 +157,6 @@ class _Files(NamedTuple):
     generators: Mapping[str, Tensor]
 
 
-class _StagingPlanner(DefaultLoadPlanner):
-    """Reads into CPU buffers of the shape of this rank's parts, not into the parts themselves."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged: dict[str, Tensor] = {}
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        if index.fqn not in self.staged:
-            live = super().lookup_tensor(index)
-            self.staged[index.fqn] = torch.empty(live.shape, dtype=live.dtype)
-        return self.staged[index.fqn]
-
-
 def _read(directory: Path, live: LiveState, spec: EngineSpec) -> _Files:
     record = _read_record(directory / ENGINE)
     _check_adapters(directory / ENGINE, record["lora"], _lora(spec))
@@ -190,9 +171,7 @@ def _read(directory: Path, live: LiveState, spec: EngineSpec) -> _Files:
 def _check_fit(directory: Path, stored: Index, wanted: Mapping[str, Tensor], path_key: str) -> None:
     for name in sorted(wanted.keys() | stored.keys()):
         there = (stored[name].dtype, stored[name].shape) if name in stored else "nothing"
-        here = (
-            (str(wanted[name].dtype).removeprefix("torch."), tuple(wanted[name].shape)) if name in wanted else "nothing"
-        )
+        here = (dtype_name(wanted[name]), tuple(wanted[name].shape)) if name in wanted else "nothing"
         if there != here:
             raise ConfigError(
                 f"{directory / SHARDS}: the state of another model: {name} is {there} there and {here} here, so "
@@ -291,44 +270,26 @@ def _write_failure(directory: Path, error: BaseException | None) -> AsyncRLError
     )
 
 
-def _on_all_ranks(check: Callable[[], T]) -> T:
-    """Return the result of `check` once it has succeeded on every rank. Collective; `check` is not.
+def _on_all_ranks(act: Callable[[], T], what: str) -> T:
+    """Return the result of `act` once it has succeeded on every rank. Collective; `act` is not.
 
     Raises (on every rank):
-        ConfigError: the first one that it raised on any rank.
+        AsyncRLError: the failure of the first rank on which it failed.
     """
     found: list[T] = []
-    failure = None
+    failure: AsyncRLError | None = None
     try:
-        found.append(check())
-    except ConfigError as error:
+        found.append(act())
+    except AsyncRLError as error:
         failure = error
+    except Exception as error:  # noqa: BLE001 - converted, and raised on every rank
+        failure = InfraError.wrap(f"{what} failed on rank {rank()}: {error}; see the cause below", error)
     _raise_first(failure, None)
     return found[0]
 
 
 def _raise_first(failure: AsyncRLError | None, group: dist.ProcessGroup | None) -> None:
     """If any rank has failed, raise the error of the first one on all ranks. Collective."""
-    failures = [failure]
-    if world_size() > 1:
-        failures = [None] * world_size()
-        dist.all_gather_object(failures, failure, group=group)
-    for first in failures:
+    for first in gather(failure, group):
         if first is not None:
             raise first
-
-
-@contextmanager
-def _dcp(what: str, directory: Path) -> Iterator[None]:
-    """Convert the failures that DCP gathers into one error, the same on each rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            yield
-    except CheckpointException as error:
-        number, (cause, _) = min(error.failures.items())
-        if isinstance(cause, AsyncRLError):
-            raise cause from None
-        raise InfraError.wrap(
-            f"{what} {directory} failed on rank {number}: {cause}; see the cause below", cause
-        ) from None

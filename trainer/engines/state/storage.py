@@ -1,10 +1,10 @@
-"""Storage of torch.distributed.checkpoint: one safetensors file for each rank, and an index in JSON.
+"""The sharded tensors of a checkpoint: one safetensors file for each rank, and an index in JSON.
 
 index.json                dtype and shape of each tensor, and the file of each of its parts
 rank_NNNNN.safetensors    `name[offsets]`: a part; CRC-32 of each part in the file's metadata
 
-DCP's own `.metadata` is a pickle and is neither written nor read. Its Hugging Face storage has no index, so that a lost
-shard would pass for a smaller tensor or leave part of it unread.
+The storages of torch.distributed.checkpoint are not used: one keeps its metadata in a pickle, and the Hugging Face one
+has no index, so that a lost shard would pass for a smaller tensor or leave part of it unread.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import re
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from asyncrl.core.failures import BugError, ConfigError
+from asyncrl.core.failures import ConfigError
+from trainer.engines.compute.optim import local_part
 
 INDEX = "index.json"
 CHECKSUMS = "crc32"
+
+
+class Box(NamedTuple):
+    """The part of a tensor that one rank holds."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -68,176 +67,96 @@ def damaged(path: Path, detail: object) -> ConfigError:
     )
 
 
-class ShardWriter(StorageWriter):
-    """Copies this rank's parts to CPU when DCP hands them over; `flush` writes them, and may do so in another thread.
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
-    `flush` raises OSError.
+
+def box_of(tensor: Tensor) -> Box:
+    """Return the part of `tensor` that this rank holds, which is all of it unless it is a DTensor."""
+    if isinstance(tensor, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Box(tuple(offsets), tuple(sizes))
+    return Box((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+class ShardWriter:
+    """Copies the parts of a rank to CPU, and writes the copies, which may be done in another thread.
+
+    Every part is written by one of the ranks that hold it, in turn.
+
+    Args:
+        boxes: `box_of` each tensor, of every rank.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, boxes: Sequence[Mapping[str, Box]], rank: int) -> None:
         self._directory = directory
-        self._file = ""
+        self._rank = rank
+        self._parts = {name: _shared_out(name, number, boxes) for number, name in enumerate(boxes[0])}
         self._staged: dict[str, Tensor] = {}
-        self._index: dict[str, Any] | None = None
+        self._index: dict[str, Any] = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | Path)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self._staged, self._index = {}, None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        for item in plan.items:
-            if item.tensor_data is None:
-                raise BugError(f"{item.index.fqn} is not a tensor; only tensors are stored")
-            chunk = item.tensor_data.chunk
-            part = Part(plan.storage_data, tuple(chunk.offsets), tuple(chunk.sizes))
-            if math.prod(part.sizes) == 0:
-                continue  # a rank may hold nothing of a small tensor
-            tensor = planner.resolve_data(item)
-            if not isinstance(tensor, Tensor):
-                raise BugError(f"{item.index.fqn} is not a tensor; only tensors are stored")
-            # A copy even of CPU tensors: training goes on while they are written.
-            staged = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            self._staged[_key(item.index.fqn, part.offsets)] = staged
-            results.append(WriteResult(index=item.index, size_in_bytes=staged.nbytes, storage_data=part))
-        self._file = plan.storage_data
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        parts: dict[str, list[Part]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            parts.setdefault(result.index.fqn, []).append(result.storage_data)
-        self._index = {
-            name: {
-                "dtype": str(kind.properties.dtype).removeprefix("torch."),
-                "shape": list(kind.size),
-                "parts": [part._asdict() for part in parts.get(name, [])],
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of `tensors`, even those that are on CPU, because training continues meanwhile."""
+        mine = _file(self._rank)
+        for name, tensor in tensors.items():
+            for part in self._parts[name]:
+                if part.file == mine:
+                    copy = local_part(tensor).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    self._staged[_key(name, part.offsets)] = copy
+            self._index[name] = {
+                "dtype": dtype_name(tensor),
+                "shape": list(tensor.shape),
+                "parts": [part._asdict() for part in self._parts[name]],
             }
-            for name, kind in metadata.state_dict_metadata.items()
-            if isinstance(kind, TensorStorageMetadata)
-        }
 
     def flush(self) -> None:
-        """Write this rank's file, and on the coordinating rank the index."""
+        """Write this rank's file, and on rank 0 the index.
+
+        Raises:
+            OSError: the disk is full or failing.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._staged:
             checksums = {key: _checksum(tensor) for key, tensor in self._staged.items()}
-            write_tensors(self._staged, self._directory / self._file, {CHECKSUMS: json.dumps(checksums)})
-        if self._index is not None:
+            write_tensors(self._staged, self._directory / _file(self._rank), {CHECKSUMS: json.dumps(checksums)})
+        if self._rank == 0:
             write_json({"tensors": self._index}, self._directory / INDEX)
         self._staged = {}
 
 
-class ShardReader(StorageReader):
-    """Reads what `ShardWriter` wrote, checking every part it touches.
+def read_shards(directory: Path, index: Index, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read this rank's part of each tensor in `wanted` into a new tensor on CPU, and check each part that is read.
+    Parts without elements are left out.
 
-    Raises (from `read_data`):
+    Raises:
         ConfigError: a file is missing or damaged.
     """
-
-    def __init__(self, directory: Path, index: Index) -> None:
-        self._directory = directory
-        self._index = index
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | Path)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
-                    size=torch.Size(entry.shape),
-                    chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.parts],
-                )
-                for name, entry in self._index.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._file_of(item.storage_index), []).append(item)
-        for file, items in by_file.items():
-            with _ShardFile.open(self._directory / file) as shard:
-                for item in items:
-                    part = shard.part(_key(item.storage_index.fqn, item.storage_index.offset or ()))
-                    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                        part = part.narrow(dim, offset, length)
-                    target = planner.resolve_tensor(item)
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _file_of(self, where: MetadataIndex) -> str:
-        return next(p.file for p in self._index[where.fqn].parts if p.offsets == tuple(where.offset or ()))
-
-
-class _ShardFile:
-    """A safetensors file whose parts are checked as they are read, each of them once."""
-
-    def __init__(self, path: Path, file: Any, checksums: Mapping[str, int]) -> None:
-        self._path, self._file, self._checksums = path, file, checksums
-        self._read: tuple[str, Tensor] | None = None
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
+    boxes = {name: box for name, tensor in wanted.items() if math.prod((box := box_of(tensor)).sizes)}
+    staged = {name: torch.empty(box.sizes, dtype=wanted[name].dtype) for name, box in boxes.items()}
+    needed: dict[str, list[tuple[str, Part]]] = {}
+    for name, box in boxes.items():
+        for part in index[name].parts:
+            if all(begin < end for begin, end in _overlap(box, part)):
+                needed.setdefault(part.file, []).append((name, part))
+    for file, parts in needed.items():
+        path = directory / file
         try:
-            file = safe_open(path, framework="pt")
-            return cls(path, file, json.loads((file.metadata() or {})[CHECKSUMS]))
+            with safe_open(path, framework="pt") as shard:
+                checksums = json.loads((shard.metadata() or {})[CHECKSUMS])
+                for name, part in parts:
+                    key = _key(name, part.offsets)
+                    tensor = shard.get_tensor(key)
+                    if checksums.get(key) != _checksum(tensor):
+                        raise ValueError(f"the checksum of {key} does not fit")
+                    shared = _overlap(boxes[name], part)
+                    staged[name][_slices(shared, boxes[name].offsets)] = tensor[_slices(shared, part.offsets)]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise damaged(path, error) from None
-
-    def __enter__(self) -> Self:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
-
-    def part(self, key: str) -> Tensor:
-        if self._read is None or self._read[0] != key:
-            try:
-                tensor = self._file.get_tensor(key)
-            except (OSError, SafetensorError) as error:
-                raise damaged(self._path, error) from None
-            if self._checksums.get(key) != _checksum(tensor):
-                raise damaged(self._path, f"the checksum of {key} does not fit")
-            self._read = (key, tensor)
-        return self._read[1]
+    return staged
 
 
 def read_index(directory: Path) -> Index:
-    """The index, with every tensor's parts adding up to the whole.
+    """Read the index, in which the parts of every tensor add up to the whole.
 
     Raises:
         ConfigError: it is missing or damaged.
@@ -266,7 +185,7 @@ def read_index(directory: Path) -> Index:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """A safetensors file, with the permissions of the umask. Raises OSError, as writing any other file does."""
+    """Write a safetensors file, with the permissions of the umask. Raises OSError, as writing any other file does."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
@@ -284,6 +203,31 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
     except OSError as error:
         error.filename = str(path)  # a failing write, unlike a failing open, does not know it
         raise
+
+
+def _shared_out(name: str, number: int, boxes: Sequence[Mapping[str, Box]]) -> list[Part]:
+    """Return the distinct parts of a tensor, each in the file of one of the ranks that hold it."""
+    holders: dict[Box, list[int]] = {}
+    for rank, held in enumerate(boxes):
+        if math.prod(held[name].sizes):  # a rank may hold nothing of a small tensor
+            holders.setdefault(held[name], []).append(rank)
+    return [Part(_file(ranks[number % len(ranks)]), *box) for box, ranks in holders.items()]
+
+
+def _overlap(box: Box, part: Part) -> list[tuple[int, int]]:
+    """Return where the intersection begins and ends in each dimension of the whole tensor."""
+    return [
+        (max(first, second), min(first + size, second + other))
+        for first, size, second, other in zip(*box, part.offsets, part.sizes, strict=True)
+    ]
+
+
+def _slices(edges: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(edges, offsets, strict=True))
+
+
+def _file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def _key(name: str, offsets: Sequence[int]) -> str:
