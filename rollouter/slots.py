@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import anyio
 
@@ -12,20 +12,8 @@ from asyncrl.core.waits import WaitBoard
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import SampleQueue
 
-
-class GenerationSlot:
-    """One sample's slot in generation. The first exit frees it; further exits have no effect."""
-
-    def __init__(self, slots: anyio.Semaphore) -> None:
-        self._slots: anyio.Semaphore | None = slots
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        if self._slots is not None:
-            self._slots.release()
-            self._slots = None
+GenerationSlot = ExitStack
+"""One sample's slot in generation. The first exit frees it; further exits have no effect."""
 
 
 class GenerationSlots:
@@ -49,12 +37,17 @@ class GenerationSlots:
         if not self._slots.value:
             return None
         self._slots.acquire_nowait()
-        return GenerationSlot(self._slots)
+        return self._acquired()
 
     async def acquire(self) -> GenerationSlot:
         with self._waits.waiting("slot"), profile.span("sample.slot"):
             await self._slots.acquire()
-        return GenerationSlot(self._slots)
+        return self._acquired()
+
+    def _acquired(self) -> GenerationSlot:
+        slot = GenerationSlot()
+        slot.callback(self._slots.release)
+        return slot
 
 
 class SurplusError(Exception):

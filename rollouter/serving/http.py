@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -129,7 +129,7 @@ def openai_app(options: ServingOptions, replicas: Any) -> ASGIApp:
     headers, so that a web page in the user's browser cannot reach a server on loopback.
 
     Args:
-        replicas: A handle to the deployment of `OpenAIReplica`.
+        replicas: A handle to the deployment of `RolloutReplica`.
     """
     from fastapi import FastAPI
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
@@ -171,36 +171,6 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
 
-class OpenAIReplica(RolloutReplica):
-    """A replica whose engine has vLLM's OpenAI front end; Ray's ingress calls the methods of `LLMServer`."""
-
-    async def __init__(self, options: ServingOptions) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Start the engine.
-
-        Raises:
-            InfraError: it does not start; the engine's own error is the cause.
-        """
-        await self._start(options, openai=True)
-
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.chat(request, raw_request_info)
-
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.completions(request, raw_request_info)
-
-    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.embeddings(request, raw_request_info)
-
-    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.score(request, raw_request_info)
-
-    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.tokenize(request, raw_request_info)
-
-    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await self._server.detokenize(request, raw_request_info)
-
-
 class HttpFrontEnd:
     """The HTTP side itself; Serve starts one."""
 
@@ -239,6 +209,7 @@ def build_http_app(
         check_format(call_format)
         kwargs = {"enable_auto_tool_choice": True, "tool_call_parser": call_format, **kwargs}
     options = replace(options, llm_config={**options.llm_config, "engine_kwargs": kwargs})
-    deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(OpenAIReplica)
+    deployment = serve.deployment(name=DEPLOYMENT_NAME, **deployment_options(options))(RolloutReplica)
     front = serve.deployment(name="openai", max_ongoing_requests=1_000_000, ray_actor_options={"num_cpus": 0})
-    return front(serve.ingress()(HttpFrontEnd)).bind(deployment.bind(options), options, api_key, trajectories)
+    replicas = deployment.bind(options, openai=True)
+    return front(serve.ingress()(HttpFrontEnd)).bind(replicas, options, api_key, trajectories)

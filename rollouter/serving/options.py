@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from asyncrl.assets import resolve
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.run import TimeoutsConfig
 from asyncrl.config.sections.trainer import RewardModelConfig
 from asyncrl.profiling import PROFILING_OFF, ProfilerSettings
 
@@ -50,12 +51,9 @@ class ServingOptions:
     env_vars: dict[str, str]
     namespace: str
     """Ray namespace of the weight store."""
-    verify: Literal["every", "first", "off"]
     num_replicas: int
-    start_s: float
-    apply_s: float
-    probe_s: float
-    engine_s: float
+    verify: Literal["every", "first", "off"]
+    timeouts: TimeoutsConfig
     profiler: ProfilerSettings = PROFILING_OFF
     """What the replicas record; the events come with their answers."""
 
@@ -83,12 +81,9 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
         bundles=bundles,
         env_vars=env_vars,
         namespace=namespace,
-        verify=config.weight_sync.verify,
         num_replicas=rollout.num_replicas,
-        start_s=config.timeouts.start_s,
-        apply_s=config.timeouts.apply_s,
-        probe_s=config.timeouts.probe_s,
-        engine_s=config.timeouts.engine_s,
+        verify=config.weight_sync.verify,
+        timeouts=config.timeouts,
         profiler=ProfilerSettings.of(config.profiler, None),
     )
 
@@ -96,7 +91,7 @@ def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOpt
 def deployment_options(options: ServingOptions) -> dict[str, Any]:
     """Return Serve's options of the replicas."""
     return {
-        **_replicas(options.probe_s),
+        **_replicas(options.timeouts.probe_s),
         "num_replicas": options.num_replicas,
         "request_router_config": {"request_router_class": ROUTER},
         "placement_group_bundles": [dict(bundle) for bundle in options.bundles],

@@ -59,7 +59,7 @@ class RolloutServer(LLMServer):
         self._health = ReplicaHealth(
             replica=replica,
             node_id=ray.get_runtime_context().get_node_id(),
-            engine_s=options.engine_s,
+            engine_s=options.timeouts.engine_s,
             store=store,
         )
         await super().__init__(llm_config, engine_cls=engine_cls)

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import ray
@@ -46,14 +47,11 @@ FRESH_S = 15.0
 class _Swap(NamedTuple):
     """Timings of one swap; seconds as in `ApplyReport`."""
 
-    drain_s: float = 0.0
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    in_flight: int = 0
+    drain_s: float
+    pause_s: float
+    load_s: float
+    in_flight: int
     """Requests in the engine when the pause was asked for."""
-
-
-_NO_SWAP = _Swap()
 
 
 class WeightUpdates:
@@ -72,9 +70,7 @@ class WeightUpdates:
         self._namespace = options.namespace
         self._verify = options.verify
         self._verified = False
-        self._start_s = options.start_s
-        self._apply_s = options.apply_s
-        self._engine_s = options.engine_s
+        self._timeouts = options.timeouts
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -106,13 +102,13 @@ class WeightUpdates:
             BugError: the engine serves other weights than were published.
         """
         health, weights_version = self._health, publication.weights_version
-        until = asyncio.get_running_loop().time() + self._apply_s
+        until = asyncio.get_running_loop().time() + self._timeouts.apply_s
         try:
             async with asyncio.timeout_at(until):
                 await self._lock.acquire()
         except TimeoutError as error:
             raise InfraError.wrap(
-                f"{health.describe_state()}: it was busy with another version for {self._apply_s:g} s "
+                f"{health.describe_state()}: it was busy with another version for {self._timeouts.apply_s:g} s "
                 "(timeouts.apply_s)",
                 error,
             ) from error
@@ -132,7 +128,7 @@ class WeightUpdates:
                     verify_s = time.perf_counter() - loaded
             finally:
                 health.end_update()
-            return self._report(fetch_s, swap, verify_s)
+            return replace(self._report(), fetch_s=fetch_s, verify_s=verify_s, **swap._asdict())
         finally:
             self._lock.release()
 
@@ -147,7 +143,7 @@ class WeightUpdates:
         """
         lost: WeightsVersion | None = None
         problem = "the weight store did not answer"
-        until = time.monotonic() + self._start_s
+        until = time.monotonic() + self._timeouts.start_s
         while time.monotonic() < until:
             try:
                 async with asyncio.timeout(2 * ASK_STORE_S):
@@ -168,7 +164,7 @@ class WeightUpdates:
                 logger.warning("%s; it is tried again, or what is published next", error.brief)
                 lost = newest.weights_version
         raise InfraError(
-            f"replica {self._health.replica} found no version that it could fetch within {self._start_s:g} s "
+            f"replica {self._health.replica} found no version that it could fetch within {self._timeouts.start_s:g} s "
             f"(timeouts.start_s): {problem}"
         )
 
@@ -203,7 +199,8 @@ class WeightUpdates:
             await self._answered(self._llm.collective_rpc("fetch_version", args=(*weights_version, left_s)))
             while not all(await self._answered(self._llm.collective_rpc("await_fetch", args=(FETCH_SLICE_S,)))):
                 if loop.time() >= until:
-                    raise TimeoutError(f"it is not in the workers after {self._apply_s:g} s (timeouts.apply_s)")
+                    limit_s = self._timeouts.apply_s
+                    raise TimeoutError(f"it is not in the workers after {limit_s:g} s (timeouts.apply_s)")
                 await asyncio.sleep(FETCH_SLICE_S)
         except Exception as error:
             state = self._health.describe_state()
@@ -217,7 +214,7 @@ class WeightUpdates:
             InfraError: it hangs.
             Whatever the call raises.
         """
-        limit = asyncio.timeout(self._engine_s)
+        limit = asyncio.timeout(self._timeouts.engine_s)
         try:
             async with limit:
                 return await call
@@ -281,7 +278,7 @@ class WeightUpdates:
             self._health.give_up(f"loading version {version} failed half-way: {error!r}")
             return
         try:
-            async with asyncio.timeout(self._engine_s):
+            async with asyncio.timeout(self._timeouts.engine_s):
                 await self._llm.resume_generation()
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
@@ -291,7 +288,7 @@ class WeightUpdates:
         self._health.enter("verifying")
         served: dict[str, int] = {}
         try:
-            async with asyncio.timeout(self._apply_s):
+            async with asyncio.timeout(self._timeouts.apply_s):
                 for groups in _batches(merge(await self._llm.collective_rpc("group_sizes"))):
                     served |= merge(await self._llm.collective_rpc("group_checksums", args=(groups,)))
         except Exception as error:
@@ -306,20 +303,10 @@ class WeightUpdates:
             raise BugError(self._health.broken)
         self._verified = True
 
-    def _report(self, fetch_s: float = 0.0, swap: _Swap = _NO_SWAP, verify_s: float = 0.0) -> ApplyReport:
+    def _report(self) -> ApplyReport:
+        """Return the report of a replica that has nothing to apply."""
         lineage, version = self._health.weights_version
-        return ApplyReport(
-            replica=self._health.replica,
-            version=version,
-            fetch_s=fetch_s,
-            pause_s=swap.pause_s,
-            load_s=swap.load_s,
-            in_flight=swap.in_flight,
-            verified=self._verified,
-            lineage=lineage,
-            drain_s=swap.drain_s,
-            verify_s=verify_s,
-        )
+        return ApplyReport(self._health.replica, version, 0.0, 0.0, 0.0, 0, self._verified, lineage)
 
 
 def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:

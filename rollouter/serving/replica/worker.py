@@ -1,4 +1,5 @@
-"""What runs inside vLLM's worker processes: map a published version, load it in place, fingerprint what is served.
+"""The extension of vLLM's worker processes: maps a published version, loads it in place, and computes checksums of the
+served weights.
 
 vLLM imports this module because it holds the `worker_extension_cls`, and it does so before it loads the model. On CPU
 that matters: vLLM would prepack linear layers for oneDNN and empty their weights, after which an update in place
@@ -16,7 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,7 @@ if current_platform.is_cpu():
 _PR_SET_PDEATHSIG = 1
 _CONNECTING = threading.Lock()
 """A replica that catches up fetches while it is still joining the cluster, on two threads."""
+WeightChunk = dict[str, NDArray[Any]]
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -61,52 +64,41 @@ def die_with_parent() -> None:
 die_with_parent()
 
 
-class _Fetch:
-    """A version on its way into this process, on a thread of its own, while the engine decodes."""
+def _fetch(weights_version: WeightsVersion, source: tuple[str, str, str], limit_s: float) -> list[WeightChunk]:
+    """Return the version's chunks, mapped from the object store without a copy. It ends within `limit_s`, so that the
+    threads of attempts in a row do not pile up."""
+    address, namespace, store_name = source
+    until = time.monotonic() + limit_s
 
-    def __init__(
-        self, weights_version: WeightsVersion, address: str, namespace: str, store_name: str, *, limit_s: float
-    ) -> None:
-        """`limit_s`: the thread ends by then, so that those of attempts in a row do not pile up."""
-        self.weights_version = weights_version
-        self.chunks: list[dict[str, NDArray[Any]]] = []
-        self._error: BaseException | None = None
-        self._source = (address, namespace, store_name)
-        self._until = time.monotonic() + limit_s
-        self._thread = threading.Thread(target=self._run, name=f"fetch-{weights_version.version}", daemon=True)
-        self._thread.start()
+    def left_s() -> float:
+        return max(0.0, until - time.monotonic())
 
-    def arrived(self, timeout_s: float) -> bool:
-        """Wait so long for the chunks, mapped from the object store without a copy.
+    connect(address, namespace, limit_s=left_s())
+    store = ray.get_actor(store_name, namespace=namespace)
+    refs = ray.get(store.tensors.remote(weights_version), timeout=left_s())
+    chunks: list[WeightChunk] = ray.get(refs, timeout=left_s())
+    return chunks
 
-        Raises:
-            Exception: whatever the fetch failed with.
-        """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
 
-    def _run(self) -> None:
+def _in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Run the function on a daemon thread of its own, while the engine decodes."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
         try:
-            connect(*self._source[:2], limit_s=self._left_s())
-            store = ray.get_actor(self._source[2], namespace=self._source[1])
-            refs = ray.get(store.tensors.remote(self.weights_version), timeout=self._left_s())
-            self.chunks = ray.get(refs, timeout=self._left_s())
-        except BaseException as error:  # noqa: BLE001  it is raised again by `arrived`, in the thread that waits
-            self._error = error
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  raised again by `result`, in the thread that waits
+            future.set_exception(error)
 
-    def _left_s(self) -> float:
-        return max(0.0, self._until - time.monotonic())
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return future
 
 
 def connect(address: str, namespace: str, *, limit_s: float = -1) -> None:
     """Join the Ray cluster, unless this process is a part of it (with vLLM's Ray executor it is).
 
     Raises:
-        TimeoutError: another thread has been about it for `limit_s`; without a limit, never.
+        TimeoutError: another thread has been connecting for `limit_s`; negative: wait without a limit.
     """
     if not _CONNECTING.acquire(timeout=limit_s):
         raise TimeoutError(f"this worker did not join the Ray cluster at {address} within {limit_s:g} s")
@@ -123,21 +115,25 @@ class WeightLoader:
     model_runner: Any
 
     def connect_store(self, address: str, namespace: str, store_name: str) -> None:
-        """Say where versions come from, and join that cluster in the background, so that the first apply needn't."""
+        """Set where versions come from, and join that cluster in the background, so that the first apply need not."""
         self._source = (address, namespace, store_name)
-        threading.Thread(target=connect, args=(address, namespace), name="connect-store", daemon=True).start()
+        _in_background(connect, address, namespace)
 
     def fetch_version(self, lineage: int, version: int, limit_s: float) -> None:
-        """Begin to map this weights version into this process, for so long at most; returns at once."""
-        self._fetch = _Fetch(WeightsVersion(lineage, version), *self._source, limit_s=limit_s)
+        """Begin to map this weights version into this process, within `limit_s`. Return at once."""
+        self._fetched_version = WeightsVersion(lineage, version)
+        self._chunks = _in_background(_fetch, self._fetched_version, self._source, limit_s)
 
     def await_fetch(self, timeout_s: float) -> bool:
-        """Wait so long until the version is mapped: no time at all, once its bytes are on this node.
+        """Return whether the version is mapped within `timeout_s`: at once, when its bytes are on this node.
 
         Raises:
-            Exception: whatever the fetch failed with.
+            Exception: the error with which the fetch failed.
         """
-        return self._fetch.arrived(timeout_s)
+        if not wait([self._chunks], timeout_s).done:
+            return False
+        self._chunks.result()
+        return True
 
     def load_version(self, lineage: int, version: int) -> float:
         """Load the fetched version in place, inside the pause. Returns seconds.
@@ -145,16 +141,16 @@ class WeightLoader:
         Raises:
             RuntimeError: it was not fetched.
         """
-        if self._fetch.weights_version != (lineage, version) or not self._fetch.arrived(0.0):
+        if self._fetched_version != (lineage, version) or not self.await_fetch(0.0):
             raise RuntimeError(
-                f"asked to load {WeightsVersion(lineage, version)}, but {self._fetch.weights_version} was fetched"
+                f"asked to load {WeightsVersion(lineage, version)}, but {self._fetched_version} was fetched"
             )
-        chunks = self._fetch.chunks
+        chunks: list[WeightChunk] = self._chunks.result()
         started = time.perf_counter()
         with torch.no_grad():
             self.model_runner.model.load_weights((name, tensor) for chunk in chunks for name, tensor in _tensors(chunk))
         # The views into the object store end here, or the store could never free the version.
-        self._fetch.chunks = []
+        del self._chunks
         return time.perf_counter() - started
 
     def group_sizes(self) -> dict[str, int]:
@@ -178,7 +174,7 @@ class WeightLoader:
         return sums
 
 
-def _tensors(chunk: dict[str, NDArray[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
     """Arrays as tensors over the same memory; uint16 is bfloat16's bits. They are read-only, and only read."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
