@@ -25,11 +25,12 @@ from asyncrl.weights.object_store import ObjectStoreFeed
 from rollouter.coverage import RemainingSamples, UnavailableFleet, first_uncovered
 from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.protocol import GatewayResponse, unknown_key
-from rollouter.rewards.model import ServedRewardModel
+from rollouter.loading import RolloutTask, load_task
 from rollouter.rewards.scorer import CombinedScorer
-from rollouter.rollouter import Rollouter, RolloutTask, load_task
+from rollouter.rollouter import Rollouter
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.http import endpoint_url, rollouter_name
+from rollouter.serving.reward_model import ServedRewardModel
 from rollouter.trajectory_dump import make_dump
 from rollouter.weight_updates import RolloutStart
 from skip import SkipManager

@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 
@@ -21,57 +20,20 @@ from asyncrl.core.failures import AsyncRLError, BugError, FencedError, first_fai
 from asyncrl.core.ports import (
     EngineFleet,
     PayloadStore,
-    PromptSource,
-    RewardScorer,
     TurnLog,
     WeightFeed,
 )
 from asyncrl.core.records import RecordSink
 from asyncrl.core.waits import WaitBoard
 from asyncrl.queue.sample_queue import SampleQueue
-from rollouter.agent.loading import load_agent
-from rollouter.agent.loop import BuiltInAgent
 from rollouter.crash_isolation import SETTLE_S, CrashIsolation
 from rollouter.dispatcher import Dispatcher
 from rollouter.drop_policy import DropPolicy
-from rollouter.gateway.external import ExternalAgent
-from rollouter.prompts.chat_template import Decode, decoder, load_tokenizer
-from rollouter.prompts.source import load_prompts
-from rollouter.rewards.functions import load_reward_functions
-from rollouter.rewards.scorer import function_scorer
+from rollouter.loading import RolloutTask
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
-from rollouter.validation import ValidationPrompts, Validator
+from rollouter.validation import Validator
 from rollouter.weight_updates import RolloutStart, WeightUpdateLoop
-
-
-class RolloutTask(NamedTuple):
-    """Prompts, scoring and agent: everything that the Rollouter loads from disk."""
-
-    prompts: PromptSource
-    val_prompts: ValidationPrompts | None
-    scorer: RewardScorer
-    """The reward function; `rewards.scorer.CombinedScorer` computes the whole reward."""
-    decode: Decode
-    agent: BuiltInAgent | ExternalAgent | None = None
-    """Holds conversations of several turns; None: every trajectory is one."""
-    num_filtered: int = 0
-    num_val_filtered: int = 0
-
-
-def load_task(config: Config, cache_dir: Path) -> RolloutTask:
-    """Load reward function, tokenizer and data, cheap errors first. Blocking.
-
-    Raises:
-        ConfigError, DataError, UserCodeError: one of them is unusable.
-    """
-    functions = load_reward_functions(config.reward)
-    tokenizer = load_tokenizer(config.model)
-    agent = load_agent(config, tokenizer)
-    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
-    decode = decoder(tokenizer)
-    scorer = function_scorer(config, functions, decode)
-    return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 
 class Rollouter:

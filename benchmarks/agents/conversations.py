@@ -121,7 +121,7 @@ def make_agent(
     parser: Callable[..., ToolCallParser] = ScriptedParser,
     chat: Callable[..., ChatTokenizer] = ChatTokenizer,
 ) -> BuiltInAgent:
-    """Make the agent as `rollouter.agent.loading` does, but with this parser and this chat."""
+    """Make the agent as `rollouter.loading` does, but with this parser and this chat."""
     tokenizer = load_tokenizer(config.model)
     settings = config.rollout.multi_turn
     toolbox = Toolbox(load_tools(settings.tools))

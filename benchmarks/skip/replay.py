@@ -22,7 +22,7 @@ from asyncrl.core.types import Prompt, SampleId, Turn
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.skip.samples import ROLE, Table, print_progress, ratio, recording
 from rollouter.group import GroupRequest, generate_group
-from rollouter.rollouter import load_task
+from rollouter.loading import load_task
 from rollouter.sample_runner import ask_for
 from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager

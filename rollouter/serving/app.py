@@ -23,10 +23,10 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, DeadlineError, InfraError
 from asyncrl.profiling import PROFILING_OFF
-from rollouter.rewards.model import build_reward_app
 from rollouter.serving.http import route_prefix
 from rollouter.serving.options import DEPLOYMENT_NAME, app_name, deployment_options, serving_options
 from rollouter.serving.replica.deployment import RolloutReplica
+from rollouter.serving.reward_model import build_reward_app
 
 CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 """Start of the last line of a traceback, by which a `ConfigError` in a replica's constructor is recognized."""

@@ -28,8 +28,9 @@ from asyncrl.queue.turn_log import FileTurns
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.run_dir import RunDir
 from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, WeightStoreActor
+from rollouter.loading import load_task
 from rollouter.rewards.scorer import CombinedScorer
-from rollouter.rollouter import Rollouter, load_task
+from rollouter.rollouter import Rollouter
 from rollouter.serving import fleet as fleet_module
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.options import serving_options

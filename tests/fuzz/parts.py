@@ -16,7 +16,8 @@ from asyncrl.core.types import Prompt
 from asyncrl.core.waits import Wait, WaitBoard
 from asyncrl.queue.actor import QueueClient
 from asyncrl.weights.object_store import ObjectStoreFeed
-from rollouter.rollouter import Rollouter, RolloutTask
+from rollouter.loading import RolloutTask
+from rollouter.rollouter import Rollouter
 from tests.fakes.parts import FakeScorer, ListPrompts, make_prompt
 from tests.fuzz.files import MemoryFiles, MemoryTrainedSteps
 from tests.fuzz.fleet import FuzzFleet

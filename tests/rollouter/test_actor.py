@@ -24,7 +24,8 @@ from asyncrl.core.types import SampleMeta
 from asyncrl.profiling import profile
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from rollouter.actor import RolloutActor
-from rollouter.rollouter import Rollouter, RolloutTask, load_task
+from rollouter.loading import RolloutTask, load_task
+from rollouter.rollouter import Rollouter
 from rollouter.weight_updates import RolloutStart
 from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, MemoryTurns, make_prompt

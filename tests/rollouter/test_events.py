@@ -33,8 +33,9 @@ from asyncrl.storage.array_bytes import decode, encode
 from asyncrl.storage.sample_bytes import PackedBlob, pack, to_blob, unpack
 from asyncrl.storage.trajectory_files import find
 from rollouter.group import GroupRequest, generate_group
+from rollouter.loading import RolloutTask
 from rollouter.requests import parse_request_id
-from rollouter.rollouter import Rollouter, RolloutTask
+from rollouter.rollouter import Rollouter
 from rollouter.serving import client
 from rollouter.serving.client import Delta, EventBatch
 from rollouter.serving.replica import event_forwarding

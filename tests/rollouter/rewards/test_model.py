@@ -192,7 +192,7 @@ class Handle:
 def served(
     monkeypatch: pytest.MonkeyPatch, handle: Handle, *, timeout_s: float = 60.0, start_s: float = 90.0
 ) -> tuple[Any, list[float]]:
-    from rollouter.rewards.model import ServedRewardModel
+    from rollouter.serving.reward_model import ServedRewardModel
 
     slept: list[float] = []
 

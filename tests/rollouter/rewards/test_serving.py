@@ -63,8 +63,8 @@ def apps() -> set[str]:
 
 @pytest.mark.slow
 async def test_two_runs_on_one_cluster_have_a_reward_model_each(tmp_path: Path) -> None:
-    from rollouter.rewards.model import ServedRewardModel
     from rollouter.serving.app import start_app, stop_app
+    from rollouter.serving.reward_model import ServedRewardModel
 
     good, bad = make_classifier(tmp_path / "good"), make_classifier(tmp_path / "bad", num_labels=2)
     with anyio.fail_after(110):

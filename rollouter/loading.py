@@ -1,13 +1,15 @@
-"""Builds the agent of a run from its configuration."""
+"""Loads what a Rollouter needs from disk: data, tokenizer, reward functions, and the agent of the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
 from asyncrl.config.schema import Config
+from asyncrl.core.ports import PromptSource, RewardScorer
 from rollouter.agent.chat import ChatTokenizer
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import NO_TOOLS, ToolCallParser
@@ -15,13 +17,46 @@ from rollouter.gateway.external import ExternalAgent
 from rollouter.gateway.program import load_program
 from rollouter.gateway.session import ChatCache
 from rollouter.interactions.loading import load_interactions
-from rollouter.prompts.chat_template import end_token_ids
+from rollouter.prompts.chat_template import Decode, decoder, end_token_ids, load_tokenizer
+from rollouter.prompts.source import load_prompts
+from rollouter.rewards.functions import load_reward_functions
+from rollouter.rewards.scorer import function_scorer
 from rollouter.serving.options import serving_options
 from rollouter.tools.loading import LoadedMcpServer, LoadedTool, load_tools
 from rollouter.tools.toolbox import Toolbox
+from rollouter.validation import ValidationPrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class RolloutTask(NamedTuple):
+    """Prompts, scoring and agent: everything that the Rollouter loads from disk."""
+
+    prompts: PromptSource
+    val_prompts: ValidationPrompts | None
+    scorer: RewardScorer
+    """The reward function; `rewards.scorer.CombinedScorer` computes the whole reward."""
+    decode: Decode
+    agent: BuiltInAgent | ExternalAgent | None = None
+    """Holds conversations of several turns; None: every trajectory is one."""
+    num_filtered: int = 0
+    num_val_filtered: int = 0
+
+
+def load_task(config: Config, cache_dir: Path) -> RolloutTask:
+    """Load reward function, tokenizer and data, cheap errors first. Blocking.
+
+    Raises:
+        ConfigError, DataError, UserCodeError: one of them is unusable.
+    """
+    functions = load_reward_functions(config.reward)
+    tokenizer = load_tokenizer(config.model)
+    agent = load_agent(config, tokenizer)
+    loaded = load_prompts(config, tokenizer, cache_dir, tools=agent.schemas if agent else ())
+    decode = decoder(tokenizer)
+    scorer = function_scorer(config, functions, decode)
+    return RolloutTask(loaded.train, loaded.val, scorer, decode, agent, loaded.num_filtered, loaded.num_val_filtered)
 
 
 def load_agent(config: Config, tokenizer: PreTrainedTokenizerBase) -> BuiltInAgent | ExternalAgent | None:
