@@ -1,7 +1,7 @@
 """The rules of a run's health: which values are a problem, and the remedy. Pure.
 
 `RULES` is a table of thresholds and texts. A function for each rule takes the current values and trends of earlier ones
-and returns a `Measurement` for each subject (a process, a replica, the machine); `alarms` decides when it is reported.
+and yields a `RuleResult` for each subject (a process, a replica, the machine); `alarms` decides when it is reported.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +35,7 @@ BUSY_MACHINE = 0.95
 
 
 class HealthRule(NamedTuple):
-    """A threshold and its texts; `{…}` in a text is a fact of the measurement."""
+    """A threshold and its texts; `{…}` in a text is a fact about the subject."""
 
     bad: float
     """Beyond this value the condition is bad: above it, or below it if `good` is larger."""
@@ -186,29 +186,26 @@ class HealthSettings:
     """`trainer.max_checkpoints_to_keep`: the first so many checkpoints take space for good."""
 
 
-class Measurement(NamedTuple):
-    rule: str
-    """Its name in `RULES`."""
-    key: str
-    value: float
-    facts: Mapping[str, Any]
-    """For the texts."""
-    condition: Condition | None = None
-    """Overrides the condition of `value`."""
-    at_once: bool = False
-    """Reported without hold time."""
+def _result(
+    rule_name: str,
+    key: str,
+    value: float,
+    *,
+    condition: Condition | None = None,
+    at_once: bool = False,
+    **facts: Any,
+) -> RuleResult:
+    """Return the result of a rule for one subject.
 
-    def result(self) -> RuleResult:
-        rule = RULES[self.rule]
-        return RuleResult(
-            self.key,
-            self.condition or rule.condition(self.value),
-            rule.text.format_map(self.facts),
-            rule.recovery.format_map(self.facts),
-            0.0 if self.at_once else rule.hold_s,
-            rule.calm_s,
-            rule.level,
-        )
+    Args:
+        condition: overrides the condition of `value`.
+        at_once: report it without hold time.
+        facts: for the texts.
+    """
+    rule = RULES[rule_name]
+    text, recovery = (text.format_map(facts) for text in (rule.text, rule.recovery))
+    hold_s = 0.0 if at_once else rule.hold_s
+    return RuleResult(key, condition or rule.condition(value), text, recovery, hold_s, rule.calm_s, rule.level)
 
 
 class HealthRules:
@@ -223,8 +220,7 @@ class HealthRules:
         """Return the notices that are due, and the snapshot's health with the open problems."""
         trends, health = self._trends, snapshot.health
         trends.begin(snapshot.at_s)
-        results = [measurement.result() for rule in _MEASURES for measurement in rule(snapshot, trends, self._settings)]
-        trends.end()
+        results = [result for rule in _RULE_FUNCTIONS for result in rule(snapshot, trends, self._settings)]
         notices = self._alarms.observe(snapshot.at_s, snapshot.now, results)
         problems = self._alarms.open
         return notices, RunHealth(health.processes, health.engines, health.machine, health.object_store_share, problems)
@@ -233,78 +229,63 @@ class HealthRules:
 # ------------------------------------------------------------------------------------------------ measurements
 
 
-def _lag(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _lag(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     machine = snapshot.health.machine
     for name, process in snapshot.health.processes.items():
         if (lag_s := process.lag_s) is not None and name not in snapshot.settling:
             machine_cpu = machine.cpu if machine is not None and name not in snapshot.elsewhere else None
-            facts = {"name": name, "lag_s": lag_s, "remedy": _lag_remedy(name, process, machine_cpu)}
-            yield Measurement("lag", f"lag/{name}", lag_s, facts, at_once=lag_s > LONG_LAG_S)
+            remedy = _lag_remedy(name, process, machine_cpu)
+            at_once = lag_s > LONG_LAG_S
+            yield _result("lag", f"lag/{name}", lag_s, at_once=at_once, name=name, lag_s=lag_s, remedy=remedy)
     for name, silent_s in snapshot.silent_s.items():
         if name not in snapshot.settling:
             remedy = _lag_remedy(name, None, machine.cpu if machine is not None else None)
-            yield Measurement(
-                "silence", f"lag/{name}", silent_s, {"name": name, "silent_s": silent_s, "remedy": remedy}
-            )
+            yield _result("silence", f"lag/{name}", silent_s, name=name, silent_s=silent_s, remedy=remedy)
 
 
-def _memory(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _memory(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     machine = snapshot.health.machine
     if machine is None or machine.memory_bytes <= 0:
         return
     used = 1 - machine.memory_available_bytes / machine.memory_bytes
     here = [item for item in snapshot.health.processes.items() if item[0] not in snapshot.elsewhere]
-    largest = sorted(here, key=lambda item: -item[1].rss_bytes)[:2]
-    users = " and ".join(f"{name} has {size(process.rss_bytes)}" for name, process in largest)
-    facts = {
-        "used": used,
-        "total": size(machine.memory_bytes),
-        "free": size(machine.memory_available_bytes),
-        "largest": f" ({users})" if users else "",
-    }
-    yield Measurement("memory", "memory/machine", used, facts)
+    here.sort(key=lambda item: -item[1].rss_bytes)
+    users = " and ".join(f"{name} has {size(process.rss_bytes)}" for name, process in here[:2])
+    total, free = size(machine.memory_bytes), size(machine.memory_available_bytes)
+    largest = f" ({users})" if users else ""
+    yield _result("memory", "memory/machine", used, used=used, total=total, free=free, largest=largest)
 
 
-def _growth(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _growth(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     machine = snapshot.health.machine
     for name, process in snapshot.health.processes.items():
         trend = trends.add(f"rss/{name}", process.rss_bytes, GROWTH_OVER_S, GROWTH_PARTS)
         if machine is None or name in snapshot.elsewhere or trend.span_s < 0.9 * GROWTH_OVER_S:
             continue
         left_s = machine.memory_available_bytes / trend.per_s if trend.per_s > 0 else math.inf
-        facts = {
-            "name": name,
-            "rate": size(60 * trend.per_s),
-            "rss": size(process.rss_bytes),
-            "left_min": left_s / 60,
-            "remedy": _GROWTH_REMEDIES[_kind_of(name)],
-        }
-        yield Measurement("growth", f"growth/{name}", left_s, facts)
+        rate, rss, remedy = size(60 * trend.per_s), size(process.rss_bytes), _GROWTH_REMEDIES[_kind_of(name)]
+        facts: dict[str, Any] = {"name": name, "rate": rate, "rss": rss, "left_min": left_s / 60, "remedy": remedy}
+        yield _result("growth", f"growth/{name}", left_s, **facts)
 
 
-def _object_store(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _object_store(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     if (share := snapshot.health.object_store_share) is not None:
         larger_nodes = "start the Ray nodes with a larger --object-store-memory"
         remedy = "raise ray.object_store_memory_bytes" if settings.private_cluster else larger_nodes
-        yield Measurement("object_store", "object_store", share, {"share": share, "remedy": remedy})
+        yield _result("object_store", "object_store", share, share=share, remedy=remedy)
 
 
-def _kv_cache(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _kv_cache(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     for replica, load in snapshot.health.engines.items():
         preemptions = trends.add(f"preemptions/{replica}", load.preemptions, KV_OVER_S).rise
         is_good = RULES["kv_cache"].condition(load.kv_cache_usage) == "good" and not preemptions
         condition: Condition = "bad" if preemptions >= KV_PREEMPTIONS else "good" if is_good else "fair"
-        facts = {
-            "name": replica,
-            "usage": load.kv_cache_usage,
-            "running": load.running,
-            "waiting": load.waiting,
-            "preemptions": preemptions,
-        }
-        yield Measurement("kv_cache", f"kv_cache/{replica}", load.kv_cache_usage, facts, condition)
+        facts: dict[str, Any] = {"name": replica, "usage": load.kv_cache_usage, "preemptions": preemptions}
+        facts |= {"running": load.running, "waiting": load.waiting}
+        yield _result("kv_cache", f"kv_cache/{replica}", load.kv_cache_usage, condition=condition, **facts)
 
 
-def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     machine = snapshot.health.machine
     if machine is None or machine.disk_free_bytes is None:
         return
@@ -318,19 +299,19 @@ def _disk(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
     conditions = (RULES["disk"].condition(left_s), RULES["disk_space"].condition(free))
     worst: Condition = "bad" if "bad" in conditions else "fair" if "fair" in conditions else "good"
     rate = f", at the present rate it is full in {left_s / 60:.0f} minutes" if left_s < RULES["disk"].good else ""
-    yield Measurement("disk", "disk", left_s, {"free": size(free), "rate": rate}, worst)
+    yield _result("disk", "disk", left_s, condition=worst, free=size(free), rate=rate)
 
 
-def _events(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _events(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     unsent = 0.0
     for name, process in snapshot.health.processes.items():
         lost = trends.add(f"events/{name}", process.dropped_events, 60.0).rise
         unsent += trends.add(f"unsent/{name}", process.unsent_events, 60.0).rise
-        yield Measurement("events", f"events/{name}", lost, {"name": name, "lost": lost})
-    yield Measurement("unsent_events", "unsent_events", unsent, {"lost": unsent})
+        yield _result("events", f"events/{name}", lost, name=name, lost=lost)
+    yield _result("unsent_events", "unsent_events", unsent, lost=unsent)
 
 
-def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[Measurement]:
+def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettings) -> Iterator[RuleResult]:
     trainer, rollouter = snapshot.idle_trainer, snapshot.idle_rollouter
     if settings.on_policy or trainer is None or rollouter is None:
         return
@@ -341,11 +322,11 @@ def _idle(snapshot: HealthSnapshot, trends: TrendTracker, settings: HealthSettin
             "generation is the bottleneck: use more engines (rollout.num_replicas), more concurrent samples "
             "(rollout.max_concurrent_samples) if the engines have capacity, or shorter responses"
         )
-    yield Measurement("idle_trainer", "idle/trainer", trainer, {"idle": trainer, "remedy": remedy})
-    yield Measurement("idle_rollouter", "idle/rollouter", rollouter, {"idle": rollouter})
+    yield _result("idle_trainer", "idle/trainer", trainer, idle=trainer, remedy=remedy)
+    yield _result("idle_rollouter", "idle/rollouter", rollouter, idle=rollouter)
 
 
-_MEASURES: tuple[Callable[[HealthSnapshot, TrendTracker, HealthSettings], Iterator[Measurement]], ...] = (
+_RULE_FUNCTIONS: Sequence[Callable[[HealthSnapshot, TrendTracker, HealthSettings], Iterator[RuleResult]]] = (
     _lag,
     _memory,
     _growth,
@@ -457,13 +438,24 @@ class Trend(NamedTuple):
     everywhere. Bursts and swings do not count."""
 
 
-@dataclass(slots=True)
-class _Series:
-    points: deque[tuple[float, float]] = field(default_factory=deque)
-    """Thinned to some two hundred at most."""
+class TrendTracker:
+    """Trends by name; a name without values for `GONE_S` is forgotten."""
 
-    def add(self, now_s: float, value: float, window_s: float, parts: int) -> Trend:
-        points = self.points
+    def __init__(self) -> None:
+        self._points: dict[str, deque[tuple[float, float]]] = {}
+        """Times and values, thinned to some two hundred at most."""
+        self._now_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        current = {name: points for name, points in self._points.items() if self._now_s - points[-1][0] <= GONE_S}
+        self._now_s, self._points = now_s, current
+
+    def add(self, name: str, value: float, window_s: float, parts: int = 0) -> Trend:
+        """Return the trend with this value.
+
+        `parts`: number of parts of the window for `Trend.per_s`; 0: it is not computed.
+        """
+        now_s, points = self._now_s, self._points.setdefault(name, deque())
         if len(points) >= 2 and now_s - points[-2][0] < window_s / 100:
             points.pop()
         points.append((now_s, value))
@@ -471,42 +463,23 @@ class _Series:
             points.popleft()
         steps = itertools.pairwise(value for _, value in points)
         rise = sum(after - before if after >= before else max(after, 0.0) for before, after in steps)
-        return Trend(now_s - points[0][0], rise, self._per_s(parts))
-
-    def _per_s(self, parts: int) -> float:
-        began_s, span_s = self.points[0][0], self.points[-1][0] - self.points[0][0]
-        if parts == 0 or span_s <= 0:
-            return 0.0
-        lows: dict[int, tuple[float, float]] = {}
-        for at_s, value in self.points:
-            part = min(int((at_s - began_s) / span_s * parts), parts - 1)
-            if part not in lows or value < lows[part][1]:
-                lows[part] = at_s, value
-        if len(lows) < parts:
-            return 0.0
-        least_s = span_s / parts / 2
-        rates = (
-            (after - before) / max(after_s - before_s, least_s)
-            for (before_s, before), (after_s, after) in itertools.pairwise(lows[part] for part in range(parts))
-        )
-        return max(0.0, min(rates))
+        return Trend(now_s - points[0][0], rise, _per_s(points, parts))
 
 
-class TrendTracker:
-    """Trends by name; a name without values for `GONE_S` is forgotten."""
-
-    def __init__(self) -> None:
-        self._series: dict[str, _Series] = {}
-        self._now_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        self._now_s = now_s
-
-    def add(self, name: str, value: float, window_s: float, parts: int = 0) -> Trend:
-        """`parts`: number of parts of the window for `Trend.per_s`; 0: it is not computed."""
-        return self._series.setdefault(name, _Series()).add(self._now_s, value, window_s, parts)
-
-    def end(self) -> None:
-        for name, series in list(self._series.items()):
-            if self._now_s - series.points[-1][0] > GONE_S:
-                del self._series[name]
+def _per_s(points: Sequence[tuple[float, float]], parts: int) -> float:
+    began_s, span_s = points[0][0], points[-1][0] - points[0][0]
+    if parts == 0 or span_s <= 0:
+        return 0.0
+    lows: dict[int, tuple[float, float]] = {}
+    for at_s, value in points:
+        part = min(int((at_s - began_s) / span_s * parts), parts - 1)
+        if part not in lows or value < lows[part][1]:
+            lows[part] = at_s, value
+    if len(lows) < parts:
+        return 0.0
+    least_s = span_s / parts / 2
+    rates = (
+        (after - before) / max(after_s - before_s, least_s)
+        for (before_s, before), (after_s, after) in itertools.pairwise(lows[part] for part in range(parts))
+    )
+    return max(0.0, min(rates))

@@ -73,11 +73,14 @@ class Recorder:
         self._waited_s = 0.0
         self._rewards = DownsampledSeries()
         self._step_times: deque[float] = deque(maxlen=50)
+        self._newest: dict[str, MetricsRow] = {}
+        """The last row of each kind."""
+        self._total_steps: int | None = None
+        self._health = RunHealth()
         self._writing = anyio.Lock()
-        self._dashboard = Dashboard()
         for row in history:
             self._count(row)
-        self._dashboard = replace(self._dashboard, first_step=self._builder.step)
+        self._first_step = self._builder.step
 
     @classmethod
     async def open(cls, config: Config, run_dir: RunDir, view: View, resumed: ResumePoint | None = None) -> Self:
@@ -98,8 +101,8 @@ class Recorder:
 
     def set_total_steps(self, total_steps: int) -> None:
         """Set the last optimizer step of the run."""
-        self._dashboard = replace(self._dashboard, total_steps=total_steps)
-        self._view.update(self._dashboard)
+        self._total_steps = total_steps
+        self._view.update(self._dashboard())
 
     def add_earlier_tokens(self, tokens: int) -> None:
         """Set the tokens that earlier processes generated, as their driver counted them: at least those in the rows."""
@@ -119,7 +122,7 @@ class Recorder:
             self._count(row)
             if row.kind == "step":
                 self._time_step(row)
-            self._view.row(row, self._dashboard)
+            self._view.row(row, self._dashboard())
             await to_thread.run_sync(self._write, row)
 
     async def rewind(self, resumed: ResumePoint) -> None:
@@ -139,28 +142,14 @@ class Recorder:
             self._rows = []
             self._rewards = DownsampledSeries()
             self._step_times.clear()
-            self._dashboard = replace(
-                self._dashboard,
-                lineage=resumed.lineage,
-                step=self._builder.step,
-                version=self._builder.version,
-                reward_now=None,
-                rewards=(),
-                reward_first=None,
-                reward_last=None,
-                validations=(),
-                staleness_mean=None,
-                staleness_max=None,
-                sync=None,
-                step_times=(),
-            )
+            self._newest.clear()
             for row in remaining:
                 self._count(row)
-            self._view.update(self._dashboard)
+            self._view.update(self._dashboard())
 
     @property
     def validated_step(self) -> int | None:
-        """The newest step with a recorded validation, rewinds considered; None if there is none."""
+        """Return the newest step with a recorded validation, rewinds considered; None: there is none."""
         return self._builder.validated_step
 
     def record_restart(self, restart: Restart) -> None:
@@ -170,10 +159,7 @@ class Recorder:
         if len(self._restarts) > MAX_RESTARTS:
             self._earlier_restarts[self._restarts.pop(0).part] += 1
         self._known["recovery/restarts"] = float(len(self._restarts) + self._earlier_restarts.total())
-        self._dashboard = replace(
-            self._dashboard, restarts=tuple(self._restarts), earlier_restarts=dict(self._earlier_restarts)
-        )
-        self._view.restart(restart, self._dashboard)
+        self._view.restart(restart, self._dashboard())
         if restart.recovered_at is None:
             logger.info("the %s is being replaced: %s", restart.part, restart.cause, extra=ALREADY_SHOWN)
         else:
@@ -183,10 +169,10 @@ class Recorder:
             logger.info("the %s is back after %.1f s. %s", restart.part, took_s, detail, extra=ALREADY_SHOWN)
 
     def complete_state(self, state: RunState) -> RunState:
-        """`state` with the recorder's values: total steps, staleness, tokens and rates, drops, restarts."""
+        """Return `state` with the recorder's values: total steps, staleness, tokens and rates, drops, restarts."""
         return replace(
             state,
-            total_steps=self._dashboard.total_steps,
+            total_steps=self._total_steps,
             staleness=self._builder.staleness,
             generated_tokens=self._parts.generated_tokens,
             generated_per_s=self._parts.generated.per_s,
@@ -220,25 +206,16 @@ class Recorder:
         except KeyError as error:
             raise BugError(f"the status of a part has no {error}, which the view and the health rules need") from error
         parts.update_trained(now_s, self._builder.trained_tokens)
-        self._dashboard = replace(
-            self._dashboard,
-            counts=queue.counts,
-            waits=dict(parts.waits),
-            generated_per_s=parts.generated.per_s,
-            trained_per_s=parts.trained.per_s,
-            idle_rollouter=self._known.get("idle/rollouter"),
-            idle_trainer=self._known.get("idle/trainer"),
-        )
-        self._view.update(self._dashboard)
+        self._view.update(self._dashboard())
 
     @property
     def idle(self) -> tuple[float | None, float | None]:
-        """Idle shares of Trainer and Rollouter over the last seconds; None: not known yet."""
+        """Return the idle shares of Trainer and Rollouter over the last seconds; None: not known yet."""
         return self._known.get("idle/trainer"), self._known.get("idle/rollouter")
 
     @property
     def step_s(self) -> float | None:
-        """Mean time between the last steps; None: not known yet."""
+        """Return the mean time between the last steps; None: not known yet."""
         times = self._step_times
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
@@ -247,12 +224,12 @@ class Recorder:
         for name in [name for name in self._known if name.startswith("health/")]:
             del self._known[name]
         self._known |= health_metrics(health)
-        self._dashboard = replace(self._dashboard, health=health)
-        self._view.update(self._dashboard)
+        self._health = health
+        self._view.update(self._dashboard())
 
     def summary(self, status: RunOutcome, error: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The content of summary.json; `error`: the result of `describe_error`. After a last `update_parts`, its sample
-        counts are final."""
+        """Return the content of summary.json; `error`: the result of `describe_error`. After a last `update_parts`, its
+        sample counts are final."""
         totals = RunTotals(
             wall_s=self._clock() - self._started_s,
             counts=self._counts,
@@ -265,7 +242,7 @@ class Recorder:
         return {**self._builder.build(status, error, totals), "skip": dict(self._parts.skips)}
 
     def examples(self) -> tuple[Example, Example] | tuple[None, None]:
-        """The answers to the validation prompt that gained most, before and after; none without two validations."""
+        """Return the answers to the validation prompt that gained most, before and after; None: fewer than two."""
         return self._builder.example() or (None, None)
 
     @asynccontextmanager
@@ -282,7 +259,7 @@ class Recorder:
                 await to_thread.run_sync(lambda: end_remote_sinks(remote, ok=ok))
 
     async def aclose(self) -> None:
-        """Close the files. Not an error after a failed write."""
+        """Close the files. It raises nothing after a failed write."""
         with anyio.CancelScope(shield=True):
             async with self._writing:
                 await to_thread.run_sync(self._close)
@@ -299,45 +276,61 @@ class Recorder:
         return validation_row(record, time_s=time_s, unix_s=unix_s)
 
     def _is_outdated(self, row: MetricsRow) -> bool:
-        """Whether the row is beyond the checkpoint that training went back to."""
+        """Return whether the row is beyond the checkpoint that training went back to."""
         rewound_to = self._rewound_to
         if rewound_to is None or row.lineage >= rewound_to.lineage:
             return False
         return not row.is_within(rewound_to.step, rewound_to.version)
 
     def _count(self, row: MetricsRow) -> None:
-        """Add a row, perhaps of an earlier process, to the summary and the dashboard."""
+        """Add a row, perhaps of an earlier process, to the summary and to the values that the view shows."""
         if not self._reads_back:
             self._rows.append(row if row.kind == "validation" else _reduced(row))
         self._builder.add(row)
-        board = replace(self._dashboard, step=self._builder.step, version=self._builder.version)
-        if row.kind == "step":
-            if "reward/mean" in row.metrics:
-                self._rewards.add(row.metrics["reward/mean"])
-            reward = self._builder.reward_ends()
-            board = replace(
-                board,
-                reward_now=row.metrics.get("reward/mean"),
-                rewards=self._rewards.points,
-                reward_first=reward["first"],
-                reward_last=reward["last"],
-                staleness_mean=row.metrics.get("staleness/mean"),
-                staleness_max=row.metrics.get("staleness/max"),
+        self._newest[row.kind] = row
+        if row.kind == "step" and "reward/mean" in row.metrics:
+            self._rewards.add(row.metrics["reward/mean"])
+
+    def _dashboard(self) -> Dashboard:
+        """Return the values that the view shows now."""
+        builder, parts, apply = self._builder, self._parts, self._newest.get("apply")
+        step = self._newest["step"].metrics if "step" in self._newest else {}
+        reward = builder.reward_ends()
+        return Dashboard(
+            total_steps=self._total_steps,
+            first_step=self._first_step,
+            step=builder.step,
+            version=builder.version,
+            restarts=tuple(self._restarts),
+            earlier_restarts=dict(self._earlier_restarts),
+            reward_now=step.get("reward/mean"),
+            rewards=self._rewards.points,
+            reward_first=reward["first"],
+            reward_last=reward["last"],
+            validations=builder.validation_rewards,
+            counts=self._counts,
+            staleness_mean=step.get("staleness/mean"),
+            staleness_max=step.get("staleness/max"),
+            generated_per_s=parts.generated.per_s,
+            trained_per_s=parts.trained.per_s,
+            idle_trainer=self._known.get("idle/trainer"),
+            idle_rollouter=self._known.get("idle/rollouter"),
+            sync=SyncShown(
+                builder.num_syncs,
+                apply.metrics.get("weight_sync/pause_s"),
+                apply.metrics["weight_sync/publish_to_applied_s"],
             )
-        elif row.kind == "apply":
-            count = board.sync.count + 1 if board.sync else 1
-            pause_s = row.metrics.get("weight_sync/pause_s")
-            board = replace(board, sync=SyncShown(count, pause_s, row.metrics["weight_sync/publish_to_applied_s"]))
-        elif "validation/reward/mean" in row.metrics:
-            point = (row.version, row.metrics["validation/reward/mean"])
-            board = replace(board, validations=(*board.validations, point))
-        self._dashboard = board
+            if apply
+            else None,
+            waits=dict(parts.waits),
+            health=self._health,
+            step_times=tuple(self._step_times),
+        )
 
     def _time_step(self, row: MetricsRow) -> None:
         """Measure a step of this process by its clocks."""
         now_s = self._clock()
         self._step_times.append(now_s)
-        self._dashboard = replace(self._dashboard, step_times=tuple(self._step_times))
         self._parts.rollouter_idle.step(now_s)
         self._trainer_idle.add(row)
         self._waited_s += row.metrics["timing/wait_samples_s"]
@@ -347,7 +340,7 @@ class Recorder:
             sink.write(row)
 
     def _rewind_files(self, resumed: ResumePoint) -> Sequence[MetricsRow]:
-        """The remaining rows, if a file has them."""
+        """Return the remaining rows, if a file has them."""
         return [row for sink in self._sinks for row in sink.rewind(resumed.step, resumed.version)]
 
     def _close(self) -> None:
@@ -367,11 +360,11 @@ _SUMMARIZED_METRICS = (
 
 
 def _reduced(row: MetricsRow) -> MetricsRow:
-    """A row with the summarized metrics only, a tenth of its size."""
+    """Return the row with the summarized metrics only, a tenth of its size."""
     metrics = {name: row.metrics[name] for name in _SUMMARIZED_METRICS if name in row.metrics}
     return replace(row, metrics=metrics)
 
 
 def _last(rows: Sequence[MetricsRow], name: str) -> float:
-    """The newest value of a counter; 0 if there is none."""
+    """Return the newest value of a counter; 0: there is none."""
     return next((row.metrics[name] for row in reversed(rows) if name in row.metrics), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from asyncrl.core.failures import BugError
@@ -41,12 +41,12 @@ class MetricsRow:
         registry.check(self.metrics)
 
     def as_json(self) -> dict[str, Any]:
-        """The line as plain JSON values without NaN and infinity."""
+        """Return the line as plain JSON values without NaN and infinity."""
         head = {name: getattr(self, name) for name in _HEAD}
         return finite({**head, "time_s": round(self.time_s, 3), **self.metrics, **self.extra})
 
     def is_within(self, step: int, version: int) -> bool:
-        """Whether the row remains when training goes back to a checkpoint of this step and version."""
+        """Return whether the row remains when training goes back to a checkpoint of this step and version."""
         return self.step <= step and self.version <= version
 
     @classmethod
@@ -63,9 +63,16 @@ class MetricsRow:
 
 
 def finite(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None, at any depth; tuples become lists."""
+    """Return `value` as plain JSON values, at any depth.
+
+    Dataclasses and named tuples become objects, other tuples lists, and floats that are not finite None.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: finite(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: finite(item) for name, item in value._asdict().items()}
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -74,7 +81,9 @@ def finite(value: Any) -> Any:
 
 
 def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: float) -> MetricsRow:
-    """`driver`: the current metrics of the other parts (`queue/*`, `rollouter/*`, …).
+    """Return the row of an optimizer step.
+
+    `driver`: the current metrics of the other parts (`queue/*`, `rollouter/*`, …).
 
     Raises:
         BugError: a metric is not registered, or a required one is missing.
@@ -91,16 +100,16 @@ def step_row(record: StepRecord, driver: Metrics, *, time_s: float, unix_s: floa
 
 
 def apply_row(record: ApplyRecord, *, step: int, time_s: float, unix_s: float) -> MetricsRow:
-    """`step`: the newest one; the record has none. Without reports (every replica had the version): only the delay."""
+    """Return the row of a version. `step`: the newest one.
+
+    If every replica had the version already there are no reports, and the row has only the delay.
+    """
     reports = record.reports
     metrics = {"weight_sync/publish_to_applied_s": record.publish_to_applied_s}
     if reports:
+        phases = ("drain_s", "pause_s", "load_s", "fetch_s", "verify_s")
+        metrics |= {f"weight_sync/{phase}": max(getattr(report, phase) for report in reports) for phase in phases}
         metrics |= {
-            "weight_sync/drain_s": max(report.drain_s for report in reports),
-            "weight_sync/pause_s": max(report.pause_s for report in reports),
-            "weight_sync/load_s": max(report.load_s for report in reports),
-            "weight_sync/fetch_s": max(report.fetch_s for report in reports),
-            "weight_sync/verify_s": max(report.verify_s for report in reports),
             "weight_sync/in_flight": float(sum(report.in_flight for report in reports)),
             "weight_sync/verified": sum(report.verified for report in reports) / len(reports),
         }
@@ -114,16 +123,10 @@ def validation_row(record: ValidationRecord, *, time_s: float, unix_s: float) ->
 
 
 def counts_metrics(counts: SampleCounts) -> Metrics:
-    """The ledger's counters as `queue/*`, with every drop reason."""
+    """Return the sample counts as `queue/*`, with every drop reason."""
     return {
-        "queue/fed": float(counts.fed),
-        "queue/running": float(counts.running),
-        "queue/ready": float(counts.ready),
-        "queue/leased": float(counts.leased),
-        "queue/trained": float(counts.trained),
+        **{f"queue/{name}": float(count) for name, count in asdict(counts).items() if name != "dropped"},
         "queue/dropped": float(counts.num_dropped),
-        "queue/replayed": float(counts.replayed),
-        "queue/substituted": float(counts.substituted),
         **{f"queue/dropped/{reason}": float(counts.dropped.get(reason, 0)) for reason in DropReason},
     }
 
@@ -137,7 +140,7 @@ def queue_metrics(status: QueueStatus) -> Metrics:
 
 
 def health_metrics(health: RunHealth) -> dict[str, float]:
-    """The known values of a run's health as metrics."""
+    """Return the known values of a run's health as metrics."""
     metrics: dict[str, float] = {}
     for name, process in health.processes.items():
         metrics[f"health/rss_bytes/{name}"] = float(process.rss_bytes)

@@ -12,7 +12,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,11 +48,7 @@ class RunFiles:
 
     @property
     def is_live(self) -> bool:
-        """Whether the run has not ended, and its driver has written its state recently or may still do so."""
-        state = self.state
-        if state is None or state.phase in ENDED or self.driver == "gone":
-            return False
-        return self.driver in ("alive", "stopped") or self.now - state.written_at <= STALE_S
+        return self.state is not None and _is_live(self.state, self.driver, self.now)
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -67,13 +63,12 @@ def read_run(run_dir: Path) -> RunFiles:
         state = read_state(run_dir)
     except ConfigError as error:
         notes.append(error.message)
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
+    try:
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
     now = time.time()
     if state is not None and summary is not None and state.phase not in ENDED:
         # The summary is written last, so this run has ended, whatever its last state says.
@@ -95,6 +90,13 @@ def read_run(run_dir: Path) -> RunFiles:
         reason = "; ".join(notes) or f"there is no {STATE_FILE}, {SUMMARY} or {JOURNAL} in it"
         raise ConfigError(f"{run_dir} has nothing to show: {reason}. Its run ended before it began.")
     return files
+
+
+def _is_live(state: RunState, driver: DriverState, now: float) -> bool:
+    """Return whether the run has not ended, and its driver has written its state recently or may still do so."""
+    if state.phase in ENDED or driver == "gone":
+        return False
+    return driver in ("alive", "stopped") or now - state.written_at <= STALE_S
 
 
 def driver_state(state: RunState) -> DriverState:
@@ -139,8 +141,7 @@ def read_liveness(run_dir: Path) -> RunLiveness:
         return RunLiveness("ended", ended, None) if ended else RunLiveness("unknown", "unknown", None)
     if state.phase in ENDED or ended:
         return RunLiveness("ended", ended or state.phase, state)
-    driver = driver_state(state)
-    if driver in ("alive", "stopped") or (driver == "unknown" and time.time() - state.written_at <= STALE_S):
+    if _is_live(state, driver_state(state), time.time()):
         return RunLiveness("live", state.phase, state)
     return RunLiveness("died", "died", state)
 
@@ -245,14 +246,8 @@ def status_report(files: RunFiles) -> dict[str, Any]:
         "published": known.get("published"),
         "applied": {"lineage": queue["lineage"], "version": queue["version"]} if queue else None,
         "samples": {
-            "fed": counts.fed,
-            "running": counts.running,
-            "ready": counts.ready,
-            "leased": counts.leased,
-            "trained": counts.trained,
+            **asdict(counts),
             "dropped": {reason: count for reason, count in counts.dropped.items() if count},
-            "replayed": counts.replayed,
-            "substituted": counts.substituted,
         },
         "counts_from": files.counts_from,
         "balanced": balanced,

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -150,7 +150,7 @@ class StateFile:
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """The newest state of the run; None if there is none. Blocking.
+    """Return the newest state of the run; None: there is none. Blocking.
 
     Raises:
         ConfigError: the file is torn, damaged or of another schema; the message names it.
@@ -165,17 +165,17 @@ def read_state(run_dir: Path) -> RunState | None:
     try:
         raw = json.loads(text)
     except ValueError:
-        raise ConfigError(f"{path} is torn: it does not tell what the run was doing") from None
+        raise ConfigError(f"{path} is torn, so the state of the run is not known") from None
     return load(raw, str(path))
 
 
 def dump(state: RunState) -> dict[str, Any]:
-    """`state` as plain JSON values, with the schema's version; dataclasses and named tuples become objects."""
-    return {"schema_version": SCHEMA_VERSION, **_plain(state)}
+    """Return `state` as plain JSON values, with the schema's version."""
+    return {"schema_version": SCHEMA_VERSION, **finite(state)}
 
 
 def load(raw: Any, where: str = STATE_FILE) -> RunState:
-    """The inverse of `dump`. `where`: the file, for error messages.
+    """Return the state of which `raw` is the dump. `where`: the file, for error messages.
 
     Raises:
         ConfigError: it is of another schema, or not a state.
@@ -199,18 +199,6 @@ def load(raw: Any, where: str = STATE_FILE) -> RunState:
 @cache
 def _adapter() -> TypeAdapter[RunState]:
     return TypeAdapter(RunState)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -70,25 +70,25 @@ class SummaryBuilder:
         """`lineage`: the current one, if it is not that of `resumed`."""
         self._resumed = resumed
         self._lineage = lineage if lineage is not None else resumed.lineage if resumed else 0
-        self._version = resumed.version if resumed else 0
-        self._step = resumed.step if resumed else 0
+        self.version = resumed.version if resumed else 0
+        self.step = resumed.step if resumed else 0
+        self.trained_tokens = 0
+        self.num_syncs = 0
         self._first_step: int | None = None
-        self._trained_tokens = 0
         self._reward_totals = array("d", [0.0])
         """Cumulative sums of the trained samples' rewards, from 0."""
         self._staleness: Counter[int] = Counter()
-        self._syncs = 0
         self._pauses = array("d")
         self._delays = array("d")
         self._validations: list[MetricsRow] = []
 
     def add(self, row: MetricsRow) -> None:
         """Add the next row. Rows of earlier processes of a resumed run come first."""
-        self._version = max(self._version, row.version)
+        self.version = max(self.version, row.version)
         if row.kind == "step":
             self._add_step(row)
         elif row.kind == "apply":
-            self._syncs += 1
+            self.num_syncs += 1
             if "weight_sync/pause_s" in row.metrics:
                 self._pauses.append(row.metrics["weight_sync/pause_s"])
             self._delays.append(row.metrics["weight_sync/publish_to_applied_s"])
@@ -96,9 +96,9 @@ class SummaryBuilder:
             self._validations.append(row)
 
     def _add_step(self, row: MetricsRow) -> None:
-        self._step = row.step
+        self.step = row.step
         self._first_step = row.step if self._first_step is None else self._first_step
-        self._trained_tokens += int(row.metrics["tokens/trained"])
+        self.trained_tokens += int(row.metrics["tokens/trained"])
         for reward in row.extra["rewards"]:
             self._reward_totals.append(self._reward_totals[-1] + reward)
         self._staleness.update(row.extra["staleness"])
@@ -109,32 +109,26 @@ class SummaryBuilder:
         return dict(sorted(self._staleness.items()))
 
     @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
     def validated_step(self) -> int | None:
         """The newest step with a validation."""
         return max((row.step for row in self._validations), default=None)
 
     @property
-    def trained_tokens(self) -> int:
-        return self._trained_tokens
+    def validation_rewards(self) -> tuple[tuple[int, float], ...]:
+        """`(version, mean reward)` of each validation, in order."""
+        name = "validation/reward/mean"
+        return tuple((row.version, row.metrics[name]) for row in self._validations if name in row.metrics)
 
     def reward(self) -> dict[str, float | None]:
-        """`first` and `last`: means over the first and the last tenth of the trained samples, in training order, at
-        least one sample. `best`: the highest mean of as many consecutive ones, so it is at least as high as those."""
+        """Return `first` and `last`, the means over the first and the last tenth (at least one) of the trained samples,
+        and `best`, the highest mean of as many consecutive ones, which is at least as high as those."""
         totals, count = self._reward_totals, len(self._reward_totals) - 1
         tenth = max(1, count // 10)
         means = ((totals[end] - totals[end - tenth]) / tenth for end in range(tenth, count + 1))
         return {**self.reward_ends(), "best": max(means, default=None)}
 
     def reward_ends(self) -> dict[str, float | None]:
-        """`first` and `last` of `reward`, cheap enough for every step."""
+        """Return `first` and `last` of `reward`, cheap enough for every step."""
         totals, count = self._reward_totals, len(self._reward_totals) - 1
         if not count:
             return {"first": None, "last": None}
@@ -142,7 +136,7 @@ class SummaryBuilder:
         return {"first": totals[tenth] / tenth, "last": (totals[count] - totals[count - tenth]) / tenth}
 
     def validation(self) -> dict[str, Any]:
-        """`before`: of the initial model; `after`: the newest later one; `points`: all validations in order."""
+        """Return `before`, of the initial model; `after`, the newest later one; and `points`, all in order."""
         before, after = self._before_and_after()
         return {
             "before": before and _point(before, with_metrics=True),
@@ -151,7 +145,7 @@ class SummaryBuilder:
         }
 
     def example(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-        """The answers to one validation prompt before and after training."""
+        """Return the answers to one validation prompt before and after training."""
         before, after = self._before_and_after()
         if before is None or after is None:
             return None
@@ -167,7 +161,7 @@ class SummaryBuilder:
         return before, after
 
     def build(self, status: RunOutcome, error: Mapping[str, Any] | None, totals: RunTotals) -> dict[str, Any]:
-        """The content of summary.json. Missing values are None; all floats are finite."""
+        """Return the content of summary.json. Missing values are None; all floats are finite."""
         counts = totals.counts
         resumed = self._resumed
         return finite(
@@ -175,27 +169,20 @@ class SummaryBuilder:
                 "status": status,
                 "error": error,
                 "wall_s": round(totals.wall_s, 3),
-                "step": self._step,
-                "version": self._version,
+                "step": self.step,
+                "version": self.version,
                 "lineage": self._lineage,
-                "resumed": resumed
-                and {"step": resumed.step, "version": resumed.version, "checkpoint": resumed.checkpoint},
+                "resumed": resumed and {name: getattr(resumed, name) for name in ("step", "version", "checkpoint")},
                 "samples": {
-                    "fed": counts.fed,
-                    "running": counts.running,
-                    "ready": counts.ready,
-                    "leased": counts.leased,
-                    "trained": counts.trained,
+                    **asdict(counts),
                     "dropped": {str(reason): counts.dropped.get(reason, 0) for reason in DropReason},
-                    "replayed": counts.replayed,
-                    "substituted": counts.substituted,
                 },
-                "tokens": {"generated": totals.generated_tokens, "trained": self._trained_tokens},
+                "tokens": {"generated": totals.generated_tokens, "trained": self.trained_tokens},
                 "reward": self.reward(),
                 "staleness": staleness_summary(self.staleness),
                 "idle": {"trainer": totals.idle_trainer, "rollouter": totals.idle_rollouter},
                 "weight_sync": {
-                    "count": self._syncs,
+                    "count": self.num_syncs,
                     "pause_s": _median_and_max(self._pauses),
                     "publish_to_applied_s": _median_and_max(self._delays),
                 },
@@ -206,7 +193,7 @@ class SummaryBuilder:
 
 
 def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
-    """`mean` and `max` in versions, and the histogram of trained samples; None if no sample was trained."""
+    """Return `mean` and `max` in versions (None: no sample was trained) and the histogram of trained samples."""
     count = sum(histogram.values())
     return {
         "mean": sum(versions * samples for versions, samples in histogram.items()) / count if count else None,
@@ -216,7 +203,7 @@ def staleness_summary(histogram: Mapping[int, int]) -> dict[str, Any]:
 
 
 def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int]) -> dict[str, Any]:
-    """`restarts`: their number by part; `recovery`: each of `restarts`, oldest first."""
+    """Return `restarts`, their number by part, and `recovery`, each of `restarts`, oldest first."""
     counts = count_restarts(restarts, earlier)
     return {
         "restarts": {part: counts[part] for part in get_args(PartName)},
@@ -225,19 +212,14 @@ def recovery_summary(restarts: Sequence[Restart], earlier: Mapping[PartName, int
 
 
 def count_restarts(restarts: Iterable[Restart], earlier: Mapping[PartName, int]) -> Counter[PartName]:
-    """Number of restarts by part, including `earlier` ones."""
+    """Return the number of restarts by part, including `earlier` ones."""
     return Counter(earlier) + Counter(restart.part for restart in restarts)
 
 
 def _recovery(restart: Restart) -> dict[str, Any]:
-    recovered_s = None if restart.recovered_at is None else round(restart.recovered_at - restart.failed_at, 3)
-    return {
-        "part": restart.part,
-        "incarnation": restart.incarnation,
-        "cause": restart.cause,
-        "recovered_s": recovered_s,
-        "detail": restart.detail,
-    }
+    known = asdict(restart)
+    failed_at, recovered_at = known.pop("failed_at"), known.pop("recovered_at")
+    return {**known, "recovered_s": None if recovered_at is None else round(recovered_at - failed_at, 3)}
 
 
 def _median_and_max(values: Sequence[float]) -> dict[str, float | None]:
@@ -245,21 +227,15 @@ def _median_and_max(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _point(row: MetricsRow, *, with_metrics: bool = False) -> dict[str, Any]:
-    prefix = "validation/"
-    point: dict[str, Any] = {
-        "step": row.step,
-        "version": row.version,
-        "reward": row.metrics.get(f"{prefix}reward/mean"),
-    }
-    if with_metrics:
-        point["metrics"] = {name.removeprefix(prefix): value for name, value in row.metrics.items()}
-    return point
+    point = {"step": row.step, "version": row.version, "reward": row.metrics.get("validation/reward/mean")}
+    metrics = {name.removeprefix("validation/"): value for name, value in row.metrics.items()}
+    return {**point, "metrics": metrics} if with_metrics else point
 
 
 def choose_example(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The prompt with both answers whose reward rose the most; among equals, the shortest."""
+    """Return the answers whose reward rose the most, before and after; among equals, the shortest."""
 
     def key(example: Mapping[str, Any]) -> tuple[str, str]:
         return str(example["prompt"]), str(example["ground_truth"])

@@ -39,7 +39,6 @@ class Dashboard:
     """Steps that earlier processes of a resumed run have taken."""
     step: int = 0
     version: int = 0
-    lineage: int = 0
     restarts: tuple[Restart, ...] = ()
     """The newest restarts."""
     earlier_restarts: Mapping[PartName, int] = field(default_factory=dict)

@@ -343,7 +343,7 @@ def test_open_problems_go_with_the_health() -> None:
 
 def test_the_rules_remember_a_bounded_number_of_points() -> None:
     _, rules = run(20_000, lambda now_s: with_process("rollouter", rss_bytes=GIB + now_s))
-    assert all(len(course.points) <= 210 for course in rules._trends._series.values())
+    assert all(len(points) <= 210 for points in rules._trends._points.values())
 
 
 def test_remedies_name_existing_configuration_keys() -> None:
