@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.update(
     {
@@ -64,3 +65,13 @@ def nothing_profiled() -> Iterator[None]:
     yield
     if profile.enabled:
         profile.close()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A process group that a test does not leave would break every later test that joins one."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test did not leave its process group: it did not close an engine")

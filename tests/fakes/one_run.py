@@ -40,6 +40,7 @@ from rollouter.serving.replica.health import ReplicaHealth
 from rollouter.serving.replica.weights import WeightUpdates
 from rollouter.serving.replica.worker import WeightLoader
 from rollouter.weight_updates import RolloutStart
+from trainer.engines import dist
 from trainer.trainer import Trainer
 from trainer.workers import group as group_module
 from trainer.workers.processes import Processes, RankActor
@@ -213,6 +214,7 @@ async def run(config: Config, directory: Path) -> tuple[CollectedRecords, Collec
     torch.set_num_threads(1)
     handles: dict[str, Any] = {}
     with ExitStack() as stack:
+        stack.callback(dist.leave)  # a rank's process group ends with its process, which is this one
         stack.enter_context(without_ray(handles))
         stack.enter_context(patch.object(group_module, "Processes", OneRank))
         stack.enter_context(patch.object(worker_module, "get_tensor_model_parallel_rank", lambda: 0))
