@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from dataclasses import field as field_of
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from asyncrl.core.failures import BugError
-from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo
+from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
 from asyncrl.core.types import FinishReason, Media, Prompt, SampleId, Span
 from asyncrl.storage.media import digest
 from asyncrl.storage.sample_bytes import spans_from_json
@@ -174,6 +175,11 @@ def versions(results: Sequence[Generated]) -> tuple[int, int] | None:
 
 # ------------------------------------------------------------------------------------------------ as a record
 
+_ROW_ARRAYS = {"response_ids": np.int32, "response_mask": np.bool_, "rollout_log_probs": np.float32}
+_COLUMNS = ("messages", "data_source", "ground_truth", "extra_info")
+_TURNS = TypeAdapter(tuple[TurnInfo, ...])
+"""Turns and their tool calls as JSON types, and back."""
+
 
 def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
     """Return the tokens and log-probs of all rows end to end, with prompts and lengths as JSON.
@@ -182,30 +188,14 @@ def to_content(results: Sequence[Generated], *, tokenizer: str = "") -> Content:
     """
     rows = [(one, row) for one in results for trajectory in one.trajectories for row in trajectory.rows]
     stored = {digest(media): media for one in results for media in one.prompt.media}
-    own = [row.prompt_ids for one, row in rows if _has_own_prompt(one, row)]
     return Content(
         {
             "prompt_ids": _joined([one.prompt.prompt_ids for one in results], np.int32),
-            "row_prompt_ids": _joined(own, np.int32),
-            "response_ids": _joined([row.response_ids for _, row in rows], np.int32),
-            "response_mask": _joined([row.response_mask for _, row in rows], np.bool_),
-            "rollout_log_probs": _joined([row.rollout_log_probs for _, row in rows], np.float32),
+            "row_prompt_ids": _joined([row.prompt_ids for one, row in rows if _has_own_prompt(one, row)], np.int32),
+            **{name: _joined([getattr(row, name) for _, row in rows], dtype) for name, dtype in _ROW_ARRAYS.items()},
             **{f"media.{name}": np.frombuffer(media.data, np.uint8) for name, media in stored.items()},
         },
-        {
-            "tokenizer": tokenizer,
-            "samples": [
-                {
-                    "prompt_tokens": len(one.prompt.prompt_ids),
-                    "columns": _columns(one.prompt),
-                    **_media_data(one.prompt),
-                    "has_baseline": one.has_baseline,
-                    "generate_s": float(one.generate_s),
-                    "trajectories": [_trajectory_data(one, trajectory) for trajectory in one.trajectories],
-                }
-                for one in results
-            ],
-        },
+        {"tokenizer": tokenizer, "samples": [_sample_data(one) for one in results]},
     )
 
 
@@ -222,35 +212,30 @@ def from_content(content: Content) -> list[Generated]:
         media = tuple(Media(kind, content.arrays[f"media.{name}"].tobytes()) for kind, name in sample.get("media", ()))
         prompt = Prompt(prompt_ids, media=media)
         if columns is not None:
-            messages, data_source, ground_truth, extra_info = (columns[name] for name in _COLUMNS)
-            prompt = Prompt(prompt_ids, tuple(messages), data_source, ground_truth, extra_info, media)
+            prompt = replace(prompt, **{**columns, "messages": tuple(columns["messages"])})
         trajectories = tuple(_trajectory(each, prompt_ids, readers) for each in sample["trajectories"])
-        results.append(
-            Generated(
-                prompt, trajectories, sample["generate_s"], sample["has_baseline"], knows_columns=columns is not None
-            )
-        )
+        seconds, has_baseline = sample["generate_s"], sample["has_baseline"]
+        results.append(Generated(prompt, trajectories, seconds, has_baseline, knows_columns=columns is not None))
     for reader in readers.values():
         reader.end()
     return results
 
 
-def _media_data(prompt: Prompt) -> dict[str, Any]:
-    return {"media": [[media.kind, digest(media)] for media in prompt.media]} if prompt.media else {}
+def _sample_data(one: Generated) -> dict[str, Any]:
+    media = [[media.kind, digest(media)] for media in one.prompt.media]
+    return {
+        "prompt_tokens": len(one.prompt.prompt_ids),
+        "columns": _columns(one.prompt),
+        **({"media": media} if media else {}),
+        "has_baseline": one.has_baseline,
+        "generate_s": float(one.generate_s),
+        "trajectories": [_trajectory_data(one, trajectory) for trajectory in one.trajectories],
+    }
 
 
 def _has_own_prompt(one: Generated, row: TokenRow) -> bool:
-    """Whether history was rewritten, or an environment spoke first."""
+    """Return whether history was rewritten, or an environment spoke first."""
     return not np.array_equal(row.prompt_ids, one.prompt.prompt_ids)
-
-
-def _turn_data(turn: TurnInfo) -> dict[str, Any]:
-    calls = [{**_fields(call), "metrics": dict(call.metrics)} for call in turn.calls]
-    return {**_fields(turn), "finish_reason": str(turn.finish_reason), "calls": calls}
-
-
-def _fields(value: TurnInfo | ToolCall) -> dict[str, Any]:
-    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
@@ -263,7 +248,8 @@ def _trajectory_data(one: Generated, trajectory: Trajectory) -> dict[str, Any]:
             }
             for row in trajectory.rows
         ],
-        "turns": [_turn_data(turn) for turn in trajectory.turns],
+        # A tool's metrics may be any mapping.
+        "turns": _TURNS.dump_python(trajectory.turns, mode="json", fallback=dict, warnings=False),
         "finish_reason": str(trajectory.finish_reason),
         "messages": [dict(message) for message in trajectory.messages],
         "scores": dict(trajectory.scores),
@@ -277,55 +263,25 @@ def _trajectory(
     rows = []
     for row in data["rows"]:
         own, num_tokens = row["prompt_tokens"], row["response_tokens"]
-        rows.append(
-            TokenRow(
-                prompt_ids if own is None else readers["row_prompt_ids"].take(own),
-                readers["response_ids"].take(num_tokens),
-                readers["response_mask"].take(num_tokens),
-                readers["rollout_log_probs"].take(num_tokens),
-                tuple(Span(*span) for span in spans_from_json(row["spans"])),
-            )
-        )
-    turns = tuple(
-        TurnInfo(
-            **{
-                **turn,
-                "finish_reason": FinishReason(turn["finish_reason"]),
-                "calls": tuple(ToolCall(**call) for call in turn["calls"]),
-            }
-        )
-        for turn in data["turns"]
-    )
-    _check_turns(turns, rows)
-    return Trajectory(
-        tuple(rows),
-        turns,
-        FinishReason(data["finish_reason"]),
-        tuple(data["messages"]),
-        data["scores"],
-        data["metrics"],
-    )
-
-
-def _check_turns(turns: Sequence[TurnInfo], rows: Sequence[TokenRow]) -> None:
-    """Raise `ValueError` if there is no turn, or one lies outside of its row."""
+        arrays = {name: readers[name].take(num_tokens) for name in _ROW_ARRAYS}
+        spans = tuple(Span(*span) for span in spans_from_json(row["spans"]))
+        rows.append(TokenRow(prompt_ids if own is None else readers["row_prompt_ids"].take(own), **arrays, spans=spans))
+    turns = _TURNS.validate_python(data["turns"])
     if not turns:
         raise ValueError("a trajectory without a turn")
     for turn in turns:
         if not 0 <= turn.first_token <= turn.first_token + turn.num_tokens <= len(rows[turn.row].response_ids):
             raise ValueError("a turn lies outside of its row")
-
-
-_COLUMNS = ("messages", "data_source", "ground_truth", "extra_info")
+    reason, messages = FinishReason(data["finish_reason"]), tuple(data["messages"])
+    return Trajectory(tuple(rows), turns, reason, messages, data["scores"], data["metrics"])
 
 
 def _columns(prompt: Prompt) -> dict[str, Any] | None:
     """Return what the prompt has besides tokens; None: JSON cannot represent it. It is needed only to serve another
     prompt."""
     messages = [dict(message) for message in prompt.messages]
-    columns = dict(
-        zip(_COLUMNS, (messages, prompt.data_source, prompt.ground_truth, dict(prompt.extra_info)), strict=True)
-    )
+    values = (messages, prompt.data_source, prompt.ground_truth, dict(prompt.extra_info))
+    columns = dict(zip(_COLUMNS, values, strict=True))
     try:
         same = json.loads(json.dumps(columns, allow_nan=False)) == columns
     except (TypeError, ValueError, RecursionError):
