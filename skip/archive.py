@@ -100,7 +100,7 @@ def restore(archive: Path, directory: Path, *, replace: bool = False) -> Transfe
             continue
         files = RecordFiles(directory / PurePosixPath(name).parent)
         stem = PurePosixPath(name).name
-        if not replace and _is_intact(files, stem):
+        if not replace and not files.damage(stem):
             kept.append(name)
             continue
         try:
@@ -152,11 +152,3 @@ def _read(archive: Path) -> Iterator[tuple[str, Record | str, Mapping[str, Any]]
         raise DataError(
             f"{archive}: not an archive of records, or an incomplete one: {error}. Records before that are imported"
         ) from error
-
-
-def _is_intact(files: RecordFiles, name: str) -> bool:
-    try:
-        files.read(name)
-    except (DamageError, OSError):
-        return False
-    return True

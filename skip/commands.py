@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from skip import archive as archives
 from skip.record import Record
 from skip.store import StoredRecord, find, find_roles, select_for_removal
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 MAX_STEPS_SHOWN = 40
 
@@ -218,15 +217,12 @@ def _decoder(tokenizer: str | None, record: Record) -> Any:
     """Decode with the given tokenizer, or with the record's, if that is a directory on this machine."""
     from asyncrl.assets import resolve
 
-    path = tokenizer
-    with suppress(FileNotFoundError):
-        recorded = str(record.content.data.get("tokenizer", ""))
-        path = path or (recorded if recorded and Path(resolve(recorded)).is_dir() else None)
-    if path is None:
-        return format_ids
-    from transformers import AutoTokenizer
-
+    path = tokenizer or str(record.content.data.get("tokenizer", ""))
     try:
+        if not path or (tokenizer is None and not Path(resolve(path)).is_dir()):
+            return format_ids
+        from transformers import AutoTokenizer
+
         loaded = AutoTokenizer.from_pretrained(resolve(path))
     except (OSError, ValueError) as error:
         if tokenizer is None:
@@ -285,18 +281,20 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+def _quantity(option: str, text: str, units: Mapping[str, int], expected: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in units:
+        raise click.UsageError(f"--{option}={text}: {expected}")
+    return float(match[1]) * units[match[2]]
+
+
 def _age(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip())
-    if match is None:
-        raise click.UsageError(f"--older-than={text}: not an age; expected a number and s, m, h, d or w, e.g. 14d")
-    return float(match[1]) * _AGES[match[2]]
+    return _quantity("older-than", text, _AGES, "not an age; expected a number and s, m, h, d or w, e.g. 14d")
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None:
-        raise click.UsageError(f"--max-bytes={text}: not a size; expected a number and K, M, G, T, Ki, Mi, Gi or Ti")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    expected = "not a size; expected a number and K, M, G, T, Ki, Mi, Gi or Ti"
+    return int(_quantity("max-bytes", text.lower().removesuffix("b"), _SIZES, expected))
 
 
 def _steps(text: str) -> StepSet:

@@ -1,4 +1,4 @@
-"""The enabled roles of this process, and the decorator that puts them around stages (see `skip.flow`).
+"""The enabled roles of this process, and the decorator that puts them around stages (see `BaseSkip.warp_function`).
 
 @SkipManager.annotate(role="async_rollout")
 async def generate(request): ...
@@ -19,8 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError, UserCodeError
-from skip.flow import Waiting, in_file_thread
-from skip.role import BaseSkip, registered_roles
+from skip.role import BaseSkip, Waiting, registered_roles
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -116,7 +115,7 @@ class SkipManager:
         logged."""
         instance = cls._skips.get(role)
         if instance is not None and step in instance.steps:
-            await in_file_thread("write", instance, lambda: instance.note(step, values))
+            await instance.in_file_thread("write", lambda: instance.note(step, values))
 
     @classmethod
     def status(cls) -> dict[str, dict[str, int]]:

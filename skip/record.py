@@ -82,7 +82,8 @@ def to_files(record: Record) -> tuple[bytes, list[memoryview]]:
     }
     # A line for each key. `indent` takes ten times as long, as it is not implemented in C.
     lines = [f' "{key}": {_encode(value)}' for key, value in manifest.items()]
-    return _sealed("{\n" + ",\n".join(lines)), buffers
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode(), buffers
 
 
 def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
@@ -97,16 +98,8 @@ def from_files(manifest: bytes, tensors: NDArray[np.uint8]) -> Record:
     if parsed["tensors"] != {"bytes": tensors.size, "crc32": f"{zlib.crc32(tensors[:head].data):08x}"}:
         raise DamageError(f"{TENSORS} is not the file that {MANIFEST} is about")
     arrays = {name: blob.array(name, dtype) for name, dtype in blob.dtypes().items()}
-    return _record(parsed, arrays)
-
-
-def describe(manifest: bytes) -> Record:
-    """Return the record without its arrays.
-
-    Raises:
-        DamageError: see `from_files`.
-    """
-    return _record(_read_manifest(manifest), {})
+    origin, content = Origin(**parsed["origin"]), Content(arrays, parsed["content"])
+    return Record(parsed["role"], parsed["step"], parsed["fingerprint"], origin, content)
 
 
 def _read_manifest(manifest: bytes) -> dict[str, Any]:
@@ -131,21 +124,6 @@ def _read_manifest(manifest: bytes) -> dict[str, Any]:
         } if origin.keys() == set(Origin.__slots__):
             return parsed
     raise DamageError(f"{MANIFEST} is not one of a record")
-
-
-def _record(parsed: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Record:
-    return Record(
-        role=parsed["role"],
-        step=parsed["step"],
-        fingerprint=parsed["fingerprint"],
-        origin=Origin(**parsed["origin"]),
-        content=Content(arrays, parsed["content"]),
-    )
-
-
-def _sealed(body: str) -> bytes:
-    text = body.encode()
-    return text + f',\n "crc32": "{zlib.crc32(text):08x}"\n}}\n'.encode()
 
 
 def _flat(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -1,20 +1,11 @@
 """The base class of roles: how a call of a stage becomes a record, and a record the call's result.
 
-    class MyStage(BaseSkip):
-        support_online_step = True
-
-        def extract_step(self, call): return call["sample_id"].index
-        def fingerprint(self, call): return {"question": field(call["question"])}
-        def to_content(self, call, result): return Content(data={"answer": result})
-        def prepare_data(self, call, served): return served.record.content.data["answer"]
-
-    register_skip("my_stage")(MyStage)
-
-Everything here blocks or computes; for an async function the manager runs it in a thread.
+docs/skip.md has an example. The methods of a role block or compute; for an async function they run in a thread.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import socket
@@ -23,19 +14,23 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import anyio
 
 import asyncrl
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.skip import SkipRoleConfig
 from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.core.skip_steps import StepSet
+from asyncrl.profiling import profile
 from asyncrl.storage.array_bytes import DamageError
+from skip.file_thread import Result, file_thread
 from skip.fingerprint import Fingerprint, differing
-from skip.flow import Waiting, no_wait_board, wrap
 from skip.record import Content, Origin, Record
 from skip.store import RecordFiles, record_name, step_of
 
@@ -43,6 +38,14 @@ logger = logging.getLogger(__name__)
 
 MAX_NOTES = 4096
 MAX_DAMAGE_WARNINGS = 10
+FILES_LIMIT_S = 60.0
+"""Longest that an async stage waits for the files of its record."""
+
+
+class Waiting(Protocol):
+    """The type of `WaitBoard.waiting`."""
+
+    def __call__(self, edge: str, *, limit_s: float = 0.0) -> AbstractContextManager[None]: ...
 
 
 class Action(StrEnum):
@@ -138,7 +141,7 @@ class BaseSkip(ABC):
         self.files = RecordFiles(Path(config.dump_dir).expanduser() / run.project_name / run.experiment_name / role)
         self.counts: Counter[str] = Counter()
         """Calls replayed, substituted, recorded, mismatched, damaged, unrecorded, late."""
-        self.waiting: Waiting = no_wait_board
+        self.waiting: Waiting = lambda edge, *, limit_s=0.0: nullcontext()
         """Reports what an async stage waits for."""
         self.current_step: Callable[[], int | None] = lambda: None
         """The step of `SkipManager.set_step`."""
@@ -192,7 +195,16 @@ class BaseSkip(ABC):
     # ------------------------------------------------------------------------------------------------ the flow
 
     def warp_function(self, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        """Return `function`, plain or async, with this role around it; see `skip.flow`. The name is verl's.
+        """Return `function`, plain or async, with this role around it. The name is verl's.
+
+            which step?  extract_step(call), or the one of set_step
+               not among `steps` ───────▶ run
+               a record that may be served ──▶ its result
+               else ────────────────────▶ run, then record
+
+        An async function never waits for the disk on its event loop. What takes longer than `FILES_LIMIT_S` is given
+        up: the stage runs as if there were no record, or is not recorded. The returned function raises what the
+        function and the role raise.
 
         Args:
             options: for `Call.options`.
@@ -204,7 +216,51 @@ class BaseSkip(ABC):
             bound.apply_defaults()
             return Call(bound.arguments, options)
 
-        return wrap(self, function, make_call)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                call, step = make_call(args, kwargs), self.current_step()
+                with profile.span("skip.read", role=self.role) as span:
+                    lookup = await self.in_file_thread("read", lambda: self.look_up(call, step))
+                    span.add(found=int(lookup is not None and lookup.served is not None))
+                if lookup is None:
+                    self.count("late")
+                    return await function(*args, **kwargs)
+                if lookup.served is not None:
+                    return self._counted(lookup.served)
+                result = await function(*args, **kwargs)
+                if (request := lookup.request) is not None:
+                    with profile.span("skip.write", role=self.role):
+                        written = await self.in_file_thread("write", lambda: self.write_record(request, result))
+                    self.count("late" if written is None else "recorded" if written else "unrecorded")
+                return result
+
+            return run_async
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with profile.span("skip.read", role=self.role) as span:
+                lookup = self.look_up(make_call(args, kwargs), self.current_step())
+                span.add(found=int(lookup.served is not None))
+            if lookup.served is not None:
+                return self._counted(lookup.served)
+            result = function(*args, **kwargs)
+            if lookup.request is not None:
+                with profile.span("skip.write", role=self.role):
+                    written = self.write_record(lookup.request, result)
+                self.count("recorded" if written else "unrecorded")
+            return result
+
+        return run
+
+    async def in_file_thread(self, name: str, function: Callable[[], Result]) -> Result | None:
+        """Return `function`'s result, from the thread for `read` or `write`; None: not in time."""
+        with self.waiting("records", limit_s=FILES_LIMIT_S), anyio.move_on_after(FILES_LIMIT_S):
+            return await file_thread(name).run(function)
+        message = f"{self.files.root}: a record takes longer than {FILES_LIMIT_S:g} s to {name}, and is given up"
+        self.warn_once(f"late {name}", message)
+        return None
 
     def look_up(self, call: Call, current_step: int | None) -> Lookup:
         """Return the request for `call` and the record that answers it. Raises as `request` and `meet_precondition`."""
@@ -256,9 +312,6 @@ class BaseSkip(ABC):
                 if not served.substituted:
                     self._damaged(name, error)
         return None
-
-    def count_served(self, served: Served) -> None:
-        self.count("substituted" if served.substituted else "replayed")
 
     def write_record(self, request: RecordRequest, result: Any) -> bool:
         """Record `result`. A failure is a warning, once for each kind, and returns False."""
@@ -313,23 +366,24 @@ class BaseSkip(ABC):
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _counted(self, served: Served) -> Any:
+        self.count("substituted" if served.substituted else "replayed")
+        return served.result
+
     def _candidates(self, request: RecordRequest) -> Iterator[str]:
         yield request.name
-        if self.action is Action.REPEAT:
-            suffix = request.name.removeprefix(str(request.step))
-            try:
-                names = self.files.names()
-            except OSError as error:
-                self.warn_once("list", f"{self.files.root} cannot be listed to find another record: {error.strerror}")
-                return
-            steps = sorted(
-                step
-                for name in names
-                if (step := step_of(name)) is not None and step != request.step and name == f"{step}{suffix}"
-            )
-            below = [step for step in reversed(steps) if step < request.step]
-            above = [step for step in steps if step > request.step]
-            yield from (f"{step}{suffix}" for step in (*below, *above))
+        if self.action is Action.CACHE:
+            return
+        suffix = request.name.removeprefix(str(request.step))
+        try:
+            names = self.files.names()
+        except OSError as error:
+            self.warn_once("list", f"{self.files.root} cannot be listed to find another record: {error.strerror}")
+            return
+        others = {step for name in names if (step := step_of(name)) is not None and name == f"{step}{suffix}"}
+        # The nearest step below, then the nearest above.
+        for step in sorted(others - {request.step}, key=lambda step: (step > request.step, abs(step - request.step))):
+            yield f"{step}{suffix}"
 
     def _read(self, name: str) -> Record | None:
         try:

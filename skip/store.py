@@ -36,7 +36,7 @@ from asyncrl.core.failures import ConfigError
 from asyncrl.core.skip_steps import StepSet
 from asyncrl.storage.array_bytes import DamageError
 from asyncrl.storage.segments import read_segment, write_all
-from skip.record import MANIFEST, TENSORS, Record, describe, from_files, to_files
+from skip.record import MANIFEST, TENSORS, Record, from_files, to_files
 
 ABANDONED_S = 3600.0
 """The writer of an older temporary directory has died."""
@@ -75,17 +75,27 @@ def step_of(name: str) -> int | None:
 
 
 def is_record(path: Path) -> bool:
-    """Whether this is a directory with the name of a record, intact or not.
+    """Return whether this is a directory with the name of a record, intact or not."""
+    with suppress(PermissionError):
+        return step_of(path.name) is not None and _files_in(path) is not None
+    return False
 
-    Projects and experiments may have such names, too, but contain directories, which no record does.
+
+def _files_in(path: str | Path) -> list[os.DirEntry[str]] | None:
+    """Return the files of a directory; None: it contains directories, or is none.
+
+    Projects and experiments may have names of records, too, but contain directories, which no record does.
     """
-    if step_of(path.name) is None or not path.is_dir():
-        return False
     try:
         with os.scandir(path) as inside:
-            return not any(entry.is_dir(follow_symlinks=False) for entry in inside)
-    except PermissionError:
-        return False
+            entries = list(inside)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if any(entry.is_dir(follow_symlinks=False) for entry in entries) else entries
+
+
+def _total_bytes(entries: Iterable[os.DirEntry[str]]) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
 
 def is_temporary(name: str) -> bool:
@@ -107,11 +117,28 @@ class RecordFiles:
             DamageError: there is something else, or the record is damaged.
             OSError: it cannot be read.
         """
-        return self._read(name, lambda directory: from_files(_manifest(directory), _read_bytes(directory, TENSORS)))
+        while True:
+            with _opened(self.root / name) as directory:
+                opened = os.fstat(directory)
+                try:
+                    manifest = _read_bytes(directory, MANIFEST).tobytes()
+                    record = from_files(manifest, _read_bytes(directory, TENSORS))
+                except DamageError:
+                    # It may have been replaced and then deleted meanwhile.
+                    if os.path.samestat(opened, os.stat(self.root / name)):
+                        raise
+                else:
+                    if record.step != step_of(name):
+                        raise DamageError(f"it is a record of step {record.step}")
+                    return record
 
-    def describe(self, name: str) -> Record:
-        """Return the record without its arrays; raises as `read`."""
-        return self._read(name, lambda directory: describe(_manifest(directory)))
+    def damage(self, name: str) -> str:
+        """Return why the record cannot be read; empty: it is intact."""
+        try:
+            self.read(name)
+        except (DamageError, OSError) as error:
+            return str(error)
+        return ""
 
     def write(self, name: str, record: Record, allows: Callable[[int], bool] = lambda num_bytes: True) -> int | None:
         """Write the record, replacing an existing one. After an error, no part of it remains.
@@ -169,8 +196,8 @@ class RecordFiles:
 
     def size(self, name: str) -> int:
         """Return the size in bytes of the entry with that name."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root / name) as inside:
-            return sum(file.stat(follow_symlinks=False).st_size for file in inside)
+        with suppress(FileNotFoundError):
+            return _total_bytes(_files_in(self.root / name) or ())
         return 0
 
     def remove(self, name: str) -> None:
@@ -180,7 +207,14 @@ class RecordFiles:
 
     def entries(self) -> list[RecordEntry]:
         """Return everything with the name of a record, intact or not, by step and name."""
-        return sorted(self._scan(), key=lambda entry: (entry.step, entry.name))
+        found = []
+        with suppress(FileNotFoundError), os.scandir(self.root) as inside:
+            for entry in inside:
+                if (step := step_of(entry.name)) is not None and (files := _files_in(entry.path)) is not None:
+                    with suppress(FileNotFoundError):  # another process removes it meanwhile
+                        modified_at = entry.stat(follow_symlinks=False).st_mtime
+                        found.append(RecordEntry(entry.name, step, _total_bytes(files), modified_at))
+        return sorted(found, key=lambda entry: (entry.step, entry.name))
 
     def names(self) -> list[str]:
         """Return the names of all entries; cheaper than `entries`."""
@@ -198,21 +232,6 @@ class RecordFiles:
                         _delete(Path(entry.path))
 
     # ------------------------------------------------------------------------------------------------ inside
-
-    def _read(self, name: str, read: Callable[[int], Record]) -> Record:
-        while True:
-            with _opened(self.root / name) as directory:
-                opened = os.fstat(directory)
-                try:
-                    record = read(directory)
-                except DamageError:
-                    # It may have been replaced and then deleted meanwhile.
-                    if os.path.samestat(opened, os.stat(self.root / name)):
-                        raise
-                else:
-                    if record.step != step_of(name):
-                        raise DamageError(f"it is a record of step {record.step}")
-                    return record
 
     def _temporary(self, name: str, kind: str) -> Path:
         return self.root / f".{name}.{socket.gethostname()}-{os.getpid()}-{token_hex(4)}.{kind}"
@@ -241,19 +260,6 @@ class RecordFiles:
         except FileNotFoundError:
             return None
         return old
-
-    def _scan(self) -> Iterator[RecordEntry]:
-        with suppress(FileNotFoundError), os.scandir(self.root) as found:
-            for entry in found:
-                if (step := step_of(entry.name)) is not None:
-                    # Another process may remove it meanwhile.
-                    with suppress(FileNotFoundError, NotADirectoryError):
-                        with os.scandir(entry.path) as opened:
-                            inside = list(opened)
-                        if any(file.is_dir(follow_symlinks=False) for file in inside):
-                            continue  # see `is_record`
-                        num_bytes = sum(file.stat(follow_symlinks=False).st_size for file in inside)
-                        yield RecordEntry(entry.name, step, num_bytes, entry.stat(follow_symlinks=False).st_mtime)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -299,10 +305,6 @@ def _opened(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _manifest(directory: int) -> bytes:
-    return _read_bytes(directory, MANIFEST).tobytes()
 
 
 def _read_bytes(directory: int, name: str) -> NDArray[np.uint8]:
@@ -351,12 +353,8 @@ class StoredRecord:
         return self.files.read(self.entry.name)
 
     def damage(self) -> str:
-        """Return what is wrong with it; empty: nothing."""
-        try:
-            self.read()
-        except (DamageError, OSError) as error:
-            return str(error)
-        return ""
+        """See `RecordFiles.damage`."""
+        return self.files.damage(self.entry.name)
 
 
 def find(directory: Path) -> list[StoredRecord]:
@@ -417,17 +415,22 @@ def select_for_removal(
         steps: selects those of these steps.
         damaged: are selected.
     """
-    selected = {record.path for record in damaged}
-    if older_than_s is not None:
-        selected |= {record.path for record in records if now - record.entry.modified_at > older_than_s}
-    if steps is not None:
-        selected |= {record.path for record in records if record.entry.step in steps}
+    damaged_paths = {record.path for record in damaged}
+    selected = {
+        record.path
+        for record in records
+        if record.path in damaged_paths
+        or (older_than_s is not None and now - record.entry.modified_at > older_than_s)
+        or (steps is not None and record.entry.step in steps)
+    }
     if max_bytes is not None:
-        left = sum(record.entry.num_bytes for record in records if record.path not in selected)
-        for record in sorted(records, key=lambda record: record.entry.modified_at):
+        oldest_first = sorted(
+            (record for record in records if record.path not in selected), key=lambda record: record.entry.modified_at
+        )
+        left = sum(record.entry.num_bytes for record in oldest_first)
+        for record in oldest_first:
             if left <= max_bytes:
                 break
-            if record.path not in selected:
-                selected.add(record.path)
-                left -= record.entry.num_bytes
+            selected.add(record.path)
+            left -= record.entry.num_bytes
     return [record for record in records if record.path in selected]

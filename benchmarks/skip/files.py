@@ -24,7 +24,7 @@ from benchmarks.skip.samples import (
     ratio,
     truncate_files,
 )
-from skip.flow import file_thread
+from skip.file_thread import file_thread
 from skip.generation import Generated, from_content, to_content
 from skip.record import Content, Origin, Record
 from skip.store import RecordFiles, record_name

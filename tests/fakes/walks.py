@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 PACKAGES = ("asyncrl", "rollouter", "trainer", "skip")
-NOT_ON_THE_WAY = ("asyncrl.profiling", "skip.manager", "skip.flow", "rollouter.rollouter", "trainer.trainer")
+NOT_ON_THE_WAY = ("asyncrl.profiling", "skip.manager", "skip.role", "rollouter.rollouter", "trainer.trainer")
 """Modules that wrap calls, or that only start the loops in which the walks take place."""
 
 

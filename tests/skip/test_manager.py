@@ -22,8 +22,8 @@ from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
 from asyncrl.core.waits import WaitBoard
 from skip import BaseSkip, Call, Content, Fingerprint, Served, SkipManager, field, register_skip
-from skip import flow as flow_module
-from skip.flow import file_thread
+from skip import role as role_module
+from skip.file_thread import file_thread
 from skip.record import MANIFEST, TENSORS
 from skip.role import Action, Lookup
 
@@ -479,7 +479,7 @@ async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Reads, writes and notes: each is given up in time, and no thread is added for the next one."""
-    monkeypatch.setattr(flow_module, "FILES_LIMIT_S", 0.05)
+    monkeypatch.setattr(role_module, "FILES_LIMIT_S", 0.05)
     hangs = threading.Event()
     stage = Stage()
     with SkipManager.session(configure(tmp_path)):
