@@ -1,4 +1,4 @@
-"""The flow around annotated stages: what runs, what is served, what is recorded, and what is said of it."""
+"""Tests of annotated stages: when they run, which records are served and written, and what is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skip.role import Action, Lookup
 
 @register_skip("double")
 class Double(BaseSkip):
-    """Of a function of `step` and `number`."""
+    """The role of a function with the arguments `step` and `number`."""
 
     support_online_step = True
 
@@ -54,7 +54,7 @@ class Double(BaseSkip):
 
 @register_skip("looped")
 class Looped(Double):
-    """Its step is the loop's."""
+    """A role whose step is the one of `SkipManager.set_step`."""
 
     support_online_step = False
     support_actions = frozenset({Action.CACHE})
@@ -71,18 +71,22 @@ def configure(tmp_path: Path, role: str = "double", **section: Any) -> Config:
 
 
 class Stage:
-    """A stage that counts how often it ran, sync and async."""
+    """A sync or async stage that returns twice its number and keeps the steps for which it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_async: bool = False) -> None:
         self.ran: list[int] = []
+        self._is_async = is_async
+
+    async def __call__(self, step: int, number: int = 4) -> int:
+        return await self.arun(step, number) if self._is_async else self.run(step, number)
 
     @SkipManager.annotate(role="double")
-    def run(self, step: int, number: int = 1) -> int:
+    def run(self, step: int, number: int = 4) -> int:
         self.ran.append(step)
         return 2 * number
 
     @SkipManager.annotate(role="double")
-    async def arun(self, step: int, number: int = 1) -> int:
+    async def arun(self, step: int, number: int = 4) -> int:
         await anyio.lowlevel.checkpoint()
         self.ran.append(step)
         return 2 * number
@@ -93,27 +97,30 @@ class Stage:
         return 2 * number
 
 
-async def call(stage: Stage, is_async: bool, *args: int) -> int:
-    return await stage.arun(*args) if is_async else stage.run(*args)
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def stage(request: pytest.FixtureRequest) -> Stage:
+    return Stage(is_async=request.param)
 
 
-both = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def double() -> BaseSkip:
+    """Return the enabled role."""
+    made = SkipManager.get("double")
+    assert made is not None
+    return made
 
 
 # ------------------------------------------------------------------------------------------------ off
 
 
-@both
-async def test_before_init_and_for_disabled_roles_nothing_is_different(tmp_path: Path, is_async: bool) -> None:
-    stage = Stage()
-    assert await call(stage, is_async, 1, 4) == 8
+async def test_before_init_and_for_disabled_roles_the_function_runs_unchanged(tmp_path: Path, stage: Stage) -> None:
+    assert await stage(1) == 8
     SkipManager.init(configure(tmp_path, enable=False, steps=[]))
     assert SkipManager.get("double") is None
-    assert await call(stage, is_async, 1, 4) == 8
+    assert await stage(1) == 8
     assert stage.ran == [1, 1] and os.listdir(tmp_path) == []
 
 
-def test_a_decorated_function_is_what_it_was() -> None:
+def test_a_decorated_function_keeps_its_kind_name_and_signature() -> None:
     assert inspect.iscoroutinefunction(Stage.arun) and not inspect.iscoroutinefunction(Stage.run)
     assert Stage.run.__name__ == "run" and list(inspect.signature(Stage.run).parameters) == ["self", "step", "number"]
     with pytest.raises(TypeError, match="yields its results one by one"):
@@ -138,20 +145,18 @@ def test_sessions_share_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ cache
 
 
-@both
-async def test_a_step_runs_once_and_is_served_from_then_on(tmp_path: Path, dump_dir: Path, is_async: bool) -> None:
+async def test_a_step_runs_once_and_is_then_replayed(tmp_path: Path, dump_dir: Path, stage: Stage) -> None:
     SkipManager.init(configure(tmp_path, steps="1-2"))
-    stage = Stage()
-    assert [await call(stage, is_async, step, 4) for step in (1, 2, 3, 1, 2, 3)] == [8] * 6
+    assert [await stage(step) for step in (1, 2, 3, 1, 2, 3)] == [8] * 6
     assert stage.ran == [1, 2, 3, 3]
     assert SkipManager.status() == {"double": {"recorded": 2, "replayed": 2}}
     assert {path.name for path in (dump_dir / "double").iterdir()} == {"1", "2"}
     manifest = json.loads((dump_dir / "double" / "1" / MANIFEST).read_text())
     assert manifest["fingerprint"] == {"number": "4"} and manifest["content"] == {"number": 4}
     assert (manifest["origin"]["oldest_version"], manifest["origin"]["newest_version"]) == (8, 9)
-    # Another process, a later day.
+    # A later process.
     SkipManager.init(configure(tmp_path))
-    assert await call(Stage(), is_async, 2, 4) == 8
+    assert await stage(2, 4) == 8
 
 
 def test_a_sequential_role_uses_the_step_of_the_loop(tmp_path: Path, dump_dir: Path) -> None:
@@ -163,45 +168,39 @@ def test_a_sequential_role_uses_the_step_of_the_loop(tmp_path: Path, dump_dir: P
     assert stage.ran == [4, 4] and {path.name for path in (dump_dir / "looped").iterdir()} == {"1", "2"}
 
 
-@both
 async def test_a_mismatch_is_recorded_again_and_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_async: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: Stage
 ) -> None:
     SkipManager.init(configure(tmp_path))
-    stage = Stage()
     for step in (1, 2):
-        await call(stage, is_async, step, 4)
-    assert [await call(stage, is_async, step, 5) for step in (1, 2)] == [10, 10]
-    assert [await call(stage, is_async, step, 5) for step in (1, 2)] == [10, 10]
+        await stage(step)
+    assert [await stage(step, 5) for step in (1, 2)] == [10, 10]
+    assert [await stage(step, 5) for step in (1, 2)] == [10, 10]
     assert stage.ran == [1, 2, 1, 2]
     assert SkipManager.status()["double"] == {"recorded": 4, "mismatched": 2, "replayed": 2}
     (message,) = SkipManager.messages()
     assert "it differs in number (recorded 4, now 5)" in message and message in caplog.messages
 
 
-@both
-async def test_a_mismatch_is_an_error_with_on_mismatch_error(tmp_path: Path, dump_dir: Path, is_async: bool) -> None:
+async def test_a_mismatch_is_an_error_with_on_mismatch_error(tmp_path: Path, dump_dir: Path, stage: Stage) -> None:
     SkipManager.init(configure(tmp_path, on_mismatch="error"))
-    stage = Stage()
-    await call(stage, is_async, 1, 4)
+    await stage(1)
     with pytest.raises(ConfigError) as caught:
-        await call(stage, is_async, 1, 5)
+        await stage(1, 5)
     assert f"the record {dump_dir}/double/1 was made from another call: it differs in number" in caught.value.message
     assert "set skip.double.on_mismatch=regenerate" in caught.value.message
     assert stage.ran == [1]
 
 
-@both
-async def test_what_is_damaged_counts_as_absent(
-    tmp_path: Path, dump_dir: Path, caplog: pytest.LogCaptureFixture, is_async: bool
+async def test_a_damaged_record_counts_as_absent(
+    tmp_path: Path, dump_dir: Path, caplog: pytest.LogCaptureFixture, stage: Stage
 ) -> None:
     SkipManager.init(configure(tmp_path))
-    stage = Stage()
-    await call(stage, is_async, 1, 4)
+    await stage(1)
     tensors = dump_dir / "double" / "1" / TENSORS
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    assert await call(stage, is_async, 1, 4) == 8
-    assert await call(stage, is_async, 1, 4) == 8
+    assert await stage(1) == 8
+    assert await stage(1) == 8
     assert stage.ran == [1, 1]
     assert SkipManager.status()["double"] == {"recorded": 2, "damaged": 1, "replayed": 1}
     assert sum("counts as absent" in message for message in caplog.messages) == 1
@@ -220,12 +219,12 @@ async def test_repeat_takes_the_nearest_below_then_the_nearest_above(tmp_path: P
     assert [await stage.arun(step, 10 * step) for step in asked] == [2 * 10 * step for step in (3, 3, 5, 9, 9, 3, 3)]
     assert stage.ran == []
     assert SkipManager.status()["double"] == {"replayed": 2, "substituted": 5}
-    # The same step, asked something else, is a substitute as well.
+    # A different request at the same step gets a substitute as well.
     assert stage.run(3, 1) == 60
     assert SkipManager.status()["double"]["substituted"] == 6
 
 
-def test_repeat_passes_over_damage_and_records_where_there_is_nothing(tmp_path: Path, dump_dir: Path) -> None:
+def test_repeat_skips_damaged_records_and_records_if_there_is_none(tmp_path: Path, dump_dir: Path) -> None:
     SkipManager.init(configure(tmp_path, action="repeat"))
     stage = Stage()
     assert stage.run(4, 4) == 8
@@ -236,32 +235,28 @@ def test_repeat_passes_over_damage_and_records_where_there_is_nothing(tmp_path: 
     assert stage.ran == [4, 5]
 
 
-# ------------------------------------------------------------------------------------------------ trouble
+# ------------------------------------------------------------------------------------------------ failures
 
 
-@both
 async def test_a_failed_record_never_fails_the_stage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_async: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stage: Stage
 ) -> None:
     SkipManager.init(configure(tmp_path))
-    stage = Stage()
 
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    made = SkipManager.get("double")
-    assert made is not None
+    made = double()
     with monkeypatch.context() as patch:
         patch.setattr(made.files, "write", full)
-        assert [await call(stage, is_async, step, 4) for step in (1, 2, 3)] == [8, 8, 8]
+        assert [await stage(step) for step in (1, 2, 3)] == [8, 8, 8]
     assert made.counts == {"unrecorded": 3}
     assert sum("No space left on device" in message for message in caplog.messages) == 1
-    assert await call(stage, is_async, 1, 4) == 8
+    assert await stage(1) == 8
     assert made.counts == {"unrecorded": 3, "recorded": 1}
 
 
-@both
-async def test_a_stage_that_raises_records_nothing(tmp_path: Path, is_async: bool) -> None:
+async def test_a_stage_that_raises_records_nothing(tmp_path: Path) -> None:
     SkipManager.init(configure(tmp_path))
 
     @SkipManager.annotate(role="double")
@@ -290,8 +285,8 @@ def test_beyond_max_bytes_nothing_is_recorded(tmp_path: Path, dump_dir: Path, ca
 # ------------------------------------------------------------------------------------------------ many at once
 
 
-async def test_64_calls_at_once_do_not_share_a_step(tmp_path: Path) -> None:
-    """Random completion; each with a step of its own, half of them twice at the same time."""
+async def test_64_concurrent_calls_do_not_share_a_step(tmp_path: Path) -> None:
+    """Calls end in random order; 16 of the 48 steps are requested twice at the same time."""
     SkipManager.init(configure(tmp_path))
     rng = np.random.default_rng(0)
 
@@ -307,17 +302,14 @@ async def test_64_calls_at_once_do_not_share_a_step(tmp_path: Path) -> None:
         async with anyio.create_task_group() as group:
             for step in [*range(1, 49), *range(1, 17)]:
                 group.start_soon(check, step)
-    made = SkipManager.get("double")
-    assert made is not None and made.counts["replayed"] >= 64 and made.counts["damaged"] == 0
-    assert len(made.files.names()) == 48
+    counts = double().counts
+    assert counts["replayed"] >= 64 and counts["damaged"] == 0
+    assert len(double().files.names()) == 48
 
 
-async def test_a_cancelled_call_is_cancelled_whatever_the_disk_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_can_be_cancelled_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SkipManager.init(configure(tmp_path))
-    made = SkipManager.get("double")
-    assert made is not None
+    made = double()
     hangs = threading.Event()
     monkeypatch.setattr(made.files, "read", lambda name: hangs.wait(30))
     began = time.monotonic()
@@ -331,17 +323,17 @@ async def test_a_cancelled_call_is_cancelled_whatever_the_disk_does(
 
 
 @pytest.mark.parametrize(
-    ("role", "section", "told"),
+    ("role", "section", "message"),
     [
         ("double", {"steps": []}, r"skip\.double\.steps=\[\]: .*with no steps would record and replay nothing"),
         ("double", {"steps": "1,x"}, r"skip\.double\.steps='1,x': 'x' is no step"),
         ("looped", {"action": "repeat"}, r"skip\.looped\.action=repeat: this role can only cache"),
         ("doubel", {}, r"skip\.roles\.doubel: no module has registered this role.*did you mean double\?"),
-        ("quite_else", {}, r"name the module that registers it in skip\.modules"),
+        ("another_name", {}, r"name the module that registers it in skip\.modules"),
     ],
 )
-def test_bad_configurations_are_refused(tmp_path: Path, role: str, section: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_bad_configurations_are_refused(tmp_path: Path, role: str, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SkipManager.init(configure(tmp_path, role, **section))
     assert SkipManager.get(role) is None
 
@@ -366,7 +358,7 @@ def test_a_role_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "kind", "told"),
+    ("module", "source", "kind", "message"),
     [
         ("no_such_module_here", None, ConfigError, "there is no module no_such_module_here"),
         ("raises_on_import", "1 / 0", UserCodeError, "raises_on_import cannot be imported: division by zero"),
@@ -374,12 +366,12 @@ def test_a_role_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_module_that_cannot_be_imported_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str | None, kind: type, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str | None, kind: type, message: str
 ) -> None:
     if source is not None:
         (tmp_path / f"{module}.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         SkipManager.init(Config.model_validate({"skip": {"modules": [module]}}))
 
 
@@ -414,61 +406,55 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------ roles that misbehave
 
 
-@both
 @pytest.mark.parametrize(
     "error", [RuntimeError("no"), AssertionError(), MemoryError(), RecursionError(), BugError("x")]
 )
 @pytest.mark.parametrize("method", ["fingerprint", "to_content", "prepare_data", "versions", "call_name"])
 async def test_errors_of_a_role_cost_the_record_and_not_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool, error: Exception, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage, error: Exception, method: str
 ) -> None:
-    stage = Stage()
     with SkipManager.session(configure(tmp_path)):
-        await call(stage, is_async, 1, 4)
+        await stage(1)
 
     def fails(*_: Any) -> Any:
         raise error
 
     monkeypatch.setattr(Double, method, fails)
     with SkipManager.session(configure(tmp_path)):
-        assert await call(stage, is_async, 1, 4) == 8
-        assert await call(stage, is_async, 2, 5) == 10
+        assert await stage(1) == 8
+        assert await stage(2, 5) == 10
 
 
-@both
-async def test_a_role_may_have_a_rule_of_its_own_for_what_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+async def test_a_role_may_override_which_records_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage
 ) -> None:
-    stage = Stage()
     with SkipManager.session(configure(tmp_path)):
-        await call(stage, is_async, 1, 4)
+        await stage(1)
         monkeypatch.setattr(Double, "meet_precondition", lambda self, request: None)
-        await call(stage, is_async, 1, 4)
+        await stage(1)
         assert stage.ran == [1, 1]
         monkeypatch.undo()
         monkeypatch.setattr(Double, "may_serve", lambda self, served: True)
-        assert await call(stage, is_async, 1, 5) == 8
+        assert await stage(1, 5) == 8
 
 
 def test_an_init_that_fails_leaves_nothing_enabled(tmp_path: Path) -> None:
     settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
-    config = Config.model_validate({"skip": {"roles": {"double": settings, "nobody": settings}}})
-    with pytest.raises(ConfigError, match="nobody"), SkipManager.session(config):
+    config = Config.model_validate({"skip": {"roles": {"double": settings, "unknown": settings}}})
+    with pytest.raises(ConfigError, match="unknown"), SkipManager.session(config):
         pass
     assert SkipManager.status() == {}
 
 
-@both
-async def test_what_is_suspended_is_neither_recorded_nor_replayed(tmp_path: Path, is_async: bool) -> None:
-    stage = Stage()
+async def test_suspended_stages_are_neither_recorded_nor_replayed(tmp_path: Path, stage: Stage) -> None:
     with SkipManager.session(configure(tmp_path)):
         with SkipManager.suspended():
             async with anyio.create_task_group() as group:
-                group.start_soon(call, stage, is_async, 1, 4)
+                group.start_soon(stage, 1)
         assert SkipManager.status() == {"double": {}}
-        await call(stage, is_async, 1, 4)
+        await stage(1)
         with SkipManager.suspended():
-            await call(stage, is_async, 1, 4)
+            await stage(1)
     assert stage.ran == [1, 1, 1]
 
 
@@ -483,8 +469,7 @@ async def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_the_stage(
     hangs = threading.Event()
     stage = Stage()
     with SkipManager.session(configure(tmp_path)):
-        made = SkipManager.get("double")
-        assert made is not None
+        made = double()
         assert await stage.arun(1, 4) == 8
         for method in ("read", "write", "note"):
             monkeypatch.setattr(made.files, method, lambda *_: hangs.wait())
@@ -513,8 +498,7 @@ async def test_waits_for_files_are_on_the_wait_board(tmp_path: Path, monkeypatch
     waits, seen = WaitBoard(), []
     with SkipManager.session(configure(tmp_path)):
         SkipManager.watch(waits.waiting)
-        made = SkipManager.get("double")
-        assert made is not None
+        made = double()
         monkeypatch.setattr(made, "look_up", lambda *_: seen.extend(waits.snapshot()) or Lookup(None))
         await Stage().arun(1)
     assert [(wait.edge, wait.bounded) for wait in seen] == [("records", True)]
@@ -531,19 +515,18 @@ async def test_a_cancelled_job_is_not_begun() -> None:
     assert done == [2]
 
 
-async def test_what_a_job_raises_is_raised_where_it_is_waited_for() -> None:
+async def test_an_error_of_a_job_is_raised_in_its_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         await file_thread("test").run(lambda: 1 // 0)
     assert await file_thread("test").run(lambda: 5) == 5
 
 
-@both
-async def test_a_directory_that_cannot_be_listed_costs_no_stage(tmp_path: Path, is_async: bool) -> None:
-    """`repeat` looks at all records there are; here a file is where their directory should be."""
+async def test_a_directory_that_cannot_be_listed_costs_no_stage(tmp_path: Path, stage: Stage) -> None:
+    """`repeat` lists all records; here a file is where their directory should be."""
     (tmp_path / "asyncrl" / "quickstart").mkdir(parents=True)
     (tmp_path / "asyncrl" / "quickstart" / "double").write_text("")
     with SkipManager.session(configure(tmp_path, action="repeat")):
-        assert await call(Stage(), is_async, 3, 4) == 8
+        assert await stage(3, 4) == 8
         assert SkipManager.status()["double"] == {"damaged": 1, "unrecorded": 1}
         assert any("cannot be listed" in message for message in SkipManager.messages())
 
