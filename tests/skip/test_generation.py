@@ -1,4 +1,4 @@
-"""Generated samples as records, and what makes two of them the same."""
+"""Tests of generated samples as records, and of the fingerprint of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.assets import resolve
-from asyncrl.config.schema import Config
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.core.failures import BugError
 from asyncrl.core.trajectory import TokenRow, ToolCall, Trajectory, TurnInfo, single_turn
@@ -23,6 +22,7 @@ from rollouter.agent.conversation import ConversationTokens
 from skip import Call, SkipManager
 from skip.fingerprint import differing, model_identity, tokenizer_identity
 from skip.generation import Generated, SampleRequest, from_content, step_of_sample, to_content, versions
+from tests.fakes.skip_roles import recording, role_of
 
 ids = st.integers(0, 2**31 - 1)
 
@@ -36,7 +36,7 @@ def turns(draw: st.DrawFn) -> Turn:
     return Turn(np.array(tokens, dtype=np.int32), log_probs, spans, draw(st.sampled_from(FinishReason)))
 
 
-# As tools give them: a mapping of any kind.
+# Tools may return any kind of mapping.
 metrics = st.sampled_from([MappingProxyType({}), MappingProxyType({"found": 2.0}), {"found": 1.0}])
 calls = st.builds(
     ToolCall, st.text(max_size=3), st.text(max_size=3), st.text(max_size=3), duration_s=st.floats(0, 9), metrics=metrics
@@ -45,7 +45,7 @@ calls = st.builds(
 
 @st.composite
 def conversations(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
-    """Of one turn, or of several in one or more rows."""
+    """Draw a conversation of one turn, or of several in one or more rows."""
     if draw(st.booleans()):
         return single_turn(prompt, draw(turns()))
     tokens = ConversationTokens(draw(st.sampled_from([prompt.prompt_ids, np.array([9], dtype=np.int32)])))
@@ -64,7 +64,7 @@ def conversations(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
 
 
 @st.composite
-def generated(draw: st.DrawFn) -> Generated:
+def drawn_samples(draw: st.DrawFn) -> Generated:
     prompt = Prompt(
         np.array(draw(st.lists(ids, max_size=5)), dtype=np.int32),
         ({"role": "user", "content": draw(st.text(max_size=5))},),
@@ -111,13 +111,13 @@ def same(one: Generated, other: Generated) -> bool:
     )
 
 
-@given(st.lists(generated(), max_size=4))
-def test_samples_come_back(samples: list[Generated]) -> None:
+@given(st.lists(drawn_samples(), max_size=4))
+def test_recorded_samples_are_read_back_unchanged(samples: list[Generated]) -> None:
     back = from_content(to_content(samples))
     assert len(back) == len(samples) and all(map(same, back, samples))
 
 
-@given(st.lists(generated(), min_size=1, max_size=2), st.data())
+@given(st.lists(drawn_samples(), min_size=1, max_size=2), st.data())
 def test_descriptions_that_do_not_fit_the_tokens_are_refused(samples: list[Generated], data: st.DataObject) -> None:
     content = to_content(samples)
     made = [one for sample in content.data["samples"] for one in sample["trajectories"]]
@@ -129,18 +129,10 @@ def test_descriptions_that_do_not_fit_the_tokens_are_refused(samples: list[Gener
         from_content(content)
 
 
-def make_asked(**changes: Any) -> SampleRequest:
+def make_request(**changes: Any) -> SampleRequest:
     prompt = Prompt(np.array([1, 2, 3], dtype=np.int32))
     fields: dict[str, Any] = {"prompt": prompt, "sampling": {"temperature": 1.0, "max_tokens": 8}, "n": 4}
     return SampleRequest(**{"sample_id": SampleId(0, 7), **fields, **changes})
-
-
-def skip_of(tmp_path: Path, role: str = "async_rollout", **sections: Any) -> Any:
-    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
-    SkipManager.init(Config.model_validate({"skip": {role: settings}, **sections}))
-    made = SkipManager.get(role)
-    SkipManager.reset()
-    return made
 
 
 @pytest.mark.parametrize(
@@ -157,14 +149,14 @@ def skip_of(tmp_path: Path, role: str = "async_rollout", **sections: Any) -> Any
         ({"prompt": Prompt(np.array([1, 2, 3], dtype=np.int32), media=(Media("image", b"a"),))}, ("media",)),
     ],
 )
-def test_what_changes_the_answer_changes_the_fingerprint(
+def test_arguments_that_change_the_response_are_in_the_fingerprint(
     tmp_path: Path, changes: dict[str, Any], differs: tuple[str, ...]
 ) -> None:
-    made = skip_of(tmp_path)
-    one, other = (made.fingerprint(Call({"request": asked}, {})) for asked in (make_asked(), make_asked(**changes)))
+    made = role_of(tmp_path, "async_rollout")
+    one, other = (made.fingerprint(Call({"request": asked}, {})) for asked in (make_request(), make_request(**changes)))
     assert differing(one, other) == differs
-    batches = [Call({"batch": [make_asked(), asked]}, {}) for asked in (make_asked(), make_asked(**changes))]
-    batch = skip_of(tmp_path, "rollout")
+    batches = [Call({"batch": [make_request(), asked]}, {}) for asked in (make_request(), make_request(**changes))]
+    batch = role_of(tmp_path, "rollout")
     assert differing(*map(batch.fingerprint, batches)) == differs
 
 
@@ -183,8 +175,11 @@ def test_another_model_tokenizer_or_dtype_is_another_fingerprint(tmp_path: Path)
     weights.write_bytes(bytes(data))
     assert model_identity(ModelConfig(path=str(copy))) != model_identity(here)
     assert model_identity(ModelConfig(path="some/hub-name")) == "some/hub-name"
-    call = Call({"request": make_asked()}, {})
-    one, other = skip_of(tmp_path), skip_of(tmp_path, rollout={"dtype": "bfloat16"}, model={"path": str(copy)})
+    call = Call({"request": make_request()}, {})
+    one, other = (
+        role_of(tmp_path, "async_rollout"),
+        role_of(tmp_path, "async_rollout", rollout={"dtype": "bfloat16"}, model={"path": str(copy)}),
+    )
     assert set(differing(one.fingerprint(call), other.fingerprint(call))) == {"model", "dtype"}
 
 
@@ -198,38 +193,24 @@ def test_a_malformed_id_shows_the_expected_form(bad: Any) -> None:
     assert step_of_sample("sample_3_42", "tool") == step_of_sample(SampleId(3, 42), "tool") == 42
 
 
-@given(st.lists(generated(), max_size=3))
+@given(st.lists(drawn_samples(), max_size=3))
 def test_versions_are_those_of_all_tokens(samples: list[Generated]) -> None:
     found = {v for sample in samples for one in sample.trajectories for v in one.versions}
     assert versions(samples) == ((min(found), max(found)) if found else None)
 
 
-async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
-    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "1-10"}
-    turn = Turn(np.array([5], dtype=np.int32), np.array([-1], dtype=np.float32), (Span(0, 2),), FinishReason.STOP)
-    ran: list[SampleId] = []
+class GenerationStage:
+    """Generates `results` by feed index, and keeps the indices for which it ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.results: dict[int, Generated] = {}
 
     @SkipManager.annotate(role="async_rollout")
-    async def generate(request: SampleRequest) -> Generated:
-        ran.append(request.sample_id)
-        return Generated(request.prompt, (single_turn(request.prompt, turn),) * request.n, 1.5)
-
-    config = {"skip": {"async_rollout": settings}}
-    with SkipManager.session(Config.model_validate(config)):
-        first, second = await generate(make_asked()), await generate(make_asked())
-        assert (first.replayed_from, second.replayed_from, second.substituted) == (None, 7, False)
-        assert same(first, second) and len(ran) == 1
-        await generate(make_asked(sample_id=SampleId(0, 11)))
-        await generate(make_asked(sample_id=SampleId(0, 11)))
-        assert len(ran) == 3, "step 11 is none of those"
-    settings["action"] = "repeat"
-    with SkipManager.session(Config.model_validate(config)):
-        other = await generate(make_asked(sample_id=SampleId(1, 9), prompt=Prompt(np.array([9], dtype=np.int32))))
-        assert len(ran) == 3 and (other.replayed_from, other.substituted) == (7, True)
-        assert other.prompt.prompt_ids.tolist() == [1, 2, 3], "the prompt that these turns answer"
-
-
-# ------------------------------------------------------------------------------------------------ what does not fit
+    async def generate(self, request: SampleRequest) -> Generated:
+        self.ran.append(request.sample_id.index)
+        made = generated(request.n, baseline=request.baseline is not None)
+        return self.results.get(request.sample_id.index, replace(made, prompt=request.prompt))
 
 
 def generated(n: int = 4, *, baseline: bool = False, tokens: int = 3, **columns: Any) -> Generated:
@@ -239,52 +220,55 @@ def generated(n: int = 4, *, baseline: bool = False, tokens: int = 3, **columns:
     return Generated(prompt, (single_turn(prompt, one),) * (n + baseline), has_baseline=baseline)
 
 
+async def test_one_sample_is_generated_once(tmp_path: Path) -> None:
+    stage = GenerationStage()
+    with SkipManager.session(recording(tmp_path, "async_rollout", settings={"steps": "1-10"})):
+        first, second = await stage.generate(make_request()), await stage.generate(make_request())
+        assert (first.replayed_from, second.replayed_from, second.substituted) == (None, 7, False)
+        assert all(map(same_trajectory, first.trajectories, second.trajectories)) and stage.ran == [7]
+        for _ in range(2):
+            await stage.generate(make_request(sample_id=SampleId(0, 11)))
+        assert stage.ran == [7, 11, 11], "step 11 is not among the steps"
+    with SkipManager.session(recording(tmp_path, "async_rollout", settings={"action": "repeat"})):
+        request = make_request(sample_id=SampleId(1, 9), prompt=Prompt(np.array([9], dtype=np.int32)))
+        other = await stage.generate(request)
+        assert len(stage.ran) == 3 and (other.replayed_from, other.substituted) == (7, True)
+        assert other.prompt.prompt_ids.tolist() == [1, 2, 3], "the prompt that these turns answer"
+
+
 @pytest.mark.parametrize(
     ("recorded", "changes", "fits"),
     [
         (generated(4), {}, True),
         (generated(3), {}, False),
         (generated(5), {}, False),
-        (generated(3, baseline=True), {}, False),  # as many turns, and one of them greedy
+        (generated(3, baseline=True), {}, False),  # as many trajectories, and one of them is greedy
         (generated(4, baseline=True), {"baseline": {"temperature": 0.0}}, True),
         (generated(5), {"baseline": {"temperature": 0.0}}, False),
-        (generated(4, tokens=9), {}, False),  # of at most 8
-        (generated(4, extra_info={"when": b"x"}), {}, False),  # its own prompt cannot be told
+        (generated(4, tokens=9), {}, False),  # at most 8 are requested
+        (generated(4, extra_info={"when": b"x"}), {}, False),  # JSON cannot represent its prompt
     ],
 )
-async def test_repeat_serves_only_what_answers_the_question(
+async def test_repeat_serves_only_records_that_fit_the_request(
     tmp_path: Path, recorded: Generated, changes: dict[str, Any], fits: bool
 ) -> None:
-    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all", "action": "repeat"}
-    ran = []
-
-    @SkipManager.annotate(role="async_rollout")
-    async def generate(request: SampleRequest) -> Generated:
-        ran.append(request.sample_id.index)
-        return recorded if request.sample_id.index == 1 else generated(4, baseline=request.baseline is not None)
-
-    with SkipManager.session(Config.model_validate({"skip": {"async_rollout": settings}})):
-        await generate(make_asked(sample_id=SampleId(0, 1)))
-        served = await generate(make_asked(**changes))
-        assert ran == ([1] if fits else [1, 7])
+    stage = GenerationStage()
+    stage.results[1] = recorded
+    with SkipManager.session(recording(tmp_path, "async_rollout", settings={"action": "repeat"})):
+        await stage.generate(make_request(sample_id=SampleId(0, 1)))
+        served = await stage.generate(make_request(**changes))
+        assert stage.ran == ([1] if fits else [1, 7])
         assert served.substituted is fits
         assert SkipManager.status()["async_rollout"].get("damaged", 0) == 0
 
 
 @pytest.mark.parametrize("odd", [float("nan"), b"1", np.arange(3), {1: "a"}, ("a", "b"), np.float32(2)])
-async def test_columns_that_are_no_json_are_recorded_without_them(tmp_path: Path, odd: Any) -> None:
-    """A data set's columns hold what they like; `cache` takes those of the prompt that is asked for."""
-    settings = {"enable": True, "dump_dir": str(tmp_path), "steps": "all"}
+async def test_samples_are_recorded_without_columns_that_are_not_json(tmp_path: Path, odd: Any) -> None:
+    """With `cache`, a replayed sample gets the columns of the requested prompt."""
+    stage = GenerationStage()
     prompt = Prompt(np.array([1, 2, 3], dtype=np.int32), ground_truth=odd, extra_info={"odd": odd})
-    ran = []
-
-    @SkipManager.annotate(role="async_rollout")
-    async def generate(request: SampleRequest) -> Generated:
-        ran.append(request.sample_id.index)
-        return replace(generated(4), prompt=request.prompt)
-
-    with SkipManager.session(Config.model_validate({"skip": {"async_rollout": settings}})):
+    with SkipManager.session(recording(tmp_path, "async_rollout")):
         for _ in range(2):
-            one = await generate(make_asked(prompt=prompt))
+            one = await stage.generate(make_request(prompt=prompt))
             assert one.prompt.ground_truth is odd
-    assert ran == [7]
+    assert stage.ran == [7]

@@ -1,4 +1,4 @@
-"""Records: their bytes, their files, two writers, and everything that can be wrong with them."""
+"""Tests of records: their bytes, their files, concurrent writers and damage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_differing_fields_are_named(one: dict[str, str], other: dict[str, str]) 
 # ------------------------------------------------------------------------------------------------ bytes
 
 
-def test_a_record_comes_back() -> None:
+def test_a_record_is_read_back_unchanged() -> None:
     for record in (make(), Record("r", 0, {}, ORIGIN, Content())):
         assert same(from_files(*as_bytes(record)), record)
 
@@ -153,7 +154,7 @@ def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda path: (path / TENSORS).unlink(), "it has no tensors"),
         (lambda path: (path / MANIFEST).unlink(), "it has no manifest"),
@@ -164,15 +165,15 @@ def test_a_record_is_written_read_listed_and_removed(tmp_path: Path) -> None:
         (lambda path: (path / TENSORS).unlink() or os.mkfifo(path / TENSORS), "not a regular file"),
     ],
 )
-def test_incomplete_records_are_damaged(tmp_path: Path, spoil: Any, told: str | None) -> None:
+def test_incomplete_records_are_damaged(tmp_path: Path, spoil: Any, message: str | None) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make())
     spoil(tmp_path / "12")
-    if told is None:
+    if message is None:
         with pytest.raises(DamageError, match="it is a record of step 12"):
             files.read("13")
         return
-    with pytest.raises(DamageError, match=told):
+    with pytest.raises(DamageError, match=message):
         files.read("12")
     files.write("12", make(tag="again"))
     assert files.read("12").fingerprint == {"prompt": "again"}
@@ -194,48 +195,35 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_readers_see_whole_records_while_others_write(tmp_path: Path) -> None:
-    """Two writers and a remover at one name: a record, or none, and never a half or a mixture."""
+    """With two writers and a remover of one name, readers find a whole record or none."""
     files, until = RecordFiles(tmp_path), time.monotonic() + 1.0
-    failures: list[BaseException] = []
-
-    def repeat(do: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                while time.monotonic() < until:
-                    do()
-            except BaseException as error:  # noqa: BLE001  the test tells of it
-                failures.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
     seen: set[str] = set()
 
     def read() -> None:
-        try:
+        with suppress(FileNotFoundError):
             record = files.read("12")
-        except FileNotFoundError:
-            return
-        assert same(record, make(tag=record.fingerprint["prompt"], size=len(record.content.arrays["ids"])))
-        seen.add(record.fingerprint["prompt"])
+            assert same(record, make(tag=record.fingerprint["prompt"], size=len(record.content.arrays["ids"])))
+            seen.add(record.fingerprint["prompt"])
 
-    threads = [
-        repeat(lambda: files.write("12", make(tag="a", size=2000))),
-        repeat(lambda: files.write("12", make(tag="b", size=3000))),
-        repeat(lambda: files.remove("12")),
-        repeat(read),
-        repeat(read),
+    def repeat(do: Callable[[], Any]) -> None:
+        while time.monotonic() < until:
+            do()
+
+    jobs: list[Callable[[], Any]] = [
+        lambda: files.write("12", make(tag="a", size=2000)),
+        lambda: files.write("12", make(tag="b", size=3000)),
+        lambda: files.remove("12"),
+        read,
+        read,
     ]
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        list(pool.map(repeat, jobs))
     assert seen == {"a", "b"}
     assert {path.name for path in tmp_path.iterdir()} <= {"12"}
 
 
-def test_whenever_two_writers_are_killed_there_is_a_whole_record_or_none(tmp_path: Path) -> None:
-    """kill -9 at random moments of two processes that replace one record again and again."""
+def test_killed_writers_leave_a_whole_record_or_none(tmp_path: Path) -> None:
+    """Two processes that replace one record continuously are killed at random moments."""
     program = (
         "import sys; from pathlib import Path\n"
         "from skip.store import RecordFiles; from tests.skip.test_records import make\n"
@@ -258,7 +246,7 @@ def test_whenever_two_writers_are_killed_there_is_a_whole_record_or_none(tmp_pat
             record = files.read("12")
             assert same(record, make(tag=record.fingerprint["prompt"], size=200_000))
             whole += 1
-    assert whole, "it is replaced by two renames, and between them for an instant there is none"
+    assert whole
     for path in tmp_path.iterdir():
         if path.name != "12":
             os.utime(path, (1, 1))
@@ -267,7 +255,7 @@ def test_whenever_two_writers_are_killed_there_is_a_whole_record_or_none(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_records_and_leaves_nothing_of_them(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_record(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip("mounting a small file system is not permitted here")
@@ -299,40 +287,37 @@ def test_notes_are_written_and_removed_with_their_record(tmp_path: Path) -> None
     assert not (tmp_path / "12" / NOTE).exists()
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_a_replaced_record_is_there_at_every_moment_where_names_can_be_exchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
-) -> None:
-    if not able:
+@pytest.fixture(params=[True, False], ids=["exchange", "no exchange"])
+def can_exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the system can exchange two names atomically."""
+    if not request.param:
         monkeypatch.setattr(store_module, "_renameat2", lambda: None)
     elif store_module._renameat2() is None:
         pytest.skip("this system cannot exchange names")
+    return bool(request.param)
+
+
+def test_a_replaced_record_exists_at_every_moment_if_names_can_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
     files = RecordFiles(tmp_path)
     files.write("12", make(tag="a"))
     seen: list[bool] = []
 
     def looking(function: Any) -> Any:
-        def looks(*args: Any, **kwargs: Any) -> Any:
-            seen.append((tmp_path / "12").exists())
-            return function(*args, **kwargs)
-
-        return looks
+        return lambda *args, **kwargs: seen.append((tmp_path / "12").exists()) or function(*args, **kwargs)
 
     monkeypatch.setattr(store_module.os, "rename", looking(os.rename))
     monkeypatch.setattr(store_module.shutil, "rmtree", looking(shutil.rmtree))
     files.write("12", make(tag="b"))
     assert files.read("12").fingerprint == {"prompt": "b"}
-    assert all(seen) is able
+    assert all(seen) is can_exchange
     assert [path.name for path in tmp_path.iterdir()] == ["12"]
 
 
-@pytest.mark.parametrize("able", [True, False])
-def test_a_file_in_the_place_of_a_record_is_replaced_and_nothing_is_left_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool
-) -> None:
-    if not able:
-        monkeypatch.setattr(store_module, "_renameat2", lambda: None)
-    (tmp_path / "12").write_text("somebody's")
+@pytest.mark.usefixtures("can_exchange")
+def test_a_file_in_the_place_of_a_record_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "12").write_text("another program's")
     files = RecordFiles(tmp_path)
     with pytest.raises(DamageError, match="no directory"):
         files.read("12")
@@ -348,7 +333,7 @@ def test_abandoned_files_are_swept(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         long_ago = time.time() - ABANDONED_S - 1
         os.utime(tmp_path / name, (long_ago, long_ago))
-    (tmp_path / ".13.host-2-0.new").mkdir()  # somebody is at it
+    (tmp_path / ".13.host-2-0.new").mkdir()  # another process writes it
     files.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {"12", ".13.host-2-0.new"}
     assert files.names() == ["12"]
