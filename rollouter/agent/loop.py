@@ -42,11 +42,11 @@ from rollouter.agent.conversation import (
 )
 from rollouter.agent.parsing import ParsedCall, ParsedTurn, ToolCallParser, assistant_message, call_id, tool_message
 from rollouter.drop_policy import MismatchError, TooLongError
-from rollouter.interactions.base import EpisodeContext, Message
+from rollouter.interactions.base import Message
 from rollouter.interactions.loading import InteractionSet
 from rollouter.interactions.session import InteractionSession
-from rollouter.tools.base import ToolContext
 from rollouter.tools.toolbox import Toolbox, ToolCallResult, ToolSession
+from rollouter.user_code import TrajectoryContext
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +157,17 @@ class BuiltInAgent:
             MismatchError: see `tokenization_sanity_check_mode`.
             DataError: the template refuses a message, or the prompt leaves no room; and what `ask` raises.
         """
-        context = (sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        context = TrajectoryContext(
+            sample_id, number, prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info
+        )
         conversation = _Conversation(self, prompt, ask)
         machine = conversation.machine
         try:
             async with AsyncExitStack() as stack:
                 if self._tools is not None:
-                    conversation.tools = await stack.enter_async_context(self._tools.session(ToolContext(*context)))
+                    conversation.tools = await stack.enter_async_context(self._tools.session(context))
                 if self._interactions is not None:
-                    session = self._interactions.session(EpisodeContext(*context))
-                    conversation.user = await stack.enter_async_context(session)
+                    conversation.user = await stack.enter_async_context(self._interactions.session(context))
                 with anyio.move_on_after(self.settings.timeout_s) as scope:
                     await conversation.begin()
                     while machine.phase is TrajectoryPhase.RUNNING:

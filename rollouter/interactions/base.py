@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import pydantic
-
-from asyncrl.config.import_path import nearest
-from asyncrl.config.sections.base import ConfigSection
-from asyncrl.core.failures import ConfigError
-from asyncrl.core.types import SampleId
+from rollouter.user_code import TrajectoryContext
 
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeContext:
-    """The trajectory that an environment is for."""
-
-    sample_id: SampleId | str
-    trajectory: int
-    messages: tuple[Message, ...] = ()
-    """The prompt."""
-    data_source: str = "default"
-    ground_truth: Any = None
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+EpisodeContext = TrajectoryContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +66,3 @@ class Environment:
 
     async def close(self) -> None:
         """Free the environment's resources."""
-
-
-S = TypeVar("S", bound=ConfigSection)
-
-
-def parse(kind: type[S], config: Mapping[str, Any]) -> S:
-    """Validate the `config` of a built-in environment.
-
-    Raises:
-        ConfigError: an unknown or missing key, or a value of the wrong type.
-    """
-    if unknown := [name for name in config if name not in kind.model_fields]:
-        names = list(kind.model_fields)
-        raise ConfigError(f"{unknown[0]}: there is no such key, so it would have no effect{nearest(unknown[0], names)}")
-    try:
-        return kind.model_validate(dict(config))
-    except pydantic.ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        if detail["type"] == "missing":
-            raise ConfigError(f"{key}: it is required here and was not given") from error
-        raise ConfigError(f"{key}: {detail['input']!r} cannot be used: {detail['msg']}") from error

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any
 
-import anyio
-from anyio import to_thread
 from pydantic import Field
 
 from asyncrl.config.sections.base import ConfigSection, Positive, Share
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import ConfigError, DataError
-from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply, parse
-from rollouter.rewards.functions import load_reward_function, reasoning_gym
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.rewards.functions import load_reward_function
+from rollouter.user_code import finite, parse_settings
 
 
 class ScriptedSettings(ConfigSection):
@@ -38,7 +34,7 @@ class ScriptedUser(Environment):
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
-        settings = parse(ScriptedSettings, config)
+        settings = parse_settings(ScriptedSettings, config)
         try:
             re.compile(settings.stop_when or "")
         except re.error as error:
@@ -87,13 +83,10 @@ class AnswerScorer:
         except ConfigError as error:
             # The loader names the keys of the run's own reward.
             raise ConfigError(error.message.removeprefix("reward."), error.cause) from error
-        if self._function.takes_trajectory:
+        if "trajectory" in self._function.arguments:
             raise ConfigError(
                 f"function: {function} takes the whole trajectory, and here it scores answers in the middle of one"
             )
-        # The interaction's max_concurrency bounds the calls; an abandoned thread must not occupy capacity for good.
-        self._unbounded = anyio.CapacityLimiter(math.inf)
-        self._processes = anyio.CapacityLimiter(os.cpu_count() or 1)
 
     async def score(self, text: str, context: EpisodeContext) -> float:
         """Return the function's score of `text`.
@@ -109,14 +102,14 @@ class AnswerScorer:
             "ground_truth": context.ground_truth,
             "extra_info": dict(context.extra_info),
         }
-        arguments: dict[str, Any] = {f"{name}s": [value] for name, value in row.items()} if function.batch else row
-        result = await function.invoke(arguments, self._processes if function.in_process else self._unbounded)
+        async with function.slots:
+            result = await function.invoke([row])
         if function.batch:
             result = result[0]
-        value = result.get("score") if isinstance(result, Mapping) else result
-        if value is None or not math.isfinite(float(value)):
+        value = finite(result.get("score") if isinstance(result, Mapping) else result)
+        if value is None:
             raise ValueError(f"{function.name} returned {result!r}; expected a finite number, or a mapping with one")
-        return float(value)
+        return value
 
 
 class RetrySettings(ConfigSection):
@@ -152,7 +145,7 @@ class RetryUser(Environment):
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
-        settings = parse(RetrySettings, config)
+        settings = parse_settings(RetrySettings, config)
         return {"settings": settings, "check": AnswerScorer(settings.function, settings.kwargs)}
 
     async def reset(self, context: EpisodeContext) -> Sequence[Message]:
@@ -189,17 +182,17 @@ class ReasoningGymEnvironment(Environment):
     `tries`, `solved` (0 or 1) and `best_score`.
     """
 
-    def __init__(self, settings: ReasoningGymSettings) -> None:
+    def __init__(self, settings: ReasoningGymSettings, check: AnswerScorer) -> None:
         self._settings = settings
+        self._check = check
         self._tries = 0
         self._best: float | None = None
         self._context: EpisodeContext
-        # The interaction's max_concurrency bounds the calls; an abandoned thread must not occupy capacity for good.
-        self._unbounded = anyio.CapacityLimiter(math.inf)
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
-        return {"settings": parse(ReasoningGymSettings, config)}
+        settings = parse_settings(ReasoningGymSettings, config)
+        return {"settings": settings, "check": AnswerScorer("reasoning_gym", {"tag": settings.tag})}
 
     async def reset(self, context: EpisodeContext) -> Sequence[Message]:
         """
@@ -218,9 +211,7 @@ class ReasoningGymEnvironment(Environment):
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
         settings = self._settings
-        score = await to_thread.run_sync(
-            partial(self._task_score, text), abandon_on_cancel=True, limiter=self._unbounded
-        )
+        score = await self._check.score(text, self._context)
         self._tries += 1
         self._best = score if self._best is None else max(self._best, score)
         solved = score >= settings.full_score
@@ -232,14 +223,3 @@ class ReasoningGymEnvironment(Environment):
     async def score(self) -> float:
         """0.0 if there was no turn to score."""
         return self._best or 0.0
-
-    def _task_score(self, text: str) -> float:
-        context = self._context
-        scores = reasoning_gym(
-            data_sources=[context.data_source],
-            solution_strs=[text],
-            ground_truths=[context.ground_truth],
-            extra_infos=[context.extra_info],
-            tag=self._settings.tag,
-        )
-        return scores[0]

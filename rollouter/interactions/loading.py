@@ -9,11 +9,12 @@ from typing import Any
 
 import anyio
 
-from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from rollouter.interactions.base import Environment, EpisodeContext
 from rollouter.interactions.session import CLOSE_S, ConfiguredInteraction, InteractionSession
+from rollouter.user_code import call_problem, describe, load_registered
 
 BUILT_IN = {
     "scripted": "rollouter.interactions.builtin:ScriptedUser",
@@ -104,17 +105,11 @@ def load_interactions(
 
 
 def _class(name: str, key: str) -> type[Environment]:
-    if ":" not in name and name not in BUILT_IN:
-        raise ConfigError(
-            f"{key}: {name!r} is no built-in{nearest(name, list(BUILT_IN))}; your own is written module:Class or "
-            "path/file.py:Class"
-        )
-    kind = load_object(BUILT_IN.get(name, name), key)
+    kind = load_registered(name, key, BUILT_IN, "Class")
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"{key}: {name} is no subclass of rollouter.interactions.Environment; derive it from that")
     for method in METHODS:
-        function = inspect.unwrap(getattr(kind, method))
-        if not inspect.iscoroutinefunction(function):
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(kind, method))):
             raise ConfigError(
                 f"{key}: {kind.__name__}.{method} is not async, so it would block all trajectories; write `async def`"
             )
@@ -131,17 +126,9 @@ def _prepared(kind: type[Environment], config: InteractionConfig, key: str) -> M
     except UserCodeError:
         raise
     except Exception as error:
-        raise UserCodeError.wrap(
-            f"{key}: {kind.__name__}.prepare raised {type(error).__name__}: {error}", error
-        ) from error
-    signature = inspect.signature(kind)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        takes = [name for name in signature.parameters]
-        unknown = [name for name in arguments if name not in takes]
-        hint = nearest(unknown[0], takes) if unknown else ""
-        raise ConfigError(f"{key}.config: {kind.__name__}{signature} does not take it: {error}{hint}") from error
+        raise UserCodeError.wrap(f"{key}: {kind.__name__}.prepare raised {describe(error)}", error) from error
+    if problem := call_problem(kind, **arguments):
+        raise ConfigError(f"{key}.config: it does not fit {problem}")
     return arguments
 
 

@@ -20,8 +20,9 @@ from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.base import ConfigSection, Positive, Seconds
 from asyncrl.core.failures import ConfigError, DataError
 from rollouter.chat_endpoint import ChatEndpoint
-from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply, parse
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
 from rollouter.rewards.conversation import text_of
+from rollouter.user_code import parse_settings
 
 PLACEHOLDERS = ("question", "ground_truth", "instruction", "stop_phrase")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -67,7 +68,7 @@ class ModelUser(Environment):
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
-        settings = parse(ModelUserSettings, config)
+        settings = parse_settings(ModelUserSettings, config)
         for name in _PLACEHOLDER.findall(settings.system_prompt):
             if name not in PLACEHOLDERS:
                 raise ConfigError(f"system_prompt: nothing fills {{{name}}}{nearest(name, list(PLACEHOLDERS))}")

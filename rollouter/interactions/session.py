@@ -5,7 +5,6 @@ async with ─▶ reset ─▶ step ─▶ … ─▶ score ─▶ close
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from asyncrl.config.sections.rollout import InteractionConfig
 from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, DataError
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
-from rollouter.rewards.functions import finite, shown
+from rollouter.user_code import call_problem, describe, finite, shown
 
 T = TypeVar("T")
 
@@ -99,15 +98,11 @@ class InteractionSession:
             ToolFailedError: it raised, took too long or returned no messages.
         """
         environment = self._entered()
-        try:
-            inspect.signature(environment.reset).bind(self._context, **self._kwargs)
-        except TypeError as error:
-            takes = inspect.signature(environment.reset)
-            raise DataError.wrap(
-                f"extra_info.interaction_kwargs: {dict(self._kwargs)!r} does not suit interaction {self.name!r}, whose "
-                f"reset is {takes}: {error}",
-                error,
-            ) from error
+        if problem := call_problem(environment.reset, self._context, **self._kwargs):
+            raise DataError(
+                f"extra_info.interaction_kwargs: {dict(self._kwargs)!r} does not fit interaction {self.name!r}, "
+                f"{problem}"
+            )
         result = await self._call("reset", lambda: environment.reset(self._context, **self._kwargs))
         return self._messages(result)
 
@@ -159,8 +154,7 @@ class InteractionSession:
     def _raised(self, method: str, error: Exception) -> AsyncRLError:
         if isinstance(error, DataError | ConfigError):
             return type(error)(f"{self._about(method)}: {error.message}", error.cause)
-        cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-        wrapped = ToolFailedError.wrap(f"{self._about(method)} raised {cause}", error)
+        wrapped = ToolFailedError.wrap(f"{self._about(method)} raised {describe(error)}", error)
         wrapped.on_error = self._interaction.config.on_error
         return wrapped
 

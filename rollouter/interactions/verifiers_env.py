@@ -18,7 +18,8 @@ from pydantic import Field
 
 from asyncrl.config.sections.base import ConfigSection
 from asyncrl.core.failures import ConfigError
-from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply, parse
+from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
+from rollouter.user_code import parse_settings
 
 SUPPORTED = "0.1.10"
 """Later versions require other versions of our dependencies; earlier ones have another interface."""
@@ -47,7 +48,7 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def prepare(cls, **config: Any) -> Mapping[str, Any]:
-        settings = parse(VerifiersSettings, config)
+        settings = parse_settings(VerifiersSettings, config)
         return {"environment": load_environment(settings.env_id, settings.env_args)}
 
     async def reset(self, context: EpisodeContext) -> Sequence[Message]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from numbers import Real
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import anyio
 from anyio import to_process, to_thread
 
-from asyncrl.config.import_path import load_object, nearest
 from asyncrl.config.sections.reward import RewardConfig, RewardFunctionConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
+from rollouter.user_code import call_problem, finite, is_async, load_registered, shown, signature_of
 
 
 def exact_match(
@@ -133,49 +133,62 @@ IN_PROCESS = frozenset({"math_verify"})
 """Built-in functions for a worker process: math_verify needs a main thread, and sympy can block the interpreter."""
 
 
-SINGLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 NO_FUNCTION = "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RewardFunction:
     """A reward function and how it is called. Its arguments are given by name; they are verl's.
 
     Single: `f(data_source, solution_str, ground_truth, extra_info, **kwargs)` returns a number, or a mapping with
     `score` and further numbers. Batch: `f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)`, lists of
-    one group, returns a list of those.
+    one group, returns a list of those. A function with a parameter `trajectory`, or `trajectories`, gets these too.
     """
 
     name: str
     call: Callable[..., Any]
     kwargs: Mapping[str, Any]
     batch: bool
-    is_async: bool
-    in_process: bool
-    """Runs in a worker process, which a deadline kills, instead of a thread, which nothing can."""
-    takes_trajectory: bool = False
-    """It has a parameter `trajectory`, or with `batch` `trajectories`, and is given these too."""
 
     @property
     def whole_group(self) -> bool:
         """Whether all trajectories of a prompt must be in one call: a user's batch function may compare them."""
         return self.batch and self.name not in BUILT_IN
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The names of its arguments besides `kwargs`."""
-        names = BATCH_ARGUMENTS if self.batch else SINGLE_ARGUMENTS
-        return (*names, _trajectory_argument(self.batch)) if self.takes_trajectory else names
+    @cached_property
+    def arguments(self) -> Mapping[str, str]:
+        """The names of its arguments besides `kwargs`, by their names in a row."""
+        names = {name: f"{name}s" if self.batch else name for name in ROW_ARGUMENTS}
+        trajectory = "trajectories" if self.batch else "trajectory"
+        signature = signature_of(self.call)
+        takes_it = signature is not None and trajectory in signature.parameters
+        return {**names, "trajectory": trajectory} if takes_it else names
 
-    async def invoke(self, arguments: Mapping[str, Any], limiter: anyio.CapacityLimiter) -> Any:
-        """Call the function, off the event loop unless it is async. Raises what it raises."""
+    @cached_property
+    def slots(self) -> AbstractAsyncContextManager[Any]:
+        """Enter it around `invoke`: it limits worker processes. A deadline kills these, but not threads."""
+        return anyio.CapacityLimiter(os.cpu_count() or 1) if self.name in IN_PROCESS else nullcontext()
+
+    @cached_property
+    def threads(self) -> anyio.CapacityLimiter:
+        """No limit: its callers bound the calls, and an abandoned thread must not occupy capacity for good."""
+        return anyio.CapacityLimiter(math.inf)
+
+    async def invoke(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Call the function, off the event loop unless it is async, and return its result. Raises what it raises.
+
+        Args:
+            rows: The arguments by name of one trajectory; with `batch`, of several.
+        """
+        given = {own: [row[name] for row in rows] for name, own in self.arguments.items()}
+        arguments = given if self.batch else {own: values[0] for own, values in given.items()}
         call = partial(self.call, **arguments, **self.kwargs)
-        if self.is_async:
+        if is_async(self.call):
             return await call()
-        if self.in_process:
-            return await to_process.run_sync(call, cancellable=True, limiter=limiter)
-        return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter)
+        if self.name in IN_PROCESS:
+            return await to_process.run_sync(call, cancellable=True, limiter=self.threads)
+        return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self.threads)
 
 
 def load_reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
@@ -197,87 +210,43 @@ def load_reward_function(config: RewardConfig | RewardFunctionConfig, key: str =
         ConfigError: nothing of that name, not callable, or a signature that does not take the arguments.
         UserCodeError: the module raised when it was imported.
     """
-    name = config.function
-    built_in = ":" not in name
-    if built_in and name not in BUILT_IN:
-        raise ConfigError(
-            f"{key}.function: {name!r} is no built-in{nearest(name, list(BUILT_IN))}; your own is written "
-            "module:function or path/file.py:function"
-        )
-    target = BUILT_IN[name] if built_in else load_object(name, f"{key}.function")
+    name, kwargs = config.function, config.kwargs
+    target = load_registered(name, f"{key}.function", BUILT_IN, "function")
     if not callable(target):
         raise ConfigError(f"{key}.function: {name} is a {type(target).__name__}, not a function")
-    batch = name in BATCH if built_in else config.batch
-    signature = _signature(target)
-    function = RewardFunction(
-        name,
-        target,
-        config.kwargs,
-        batch=batch,
-        is_async=inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__),
-        in_process=name in IN_PROCESS,
-        takes_trajectory=signature is not None and _trajectory_argument(batch) in signature.parameters,
-    )
-    if signature is not None:
-        _check_call(function, signature, key)
-    if built_in and "pattern" in config.kwargs:
-        _check_pattern(config.kwargs["pattern"], key)
+    function = RewardFunction(name, target, kwargs, batch=name in BATCH if name in BUILT_IN else config.batch)
+    names = list(function.arguments.values())
+    for given in kwargs:
+        if given in names:
+            raise ConfigError(f"{key}.kwargs.{given}: the function gets it for each response; leave it out")
+    if problem := call_problem(target, **dict.fromkeys(names), **kwargs):
+        raise ConfigError(
+            f"{key}.function: {name} cannot be called with {', '.join(names)} (by name, since {key}.batch is "
+            f"{str(function.batch).lower()}) and {key}.kwargs {dict(kwargs)!r}: {problem}"
+        )
+    if name in BUILT_IN and kwargs.get("pattern") is not None:
+        _check_pattern(kwargs["pattern"], f"{key}.kwargs.pattern")
     return function
-
-
-def _trajectory_argument(batch: bool) -> str:
-    return "trajectories" if batch else "trajectory"
-
-
-def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(target)
-    except ValueError:  # some compiled functions have no signature
-        return None
 
 
 def _check_pattern(pattern: Any, key: str) -> None:
     try:
-        groups = re.compile(pattern).groups if pattern is not None else 1
+        groups = re.compile(pattern).groups
     except (re.error, TypeError) as error:
-        raise ConfigError(f"{key}.kwargs.pattern: {pattern!r} is not a regular expression: {error}") from error
+        raise ConfigError(f"{key}: {pattern!r} is not a regular expression: {error}") from error
     if groups < 1:
-        raise ConfigError(f"{key}.kwargs.pattern: {pattern!r} has no group; put the answer in parentheses")
+        raise ConfigError(f"{key}: {pattern!r} has no group; put the answer in parentheses")
 
 
-def _check_call(function: RewardFunction, signature: inspect.Signature, key: str) -> None:
-    arguments = function.arguments
-    try:
-        signature.bind(**dict.fromkeys(arguments), **function.kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"{key}.function: {function.name}{signature} cannot be called with {', '.join(arguments)} (by name, since "
-            f"{key}.batch is {str(function.batch).lower()}) and {key}.kwargs {dict(function.kwargs)!r}: {error}"
-        ) from error
-
-
-def single_arguments(function: RewardFunction, prompt: Prompt, trajectory: Trajectory, text: str) -> dict[str, Any]:
+def row_of(prompt: Prompt, trajectory: Trajectory, text: str) -> Mapping[str, Any]:
     """Return the arguments for one trajectory; `text` is the assistant's last turn."""
-    arguments: dict[str, Any] = {
+    return {
         "data_source": prompt.data_source,
         "solution_str": text,
         "ground_truth": prompt.ground_truth,
         "extra_info": extra_info(prompt, trajectory),
+        "trajectory": trajectory,
     }
-    return {**arguments, "trajectory": trajectory} if function.takes_trajectory else arguments
-
-
-def batch_arguments(
-    function: RewardFunction, prompt: Prompt, trajectories: Sequence[Trajectory], texts: Sequence[str]
-) -> dict[str, Any]:
-    """Return the arguments for trajectories of one prompt."""
-    arguments: dict[str, Any] = {
-        "data_sources": [prompt.data_source] * len(texts),
-        "solution_strs": list(texts),
-        "ground_truths": [prompt.ground_truth] * len(texts),
-        "extra_infos": [extra_info(prompt, trajectory) for trajectory in trajectories],
-    }
-    return {**arguments, "trajectories": list(trajectories)} if function.takes_trajectory else arguments
 
 
 def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -293,10 +262,6 @@ def extra_info(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
         "tool_scores": dict(trajectory.scores),
         "turn_rewards": [turn.reward for turn in trajectory.turns],
     }
-
-
-SHOWN = 120
-"""How many characters of a value an error quotes."""
 
 
 def score_of(result: Any, about: str, *, num_turns: int) -> Score:
@@ -327,27 +292,6 @@ def listed(results: Any, about: str, *, length: int) -> Sequence[Any]:
     if items is None or len(items) != length:
         raise UserCodeError(f"{about} returned {shown(results)}; expected a list of {length} scores")
     return items
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number of Python or numpy, or a tensor of one element, as float; else None."""
-    if hasattr(value, "item") and getattr(value, "size", 1) != 0:
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):
-            return None
-    if not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # a large integer
-        return None
-    return number if math.isfinite(number) else None
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _score(value: Any, about: str) -> float:

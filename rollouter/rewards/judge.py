@@ -16,7 +16,7 @@ from asyncrl.core.types import Prompt
 from rollouter.chat_endpoint import ChatEndpoint
 from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import conversation, question, transcript
-from rollouter.rewards.functions import shown
+from rollouter.user_code import shown
 
 NO_TRUTH = "(not given)"
 ENDING = 100

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -13,15 +11,16 @@ from anyio import to_thread
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.reward import has_conversations, part_weights
-from asyncrl.core.failures import AsyncRLError, UserCodeError
+from asyncrl.core.failures import UserCodeError
 from asyncrl.core.ports import RewardScorer, Score
 from asyncrl.core.tasks import gather
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import Prompt
 from rollouter.prompts.chat_template import Decode
 from rollouter.rewards.conversation import ScoredConversation, conversation
-from rollouter.rewards.functions import RewardFunction, batch_arguments, listed, score_of, shown, single_arguments
+from rollouter.rewards.functions import RewardFunction, listed, row_of, score_of
 from rollouter.rewards.judge import JudgeScorer
+from rollouter.user_code import describe, shown
 
 
 class FunctionScorer:
@@ -39,11 +38,6 @@ class FunctionScorer:
         self._decode = decode
         self._timeout_s = timeout_s
         self._capacity = capacity
-        self._processes: AbstractAsyncContextManager[Any] = (
-            anyio.CapacityLimiter(os.cpu_count() or 1) if function.in_process else nullcontext()
-        )
-        # `capacity` alone bounds the calls; an abandoned thread must not occupy it for good.
-        self._unbounded = anyio.CapacityLimiter(math.inf)
 
     @property
     def whole_group(self) -> bool:
@@ -52,30 +46,26 @@ class FunctionScorer:
     async def score(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]:
         function = self._function
         texts = await to_thread.run_sync(
-            lambda: [self._decode(trajectory.turn_ids()) for trajectory in trajectories], limiter=self._unbounded
+            lambda: [self._decode(trajectory.turn_ids()) for trajectory in trajectories], limiter=function.threads
         )
-        if function.batch and texts:
+        rows = [row_of(prompt, trajectory, text) for trajectory, text in zip(trajectories, texts, strict=True)]
+        if function.batch and rows:
             about = self._about(prompt, texts[0])
-            results = await self._call(about, batch_arguments(function, prompt, trajectories, texts))
-            results = listed(results, about, length=len(texts))
+            results = listed(await self._call(about, rows), about, length=len(rows))
         else:
-            results = await gather(
-                lambda item: self._call(self._about(prompt, item[1]), single_arguments(function, prompt, *item)),
-                zip(trajectories, texts, strict=True),
-            )
+            results = await gather(lambda row: self._call(self._about(prompt, row["solution_str"]), [row]), rows)
         return [
             score_of(result, self._about(prompt, text), num_turns=len(trajectory.turns))
             for result, trajectory, text in zip(results, trajectories, texts, strict=True)
         ]
 
-    async def _call(self, about: str, arguments: Mapping[str, Any]) -> Any:
-        async with self._processes, self._capacity:
+    async def _call(self, about: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+        async with self._function.slots, self._capacity:
             with anyio.move_on_after(self._timeout_s) as deadline:
                 try:
-                    return await self._function.invoke(arguments, self._unbounded)
+                    return await self._function.invoke(rows)
                 except Exception as error:
-                    cause = error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
-                    raise UserCodeError.wrap(f"{about} raised {cause}", error) from error
+                    raise UserCodeError.wrap(f"{about} raised {describe(error)}", error) from error
             assert deadline.cancelled_caught
         raise UserCodeError(
             f"{about} did not return within reward.timeout_s = {self._timeout_s:g} s; raise it, or bound what the "

@@ -6,24 +6,12 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from asyncrl.core.types import SampleId
+from rollouter.user_code import TrajectoryContext
 
 State = TypeVar("State")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolContext:
-    """The trajectory that calls a tool."""
-
-    sample_id: SampleId | str
-    """The sample's id; in validation the name of its prompt."""
-    trajectory: int
-    """The trajectory's number within the sample, from 0."""
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """The prompt."""
-    data_source: str = "default"
-    ground_truth: Any = None
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+ToolContext = TrajectoryContext
 
 
 @dataclass(frozen=True, slots=True)

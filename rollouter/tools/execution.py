@@ -14,20 +14,22 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from typing import Any, get_args
 
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import BugError, ConfigError, UserCodeError
 from asyncrl.core.trajectory import CallStatus
 from asyncrl.profiling import profile
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse
-from rollouter.tools.loading import LoadedTool, parse_arguments, shorten
+from rollouter.tools.loading import LoadedTool, parse_arguments
+from rollouter.user_code import call_problem, describe, finite, shorten, shown
 from skip.stages import ToolOutcome
 
 logger = logging.getLogger(__name__)
@@ -42,25 +44,26 @@ class CallTimeoutError(Exception):
     """A method did not return within its deadline. Not the `TimeoutError` that a tool may raise itself."""
 
 
+@dataclass(slots=True, eq=False)
 class ThreadCall:
     """A sync method in a worker thread, which continues if its caller has been cancelled."""
 
-    def __init__(self, function: Callable[[], Any], on_late_result: OnLateResult | None) -> None:
-        self.function = function
-        self.on_late_result = on_late_result
-        self.done = anyio.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.abandoned = False
-        # Without a deadline until the toolbox closes: a cancellation must not lose a thread's result.
-        self.scope = anyio.CancelScope(shield=True)
+    function: Callable[[], Any]
+    on_late_result: OnLateResult | None
+    done: anyio.Event = field(default_factory=anyio.Event)
+    result: Any = None
+    error: BaseException | None = None
+    abandoned: bool = False
+    scope: anyio.CancelScope = field(default_factory=lambda: anyio.CancelScope(shield=True))
+    """Without a deadline until the toolbox closes: a cancellation must not lose a thread's result."""
 
 
 class MethodCaller:
     """Calls methods of tools: async ones on the event loop, sync ones in threads that tasks of `group` supervise."""
 
     def __init__(self, group: TaskGroup) -> None:
-        self._group = group
+        self.group = group
+        """The toolbox waits for its tasks before it closes."""
         self._threads: set[ThreadCall] = set()
         self._closing = False
         # Calls are bounded by their tools' limits; an abandoned thread must not occupy capacity for good.
@@ -72,10 +75,6 @@ class MethodCaller:
         self._closing = True
         for thread in self._threads:
             thread.scope.deadline = anyio.current_time() + RELEASE_S
-
-    def call_later(self, function: OnLateResult, state: Any) -> None:
-        """Run `function` in the background; the toolbox waits for it before it closes."""
-        self._group.start_soon(function, state)
 
     async def call(
         self,
@@ -99,8 +98,8 @@ class MethodCaller:
             UserCodeError: its signature does not take `kwargs`.
             BaseException: what the method raises.
         """
-        if kwargs:
-            _check_kwargs(method, args, kwargs)
+        if kwargs and (problem := call_problem(method, *args, **kwargs)):
+            raise UserCodeError(f"the row's tools_kwargs do not fit {problem}")
         bound = partial(method, *args, **kwargs)
         with anyio.move_on_after(timeout_s):
             if inspect.iscoroutinefunction(method):
@@ -114,7 +113,7 @@ class MethodCaller:
             thread.scope.deadline = anyio.current_time() + RELEASE_S
         self._threads.add(thread)
         threads.add(thread)
-        self._group.start_soon(self._supervise, thread, threads)
+        self.group.start_soon(self._supervise, thread, threads)
         try:
             await thread.done.wait()
         except anyio.get_cancelled_exc_class():
@@ -165,22 +164,12 @@ async def _await_tool(awaitable: Awaitable[Any]) -> Any:
         raise RuntimeError("something that it waited for was cancelled") from error
 
 
-def _check_kwargs(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    try:
-        inspect.signature(method).bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(method, "__qualname__", repr(method))
-        raise UserCodeError(f"{name} cannot be called with the row's tools_kwargs: {error}") from error
-    except ValueError:
-        return  # it has no signature to inspect
-
-
 class CallLimiter:
     """Limits concurrent calls, first come, first served; calls start at least `1 / max_per_s` seconds apart."""
 
-    def __init__(self, *, max_concurrency: int, max_per_s: float | None) -> None:
-        self._capacity = anyio.CapacityLimiter(max_concurrency)
-        self._interval_s = 0.0 if max_per_s is None else 1.0 / max_per_s
+    def __init__(self, config: ToolConfig) -> None:
+        self._capacity = anyio.CapacityLimiter(config.max_concurrency)
+        self._interval_s = 0.0 if config.max_per_s is None else 1.0 / config.max_per_s
         self._pacing = anyio.Lock()
         self._next_start = float("-inf")
 
@@ -208,55 +197,34 @@ class CallStatistics:
         self.tool_s += duration_s
 
 
-class _StateCreation:
-    """One attempt to create a tool's state. Settled, it is created, failed (`error`), or given up (neither)."""
-
-    def __init__(self) -> None:
-        self.settled = anyio.Event()
-        self.created = False
-        self.state: Any = None
-        self.error: BaseException | None = None
-
-
+@dataclass(slots=True, eq=False)
 class TrajectoryTool:
     """One tool in one trajectory, from its first call on."""
 
-    def __init__(
-        self,
-        loaded: LoadedTool,
-        limiter: CallLimiter,
-        context: ToolContext,
-        kwargs: Mapping[str, Mapping[str, Any]],
-        caller: MethodCaller,
-        statistics: CallStatistics,
-    ) -> None:
-        """`kwargs` are the row's keyword arguments by method."""
-        self._loaded = loaded
-        self._limiter = limiter
-        self._tool: BaseTool[Any] = loaded.tool
-        self._timeout_s = loaded.config.timeout_s
-        self._context = context
-        self._kwargs = kwargs
-        self._caller = caller
-        self._statistics = statistics
-        self._threads: set[ThreadCall] = set()
-        self._creation: _StateCreation | None = None
-        self._replayed: list[str] = []
-        self._repeating = anyio.Lock()
-        self._closed = False
+    loaded: LoadedTool
+    limiter: CallLimiter
+    caller: MethodCaller
+    statistics: CallStatistics
+    context: ToolContext
+    kwargs: Mapping[str, Mapping[str, Any]]
+    """The row's keyword arguments by method."""
+    replayed: list[str] = field(default_factory=list)
+    """Arguments of calls that records have answered; a later real call repeats them for the state."""
+    _threads: set[ThreadCall] = field(default_factory=set)
+    _created: bool = False
+    _closed: bool = False
+    _state: Any = None
+    _failures: list[BaseException] = field(default_factory=list)
+    """What each failed `create` has raised."""
+    _preparing: anyio.Lock = field(default_factory=anyio.Lock)
+    """Held while the state is created, and while it is brought up to what records have answered."""
 
     @property
     def name(self) -> str:
-        return self._loaded.name
+        return self.loaded.name
 
-    @property
-    def scores(self) -> bool:
-        """Whether the tool overrides `calc_reward`."""
-        return self._overrides("calc_reward")
-
-    def note_replayed(self, arguments: str) -> None:
-        """Remember a call that a record has answered, so that a later real call can repeat it for the state."""
-        self._replayed.append(arguments)
+    def overrides(self, method: str) -> bool:
+        return getattr(type(self.loaded.tool), method) is not getattr(BaseTool, method)
 
     async def call(self, arguments: str) -> ToolOutcome:
         """Execute one call, creating the state first if necessary. `arguments` is checked JSON.
@@ -265,17 +233,12 @@ class TrajectoryTool:
             ToolFailedError: the tool raised or took too long, and `on_error` is `drop` or `stop`.
             UserCodeError: its result has the wrong type.
         """
-
-        async def attempt() -> ToolOutcome:
-            state = await self._state()
-            return await self._execute(state, arguments)
-
         requested = anyio.current_time()
-        async with self._limiter.slot():
+        async with self.limiter.slot():
             started = anyio.current_time()
             with profile.span("tool.execute", tool=self.name, wait_s=round(started - requested, 6)) as span:
                 try:
-                    outcome = await self._outcome(attempt())
+                    outcome = await self._outcome(arguments)
                 except ToolFailedError as error:
                     span.add(status=error.status)
                     raise
@@ -289,117 +252,98 @@ class TrajectoryTool:
         Raises:
             ToolFailedError, UserCodeError: it raised, took too long, or is not a finite number.
         """
-        if self._creation is None and not self._replayed:
+        if not self._created and not self.replayed:
             return ToolOutcome(status="raised")
-        problem, cause = "", ""
-        async with self._limiter.slot(paced=False):
+        async with self.limiter.slot(paced=False):
             try:
-                state = await self._state()
-                value = await self._call("calc_reward", state)
+                value = await self._call("calc_reward", await self._ready_state())
             except CallTimeoutError:
-                problem = f"did not return within {self._timeout_s:g} s"
+                problem, cause = f"did not return within {self.loaded.config.timeout_s:g} s", ""
             except (BugError, ConfigError, UserCodeError):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001  as in `_outcome`, but the model gets no message
-                problem, cause = f"raised {type(error).__name__}: {error}", _trace(error)
-        if not problem:
-            return ToolOutcome(reward=_finite(value, f"tool {self.name}: calc_reward"))
-        on_error = self._loaded.config.on_error
+                problem, cause = f"raised {describe(error)}", _trace(error)
+            else:
+                return ToolOutcome(reward=_number(value, f"tool {self.name}: calc_reward"))
         message = f"tool {self.name}: calc_reward {problem}"
-        if on_error == "message":
-            raise UserCodeError(message, cause)
-        raise ToolFailedError(message, cause, on_error)
+        on_error = self.loaded.config.on_error
+        raise UserCodeError(message, cause) if on_error == "message" else ToolFailedError(message, cause, on_error)
 
     async def release(self) -> None:
         """Release the state, if there is one, within `RELEASE_S`; exceptions are only logged. Call it shielded."""
         self._closed = True
-        creation, self._creation = self._creation, None
-        if creation is None or not creation.created:
+        if not self._created:
             return
+        self._created = False
         if self._threads:
             # An abandoned thread must not delay its trajectory.
-            self._caller.call_later(self._release_state, creation.state)
+            self.caller.group.start_soon(self._release_state, self._state)
         else:
-            await self._release_state(creation.state)
+            await self._release_state(self._state)
 
     async def _call(self, method: str, *args: Any, **options: Any) -> Any:
-        return await self._caller.call(
-            getattr(self._tool, method),
-            *args,
-            kwargs=self._kwargs[method],
-            **{"timeout_s": self._timeout_s, "threads": self._threads, **options},
-        )
+        options = {"timeout_s": self.loaded.config.timeout_s, "threads": self._threads, **options}
+        bound = getattr(self.loaded.tool, method)
+        return await self.caller.call(bound, *args, kwargs=self.kwargs[method], **options)
 
-    async def _outcome(self, attempt: Awaitable[ToolOutcome]) -> ToolOutcome:
-        """Turn exceptions of the tool into outcomes, unless `on_error` demands otherwise."""
+    async def _outcome(self, arguments: str, state: Any = None) -> ToolOutcome:
+        """Execute a call and turn exceptions of the tool into outcomes, unless `on_error` demands otherwise."""
         try:
-            return await attempt
+            state = await self._ready_state() if state is None else state[0]
+            return _checked(await self._call("execute", state, parse_arguments(arguments)), self.name)
         except BadArgumentsError as error:
             return ToolOutcome(f"Error: the arguments of {self.name} do not fit: {error}", status="bad_arguments")
         except ToolError as error:
             return ToolOutcome(str(error), status="refused")
         except CallTimeoutError:
-            return self._failed("timeout", f"{self.name} did not answer within {self._timeout_s:g} s")
+            return self._failed("timeout", f"{self.name} did not answer within {self.loaded.config.timeout_s:g} s")
         except (BugError, ConfigError, UserCodeError):
             raise  # the model cannot do anything about these
         except (Exception, SystemExit) as error:  # noqa: BLE001  a tool may raise anything
-            return self._failed("raised", f"{self.name} failed: {type(error).__name__}: {error}", error)
+            return self._failed("raised", f"{self.name} failed: {type(error).__name__}: {error}", _trace(error))
 
-    async def _execute(self, state: Any, arguments: str) -> ToolOutcome:
-        return _checked(await self._call("execute", state, parse_arguments(arguments)), self.name)
-
-    def _failed(self, status: CallStatus, message: str, error: BaseException | None = None) -> ToolOutcome:
+    def _failed(self, status: CallStatus, message: str, cause: str = "") -> ToolOutcome:
         """Return the failure as an outcome, or raise ToolFailedError if `on_error` is `drop` or `stop`."""
-        on_error = self._loaded.config.on_error
+        on_error = self.loaded.config.on_error
         if on_error == "message":
             return ToolOutcome(f"Error: {shorten(message)}", status=status)
-        self._statistics.add(status)
-        failure = ToolFailedError(f"tool {message}", "" if error is None else _trace(error), on_error)
+        self.statistics.add(status)
+        failure = ToolFailedError(f"tool {message}", cause, on_error)
         failure.status = status
         raise failure
 
     # ------------------------------------------------------------------------------------------------ the state
 
-    async def _state(self) -> Any:
+    async def _ready_state(self) -> Any:
         """Return the state, which one `create` makes for all calls. Calls that wait for a `create` share its failure;
         the next call tries again."""
-        while not self._closed:
-            creation = self._creation
-            if creation is None:
-                creation = self._creation = _StateCreation()
-                await self._create(creation)
-            await creation.settled.wait()
-            if creation.error is not None:
-                raise creation.error
-            if creation.created:
-                await self._repeat_replayed(creation.state)
-                return creation.state
-        raise self._ended()
+        failures = len(self._failures)
+        async with self._preparing:
+            if len(self._failures) > failures:
+                raise self._failures[-1]
+            if not self._created:
+                await self._create()
+            while self.replayed:
+                await self._outcome(self.replayed.pop(0), (self._state,))
+        return self._state
 
-    async def _create(self, creation: _StateCreation) -> None:
+    async def _create(self) -> None:
+        ended = BugError(f"{self.context.sample_id}: tool {self.name} is called after its trajectory has ended")
+        if self._closed:
+            raise ended
         try:
-            if self._overrides("create"):
-                creation.state = await self._call("create", self._context, on_late_result=self._release_state)
-            creation.created = True
-        except (Exception, SystemExit) as error:  # noqa: BLE001  raised by each call that waits for it
-            creation.error = error
-        finally:
-            if not creation.created:
-                self._creation = None
-            creation.settled.set()
-        if creation.created and self._closed:
-            self._creation = None
-            await self._release_state(creation.state)
-            raise self._ended()
-
-    async def _repeat_replayed(self, state: Any) -> None:
-        """Execute the calls that records have answered; their results are known already."""
-        async with self._repeating:
-            while self._replayed:
-                await self._outcome(self._execute(state, self._replayed.pop(0)))
+            if self.overrides("create"):
+                self._state = await self._call("create", self.context, on_late_result=self._release_state)
+        except (Exception, SystemExit) as error:
+            self._failures.append(error)
+            raise
+        if self._closed:
+            await self._release_state(self._state)
+            raise ended
+        self._created = True
 
     async def _release_state(self, state: Any) -> None:
-        if not self._overrides("release"):
+        if not self.overrides("release"):
             return
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(RELEASE_S):
@@ -412,12 +356,6 @@ class TrajectoryTool:
             except (Exception, SystemExit):
                 logger.exception("tool %s: release failed; what it held may still be held", self.name)
 
-    def _ended(self) -> BugError:
-        return BugError(f"{self._context.sample_id}: tool {self.name} is called after its trajectory has ended")
-
-    def _overrides(self, method: str) -> bool:
-        return getattr(type(self._tool), method) is not getattr(BaseTool, method)
-
 
 def _checked(result: Any, name: str) -> ToolOutcome:
     """Check the result of `execute`.
@@ -429,17 +367,18 @@ def _checked(result: Any, name: str) -> ToolOutcome:
     if isinstance(result, str):
         return ToolOutcome(result)
     if not isinstance(result, ToolResponse):
-        raise UserCodeError(f"{about} returned {shorten(repr(result))}; return a text or a ToolResponse")
+        raise UserCodeError(f"{about} returned {shown(result)}; return a text or a ToolResponse")
     if not isinstance(result.text, str) or not isinstance(result.metrics, Mapping):
-        raise UserCodeError(f"{about} returned {shorten(repr(result))}; its text is a string, its metrics a mapping")
-    metrics = {str(key): _finite(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
-    return ToolOutcome(result.text, _finite(result.reward, f"{about}, reward"), metrics, "ok", bool(result.done))
+        raise UserCodeError(f"{about} returned {shown(result)}; its text is a string, its metrics a mapping")
+    metrics = {str(key): _number(item, f"{about}, metric {key!r}") for key, item in result.metrics.items()}
+    return ToolOutcome(result.text, _number(result.reward, f"{about}, reward"), metrics, "ok", bool(result.done))
 
 
-def _finite(value: Any, about: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise UserCodeError(f"{about}: {shorten(repr(value))} is no finite number")
-    return float(value)
+def _number(value: Any, about: str) -> float:
+    number = finite(value)
+    if number is None:
+        raise UserCodeError(f"{about}: {shown(value)} is no finite number")
+    return number
 
 
 def _trace(error: BaseException) -> str:

@@ -13,16 +13,15 @@ import jsonschema  # type: ignore[import-untyped]
 from jsonschema.exceptions import SchemaError, best_match  # type: ignore[import-untyped]
 from referencing import Registry
 
-from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.import_path import load_object
 from asyncrl.config.sections.rollout import McpServerConfig, ToolConfig
 from asyncrl.core.failures import AsyncRLError, ConfigError, UserCodeError
 from rollouter.tools.base import BaseTool
-from rollouter.tools.function import FunctionTool, as_tool
+from rollouter.tools.function import as_tool
+from rollouter.user_code import call_problem, describe, load_registered, shorten
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of functions that OpenAI's API accepts."""
-LONGEST = 200
-"""Maximum length of quotations in messages to the model, in characters."""
 
 
 class BadJsonError(ValueError):
@@ -68,10 +67,6 @@ def parse_arguments(text: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadJsonError(f"they are {shorten(json.dumps(parsed))}; write an object with the arguments by name")
     return parsed
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _refuse(constant: str) -> Any:
@@ -214,9 +209,7 @@ def _server(config: ToolConfig, mcp: McpServerConfig, key: str) -> LoadedMcpServ
 
 def _function(reference: str, key: str) -> BaseTool[Any]:
     function = load_object(reference, key)
-    if isinstance(function, FunctionTool):
-        return function
-    if inspect.isclass(function) or isinstance(function, BaseTool) or not callable(function):
+    if inspect.isclass(function) or not callable(function):
         raise ConfigError(f"{key}: {reference} is no function; a class is named in class_name")
     try:
         return as_tool(function)
@@ -225,33 +218,20 @@ def _function(reference: str, key: str) -> BaseTool[Any]:
 
 
 def _instance(name: str, arguments: Mapping[str, Any], key: str) -> BaseTool[Any]:
-    reference = BUILT_IN.get(name, name)
-    if ":" not in reference:
-        module, dot, class_name = reference.rpartition(".")
-        if not dot:
-            raise ConfigError(
-                f"{key}.class_name: there is no tool {name!r}{nearest(name, list(BUILT_IN))}; or write module:Class"
-            )
-        reference = f"{module}:{class_name}"
-    found = load_object(reference, f"{key}.class_name")
+    found = load_registered(name, f"{key}.class_name", BUILT_IN, "Class")
     if not (inspect.isclass(found) and issubclass(found, BaseTool)):
-        fix = "a function is named in function" if callable(found) else "derive it from rollouter.tools.BaseTool"
-        fix = "derive it from rollouter.tools.BaseTool" if inspect.isclass(found) else fix
+        is_function = callable(found) and not inspect.isclass(found)
+        fix = "a function is named in function" if is_function else "derive it from rollouter.tools.BaseTool"
         raise ConfigError(f"{key}.class_name: {name} is no class of a tool; {fix}")
     if found.execute is BaseTool.execute:
         raise ConfigError(f"{key}.class_name: {name} has no execute of its own, so a call could do nothing; write one")
-    signature = inspect.signature(found)
+    if problem := call_problem(found, **arguments):
+        raise ConfigError(f"{key}.config: it does not fit {problem}")
     try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        unknown = [one for one in arguments if one not in signature.parameters]
-        hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
-        raise ConfigError(f"{key}.config: {name} cannot be made of it: {error}{hint}") from error
-    try:
-        tool = found(**arguments)
+        return found(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.config: {error.message}", error.cause) from error
     except AsyncRLError:
         raise
     except Exception as error:
-        raise UserCodeError.wrap(f"{key}: making {name} failed: {type(error).__name__}: {error}", error) from error
-    assert isinstance(tool, BaseTool)
-    return tool
+        raise UserCodeError.wrap(f"{key}: making {name} failed: {describe(error)}", error) from error

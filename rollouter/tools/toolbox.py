@@ -31,8 +31,8 @@ from rollouter.tools.loading import (
     check_names,
     function_schema,
     parse_arguments,
-    shorten,
 )
+from rollouter.user_code import shorten, shown
 from skip import SkipManager
 from skip.stages import ToolOutcome
 
@@ -111,7 +111,7 @@ class ToolSession:
         """
         scores: dict[str, float] = {}
         for name, used in self._used.items():
-            if not used.scores:
+            if not used.overrides("calc_reward"):
                 scores[name] = 0.0
                 continue
             outcome = await self._recorded(name, CALC_REWARD, turn=-1)
@@ -148,13 +148,14 @@ class ToolSession:
 
     async def _outcome(self, name: str, arguments: str, turn: int) -> ToolOutcome:
         if name not in self._used:
+            loaded, limiter = self._ready[name]
             self._used[name] = TrajectoryTool(
-                *self._ready[name], self._context, self._kwargs[name], self._caller, self._statistics
+                loaded, limiter, self._caller, self._statistics, self._context, self._kwargs[name]
             )
         self._calls.append((name, turn, arguments))
         outcome = await self._recorded(name, arguments, turn)
         if outcome.replayed:
-            self._used[name].note_replayed(arguments)
+            self._used[name].replayed.append(arguments)
         return outcome
 
     async def _recorded(self, name: str, arguments: str, turn: int) -> ToolOutcome:
@@ -225,7 +226,7 @@ def _mapping(value: Any, key: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{key} = {shorten(repr(value))}: it has arguments by name; write a mapping")
+        raise DataError(f"{key} = {shown(value)}: it has arguments by name; write a mapping")
     return {str(name): item for name, item in value.items() if item is not None}
 
 
@@ -313,7 +314,6 @@ class Toolbox:
         check_names(tools)
         limiters: dict[str, CallLimiter] = {}
         for one in tools:
-            limits = one.config
             if one.key not in limiters:
-                limiters[one.key] = CallLimiter(max_concurrency=limits.max_concurrency, max_per_s=limits.max_per_s)
+                limiters[one.key] = CallLimiter(one.config)
             self._ready[one.name] = (one, limiters[one.key])

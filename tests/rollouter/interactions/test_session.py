@@ -6,6 +6,7 @@ import logging
 import math
 import pickle
 from collections.abc import Awaitable, Callable
+from decimal import Decimal
 from typing import Any
 
 import anyio
@@ -50,7 +51,7 @@ def sessions(calls: list[Any] | None = None, *, does: dict[str, Any] | None = No
 async def test_the_order_of_a_trajectory() -> None:
     calls: list[Any] = []
     metrics = {"anger": np.float32(0.5), "turns": 2}
-    reply = Reply("why?", reward=np.float64(0.25), metrics=metrics)  # type: ignore[arg-type]
+    reply = Reply("why?", reward=Decimal("0.25"), metrics=metrics)  # type: ignore[arg-type]
     does = {
         "reset": returns([{"role": "user", "content": "hello"}]),
         "step": returns(reply),
@@ -75,7 +76,7 @@ async def test_defaults_say_nothing() -> None:
 @pytest.mark.parametrize("row", [{}, {"levl": 3}])
 async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
     async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": row})) as session:
-        with pytest.raises(DataError, match=r"interaction_kwargs: .* does not suit interaction 'default'.*level"):
+        with pytest.raises(DataError, match=r"interaction_kwargs: .* does not fit interaction 'default', Picky.*level"):
             await session.reset()
 
 

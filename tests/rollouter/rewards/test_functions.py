@@ -38,8 +38,8 @@ def scorer(function: RewardFunction, *, timeout_s: float = 10.0, max_concurrency
     return FunctionScorer(function, decode, timeout_s=timeout_s, capacity=anyio.CapacityLimiter(max_concurrency))
 
 
-def own(call: Any, *, batch: bool = False, is_async: bool = False, **kwargs: Any) -> RewardFunction:
-    return RewardFunction("my:reward", call, kwargs, batch=batch, is_async=is_async, in_process=False)
+def own(call: Any, *, batch: bool = False, **kwargs: Any) -> RewardFunction:
+    return RewardFunction("my:reward", call, kwargs, batch=batch)
 
 
 async def rewards(function: RewardFunction, prompt: Prompt, *texts: str) -> list[float]:
@@ -262,7 +262,7 @@ async def test_an_async_function_has_a_deadline() -> None:
         return 1.0
 
     with pytest.raises(UserCodeError, match="did not return"):
-        await scorer(own(reward, is_async=True), timeout_s=0.05).score(make_prompt(1), [turn("x")])
+        await scorer(own(reward), timeout_s=0.05).score(make_prompt(1), [turn("x")])
 
 
 async def test_own_timeout_error_is_not_mistaken_for_the_deadline() -> None:

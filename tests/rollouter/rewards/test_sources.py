@@ -24,8 +24,8 @@ from tests.fakes.conversations import CALL, QUESTION, RESULT, answer, decode, di
 TOOLS = {"multi_turn": {"enable": True}}
 
 
-def own(call: Callable[..., Any], *, batch: bool = False, is_async: bool = False, **fields: Any) -> RewardFunction:
-    return RewardFunction("my:reward", call, {}, batch=batch, is_async=is_async, in_process=False, **fields)
+def own(call: Callable[..., Any], *, batch: bool = False) -> RewardFunction:
+    return RewardFunction("my:reward", call, {}, batch=batch)
 
 
 def run(**sections: Any) -> Config:
@@ -321,7 +321,7 @@ async def test_sources_score_concurrently() -> None:
 
     config = run(reward={}, reward_model={"placement": "serve"})
     with anyio.fail_after(10):
-        (score,) = await combined(config, {"rule": own(rule, is_async=True)}, Model()).score(prompt(), [answer("22")])
+        (score,) = await combined(config, {"rule": own(rule)}, Model()).score(prompt(), [answer("22")])
     assert score.reward == 2.0
 
 
@@ -338,7 +338,7 @@ async def test_functions_share_max_concurrency() -> None:
         return 1.0
 
     config = run(reward={"max_concurrency": 3, "functions": [{"name": "more", "function": "x:y"}]})
-    functions = {name: own(reward, is_async=True) for name in ("rule", "more")}
+    functions = {name: own(reward) for name in ("rule", "more")}
     scorer = combined(config, functions)
     async with anyio.create_task_group() as group:
         for _ in range(3):

@@ -342,7 +342,7 @@ async def test_unknown_kwargs_of_a_method_are_an_error() -> None:
             return ""
 
     context = ToolContext("val", 0, extra_info={"tools_kwargs": {"search": {"execute_kwargs": {"page": 1}}}})
-    with pytest.raises(UserCodeError, match=r"Plain\.execute cannot be called with the row's tools_kwargs: .*page"):
+    with pytest.raises(UserCodeError, match=r"tools_kwargs do not fit .*Plain\.execute.*page"):
         await once(toolbox_of(Plain()), context=context)
 
 

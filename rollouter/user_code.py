@@ -1,0 +1,129 @@
+"""Code of the user: loaded by name or import path, checked before it is called, and the values that it returns."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pydantic
+
+from asyncrl.config.import_path import load_object, nearest
+from asyncrl.config.sections.base import ConfigSection
+from asyncrl.core.failures import AsyncRLError, ConfigError
+from asyncrl.core.types import SampleId
+
+Section = TypeVar("Section", bound=ConfigSection)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryContext:
+    """The trajectory that a tool or an environment is called for."""
+
+    sample_id: SampleId | str
+    """The sample's id; in validation the name of its prompt."""
+    trajectory: int
+    """The trajectory's number within the sample, from 0."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The prompt."""
+    data_source: str = "default"
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_registered(name: str, key: str, built_in: Mapping[str, Any], kind: str) -> Any:
+    """Return what the configuration names: a built-in, `module:name`, `module.name` or `path/file.py:name`.
+
+    Args:
+        built_in: Objects or their import paths by short name.
+        kind: `Class` or `function`, for the error.
+
+    Raises:
+        ConfigError: there is no such object.
+        UserCodeError: the module raised when it was imported.
+    """
+    target = built_in.get(name, name)
+    if not isinstance(target, str):
+        return target
+    if ":" not in target:
+        module, dot, attribute = target.rpartition(".")
+        if not dot:
+            raise ConfigError(
+                f"{key}: {name!r} is no built-in{nearest(name, list(built_in))}; your own is written module:{kind} or "
+                f"path/file.py:{kind}"
+            )
+        target = f"{module}:{attribute}"
+    return load_object(target, key)
+
+
+def parse_settings(kind: type[Section], config: Mapping[str, Any]) -> Section:
+    """Validate the `config` of a built-in tool or environment.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a value of the wrong type.
+    """
+    if unknown := [name for name in config if name not in kind.model_fields]:
+        names = list(kind.model_fields)
+        raise ConfigError(f"{unknown[0]}: there is no such key, so it would have no effect{nearest(unknown[0], names)}")
+    try:
+        return kind.model_validate(dict(config))
+    except pydantic.ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "missing":
+            raise ConfigError(f"{key}: it is required here and was not given") from error
+        raise ConfigError(f"{key}: {detail['input']!r} cannot be used: {detail['msg']}") from error
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature, or None: some compiled functions have none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None
+
+
+def call_problem(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Describe why the function cannot be called with these arguments; empty if it can."""
+    signature = signature_of(function)
+    if signature is None:
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", repr(function))
+        unknown = [one for one in kwargs if one not in signature.parameters]
+        hint = nearest(unknown[0], list(signature.parameters)) if unknown else ""
+        return f"{name}{signature}: {error}{hint}"
+    return ""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function or a callable object is `async`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception as part of a message; our own errors already say everything."""
+    return error.message if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+
+
+def finite(value: Any) -> float | None:
+    """Return a finite number of Python or numpy, or a tensor of one element, as float; else None."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        number = math.nan if isinstance(number, str | bytes) else float(number)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any, most: int = 120) -> str:
+    """Return the value in at most `most` characters, to be quoted in a message."""
+    return shorten(repr(value), most)
+
+
+def shorten(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
