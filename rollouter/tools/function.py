@@ -19,15 +19,16 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, overload
+from typing import Any, overload
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import ArgsKwargs, PydanticSerializationError, to_json
 
 from asyncrl.core.failures import ConfigError
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolContext, ToolResponse
+from rollouter.user_code import is_async
 
 _SECTION = re.compile(
     r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?|Attributes|See Also|References):\s*"
@@ -54,26 +55,32 @@ class FunctionTool(BaseTool[ToolContext]):
         functools.update_wrapper(self, function)
         self.function = function
         self._name = str(name or getattr(function, "__name__", type(function).__name__))
-        summary, self._about = _docstring(function)
+        summary, about = _docstring(function)
         self._description = summary if description is None else description
         if not self._description:
             raise ConfigError(
                 f"tool function {self._name}: it has no docstring, so a model would not know what it is for; write one"
             )
-        self._names: dict[str, str] = {}
-        """Parameters by field of the model: a field must not have a name that pydantic uses itself."""
         self._context = ""
         """The parameter for the context; empty without one."""
-        self._model = self._arguments_model()
+        collector = self._collector()
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(collector)
+            self._parameters = self._adapter.json_schema(schema_generator=_PlainSchema)
+        except PydanticUserError as error:
+            raise ConfigError(
+                f"tool function {self._name}: its parameters have no JSON schema: {error.message}"
+            ) from error
+        for name, parameter in self._parameters.setdefault("properties", {}).items():
+            parameter.pop("title", None)
+            if name in about:
+                parameter["description"] = about[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def function_schema(self) -> Mapping[str, Any]:
-        parameters = self._model.model_json_schema(schema_generator=_PlainSchema)
-        parameters.pop("title", None)
-        parameters.setdefault("properties", {})
-        function = {"name": self._name, "description": self._description, "parameters": parameters}
+        function = {"name": self._name, "description": self._description, "parameters": self._parameters}
         return {"type": "function", "function": function}
 
     async def create(self, context: ToolContext) -> ToolContext:  # type: ignore[override]  # no kwargs reach a function
@@ -89,39 +96,24 @@ class FunctionTool(BaseTool[ToolContext]):
             BadArgumentsError: the model's arguments cannot be converted.
         """
         try:
-            validated = self._model.model_validate(dict(arguments))
+            bound: dict[str, Any] = self._adapter.validate_python(ArgsKwargs((), dict(arguments)))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             raise BadArgumentsError(f"{place}: {first['msg']}" if place else first["msg"]) from None
-        # Omitted arguments keep the function's own default.
-        bound = {
-            parameter: getattr(validated, field)
-            for field, parameter in self._names.items()
-            if field in validated.model_fields_set
-        }
         return bound | {self._context: context} if self._context else bound
 
-    def _arguments_model(self) -> type[BaseModel]:
-        fields: dict[str, Any] = {}
-        for number, (parameter, hint) in enumerate(self._hinted()):
-            if _is_context(hint):
-                self._context = parameter.name
-                continue
-            about: dict[str, Any] = (
-                {"description": self._about[parameter.name]} if parameter.name in self._about else {}
-            )
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[f"p{number}"] = (Annotated[hint, Field(alias=parameter.name, **about)], default)
-            self._names[f"p{number}"] = parameter.name
-        try:
-            model = create_model(self._name, __config__=ConfigDict(extra="forbid"), **fields)
-            model.model_json_schema(schema_generator=_PlainSchema)
-        except PydanticUserError as error:
-            raise ConfigError(
-                f"tool function {self._name}: its parameters have no JSON schema: {error.message}"
-            ) from error
-        return model
+    def _collector(self) -> Any:
+        """Return a function with the parameters that the model sees; it returns its arguments by name."""
+
+        def collect(**arguments: Any) -> dict[str, Any]:
+            return arguments
+
+        hinted = list(self._hinted())
+        parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter, _ in hinted]
+        collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        collect.__annotations__ = {parameter.name: hint for parameter, hint in hinted}
+        return collect
 
     def _hinted(self) -> Iterator[tuple[inspect.Parameter, Any]]:
         function = self.function
@@ -144,7 +136,10 @@ class FunctionTool(BaseTool[ToolContext]):
                     f"tool function {self._name}: parameter {parameter.name!r} has no type hint, so the model would "
                     "not know what to write; annotate it"
                 )
-            yield parameter, hints[parameter.name]
+            if _is_context(hints[parameter.name]):
+                self._context = parameter.name
+            else:
+                yield parameter, hints[parameter.name]
 
 
 class AsyncFunctionTool(FunctionTool):
@@ -158,8 +153,7 @@ def as_tool(function: Callable[..., Any], *, name: str | None = None, descriptio
     """Return a sync or async function as a tool; a `FunctionTool` is returned unchanged. Raises as `FunctionTool`."""
     if isinstance(function, FunctionTool):
         return function
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return (AsyncFunctionTool if is_async else FunctionTool)(function, name=name, description=description)
+    return (AsyncFunctionTool if is_async(function) else FunctionTool)(function, name=name, description=description)
 
 
 @overload
