@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncrl.assets import resolve
+from asyncrl.config.import_path import nearest
 from asyncrl.config.sections.data import ReasoningGymConfig
 from asyncrl.core.failures import ConfigError, DataError, UserCodeError
 from asyncrl.core.types import Media
 from rollouter.prompts.media import extract, has_media
+from rollouter.user_code import shown
 
 RESERVED_SAMPLING_PARAMS = frozenset({"seed", "n", "logprobs", "prompt_logprobs", "output_kind"})
 """`seed` crashes the CPU engine; the trajectory format depends on the others."""
@@ -115,8 +117,7 @@ def _sampling_params(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return "missing" if value is None else text if len(text) <= 80 else text[:77] + "..."
+    return "missing" if value is None else shown(value, 80)
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -138,13 +139,18 @@ class FileRows:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def __iter__(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row and its place, which is faster than access by number."""
+        for file in self._files:
+            yield from ((file.parsed(raw, at), file.where(at)) for at, raw in enumerate(file.dataset))
+
     def _locate(self, index: int) -> tuple[_DataFile, int]:
         number = bisect_right(self._ends, index)
         return self._files[number], index - (self._ends[number - 1] if number else 0)
 
     def row(self, index: int) -> Mapping[str, Any]:
         file, at = self._locate(index)
-        return file.row(at)
+        return file.parsed(file.dataset[at], at)
 
     def where(self, index: int) -> str:
         file, at = self._locate(index)
@@ -155,19 +161,18 @@ class FileRows:
 
 
 class _DataFile:
-    """One memory-mapped file."""
+    """One memory-mapped Parquet file."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         self.name = name
         self.directory = Path(resolve(name)).parent
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
-    def row(self, index: int) -> Mapping[str, Any]:
-        row: Mapping[str, Any] = self._dataset[index]
-        return row
+    def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+        return raw
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
@@ -180,16 +185,12 @@ class _JsonLines(_DataFile):
     """
 
     def __init__(self, name: str, dataset: Any) -> None:
-        super().__init__(name, dataset)
         self._lines = np.array([i for i, line in enumerate(dataset["text"]) if line.strip()], dtype=np.int64)
+        super().__init__(name, dataset.select(self._lines) if len(self._lines) < len(dataset) else dataset)
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def row(self, index: int) -> Mapping[str, Any]:
-        text = self._dataset[int(self._lines[index])]["text"]
+    def parsed(self, raw: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(text)
+            row = json.loads(raw["text"])
         except json.JSONDecodeError as error:
             raise DataError(f"{self.where(index)}: not JSON: {error}") from error
         if not isinstance(row, dict):
@@ -212,6 +213,8 @@ def _open(name: str, key: str, cache_dir: Path) -> _DataFile:
         raise ConfigError(f"{key}: {error}") from error
     if not Path(path).is_file():
         raise ConfigError(f"{key}: {name} is not a file; give the path of a .parquet or .jsonl file")
+    if not Path(path).stat().st_size:
+        raise ConfigError(f"{key}: {name} is empty")
     suffix = Path(path).suffix.lower()
     try:
         if suffix == ".parquet":
@@ -272,15 +275,12 @@ class GymRows:
 
 
 def _create_task(config: ReasoningGymConfig, size: int, seed: int) -> Any:
-    import difflib
-
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if config.task not in DATASETS:
-        near = difflib.get_close_matches(config.task, DATASETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {len(DATASETS)} tasks, e.g. 'chain_sum'"
-        raise ConfigError(f"data.reasoning_gym.task: reasoning-gym has no task {config.task!r}{hint}")
+        near = nearest(config.task, list(DATASETS))
+        raise ConfigError(f"data.reasoning_gym.task: reasoning-gym has no task {config.task!r}{near}")
     try:
         return reasoning_gym.create_dataset(config.task, size=size, seed=seed, **config.kwargs)
     except Exception as error:

@@ -51,7 +51,7 @@ class Gsm8kTool(BaseTool[Gsm8kState]):
         """
         if penalty > 0:
             raise ConfigError(
-                f"rollout.multi_turn.tools (Gsm8kTool).config.penalty = {penalty!r}: it is the reward of a turn whose "
+                f"penalty = {penalty!r}: it is the reward of a turn whose "
                 f"answer is no better than before, and above zero it pays to be wrong; write {-penalty!r}"
             )
         self._penalty = penalty

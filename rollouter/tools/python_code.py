@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import signal
 import site
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import anyio
 
-from asyncrl.core.failures import ConfigError
 from rollouter.tools.base import BaseTool, ToolContext, ToolResponse
 from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox, ConfinedProcess
+from rollouter.user_code import parse_settings
 
 log = logging.getLogger(__name__)
 
-_KEY = "rollout.multi_turn.tools (PythonTool).config"
+
+class PythonSettings(CodeLimits):
+    """The settings of `PythonTool`."""
+
+    session: bool = False
+    """Use one process per trajectory, whose variables survive between calls, instead of one per call. Code can then
+    raise its own limit of processor time; that of wall time holds."""
+    network: Literal["denied", "allowed"] = "denied"
+    """`allowed` lets the code use the network."""
+    files: Literal["private", "shared"] = "private"
+    """`shared` lets the code read and write the files of the run's user, if that cannot be prevented."""
+    packages: bool = False
+    """Let the code import the installed packages, not only the standard library."""
+    read_paths: tuple[str, ...] = ()
+    """Files and directories that the code may read."""
 
 
 @dataclass(slots=True)
@@ -53,45 +66,25 @@ class PythonTool(BaseTool[PythonState]):
         },
     }
 
-    def __init__(
-        self,
-        *,
-        session: bool = False,
-        network: Literal["denied", "allowed"] = "denied",
-        files: Literal["private", "shared"] = "private",
-        packages: bool = False,
-        read_paths: Sequence[str] = (),
-        **limits: Any,
-    ) -> None:
+    def __init__(self, **settings: Any) -> None:
         """Check which walls this machine supports. Blocks for about 0.1 s.
 
         Args:
-            session: Use one process per trajectory, whose variables survive between calls, instead of one per call.
-                Code can then raise its own limit of processor time; that of wall time holds.
-            network: `allowed` lets the code use the network.
-            files: `shared` lets the code read and write the files of the run's user, if that cannot be prevented.
-            packages: Let the code import the installed packages, not only the standard library.
-            read_paths: Files and directories that the code may read.
-            limits: Fields of `CodeLimits`.
+            settings: The keys of `PythonSettings`.
 
         Raises:
             ConfigError: a wall cannot be built on this machine, or a value is invalid.
         """
-        for key, value, known in (("network", network, ("denied", "allowed")), ("files", files, ("private", "shared"))):
-            if value not in known:
-                raise ConfigError(f"{_KEY}.{key} = {value!r}; expected {' or '.join(known)}")
-        self._session = session
-        try:
-            self._sandbox = CodeSandbox(
-                _limits(limits),
-                network=network == "allowed",
-                shared_files=files == "shared",
-                import_paths=site.getsitepackages() if packages else (),
-                read_paths=read_paths,
-                keep=session,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{_KEY}: {error.message}", error.cause) from error
+        chosen = parse_settings(PythonSettings, settings)
+        self._session = chosen.session
+        self._sandbox = CodeSandbox(
+            chosen,
+            network=chosen.network == "allowed",
+            shared_files=chosen.files == "shared",
+            import_paths=site.getsitepackages() if chosen.packages else (),
+            read_paths=chosen.read_paths,
+            keep=chosen.session,
+        )
         walls = ", ".join(f"{wall} by {' and '.join(how)}" for wall, how in self._sandbox.walls.stands.items() if how)
         log.info("code of the model is confined: %s", walls)
 
@@ -104,30 +97,19 @@ class PythonTool(BaseTool[PythonState]):
         Raises:
             InfraError: no process could be started.
         """
-        code: str = arguments["code"]
-        if not self._session:
-            process = await self._sandbox.start()
-            try:
-                outcome = await process.run(code)
-            finally:
-                await process.close()
-            return self._response(outcome)
+        state = state if self._session else PythonState()
         async with state.lock:
-            return self._response(await self._run_in_session(state, code))
-
-    async def _run_in_session(self, state: PythonState, code: str) -> CodeOutcome:
-        if state.process is None:
-            state.process = await self._sandbox.start()
-        process = state.process
-        finished = False
-        try:
-            outcome = await process.run(code)
-            finished = process.alive
-        finally:
-            if not finished:  # cancelled or ended: the next call gets a new process
-                state.process = None
-                await process.close()
-        return outcome
+            if state.process is None:
+                state.process = await self._sandbox.start()
+            process, finished = state.process, False
+            try:
+                outcome = await process.run(arguments["code"])
+                finished = process.alive and self._session
+            finally:
+                if not finished:  # the next call gets a new process
+                    state.process = None
+                    await process.close()
+            return self._response(outcome)
 
     async def release(self, state: PythonState, **kwargs: Any) -> None:
         if state.process is not None:
@@ -167,18 +149,3 @@ def _exit(code: int | None) -> str:
         return f"by signal {signal.Signals(-code).name}"
     except ValueError:
         return f"by signal {-code}"
-
-
-def _limits(values: Mapping[str, Any]) -> CodeLimits:
-    known = [item.name for item in fields(CodeLimits)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(
-                name, [*known, "session", "network", "files", "packages", "read_paths"], n=1
-            )
-            hint = f"did you mean {near[0]!r}?" if near else f"its limits are {', '.join(known)}"
-            raise ConfigError(f"{_KEY}.{name}: the tool has no such setting; {hint}")
-    try:
-        return CodeLimits(**values)
-    except ValueError as error:
-        raise ConfigError(f"{_KEY}: {error}") from error

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from asyncrl.assets import resolve
+from asyncrl.config.sections.base import ConfigSection, Positive, Share
 from asyncrl.core.failures import ConfigError, DataError
+from rollouter.prompts.dataset import FileRows
 from rollouter.tools.base import BadArgumentsError, BaseTool, ToolResponse
+from rollouter.user_code import parse_settings, shown
 
 log = logging.getLogger(__name__)
 
-_KEY = "rollout.multi_turn.tools (SearchTool).config"
 _WORD = re.compile(r"\w+")
 _CHUNK_TEXTS = 2048
-_BATCH_ROWS = 1024
 
 
 class SearchDocument(NamedTuple):
@@ -113,10 +114,27 @@ def _count(
     return columns[0], columns[1], columns[2], np.asarray(lengths, dtype=np.int64)
 
 
+class SearchSettings(ConfigSection):
+    """The settings of `SearchTool`."""
+
+    path: str
+    """A .jsonl or .parquet file."""
+    top_k: Positive = 3
+    """Number of documents shown by default."""
+    max_top_k: Positive = 10
+    """Largest number that the model can request."""
+    snippet_words: Positive = 60
+    """Length of the passage shown of each document."""
+    k1: Annotated[float, Field(ge=0)] = 1.2
+    """Saturation of repeated words; with 0 only presence counts."""
+    b: Share = 0.75
+    """Penalty of long documents."""
+
+
 class SearchTool(BaseTool[None]):
     """Searches documents of a JSONL or Parquet file with `text` and optionally `id` and `title`.
 
-    The constructor builds the index: 100,000 documents of 100 words (50 MB) take 6 s of one core and 230 MB; a query
+    The constructor builds the index: 100,000 documents of 100 words (50 MB) take 8 s of one core and 230 MB; a query
     takes 1 ms. Words are compared in lower case and not stemmed; languages without spaces between words need another
     tool.
     """
@@ -138,44 +156,25 @@ class SearchTool(BaseTool[None]):
         },
     }
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        top_k: int = 3,
-        max_top_k: int = 10,
-        snippet_words: int = 60,
-        k1: float = 1.2,
-        b: float = 0.75,
-    ) -> None:
+    def __init__(self, **settings: Any) -> None:
         """Read the documents and build the index. Blocks.
 
         Args:
-            path: A .jsonl or .parquet file.
-            top_k: Number of documents shown by default.
-            max_top_k: Largest number that the model can request.
-            snippet_words: Length of the passage shown of each document.
-            k1: Saturation of repeated words; with 0 only presence counts.
-            b: Penalty of long documents, from 0 to 1.
+            settings: The keys of `SearchSettings`.
 
         Raises:
             ConfigError: there is no such file, or a value is invalid.
             DataError: a row is no document; names the file and the row.
         """
-        for key, value in (("top_k", top_k), ("max_top_k", max_top_k), ("snippet_words", snippet_words)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{_KEY}.{key} = {value!r}; expected an integer of at least 1")
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigError(f"{_KEY}: k1 = {k1!r}, b = {b!r}; expected k1 of at least 0 and b from 0 to 1")
-        self._top_k = min(top_k, max_top_k)
-        self._max_top_k = max_top_k
-        self._snippet_words = snippet_words
+        chosen = parse_settings(SearchSettings, settings)
+        self._settings = chosen
         started = time.monotonic()
-        self._documents = list(read_documents(path))
+        self._documents = read_documents(chosen.path)
         if not self._documents:
-            raise ConfigError(f"{_KEY}.path: {path} has no documents")
-        self._index = Bm25Index((f"{one.title} {one.text}" for one in self._documents), k1=k1, b=b)
-        log.info("%d documents of %s indexed in %.1f s", len(self._documents), path, time.monotonic() - started)
+            raise ConfigError(f"path: {chosen.path} has no documents")
+        texts = (f"{one.title} {one.text}" for one in self._documents)
+        self._index = Bm25Index(texts, k1=chosen.k1, b=chosen.b)
+        log.info("%d documents of %s indexed in %.1f s", len(self._documents), chosen.path, time.monotonic() - started)
 
     def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> ToolResponse:
         """
@@ -185,14 +184,17 @@ class SearchTool(BaseTool[None]):
         query = list(dict.fromkeys(words(arguments["query"])))
         if not query:
             raise BadArgumentsError("the query has no words; say what to search for")
-        hits = self._index.search(query, min(arguments.get("top_k") or self._top_k, self._max_top_k))
+        top_k = min(arguments.get("top_k") or self._settings.top_k, self._settings.max_top_k)
+        hits = self._index.search(query, top_k)
         shown = [self._shown(rank, self._documents[hit.number], query) for rank, hit in enumerate(hits, start=1)]
         text = "\n\n".join(shown) or "No document has any of these words."
         return ToolResponse(text, metrics={"hits": float(len(hits))})
 
     def _shown(self, rank: int, document: SearchDocument, query: Sequence[str]) -> str:
         weights = {word: self._index.idf(word) for word in query}
-        return f"{rank}. {document.title or document.id}\n{snippet(document.text, weights, self._snippet_words)}"
+        return (
+            f"{rank}. {document.title or document.id}\n{snippet(document.text, weights, self._settings.snippet_words)}"
+        )
 
 
 def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
@@ -220,63 +222,24 @@ def snippet(text: str, weights: Mapping[str, float], max_words: int) -> str:
     return left + " ".join(passage.split()) + right
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
-def read_documents(path: str) -> Iterator[SearchDocument]:
-    """Yield the documents of a JSONL or Parquet file.
+def read_documents(path: str) -> list[SearchDocument]:
+    """Return the documents of a JSONL or Parquet file.
 
     Raises:
         ConfigError: there is no such file, or it has another suffix.
         DataError: a row is no document; names the file and the row.
     """
-    try:
-        file = Path(resolve(path))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{_KEY}.path: {error}") from error
-    if not file.is_file():
-        raise ConfigError(f"{_KEY}.path: {path} is not a file; give the path of a .jsonl or .parquet file")
-    readers = {".jsonl": _json_rows, ".ndjson": _json_rows, ".parquet": _parquet_rows}
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"{_KEY}.path: {path} has the suffix {file.suffix!r}; expected .jsonl or .parquet")
-    for number, row in reader(file):
-        yield _document(row, number, f"{path}, row {number}")
+    with TemporaryDirectory(prefix="asyncrl-search-") as cache:
+        rows = FileRows([path], key="path", cache_dir=Path(cache))
+        return [_document(row, number, where) for number, (row, where) in enumerate(rows, start=1)]
 
 
-def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{file}, row {number}: not JSON: {error}") from error
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = [name for name in ("id", "title", "text") if name in table.schema_arrow.names]
-        for batch in table.iter_batches(_BATCH_ROWS, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except pyarrow.ArrowException as error:
-        raise DataError.wrap(f"{file}: cannot be read as Parquet: {error}", error) from error
-
-
-def _document(row: Any, number: int, where: str) -> SearchDocument:
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: {str(row)[:80]!r} is not an object")
-    text, title = row.get("text"), row.get("title")
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field 'text' is {'missing' if text is None else repr(text)[:80]}; expected a string")
-    if title is not None and not isinstance(title, str):
-        raise DataError(f"{where}: field 'title' is {repr(title)[:80]}; expected a string")
+def _document(row: Mapping[str, Any], number: int, where: str) -> SearchDocument:
+    title = row.get("title")
+    values: dict[str, Any] = {"text": row.get("text"), "title": "" if title is None else title}
+    for field, value in values.items():
+        if not isinstance(value, str):
+            state = "missing" if value is None else shown(value)
+            raise DataError(f"{where}: field '{field}' is {state}; expected a string")
     given = row.get("id")
-    return SearchDocument(str(number) if given is None else str(given), title or "", text)
+    return SearchDocument(str(number if given is None else given), values["title"], values["text"])

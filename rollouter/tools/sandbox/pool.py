@@ -20,6 +20,7 @@ file in it is bounded. A process takes 30 to 40 ms to start on one core, 1 ms of
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
 import os
@@ -30,18 +31,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import anyio
 from anyio import to_thread
-from anyio.abc import ByteReceiveStream, ByteSendStream, Process
+from anyio.abc import Process
 
+from asyncrl.config.sections.base import ConfigSection, Positive, Seconds
 from asyncrl.core.failures import BugError, ConfigError, DeadlineError, InfraError
-from rollouter.tools.sandbox.confined.walls import ConfinementSettings
+from rollouter.tools.sandbox.confined.walls import MECHANISMS, ConfinementReport, ConfinementSettings
 
 log = logging.getLogger(__name__)
 
@@ -56,30 +58,21 @@ _BEYOND_BYTES = 64 << 10
 """Allowance for a traceback and the like after the output; more can only come from bypassing `sys.stdout`."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodeLimits:
+class CodeLimits(ConfigSection):
     """Limits of one run of code; those of memory, threads and files apply to the process."""
 
-    wall_s: float = 10.0
-    cpu_s: int = 5
-    memory_mib: int = 512
+    wall_s: Seconds = 10.0
+    cpu_s: Positive = 5
+    memory_mib: Positive = 512
     """Address space, including Python's own 30 MiB."""
-    file_mib: int = 16
+    file_mib: Positive = 16
     """Size of the largest file."""
-    disk_mib: int = 64
+    disk_mib: Positive = 64
     """Size of all files."""
-    open_files: int = 64
-    threads: int = 32
+    open_files: Positive = 64
+    threads: Positive = 32
     """Enforced where users or their processes are distinguishable; otherwise only memory bounds them."""
-    output_bytes: int = 32 << 10
-
-    def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"{name} = {value!r}; expected a positive number")
-            if name != "wall_s" and value != int(value):
-                raise ValueError(f"{name} = {value!r}; expected a whole number")
+    output_bytes: Positive = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +92,8 @@ class ConfinedProcess:
 
     def __init__(self, process: Process, directory: str, limits: CodeLimits, threads: anyio.CapacityLimiter) -> None:
         self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        self._stdin, self._stdout = process.stdin, process.stdout
         self._directory = directory
         self._limits = limits
         self._threads = threads
@@ -107,7 +102,7 @@ class ConfinedProcess:
         """The process can run more code."""
 
     async def greeting(self) -> str:
-        """Return what the process writes before it gets any code: the report of `confined.cell.describe`.
+        """Return what the process writes before it gets any code: its `ConfinementReport`.
 
         Raises:
             InfraError: it did not start.
@@ -145,7 +140,7 @@ class ConfinedProcess:
         return CodeOutcome(output.decode(errors="replace"), ending, exit_code, time.monotonic() - started)
 
     async def _stop(self, *, timed_out: bool) -> CodeEnding:
-        """The process is over, or has to be. Why?"""
+        """End the process, if it has not ended by itself, and return why."""
         self.alive = False
         flooded = len(self._unread) > self._limits.output_bytes + _BEYOND_BYTES
         if not (timed_out or flooded):
@@ -192,16 +187,6 @@ class ConfinedProcess:
             with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S):
                 await self._process.wait()
 
-    @property
-    def _stdin(self) -> ByteSendStream:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def _stdout(self) -> ByteReceiveStream:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
 
 def _remove(directory: str) -> None:
     """Remove the directory, whatever permissions the code has set. The process is dead."""
@@ -215,32 +200,7 @@ def _remove(directory: str) -> None:
         log.warning("the working directory of a code could not be removed: %s: %s", directory, error)
 
 
-MECHANISMS = ("namespaces", "root", "user", "landlock", "seccomp")
-"""The mechanisms of `rollouter.tools.sandbox.confined.walls`."""
-
 _BOOT = "import sys; sys.path.append({here!r}); from confined.cell import main; sys.path.remove({here!r}); main()"
-
-
-@dataclass(frozen=True, slots=True)
-class WallReport:
-    """The walls around a process."""
-
-    stands: Mapping[str, tuple[str, ...]]
-    """The mechanisms that each wall rests on."""
-    missing: Mapping[str, str]
-    """Reasons by mechanism that was tried and failed."""
-
-    @classmethod
-    def parse(cls, report: str) -> WallReport:
-        """Parse the report of `confined.cell.describe`."""
-        stands, missing = {}, {}
-        for line in report.splitlines():
-            sign, name, *rest = line.split(" ")
-            if sign == "+":
-                stands[name] = tuple(rest)
-            else:
-                missing[name] = " ".join(rest)
-        return cls(stands, missing)
 
 
 class CodeSandbox:
@@ -285,7 +245,7 @@ class CodeSandbox:
         self._starts = anyio.CapacityLimiter(os.cpu_count() or 1)
         self._mechanisms, self.walls = self._find(mechanisms)
 
-    def _find(self, mechanisms: Collection[str]) -> tuple[list[str], WallReport]:
+    def _find(self, mechanisms: Collection[str]) -> tuple[list[str], ConfinementReport]:
         """Return the mechanisms that work, probing again without those that fail: a partial namespace is unsafe."""
         if sys.platform != "linux":
             raise ConfigError(f"code of a model can only be confined on Linux, and this is {sys.platform}")
@@ -302,12 +262,12 @@ class CodeSandbox:
                 f"code of a model cannot be kept from the {' and '.join(unwalled)} of this machine: "
                 f"{_lacking(unwalled)}{reasons}"
             )
-        return usable, WallReport(walls.stands, missing)
+        return usable, ConfinementReport(walls.stands, missing)
 
-    def _unwalled(self, walls: WallReport) -> list[str]:
+    def _unwalled(self, walls: ConfinementReport) -> list[str]:
         return [wall for wall in self._required if not walls.stands.get(wall)]
 
-    def _probe(self, mechanisms: list[str]) -> WallReport:
+    def _probe(self, mechanisms: list[str]) -> ConfinementReport:
         with tempfile.TemporaryDirectory(prefix="asyncrl-code-") as directory:
             done = subprocess.run(
                 self._command(directory, mechanisms),
@@ -323,23 +283,16 @@ class CodeSandbox:
         report, ended, _ = done.stdout.decode(errors="replace").partition("\n\n")
         if not ended:
             raise BugError(f"the process for code of a model ended with {done.returncode} before it began", report)
-        return WallReport.parse(report)
+        return _parsed(report)
 
     def _command(self, directory: str, mechanisms: list[str]) -> list[str]:
-        limits = self.limits
         settings = ConfinementSettings(
+            **{name: getattr(self.limits, name) for name in CodeLimits.model_fields},
             work_dir=directory,
             read_paths=self._read_paths,
             import_paths=self._import_paths,
             mechanisms=mechanisms,
             network=self._network,
-            cpu_s=int(limits.cpu_s),
-            memory_bytes=int(limits.memory_mib) << 20,
-            file_bytes=int(limits.file_mib) << 20,
-            disk_bytes=int(limits.disk_mib) << 20,
-            open_files=int(limits.open_files),
-            threads=int(limits.threads),
-            output_bytes=int(limits.output_bytes),
             keep=self._keep,
         )
         boot = _BOOT.format(here=str(Path(__file__).parent))
@@ -367,7 +320,7 @@ class CodeSandbox:
                     raise InfraError(f"a process for code could not be started: {error}") from error
             confined = ConfinedProcess(process, directory, self.limits, self._threads)
             try:
-                walls = WallReport.parse(await confined.greeting())
+                walls = _parsed(await confined.greeting())
                 if missing := self._unwalled(walls):
                     problem = f"{', '.join(missing)}: {dict(walls.missing)}"
                     raise InfraError(f"a process for code started without its walls: {problem}")
@@ -375,6 +328,11 @@ class CodeSandbox:
                 await confined.close()
                 raise
         return confined
+
+
+def _parsed(report: str) -> ConfinementReport:
+    """Parse what the process writes before it gets any code; see `ConfinementReport.__repr__`."""
+    return ConfinementReport(*ast.literal_eval(report))
 
 
 def _lacking(walls: list[str]) -> str:

@@ -23,8 +23,9 @@ from asyncrl.core.failures import ConfigError, InfraError
 from rollouter.tools import ToolContext, ToolResponse
 from rollouter.tools.loading import load_tools
 from rollouter.tools.python_code import PythonTool
-from rollouter.tools.sandbox.confined import kernel, walls
-from rollouter.tools.sandbox.pool import MECHANISMS, CodeLimits, CodeOutcome, CodeSandbox
+from rollouter.tools.sandbox.confined import kernel
+from rollouter.tools.sandbox.confined.walls import MECHANISMS
+from rollouter.tools.sandbox.pool import CodeLimits, CodeOutcome, CodeSandbox
 from rollouter.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code is confined on Linux only")
@@ -564,12 +565,12 @@ async def test_many_at_once_do_not_hold_the_event_loop(tool: PythonTool) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"network": "on"}, r"config\.network = 'on'; expected denied or allowed"),
-        ({"files": True}, r"config\.files = True; expected private or shared"),
-        ({"memory_mb": 1}, r"config\.memory_mb: the tool has no such setting; did you mean 'memory_mib'\?"),
-        ({"cpu_s": 0}, r"cpu_s = 0; expected a positive number"),
-        ({"cpu_s": 0.5}, r"cpu_s = 0\.5; expected a whole number"),
-        ({"wall_s": "5"}, r"wall_s = '5'; expected a positive number"),
+        ({"network": "on"}, "network: 'on' cannot be used: .*'denied' or 'allowed'"),
+        ({"files": True}, "files: True cannot be used: .*'private' or 'shared'"),
+        ({"memory_mb": 1}, r"memory_mb: there is no such key.*; did you mean 'memory_mib'\?"),
+        ({"cpu_s": 0}, "cpu_s: 0 cannot be used: .* greater than 0"),
+        ({"cpu_s": 0.5}, r"cpu_s: 0\.5 cannot be used: .* integer"),
+        ({"wall_s": "five"}, "wall_s: 'five' cannot be used: .* number"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
@@ -603,7 +604,7 @@ def test_a_wall_that_cannot_be_built_is_refused(mechanisms: tuple[str, ...], mes
 
 async def test_what_may_be_missing_can_be_accepted() -> None:
     sandbox = CodeSandbox(FAST, mechanisms=("seccomp",), shared_files=True)
-    assert sandbox.walls.stands["files"] == ()
+    assert sandbox.walls.stands["files"] == []
     assert (await run(sandbox, "len(open('/etc/passwd').read()) > 0")).output == "True\n"
 
 
@@ -614,7 +615,3 @@ async def test_a_process_without_its_walls_gets_no_code(monkeypatch: pytest.Monk
     with pytest.raises(InfraError, match="started without its walls: network, files, processes"):
         await sandbox.start()
     assert await gone(before)
-
-
-def test_both_sides_know_the_same_mechanisms() -> None:
-    assert walls.MECHANISMS == MECHANISMS

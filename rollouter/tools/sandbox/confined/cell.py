@@ -16,7 +16,7 @@ import resource
 import sys
 from types import ModuleType
 
-from .walls import ConfinementReport, ConfinementSettings, confine
+from .walls import ConfinementSettings, confine
 
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 _TRACEBACK_CHARS = 4000
@@ -33,7 +33,7 @@ def main() -> None:
     os.close(null)
     sys.argv = [""]
     sys.path[:] = ["", *sys.path, *settings.import_paths]
-    _write(describe(report).encode())
+    _write(f"{report!r}\n\n".encode())
     cell = CodeCell(settings)
     while header := requests.readline():
         mark, length = header.decode().split()
@@ -42,13 +42,6 @@ def main() -> None:
         if not settings.keep:
             break
     os._exit(0)  # do not wait for threads of the code
-
-
-def describe(report: ConfinementReport) -> str:
-    """Format the report as lines `+ wall mechanism …` and `- mechanism reason`, and an empty one."""
-    stands = [" ".join(["+", wall, *mechanisms]) for wall, mechanisms in report.stands.items()]
-    missing = [f"- {mechanism} {reason}" for mechanism, reason in report.missing.items()]
-    return "\n".join([*stands, *missing, "", ""])
 
 
 def _write(data: bytes) -> None:
@@ -112,7 +105,7 @@ class CodeCell:
             status = "ok" if not leaving.code else "error"
         except BaseException as error:  # noqa: BLE001  any exception of the code is its outcome
             del reserve
-            text = format_traceback(error, code, name, self._settings.memory_bytes)
+            text = format_traceback(error, code, name, self._settings.memory_mib)
             status = "error"
             _write(text.encode(errors="backslashreplace"))
         if output.left_out:
@@ -133,7 +126,7 @@ def execute(code: str, name: str, variables: dict[str, object]) -> None:
             print(repr(value))  # noqa: T201
 
 
-def format_traceback(error: BaseException, code: str, name: str, memory_bytes: int) -> str:
+def format_traceback(error: BaseException, code: str, name: str, memory_mib: int) -> str:
     """Format the traceback without our own frames; the middle of a long one is cut."""
     import linecache
     import traceback
@@ -146,5 +139,5 @@ def format_traceback(error: BaseException, code: str, name: str, memory_bytes: i
     if len(text) > _TRACEBACK_CHARS:
         text = f"{text[: _TRACEBACK_CHARS // 4]}\n[…]\n{text[-_TRACEBACK_CHARS * 3 // 4 :]}"
     if isinstance(error, MemoryError):
-        text += f"The code may use at most {memory_bytes >> 20} MiB of memory.\n"
+        text += f"The code may use at most {memory_mib} MiB of memory.\n"
     return text

@@ -18,46 +18,32 @@ from . import kernel, landlock, namespaces, seccomp
 
 
 class ConfinementSettings:
-    """The command line of a confined process; its limits are those of `rollouter.tools.sandbox.pool.CodeLimits`.
+    """The command line of a confined process, with the limits of `rollouter.tools.sandbox.pool.CodeLimits`.
 
     No dataclass and no JSON: importing these modules takes longer than everything else before the code runs.
     """
 
-    def __init__(
-        self,
-        *,
-        work_dir: str,
-        read_paths: list[str],
-        import_paths: list[str],
-        mechanisms: list[str],
-        network: bool,
-        cpu_s: int,
-        memory_bytes: int,
-        file_bytes: int,
-        disk_bytes: int,
-        open_files: int,
-        threads: int,
-        output_bytes: int,
-        keep: bool,
-    ) -> None:
-        self.work_dir = work_dir
-        self.read_paths = read_paths
-        """Readable files and directories besides Python's own."""
-        self.import_paths = import_paths
-        """Directories of packages; readable too."""
-        self.mechanisms = mechanisms
-        """Which of `walls.MECHANISMS` to try."""
-        self.network = network
-        """Allow the network."""
-        self.cpu_s = cpu_s
-        self.memory_bytes = memory_bytes
-        self.file_bytes = file_bytes
-        self.disk_bytes = disk_bytes
-        self.open_files = open_files
-        self.threads = threads
-        self.output_bytes = output_bytes
-        self.keep = keep
-        """Run further code after the first, with its variables."""
+    work_dir: str
+    read_paths: list[str]
+    """Readable files and directories besides Python's own."""
+    import_paths: list[str]
+    """Directories of packages; readable too."""
+    mechanisms: list[str]
+    """Which of `MECHANISMS` to try."""
+    network: bool
+    """Allow the network."""
+    keep: bool
+    """Run further code after the first, with its variables."""
+    cpu_s: int
+    memory_mib: int
+    file_mib: int
+    disk_mib: int
+    open_files: int
+    threads: int
+    output_bytes: int
+
+    def __init__(self, **values: object) -> None:
+        vars(self).update(values)
 
     def encode(self) -> str:
         return marshal.dumps(vars(self)).hex()
@@ -91,9 +77,13 @@ _SIGKILL = 9
 class ConfinementReport:
     """The mechanisms that each wall rests on, and why others failed."""
 
-    def __init__(self) -> None:
-        self.stands: dict[str, list[str]] = {wall: [] for wall in WALLS}
-        self.missing: dict[str, str] = {}
+    def __init__(self, stands: dict[str, list[str]] | None = None, missing: dict[str, str] | None = None) -> None:
+        self.stands = stands or {wall: [] for wall in WALLS}
+        self.missing = missing or {}
+
+    def __repr__(self) -> str:
+        """Return what the process writes before it runs code: a Python literal in one line."""
+        return repr((self.stands, self.missing))
 
     def stand(self, mechanism: str, *walls: str) -> None:
         for wall in walls:
@@ -148,7 +138,7 @@ def readable(settings: ConfinementSettings) -> list[str]:
 
 def _change_root(settings: ConfinementSettings, read_paths: list[str], report: ConfinementReport) -> bool:
     try:
-        namespaces.own_root(settings.work_dir, read_paths, settings.disk_bytes)
+        namespaces.own_root(settings.work_dir, read_paths, settings.disk_mib << 20)
     except OSError as error:
         report.missing["root"] = str(error)
         return False
@@ -185,8 +175,8 @@ def _become_nobody(outer_pid: int, paths: list[str]) -> None:
 
 def _set_limits(settings: ConfinementSettings, *, counts_alone: bool) -> None:
     limits = {
-        resource.RLIMIT_AS: settings.memory_bytes,
-        resource.RLIMIT_FSIZE: settings.file_bytes,
+        resource.RLIMIT_AS: settings.memory_mib << 20,
+        resource.RLIMIT_FSIZE: settings.file_mib << 20,
         resource.RLIMIT_NOFILE: settings.open_files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
