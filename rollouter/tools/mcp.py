@@ -19,10 +19,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import anyio
 from anyio import to_thread
+from anyio.abc import TaskGroup
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
@@ -74,52 +75,34 @@ class StderrTail:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Deadline for leaving the client of a server that is closed. The client kills a process well before."""
+"""Deadline for leaving a client that is no longer needed. The client kills a process well before."""
 MAX_PAGES = 100
 """Maximum number of pages of a server's list of tools."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 
 
-class OfferedTool(NamedTuple):
-    """A tool that a server offers."""
-
-    name: str
-    """The tool's name for the model; the server's own may contain characters that function names cannot."""
-    schema: Mapping[str, Any]
-    tool: BaseTool[None]
-
-
 class McpServer:
-    """A configured server. `run` keeps the connection; all other methods may be called from any task."""
+    """A configured server. Its connections are tasks of `group`; all methods may be called from any task."""
 
-    def __init__(self, config: McpServerConfig, key: str) -> None:
-        """`key` is the server's place in the configuration, for errors."""
+    def __init__(self, config: McpServerConfig, key: str, group: TaskGroup) -> None:
+        """Connect. `key` is the server's place in the configuration, for errors."""
         self._config = config
         self._key = key
-        self._connection = _Connection()
-        self._reconnect = anyio.Event()
+        self._group = group
         self._closing = False
-        self._scope = anyio.CancelScope()
-
-    async def run(self) -> None:
-        """Keep a connection, and open another one when a call requests it, until `close`."""
-        with self._scope:
-            while not self._closing:
-                connection = self._connection
-                await self._keep(connection)
-                connection.settle(_ConnectionLost("the session has ended"))
-                if not self._closing:
-                    await self._reconnect.wait()
-                    self._reconnect = anyio.Event()
+        self._connection = self._connect()
 
     def close(self) -> None:
-        """Let `run` end, and the server with it."""
+        """Let the connection end, and the server with it."""
         self._closing = True
-        self._scope.deadline = anyio.current_time() + CLOSE_S
-        self._connection.leave.set()
-        self._reconnect.set()
+        self._connection.end()
 
-    async def offered(self) -> list[OfferedTool]:
+    def _connect(self) -> _Connection:
+        connection = _Connection()
+        self._group.start_soon(self._keep, connection)
+        return connection
+
+    async def offered(self) -> list[McpTool]:
         """Return the server's tools, once it has listed them.
 
         Raises:
@@ -136,7 +119,7 @@ class McpServer:
         for name in self._config.tools:
             if name not in served:
                 raise ConfigError(f"{self._key}.tools: {self} has no tool {name!r}{nearest(name, list(served))}")
-        return [self._offer(served[name]) for name in self._config.tools or served]
+        return [McpTool(self, served[name]) for name in self._config.tools or served]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call the server's tool and return the text of its answer.
@@ -154,20 +137,14 @@ class McpServer:
     def __str__(self) -> str:
         return f"the server at {self._config.url}" if self._config.url else f"server `{' '.join(self._config.command)}`"
 
-    def _offer(self, served: ServedTool) -> OfferedTool:
-        name = _NOT_IN_NAMES.sub("_", served.name)[:64]
-        function = {"name": name, "description": served.description or "", "parameters": served.input_schema}
-        return OfferedTool(name, {"type": "function", "function": function}, McpTool(self, served.name))
-
     async def _reconnected(self, lost: _Connection) -> _Connection:
         """Return the connection after `lost`, which the first caller requests."""
         if self._closing:
             raise _ConnectionLost(f"{self} is closed")
         if self._connection is lost:
             logger.warning("%s: %s is gone; it is started or connected to once more", self._key, self)
-            self._connection = _Connection()
-            lost.leave.set()
-            self._reconnect.set()
+            lost.end()
+            self._connection = self._connect()
         connection = self._connection
         await connection.settled.wait()
         if connection.error is not None:
@@ -179,13 +156,15 @@ class McpServer:
         """Enter the client, and leave it on `connection.leave`. An earlier failure becomes the connection's error."""
         config = self._config
         # The scope stays open after the start, without a deadline: the client's own scopes are inside it.
+        connection.scope.deadline = min(connection.scope.deadline, anyio.current_time() + config.start_s)
         tail = StderrTail()
-        with anyio.CancelScope(deadline=anyio.current_time() + config.start_s) as scope:
+        with connection.scope:
             try:
                 async with self._client(tail.file) as client:
                     tail.close()
                     tools = await _all_tools(client)
-                    scope.deadline = math.inf
+                    if not connection.leave.is_set():
+                        connection.scope.deadline = math.inf
                     connection.settle(client=client, tools=tools)
                     await connection.leave.wait()
             except Exception as failures:  # noqa: BLE001  an exception of a transport ends only this connection
@@ -201,11 +180,9 @@ class McpServer:
                     connection.settle(error)
             finally:
                 tail.close()
-        if scope.cancelled_caught:
-            note = await _stderr_note(tail) if not connection.settled.is_set() else ""
-            connection.settle(
-                InfraError(f"{self._key}: {self} did not list its tools within start_s = {config.start_s:g} s{note}")
-            )
+        if connection.scope.cancelled_caught and not connection.settled.is_set():
+            message = f"{self._key}: {self} did not list its tools within start_s = {config.start_s:g} s"
+            connection.settle(InfraError(message + await _stderr_note(tail)))
 
     def _client(self, errors: TextIO) -> Client:
         if self._config.url is not None:
@@ -225,13 +202,21 @@ async def _stderr_note(tail: StderrTail) -> str:
 class McpTool(BaseTool[None]):
     """One tool of a server."""
 
-    def __init__(self, server: McpServer, name: str) -> None:
-        """`name` is the tool's name at the server."""
+    def __init__(self, server: McpServer, served: ServedTool) -> None:
         self._server = server
-        self._name = name
+        self._served = served
+
+    def function_schema(self) -> Mapping[str, Any]:
+        """Return the schema; characters of the server's name that names of functions cannot contain are replaced."""
+        name = _NOT_IN_NAMES.sub("_", self._served.name)[:64]
+        description, parameters = self._served.description or "", self._served.input_schema
+        return {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": parameters},
+        }
 
     async def execute(self, state: None, arguments: Mapping[str, Any]) -> str:  # type: ignore[override]  # a row has nothing to add
-        return await self._server.call(self._name, arguments)
+        return await self._server.call(self._served.name, arguments)
 
 
 class _ConnectionLost(Exception):
@@ -246,11 +231,17 @@ class _Connection:
         """Set when the server has listed its tools, or failed."""
         self.leave = anyio.Event()
         """Set when the connection is no longer needed."""
+        self.scope = anyio.CancelScope()
         self.error: BaseException | None = None
         self.stderr = ""
         """The end of the error message of a server that failed."""
         self.tools: list[ServedTool] = []
         self._client: Client | None = None
+
+    def end(self) -> None:
+        """Leave the client, within `CLOSE_S`."""
+        self.leave.set()
+        self.scope.deadline = anyio.current_time() + CLOSE_S
 
     def settle(
         self, error: BaseException | None = None, *, client: Client | None = None, tools: list[ServedTool] | None = None

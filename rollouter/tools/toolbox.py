@@ -297,17 +297,16 @@ class Toolbox:
             if isinstance(one, LoadedMcpServer):
                 from rollouter.tools.mcp import McpServer  # see `loading`
 
-                servers[one.key] = server = McpServer(one.mcp, f"{one.key}.mcp")
-                group.start_soon(server.run)
-                self._stack.callback(server.close)
+                servers[one.key] = McpServer(one.mcp, f"{one.key}.mcp", group)
+                self._stack.callback(servers[one.key].close)
         tools: list[LoadedTool] = []
         for one in self._configured:
             if isinstance(one, LoadedTool):
                 tools.append(one)
                 continue
-            for offered in await servers[one.key].offered():
-                schema = function_schema(offered.schema, f"{one.key}: tool {offered.name!r} of {servers[one.key]}")
-                tools.append(LoadedTool(offered.tool, schema, one.config, one.key))
+            for tool in await servers[one.key].offered():
+                schema = function_schema(tool.function_schema(), f"{one.key}: a tool of {servers[one.key]}")
+                tools.append(LoadedTool(tool, schema, one.config, one.key))
         return tools
 
     def _make_ready(self, tools: Sequence[LoadedTool]) -> None:
