@@ -1,4 +1,4 @@
-"""From configurations to environments: which class, which arguments, which one a row chooses."""
+"""Loading of environments: classes, their arguments, and the choice of a row."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ async def test_none_values_of_parquet_are_dropped() -> None:
     assert calls[0] == ("reset", "cross", {"more": {"b": 1}})
 
 
-def test_there_may_be_none() -> None:
+def test_a_set_without_interactions_refuses_sessions() -> None:
     loaded = load()
     assert not loaded
     with pytest.raises(ConfigError, match="there are none"):
         loaded.session(context())
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_an_environment_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from rollouter.interactions import Environment\nclass Mine(Environment):\n"
@@ -96,7 +96,7 @@ def test_a_module_that_raises_is_the_users(tmp_path: Path) -> None:
         load(interaction(f"{tmp_path}/torn.py:Mine"))
 
 
-def test_two_of_one_name() -> None:
+def test_two_interactions_of_the_same_name_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"interactions\[2\]\.name: 'b' is taken by rollout\.multi_turn\.interactions\[1\]"
     ):
@@ -104,7 +104,7 @@ def test_two_of_one_name() -> None:
 
 
 async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    """All of it, whatever fails; and it is one object for all trajectories."""
+    """All are closed even if one fails, and all trajectories share one object."""
     loaded = load(
         interaction("Sharing", name="a", config={"fails": True}),
         interaction("Sharing", name="b"),
@@ -117,3 +117,45 @@ async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptur
         await loaded.aclose()
     assert Shared.closed == 2
     assert "interactions[0]: closing Shared failed: gone" in caplog.text
+
+
+ENDPOINT = {"base_url": "http://localhost:1/v1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "message"),
+    [
+        ("scripted", {"reply": ["a"]}, r"config\.reply: there is no such key.*did you mean 'replies'\?"),
+        ("scripted", {"replies": [1]}, r"config\.replies\.0: 1 cannot be used"),
+        ("scripted", {"replies": ["a", ""]}, r"config\.replies: one of them is empty"),
+        ("scripted", {"stop_when": "(#"}, r"config\.stop_when: '\(#' is not a regular expression"),
+        ("retry", {"max_tries": 0}, r"config\.max_tries: 0 cannot be used"),
+        ("retry", {"wrong": ""}, r"config\.wrong: '' cannot be used"),
+        ("retry", {"function": "exact_macth"}, r"config\.function: .*did you mean 'exact_match'\?"),
+        ("retry", {"function": f"{HERE}:nobody"}, r"config\.function: .* has no 'nobody'"),
+        ("retry", {"kwargs": {"pattern": "x"}}, r"config\.kwargs\.pattern: 'x' has no group"),
+        ("reasoning_gym", {"max_tries": "many"}, r"config\.max_tries: 'many' cannot be used"),
+        ("reasoning_gym", {"feedback": ""}, r"config\.feedback: '' cannot be used"),
+        ("model", {**ENDPOINT, "base_url": None}, r"config\.base_url: None cannot be used"),
+        ("model", {**ENDPOINT, "modl": "x"}, r"config\.modl: there is no such key.*did you mean 'model'\?"),
+        (
+            "model",
+            {**ENDPOINT, "api_key_env": "NO_SUCH_KEY"},
+            r"config\.api_key_env: the environment variable 'NO_SUCH_KEY' is not set",
+        ),
+        ("model", {**ENDPOINT, "base_url": "localhost"}, r"config\.base_url: 'localhost' is no address"),
+        ("model", {**ENDPOINT, "params": {"model": "x"}}, r"config\.params\.model: it is set for every request"),
+        ("model", {**ENDPOINT, "stop_phrase": ""}, r"config\.stop_phrase: '' cannot be used"),
+        (
+            "model",
+            {**ENDPOINT, "system_prompt": "ask {queston}"},
+            r"config\.system_prompt: nothing fills \{queston\}; did you mean 'question'",
+        ),
+        ("model", {"base_url": "http://localhost:1/v1"}, r"config\.model: it is required here"),
+    ],
+)
+def test_errors_in_settings_of_built_in_environments_name_the_key(
+    class_name: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"interactions\[0\]\.{message}"):
+        load(interaction(class_name, config=config))

@@ -1,4 +1,4 @@
-"""One environment in one trajectory: its order, its limits, what it may return, and that it is closed."""
+"""One environment in one trajectory: the order of calls, limits, checks of results, and closing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.fakes.environments import assistant, context, interaction, load
 from tests.fuzz.loop import run
 
 
-def returns(value: Any) -> Callable[[], Awaitable[Any]]:
+def returns(value: Any, after_s: float = 0.0) -> Callable[[], Awaitable[Any]]:
     async def give() -> Any:
+        await anyio.sleep(after_s)
         return value
 
     return give
@@ -35,11 +36,11 @@ def raises(error: BaseException) -> Callable[[], Awaitable[Any]]:
 
 
 def sleeps(seconds: float) -> Callable[[], Awaitable[Any]]:
-    async def wait() -> Any:
-        await anyio.sleep(seconds)
-        return Reply("late")
+    return returns(Reply("late"), seconds)
 
-    return wait
+
+async def call(session: Any, method: str) -> Any:
+    return await getattr(session, method)(*(assistant("22") if method == "step" else ()))
 
 
 def sessions(calls: list[Any] | None = None, *, does: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -67,14 +68,14 @@ async def test_the_order_of_a_trajectory() -> None:
     assert calls == [("reset", "calm", {}), ("step", "22"), "score", "close"]
 
 
-async def test_defaults_say_nothing() -> None:
+async def test_the_defaults_of_reset_and_score_return_nothing() -> None:
     async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": {"level": 1}})) as session:
         assert await session.reset() == ()
         assert await session.score() is None
 
 
 @pytest.mark.parametrize("row", [{}, {"levl": 3}])
-async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
+async def test_kwargs_that_reset_does_not_take_are_refused(row: dict[str, Any]) -> None:
     async with load(interaction("Picky")).session(context(extra_info={"interaction_kwargs": row})) as session:
         with pytest.raises(DataError, match=r"interaction_kwargs: .* does not fit interaction 'default', Picky.*level"):
             await session.reset()
@@ -107,9 +108,8 @@ async def test_a_row_that_does_not_suit_reset(row: dict[str, Any]) -> None:
 )
 async def test_return_values_are_checked(method: str, value: Any, message: str) -> None:
     async with sessions(does={method: returns(value)}, on_error="drop")() as session:
-        call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
         with pytest.raises(ToolFailedError, match=message) as raised:
-            await call()
+            await call(session, method)
         assert raised.value.on_error == "drop"
         assert "interaction 'tutor', Own." in raised.value.message
 
@@ -133,25 +133,24 @@ async def test_done_needs_no_text() -> None:
 async def test_exceptions_become_tool_failures(method: str, on_error: Any) -> None:
     calls: list[Any] = []
     async with sessions(calls, does={method: raises(KeyError("lost"))}, on_error=on_error)() as session:
-        call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}[method]
         with pytest.raises(
             ToolFailedError, match=rf"interaction 'tutor', Own\.{method} raised KeyError: 'lost'"
         ) as raised:
-            await call()
+            await call(session, method)
     assert "in fail" in raised.value.cause
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (copy.on_error, copy.cause) == (on_error, raised.value.cause)
     assert calls[-1] == "close"
 
 
-async def test_a_timeout_of_its_own_is_its_error() -> None:
+async def test_a_timeout_error_of_the_environment_is_not_its_deadline() -> None:
     async with sessions(does={"step": raises(TimeoutError("of its data base"))})() as session:
         with pytest.raises(ToolFailedError, match="raised TimeoutError: of its data base"):
             await session.step(*assistant("22"))
 
 
 @pytest.mark.parametrize("kind", [DataError, ConfigError])
-async def test_what_it_knows_to_be_the_datas_or_the_configurations(kind: Any) -> None:
+async def test_data_and_configuration_errors_keep_their_class(kind: Any) -> None:
     async with sessions(does={"reset": raises(kind("no such level", "traceback"))})() as session:
         with pytest.raises(kind, match=r"interaction 'tutor', Own\.reset: no such level") as raised:
             await session.reset()
@@ -159,7 +158,7 @@ async def test_what_it_knows_to_be_the_datas_or_the_configurations(kind: Any) ->
         assert raised.value.cause == "traceback"
 
 
-async def test_an_endpoint_that_fails_is_the_interactions() -> None:
+async def test_an_endpoint_failure_is_a_failure_of_the_interaction() -> None:
     async with sessions(does={"step": raises(InfraError("it failed 3 times"))}, on_error="drop")() as session:
         with pytest.raises(ToolFailedError, match="step raised it failed 3 times") as raised:
             await session.step(*assistant("22"))
@@ -182,9 +181,8 @@ def test_each_call_has_its_deadline(method: str) -> None:
 
     async def main() -> float:
         async with sessions(calls, does={method: sleeps(1000)}, timeout_s=30.0, on_error="drop")() as session:
-            call = {"step": lambda: session.step(*assistant("22")), "score": session.score, "reset": session.reset}
             with pytest.raises(ToolFailedError, match=rf"Own\.{method} did not return within 30 s.*\[0\]\.timeout_s"):
-                await call[method]()
+                await call(session, method)
             return anyio.current_time()
 
     assert run(main, 0) == 30.0
@@ -192,7 +190,7 @@ def test_each_call_has_its_deadline(method: str) -> None:
 
 
 def test_waiting_for_capacity_does_not_use_up_the_deadline() -> None:
-    """Four trajectories, one place: the last one is answered after four times what a call takes."""
+    """Of four trajectories that share one place, the last is answered after four times the duration of a call."""
 
     async def main() -> list[float]:
         make = sessions(does={"step": sleeps(20)}, timeout_s=30.0, max_concurrency=1)
@@ -216,7 +214,7 @@ def test_waiting_for_capacity_does_not_use_up_the_deadline() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_cancellation_closes_it_once(seed: int) -> None:
-    """While it answers, and with a `close` that takes its time."""
+    """The cancellation comes during a call, and `close` takes 5 s."""
     calls: list[Any] = []
 
     async def main() -> float:
@@ -253,7 +251,7 @@ async def test_a_failed_close_is_raised_unless_something_failed_before(caplog: p
     assert "close raised OSError: second" in caplog.text
 
 
-async def test_outside_of_its_block_it_is_a_bug() -> None:
+async def test_use_outside_of_its_block_is_a_bug() -> None:
     session = sessions()()
     with pytest.raises(BugError, match="is not entered"):
         await session.reset()

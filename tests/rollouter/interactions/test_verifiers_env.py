@@ -11,7 +11,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,13 @@ def row() -> EpisodeContext:
     return context(messages=(PROMPT,), ground_truth=7, data_source="game", extra_info={"index": 3, "info": {"low": 1}})
 
 
+@asynccontextmanager
+async def started(**env_args: Any) -> AsyncIterator[Any]:
+    async with guessing(**env_args).session(row()) as session:
+        assert await session.reset() == ()
+        yield session
+
+
 def conversation(*said: str) -> list[dict[str, Any]]:
     """The prompt, and what the assistant and the user have said since."""
     roles = ("assistant", "user")
@@ -148,8 +156,7 @@ def conversation(*said: str) -> list[dict[str, Any]]:
 
 
 async def test_a_rollout_turn_by_turn(game: Any) -> None:
-    async with guessing().session(row()) as session:
-        assert await session.reset() == ()
+    async with started() as session:
         assert await session.step("5", conversation("5")) == Reply("higher")
         assert await session.step("8", conversation("5", "higher", "8")) == Reply("lower")
         reply = await session.step("7", conversation("5", "higher", "8", "lower", "7"))
@@ -160,21 +167,18 @@ async def test_a_rollout_turn_by_turn(game: Any) -> None:
 
 
 async def test_its_own_limits_and_stop_conditions_end_it(game: Any) -> None:
-    async with guessing(max_turns=2).session(row()) as session:
-        await session.reset()
+    async with started(max_turns=2) as session:
         assert not (await session.step("5", conversation("5"))).done
         assert (await session.step("6", conversation("5", "higher", "6"))).done
         assert await session.score() == pytest.approx(-0.1)
-    async with guessing().session(row()) as session:
-        await session.reset()
+    async with started() as session:
         assert (await session.step("I give up", conversation("I give up"))).done
         assert await session.score() == 0.0
     assert game.EVENTS.count("cleanup") == 2
 
 
 async def test_a_single_turn(game: Any) -> None:
-    async with guessing(kind="single").session(row()) as session:
-        await session.reset()
+    async with started(kind="single") as session:
         reply = await session.step("seven", conversation("seven"))
         assert (reply.done, reply.metrics["length"]) == (True, 5.0)
         assert await session.score() == 5.0
@@ -182,13 +186,11 @@ async def test_a_single_turn(game: Any) -> None:
 
 async def test_an_end_that_is_not_its_own(game: Any) -> None:
     """The loop's limits end a trajectory: it is scored, and cleaned up after, once."""
-    async with guessing().session(row()) as session:
-        await session.reset()
+    async with started() as session:
         await session.step("5", conversation("5"))
         assert await session.score() == pytest.approx(-0.1)
         assert await session.score() == pytest.approx(-0.1)
-    async with guessing().session(row()) as session:
-        await session.reset()
+    async with started() as session:
         assert await session.score() is None
     async with guessing().session(row()) as session:
         pass
@@ -196,8 +198,7 @@ async def test_an_end_that_is_not_its_own(game: Any) -> None:
 
 
 async def test_parts_are_one_message(game: Any) -> None:
-    async with guessing(form="parts").session(row()) as session:
-        await session.reset()
+    async with started(form="parts") as session:
         assert await session.step("5", conversation("5")) == Reply("higher\n\nGo on.")
 
 
@@ -212,8 +213,7 @@ async def test_parts_are_one_message(game: Any) -> None:
     ],
 )
 async def test_what_fails_in_it_fails_the_interaction(game: Any, said: str, form: str, message: str) -> None:
-    async with guessing(form=form).session(row()) as session:
-        await session.reset()
+    async with started(form=form) as session:
         with pytest.raises(ToolFailedError, match=rf"VerifiersEnvironment\.step {message}") as raised:
             await session.step(said, conversation(said))
         assert raised.value.on_error == "drop"
@@ -221,8 +221,7 @@ async def test_what_fails_in_it_fails_the_interaction(game: Any, said: str, form
 
 
 async def test_cancellation_cleans_up(game: Any) -> None:
-    async with anyio.create_task_group() as group, guessing().session(row()) as session:
-        await session.reset()
+    async with anyio.create_task_group() as group, started() as session:
         group.cancel_scope.cancel()
         await session.step("5", conversation("5"))
     assert game.EVENTS[-1] == "cleanup"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,15 @@ from asyncrl.config.sections.data import ReasoningGymConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.core.failures import ConfigError, UserCodeError
 from asyncrl.core.ports import Score
-from asyncrl.core.trajectory import Trajectory, single_turn
-from asyncrl.core.types import FinishReason, Prompt, Span, TokenIds, Turn
+from asyncrl.core.types import Prompt
 from rollouter.prompts.dataset import GymRows, parse_row
-from rollouter.rewards.functions import RewardFunction, load_reward_function
+from rollouter.rewards.functions import RewardFunction, load_reward_function, load_reward_functions
 from rollouter.rewards.scorer import FunctionScorer
+from tests.fakes.conversations import answer, decode
 from tests.fakes.parts import make_prompt
 
 
-def turn(text: str) -> Trajectory:
-    ids = np.frombuffer(text.encode("latin-1"), dtype=np.uint8).astype(np.int32)
-    made = Turn(ids, np.zeros(len(ids), dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
-    return single_turn(make_prompt(1), made)
-
-
-def decode(ids: TokenIds) -> str:
-    return bytes(ids.tolist()).decode("latin-1")
-
-
-def scorer(function: RewardFunction, *, timeout_s: float = 10.0, max_concurrency: int = 8) -> FunctionScorer:
+def scorer(function: RewardFunction, *, timeout_s: float = 60.0, max_concurrency: int = 8) -> FunctionScorer:
     return FunctionScorer(function, decode, timeout_s=timeout_s, capacity=anyio.CapacityLimiter(max_concurrency))
 
 
@@ -43,30 +34,30 @@ def own(call: Any, *, batch: bool = False, **kwargs: Any) -> RewardFunction:
 
 
 async def rewards(function: RewardFunction, prompt: Prompt, *texts: str) -> list[float]:
-    return [score.reward for score in await scorer(function).score(prompt, [turn(text) for text in texts])]
+    return [score.reward for score in await scorer(function).score(prompt, [answer(text) for text in texts])]
+
+
+def loaded(**reward: Any) -> RewardFunction:
+    return load_reward_function(RewardConfig(**reward))
 
 
 # ------------------------------------------------------------------------------------------------ built-ins
 
 
 async def test_exact_match() -> None:
-    plain = load_reward_function(RewardConfig())
+    plain = loaded()
     prompt = make_prompt(1, ground_truth=42)
     assert await rewards(plain, prompt, " 42\n", "42.", "41") == [1.0, 0.0, 0.0]
-    assert await rewards(load_reward_function(RewardConfig()), prompt, "6*7=#42", "#### 42 ", "#42 or #43") == [
-        1.0,
-        1.0,
-        0.0,
-    ]
-    pattern = load_reward_function(RewardConfig(kwargs={"pattern": r"=(\d+)"}))
+    assert await rewards(plain, prompt, "6*7=#42", "#### 42 ", "#42 or #43") == [1.0, 1.0, 0.0]
+    pattern = loaded(kwargs={"pattern": r"=(\d+)"})
     assert await rewards(pattern, prompt, "1=1 so =42", "=42 or =43", "42") == [1.0, 0.0, 0.0]
     with pytest.raises(UserCodeError, match=r"no reward_model\.ground_truth"):
         await rewards(plain, make_prompt(1), "42")
 
 
 async def test_math_verify_scores_in_a_process_with_a_main_thread() -> None:
-    """Also of an answer that would keep sympy busy for longer than anybody lives."""
-    function = load_reward_function(RewardConfig(function="math_verify", kwargs={"timeout_s": 1}))
+    """This includes an answer that would keep sympy busy for years."""
+    function = loaded(function="math_verify", kwargs={"timeout_s": 1})
     prompt = make_prompt(1, ground_truth="\\frac{1}{2}")
     texts = ("So it is $0.5$.", "It is $\\frac{2}{3}$", "no idea", "$9^{9^{9^{9}}}$")
     assert await rewards(function, prompt, *texts) == [1.0, 0.0, 0.0, 0.0]
@@ -76,9 +67,9 @@ async def test_reasoning_gym_scores_through_the_task() -> None:
     rows = GymRows(ReasoningGymConfig(task="chain_sum", train_size=2, val_size=1), split="train", seed=0)
     row = parse_row(rows.row(0), "here")
     prompt = make_prompt(1, ground_truth=row.ground_truth, extra_info=row.extra_info)
-    function = load_reward_function(RewardConfig(function="reasoning_gym"))
-    answer = str(row.ground_truth)
-    scored = await rewards(function, prompt, answer, f"well <answer>{answer}</answer>", "<answer>none</answer>")
+    function = loaded(function="reasoning_gym")
+    right = str(row.ground_truth)
+    scored = await rewards(function, prompt, right, f"well <answer>{right}</answer>", "<answer>none</answer>")
     assert scored[:2] == [1.0, 1.0]
     assert scored[2] < 1.0
     with pytest.raises(UserCodeError, match=r"no extra_info\.entry"):
@@ -122,60 +113,52 @@ def module(tmp_path: Path) -> Path:
 
 async def test_functions_from_a_file(module: Path) -> None:
     prompt = make_prompt(1, ground_truth="ab")
-    good = load_reward_function(RewardConfig(function=f"{module}:good", kwargs={"bonus": 0.5}))
-    scores = await scorer(good).score(prompt, [turn("ab"), turn("x")])
+    good = loaded(function=f"{module}:good", kwargs={"bonus": 0.5})
+    scores = await scorer(good).score(prompt, [answer("ab"), answer("x")])
     assert scores == [Score(1.5, {"length": 2.0}), Score(0.5, {"length": 1.0})]
-    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:later")), prompt, "abc") == [3.0]
-    assert await rewards(load_reward_function(RewardConfig(function=f"{module}:JudgeScorer.score")), prompt, "abc") == [
-        2.0
-    ]
-    batch = load_reward_function(RewardConfig(function=f"{module}:batch", batch=True))
+    assert await rewards(loaded(function=f"{module}:later"), prompt, "abc") == [3.0]
+    assert await rewards(loaded(function=f"{module}:JudgeScorer.score"), prompt, "abc") == [2.0]
+    batch = loaded(function=f"{module}:batch", batch=True)
     assert await rewards(batch, prompt, "a", "abc") == [1.0, 3.0]
 
 
 async def test_a_function_from_a_module_in_the_working_directory(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(module.parent)
     monkeypatch.setattr("sys.path", sys.path.copy())
-    function = load_reward_function(RewardConfig(function="my_judge:later"))
+    function = loaded(function="my_judge:later")
     assert await rewards(function, make_prompt(1), "abc") == [3.0]
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("function", "kwargs", "expected"),
     [
-        ("exact_mach", "did you mean 'exact_match'"),
-        ("{file}:god", "did you mean 'good'"),
-        ("{file}:constant", "is a int, not a function"),
-        ("{file}:narrow", "cannot be called with data_source, solution_str"),
-        ("{file}:batch", "cannot be called with data_source, solution_str"),
-        ("{dir}/my_juge.py:good", "did you mean 'my_judge.py'"),
-        ("no_such_module_anywhere:good", "there is no module 'no_such_module_anywhere'"),
-        ("json.no_such:good", "there is no module 'json.no_such'"),
+        ("exact_mach", {}, r"function: .*did you mean 'exact_match'"),
+        ("{file}:god", {}, r"function: .*did you mean 'good'"),
+        ("{file}:constant", {}, r"function: .* is a int, not a function"),
+        ("{file}:narrow", {}, r"function: .* cannot be called with data_source, solution_str"),
+        ("{file}:batch", {}, r"function: .* cannot be called with data_source, solution_str"),
+        ("{dir}/my_juge.py:good", {}, r"function: .*did you mean 'my_judge\.py'"),
+        ("no_such_module_anywhere:good", {}, r"function: there is no module 'no_such_module_anywhere'"),
+        ("json.no_such:good", {}, r"function: there is no module 'json\.no_such'"),
+        ("{file}:good", {"bonsu": 1}, "function: .*did you mean 'bonus'"),
+        ("exact_match", {"patern": "x"}, "function: .*did you mean 'pattern'"),
+        ("exact_match", {"pattern": "x"}, r"kwargs\.pattern: 'x' has no group"),
+        ("exact_match", {"pattern": "("}, r"kwargs\.pattern: '\(' is not a regular expression"),
+        ("exact_match", {"solution_strs": "x"}, r"kwargs\.solution_strs: the function gets it for each response"),
     ],
 )
-def test_load_errors_name_the_function(module: Path, function: str, expected: str) -> None:
-    name = function.format(file=module, dir=module.parent)
-    with pytest.raises(ConfigError) as caught:
-        load_reward_function(RewardConfig(function=name))
-    assert "reward.function" in caught.value.message
-    assert expected in caught.value.message
-
-
-def test_kwargs_are_checked_at_load(module: Path) -> None:
-    with pytest.raises(ConfigError, match="bonsu"):
-        load_reward_function(RewardConfig(function=f"{module}:good", kwargs={"bonsu": 1}))
-    with pytest.raises(ConfigError, match="patern"):
-        load_reward_function(RewardConfig(kwargs={"patern": "x"}))
-    with pytest.raises(ConfigError, match="has no group"):
-        load_reward_function(RewardConfig(kwargs={"pattern": "x"}))
-    with pytest.raises(ConfigError, match="not a regular expression"):
-        load_reward_function(RewardConfig(kwargs={"pattern": "("}))
+def test_load_errors_name_key_and_value(module: Path, function: str, kwargs: dict[str, Any], expected: str) -> None:
+    entry = {"function": function.format(file=module, dir=module.parent), "kwargs": kwargs}
+    with pytest.raises(ConfigError, match=rf"reward\.{expected}"):
+        loaded(**entry)
+    with pytest.raises(ConfigError, match=rf"reward\.functions\[0\]\.{expected}"):
+        load_reward_functions(RewardConfig.model_validate({"functions": [{"name": "more", **entry}]}))
 
 
 def test_a_module_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import asyncrl_no_such_dependency\n")
     with pytest.raises(UserCodeError, match="asyncrl_no_such_dependency") as caught:
-        load_reward_function(RewardConfig(function=f"{tmp_path / 'broken.py'}:f"))
+        loaded(function=f"{tmp_path / 'broken.py'}:f")
     assert "broken.py" in caught.value.cause
 
 
@@ -202,14 +185,16 @@ async def test_a_result_without_a_finite_number_is_an_error(value: Any, shown: s
         assert part in caught.value.message
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0), {"score": np.int64(1)}])
-async def test_every_kind_of_number_is_a_reward(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0), Decimal(1), {"score": np.int64(1)}]
+)
+async def test_any_number_type_is_a_reward(value: Any) -> None:
     assert await rewards(own(lambda **fields: value), make_prompt(1), "x") == [1.0]
 
 
-async def test_extras_that_are_no_numbers_are_left_out() -> None:
+async def test_extras_that_are_not_numbers_are_dropped() -> None:
     result = {"score": 1, "acc": True, "text": "x", "nan": float("nan")}
-    assert await scorer(own(lambda **fields: result)).score(make_prompt(1), [turn("x")]) == [Score(1.0, {"acc": 1.0})]
+    assert await scorer(own(lambda **fields: result)).score(make_prompt(1), [answer("x")]) == [Score(1.0, {"acc": 1.0})]
 
 
 async def test_a_batch_function_returns_one_score_each() -> None:
@@ -240,10 +225,17 @@ def gate() -> Iterator[threading.Event]:
     event.set()  # an abandoned thread must not outlive the test
 
 
-async def test_a_sync_function_is_off_the_loop_and_has_a_deadline(gate: threading.Event) -> None:
-    """The event loop turns while the function blocks, else the deadline could not pass."""
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_function_has_a_deadline(gate: threading.Event, kind: str) -> None:
+    """The event loop turns while a sync function blocks, else the deadline could not pass."""
+
+    async def later(**fields: Any) -> float:
+        await anyio.sleep_forever()
+        return 1.0
+
+    function = own(later if kind == "async" else lambda **fields: gate.wait())
     with pytest.raises(UserCodeError, match=r"did not return within reward\.timeout_s = 0\.05 s"):
-        await scorer(own(lambda **fields: gate.wait()), timeout_s=0.05).score(make_prompt(1), [turn("x")])
+        await scorer(function, timeout_s=0.05).score(make_prompt(1), [answer("x")])
 
 
 async def test_a_function_that_hangs_does_not_hold_its_place(gate: threading.Event) -> None:
@@ -252,20 +244,11 @@ async def test_a_function_that_hangs_does_not_hold_its_place(gate: threading.Eve
 
     one_at_a_time = scorer(own(reward), timeout_s=0.05, max_concurrency=1)
     with pytest.raises(UserCodeError, match="did not return"):
-        await one_at_a_time.score(make_prompt(1), [turn("slow")])
-    assert await one_at_a_time.score(make_prompt(1), [turn("fast")]) == [Score(1.0)]
+        await one_at_a_time.score(make_prompt(1), [answer("slow")])
+    assert await one_at_a_time.score(make_prompt(1), [answer("fast")]) == [Score(1.0)]
 
 
-async def test_an_async_function_has_a_deadline() -> None:
-    async def reward(**fields: Any) -> float:
-        await anyio.sleep_forever()
-        return 1.0
-
-    with pytest.raises(UserCodeError, match="did not return"):
-        await scorer(own(reward), timeout_s=0.05).score(make_prompt(1), [turn("x")])
-
-
-async def test_own_timeout_error_is_not_mistaken_for_the_deadline() -> None:
+async def test_a_timeout_error_of_the_function_is_not_its_deadline() -> None:
     def reward(**fields: Any) -> float:
         raise TimeoutError("judge unreachable")
 
