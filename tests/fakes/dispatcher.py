@@ -27,6 +27,7 @@ from rollouter.agent.conversation import AskTurn, ConversationAgent, Conversatio
 from rollouter.crash_isolation import CrashIsolation
 from rollouter.dispatcher import Dispatcher
 from rollouter.drop_policy import DropPolicy
+from rollouter.group import GroupRequest
 from rollouter.sample_runner import RolloutParts, ServedVersion
 from rollouter.trajectory_dump import TrajectoryDump
 from tests.fakes.engine import FakeFleet
@@ -137,6 +138,12 @@ class DispatcherRig:
         with anyio.fail_after(10):
             return await self.queue.lease(num_samples, trainer_version=trainer_version, timeout_s=10)
 
+    async def until_dropped(self, num_samples: int) -> None:
+        """Wait until the queue has dropped so many samples."""
+        with anyio.fail_after(10):
+            while (await self.queue.status()).counts.num_dropped < num_samples:
+                await anyio.lowlevel.checkpoint()
+
     async def fails(self, kind: type[Error]) -> Error:
         """Run until it fails, and return the first failure."""
         with anyio.fail_after(20), pytest.raises(ExceptionGroup) as caught:
@@ -144,6 +151,12 @@ class DispatcherRig:
         error = first_failure(caught.value)
         assert isinstance(error, kind)
         return error
+
+
+def group_request(n: int, *, max_tokens: int = 16, **options: Any) -> GroupRequest:
+    """A request for `n` trajectories of a prompt of two tokens."""
+    sampling = {"max_tokens": max_tokens}
+    return GroupRequest("sample_0_1", SampleId(0, 1), make_prompt(1, 2), sampling, n, **options)
 
 
 def leased_samples(lease: Lease) -> list[Sample]:

@@ -17,6 +17,13 @@ from asyncrl.core.trajectory import TokenRow, Trajectory
 from asyncrl.core.types import Prompt, Sample, SampleId, Turn
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until `condition()` holds."""
+    with anyio.fail_after(10):
+        while not condition():
+            await anyio.lowlevel.checkpoint()
+
+
 class MemoryPayloads:
     """`PayloadStore` that hands the sample itself around; those in `lost` are not found any more."""
 

@@ -1,9 +1,11 @@
-"""Which prompt crashes engines: cases by hand, and random crowds in which it has to come out."""
+"""Crash isolation: single cases, and random groups of sessions in which poison prompts must be found."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import anyio
 import pytest
@@ -18,7 +20,7 @@ from rollouter.drop_policy import TooLongError
 
 
 def crash(blame: CrashBlame, *names: str, at_s: float = 0.0) -> None:
-    """A replica's engine dies with these on it."""
+    """The engine of a replica crashes with these sessions in flight."""
     replica = f"replica {blame.status()['crashes']}"
     for name in names:
         blame.place(name, replica)
@@ -32,6 +34,12 @@ def states(blame: CrashBlame, names: Iterable[str]) -> dict[str, str]:
     return {name: blame.state_of(name) for name in names}
 
 
+def assert_status(blame: CrashBlame, **expected: int) -> None:
+    """All other counts are 0, and no session is isolated."""
+    zero = {"crashes": 0, "explained": 0, "blamed": 0, "with_strikes": 0, "waiting": 0, "isolated": ""}
+    assert blame.status() == zero | expected
+
+
 # ------------------------------------------------------------------------------------------------ by hand
 
 
@@ -43,14 +51,7 @@ def test_a_first_crash_isolates_no_session() -> None:
         blame.end(name)
     crash(blame, "a", "d")
     assert blame.state_of("a") == "free"
-    assert blame.status() == {
-        "crashes": 2,
-        "explained": 0,
-        "blamed": 0,
-        "with_strikes": 2,
-        "waiting": 0,
-        "isolated": "",
-    }
+    assert_status(blame, crashes=2, with_strikes=2)
 
 
 def test_the_only_session_at_the_limit_is_blamed_with_evidence() -> None:
@@ -58,19 +59,12 @@ def test_the_only_session_at_the_limit_is_blamed_with_evidence() -> None:
     crash(blame, "bad", "b", "c", at_s=1_000_000_000.0)
     crash(blame, "bad", "d", at_s=1_000_000_060.0)
     assert states(blame, ["bad", "b", "c", "d"]) == {"bad": "blamed", "b": "free", "c": "free", "d": "free"}
-    told = blame.poison_error("bad").message
-    assert "2 engines crashed while they had bad, the last time with no other possible cause in flight" in told
-    assert "2001-09-09 01:46:40 UTC, with 2 others in flight: engine of bad died" in told
-    assert "2001-09-09 01:47:40 UTC, with 1 others in flight: engine of bad died" in told
+    message = blame.poison_error("bad").message
+    assert "2 engines crashed while they had bad, the last time with no other possible cause in flight" in message
+    assert "2001-09-09 01:46:40 UTC, with 2 others in flight: engine of bad died" in message
+    assert "2001-09-09 01:47:40 UTC, with 1 others in flight: engine of bad died" in message
     blame.end("bad")
-    assert blame.status() == {
-        "crashes": 2,
-        "explained": 2,
-        "blamed": 1,
-        "with_strikes": 3,
-        "waiting": 0,
-        "isolated": "",
-    }
+    assert_status(blame, crashes=2, explained=2, blamed=1, with_strikes=3)
 
 
 def test_several_possible_causes_run_isolated_one_at_a_time() -> None:
@@ -107,9 +101,7 @@ def test_a_session_that_ends_before_the_assessment_still_counts_as_present() -> 
     blame.assess(pending)
     assert blame.state_of("a") == "isolated"
     blame.end("a")
-    assert blame.status() == {
-        "crashes": 2, "explained": 0, "blamed": 0, "with_strikes": 0, "waiting": 0, "isolated": "",
-    }  # fmt: skip
+    assert_status(blame, crashes=2)
 
 
 def test_open_sessions_are_waited_for_and_late_reports_count() -> None:
@@ -131,7 +123,7 @@ def test_open_sessions_are_waited_for_and_late_reports_count() -> None:
     assert blame.is_reported(report)
     blame.assess(report)
     assert states(blame, "abcd") == {"a": "isolated", "b": "waiting", "c": "free", "d": "free"}
-    # Nobody has waited for this one. It is not alone with its strikes.
+    # A late report: the crash is assessed, and others have strikes from it.
     assert blame.report("late", "", "r", 0.0) is report
     blame.assess(report)
     assert blame.state_of("late") == "free"
@@ -156,165 +148,129 @@ def test_with_a_limit_of_one_the_first_crash_isolates() -> None:
     assert blame.state_of("c") == "blamed"
 
 
-# ------------------------------------------------------------------------------------------------ crowds
+# ------------------------------------------------------------------------------------------------ random groups
 
 
+@dataclass
 class Crowd:
-    """Samples on replicas, in random order; poison ones crash theirs whenever it is their turn."""
+    """Sessions on replicas, in random order; poison ones crash their replica's engine when they are chosen."""
 
-    def __init__(
-        self, seed: int, *, size: int, num_poison: int, replicas: int, slots: int, infra: int, max_crashes: int
-    ) -> None:
-        self.rng = random.Random(seed)
-        self.max_crashes = max_crashes
-        self.blame = CrashBlame(max_crashes)
-        self.todo = [f"s{number}" for number in range(size)]
-        self.poison = set(self.rng.sample(self.todo, num_poison))
-        self.replicas = replicas
-        self.slots = slots
-        self.infra_left = infra
-        self.flying: dict[str, int] = {}
-        """Sample → its replica."""
+    seed: int
+    size: int
+    num_poison: int
+    replicas: int
+    slots: int
+    infra: int
+    """Crashes that no session causes."""
+    max_crashes: int
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.blame = CrashBlame(self.max_crashes)
+        self.todo = [f"s{number}" for number in range(self.size)]
+        self.poison = set(self.rng.sample(self.todo, min(self.num_poison, self.size)))
+        self.infra_left = self.infra
+        self.in_flight: dict[str, int] = {}
+        """The replica of each session."""
         self.waiting: list[str] = []
-        self.deaths = 0
-        self.met: dict[str, int] = {}
-        """Crashes each was present at."""
+        self.crashes = 0
+        self.met: Counter[str] = Counter()
+        """The number of crashes that each session was in flight in."""
         self.poison_crashes = 0
         self.done: set[str] = set()
         self.dropped: set[str] = set()
+        self.run()
 
     def run(self) -> None:
         for _ in range(100_000):
-            self.admit()
-            if not self.flying:
+            while self.todo and len(self.in_flight) + len(self.waiting) < self.slots:
+                self.start(self.todo.pop())
+            if not self.in_flight:
                 break
             if self.infra_left and self.rng.random() < 0.1:
                 self.infra_left -= 1
                 self.crash(self.rng.randrange(self.replicas))
-            name = self.rng.choice(list(self.flying)) if self.flying else None
+            name = self.rng.choice(list(self.in_flight)) if self.in_flight else None
             if name in self.poison:
                 self.poison_crashes += 1
-                self.crash(self.flying[name])
+                self.crash(self.in_flight[name])
             elif name is not None and self.rng.random() < 0.3:
-                self.leave(name, self.done)
-        assert not (self.flying or self.waiting or self.todo), "somebody waits for ever"
+                del self.in_flight[name]
+                self.done.add(name)
+                self.blame.end(name)
+                self.wake()
+        assert not (self.in_flight or self.waiting or self.todo), "a session waits for ever"
 
-    def admit(self) -> None:
-        while self.todo and len(self.flying) + len(self.waiting) < self.slots:
-            self.fly(self.todo.pop())
-
-    def fly(self, name: str) -> None:
-        self.flying[name] = self.rng.randrange(self.replicas)
-        self.blame.place(name, f"{self.flying[name]}")
-
-    def leave(self, name: str, to: set[str]) -> None:
-        self.flying.pop(name, None)
-        to.add(name)
-        self.blame.end(name)
-        self.wake()
+    def start(self, name: str) -> None:
+        self.in_flight[name] = self.rng.randrange(self.replicas)
+        self.blame.place(name, f"{self.in_flight[name]}")
 
     def wake(self) -> None:
         for name in list(self.waiting):
             if self.blame.state_of(name) != "waiting":
                 self.waiting.remove(name)
-                self.fly(name)
-        in_lane = [name for name in self.flying if self.blame.state_of(name) == "isolated"]
-        assert len(in_lane) <= 1
-        assert in_lane or not self.waiting
+                self.start(name)
+        isolated = [name for name in self.in_flight if self.blame.state_of(name) == "isolated"]
+        assert len(isolated) <= 1
+        assert isolated or not self.waiting
 
     def crash(self, replica: int) -> None:
-        struck = [name for name, where in self.flying.items() if where == replica]
-        self.rng.shuffle(struck)
-        before = {name: self.blame.state_of(name) for name in struck}
-        self.deaths += 1
-        for name in struck:  # as the name of a process
-            self.blame.place(name, f"{replica}/{self.deaths}")
-        reports = [self.blame.report(name, "died", f"{replica}/{self.deaths}", 0.0) for name in struck]
+        present = [name for name, where in self.in_flight.items() if where == replica]
+        self.rng.shuffle(present)
+        before = states(self.blame, present)
+        self.crashes += 1
+        process = f"{replica}/{self.crashes}"
+        for name in present:
+            self.blame.place(name, process)
+        reports = [self.blame.report(name, "died", process, 0.0) for name in present]
         assert all(self.blame.is_reported(report) for report in reports)
-        for name in struck:
-            del self.flying[name]
-            self.met[name] = self.met.get(name, 0) + 1
+        for name in present:
+            del self.in_flight[name]
+        self.met.update(present)
         for report in reports:
             self.blame.assess(report)
-        after = {name: self.blame.state_of(name) for name in struck}
-        guilty = [name for name, standing in after.items() if standing == "blamed"]
-        assert len(guilty) <= 1
-        for name in guilty:
-            # Only under suspicion of its own: it was in the lane, or alone with so many strikes.
+        after = states(self.blame, present)
+        blamed = [name for name, state in after.items() if state == "blamed"]
+        assert len(blamed) <= 1
+        for name in blamed:
+            # Only by evidence of its own: it was isolated, or alone with so many strikes.
             assert self.met[name] >= self.max_crashes
             if before[name] != "isolated":
-                assert not {"waiting", "isolated"} & {after[other] for other in struck if other != name}
+                assert not {"waiting", "isolated"} & {after[other] for other in present if other != name}
             self.dropped.add(name)
             self.blame.end(name)
-        for name in struck:
-            if name not in guilty:
-                self.waiting.append(name)
+        self.waiting += [name for name in present if name not in blamed]
         self.wake()
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    size=st.integers(1, 40),
-    num_poison=st.integers(0, 5),
-    replicas=st.integers(1, 4),
-    slots=st.integers(1, 16),
-    infra=st.integers(0, 12),
-    max_crashes=st.integers(1, 3),
-)
-def test_poison_is_dropped_after_a_bounded_number_of_crashes_and_no_session_waits_for_ever(
-    seed: int, size: int, num_poison: int, replicas: int, slots: int, infra: int, max_crashes: int
-) -> None:
-    num_poison = min(num_poison, size)
-    crowd = Crowd(
-        seed,
-        size=size,
-        num_poison=num_poison,
-        replicas=replicas,
-        slots=slots,
-        infra=infra,
-        max_crashes=max_crashes,
-    )
-    crowd.run()
+def crowds(**fixed: int) -> st.SearchStrategy[Crowd]:
+    """Random groups of sessions, with `fixed` parameters."""
+    ranges = {"seed": (0, 2**32), "size": (1, 40), "num_poison": (0, 5), "replicas": (1, 4), "slots": (1, 16)}
+    ranges |= {"infra": (0, 12), "max_crashes": (1, 3)}
+    return st.fixed_dictionaries(
+        {name: st.just(fixed[name]) if name in fixed else st.integers(*limits) for name, limits in ranges.items()}
+    ).map(lambda parameters: Crowd(**parameters))
+
+
+@given(crowds())
+def test_poison_is_dropped_after_a_bounded_number_of_crashes_and_no_session_waits_for_ever(crowd: Crowd) -> None:
     assert crowd.poison <= crowd.dropped
-    assert len(crowd.done | crowd.dropped) == size
+    assert len(crowd.done | crowd.dropped) == crowd.size
     innocent = len(crowd.dropped - crowd.poison)
-    assert crowd.poison_crashes <= num_poison * (max_crashes + 1) + innocent
-    # A poison hides behind an innocent in the lane only while it has fewer strikes than make a suspect.
-    assert max_crashes == 1 or innocent <= infra + num_poison * max_crashes
+    assert crowd.poison_crashes <= len(crowd.poison) * (crowd.max_crashes + 1) + innocent
+    # A poison can hide behind an isolated innocent only while it has too few strikes to be a possible cause.
+    assert crowd.max_crashes == 1 or innocent <= crowd.infra + len(crowd.poison) * crowd.max_crashes
     assert crowd.blame.status()["with_strikes"] == 0
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    size=st.integers(1, 40),
-    replicas=st.integers(1, 4),
-    slots=st.integers(1, 16),
-    max_crashes=st.integers(1, 3),
-)
-def test_a_single_poison_costs_no_innocent_and_one_crash_over_the_limit(
-    seed: int, size: int, replicas: int, slots: int, max_crashes: int
-) -> None:
-    crowd = Crowd(seed, size=size, num_poison=1, replicas=replicas, slots=slots, infra=0, max_crashes=max_crashes)
-    crowd.run()
+@given(crowds(num_poison=1, infra=0))
+def test_a_single_poison_costs_no_innocent_and_one_crash_over_the_limit(crowd: Crowd) -> None:
     assert crowd.dropped == crowd.poison
-    assert max_crashes <= crowd.poison_crashes <= max_crashes + 1
+    assert crowd.max_crashes <= crowd.poison_crashes <= crowd.max_crashes + 1
 
 
-@pytest.mark.parametrize("max_crashes", [2, 3])
-@given(seed=st.integers(0, 2**32), size=st.integers(1, 40), replicas=st.integers(1, 4), slots=st.integers(1, 16))
-def test_crashes_below_the_limit_blame_no_session(
-    max_crashes: int, seed: int, size: int, replicas: int, slots: int
-) -> None:
-    crowd = Crowd(
-        seed,
-        size=size,
-        num_poison=0,
-        replicas=replicas,
-        slots=slots,
-        infra=max_crashes - 1,
-        max_crashes=max_crashes,
-    )
-    crowd.run()
+@given(crowds(num_poison=0, infra=1, max_crashes=2) | crowds(num_poison=0, infra=2, max_crashes=3))
+def test_crashes_below_the_limit_blame_no_session(crowd: Crowd) -> None:
     assert not crowd.dropped
 
 
@@ -336,7 +292,7 @@ def test_a_suspended_session_keeps_its_strikes_and_leaves_isolation() -> None:
 
 
 def test_a_session_suspended_before_the_assessment_is_not_isolated() -> None:
-    """Nobody would leave the lane, and all others would wait for it."""
+    """It would stay isolated until it is resumed, and all others would wait for it."""
     blame = CrashBlame(max_crashes=1)
     for name in "abc":
         blame.place(name, "r")
@@ -388,7 +344,7 @@ async def test_a_crash_is_assessed_once_every_open_session_has_reported_it() -> 
                 group.start_soon(rig.crashed, "b", replica)
                 await anyio.wait_all_tasks_blocked()
                 assert sorted(rig.free) == (["a", "b"] if replica == "r1" else ["a"])
-            # Both have two strikes, so neither is blamed: one is in the lane, and the other waits for it.
+            # Both have two strikes, so neither is blamed: one is isolated, and the other waits for it.
             rig.isolation.end("a")
     assert (rig.free, rig.blamed) == (["a", "b"], [])
 
@@ -404,8 +360,8 @@ async def test_a_crash_is_assessed_even_if_a_session_never_reports_it(monkeypatc
 
 
 async def test_an_isolated_session_that_never_ends_runs_out_of_time_while_a_sibling_waits() -> None:
-    """Conversations of one sample share its time, and are suspects by themselves. A stranger's wait is not on its own
-    time."""
+    """The conversations of one sample share its time limit, and each is a possible cause. The wait of another sample
+    does not count against that sample's limit."""
     rig = Waiters()
     out_of_time: list[str] = []
     there: dict[str, list[str]] = {"r1": [], "r2": []}

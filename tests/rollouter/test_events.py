@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,7 @@ from rollouter.weight_updates import RolloutStart
 from skip import SkipManager
 from tests.fakes import agent_loop
 from tests.fakes import gateway_agent as gateway
-from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
+from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet, finished_turns
 from tests.fakes.parts import (
     FakeFeed,
@@ -56,6 +56,7 @@ from tests.fakes.parts import (
     MemoryPayloads,
     MemoryTurns,
     make_prompt,
+    until,
 )
 
 Event = dict[str, Any]
@@ -64,12 +65,6 @@ SLACK_S = 0.005
 FIVE_TOKENS = [make_prompt(*range(1, 6)) for _ in range(20)]
 ONE_TOKEN = Turn(np.array([5], dtype=np.int32), np.zeros(1, dtype=np.float32), (Span(0, 0),), FinishReason.STOP)
 REQUEST = GenerateRequest("sample_0_1/4.2", np.array([1], dtype=np.int32), {"max_tokens": 3})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():
-            await anyio.lowlevel.checkpoint()
 
 
 @pytest.fixture
@@ -348,10 +343,6 @@ async def test_single_turns_last_from_dispatch_to_completion(events_dir: Path) -
     assert sum(one["granted"] for one in permits) == 4
 
 
-def pair(n: int = 2, **options: Any) -> GroupRequest:
-    return GroupRequest("sample_0_1", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 4}, n, **options)
-
-
 def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
     """Finish reason and tokens of each trajectory."""
     events = of(written(events_dir), "trajectory")
@@ -359,14 +350,14 @@ def finishes(events_dir: Path) -> dict[int, tuple[str, int]]:
 
 
 async def test_the_baseline_has_a_trajectory_event_of_its_own(events_dir: Path) -> None:
-    await generate_group(FakeFleet(), pair(baseline={"max_tokens": 4}))
+    await generate_group(FakeFleet(), group_request(2, baseline={"max_tokens": 4}))
     assert finishes(events_dir) == {-1: ("stop", 2), 0: ("stop", 2), 1: ("stop", 2)}
 
 
 async def test_logged_turns_record_no_second_event(events_dir: Path) -> None:
     turns: dict[str, Turn] = {}
-    await generate_group(FakeFleet(), pair(), turns=turns)
-    await generate_group(FakeFleet(), pair(), turns={"0": turns["0"]})
+    await generate_group(FakeFleet(), group_request(2), turns=turns)
+    await generate_group(FakeFleet(), group_request(2), turns={"0": turns["0"]})
     assert sorted(one["trajectory"] for one in of(written(events_dir), "trajectory")) == [0, 1, 1]
 
 
@@ -380,9 +371,7 @@ async def test_surplus_samples_are_cut_and_dropped(events_dir: Path) -> None:
         await fleet.until_in_flight(*(sample_name(index) for index in (1, 2, 3)))
         fleet.release(sample_name(1), sample_name(3))
         await rig.lease(2)
-        with anyio.fail_after(10):
-            while (await rig.queue.status()).counts.dropped["surplus"] < 1:
-                await anyio.lowlevel.checkpoint()
+        await rig.until_dropped(1)
     events = written(events_dir)
     own = [one for one in events if one.get("sample") == sample_name(2)]
     cut, dropped = the(own, "sample.cut"), the(own, "sample.dropped")
@@ -496,7 +485,7 @@ class Shielded(OneTurn):
 @pytest.mark.parametrize("kept", [False, True])
 async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, agent: Any, kept: bool) -> None:
     """All end at once, before one of them could be cut."""
-    made = await generate_group(FakeFleet(), pair(extra=2, keep_surplus=kept), agent=agent)
+    made = await generate_group(FakeFleet(), group_request(2, extra=2, keep_surplus=kept), agent=agent)
     recorded = finishes(events_dir)
     counted = {number for number, (reason, _) in recorded.items() if reason == "stop"}
     assert counted == {one.number for one in made} and len(counted) == (4 if kept else 2)
@@ -506,11 +495,11 @@ async def test_trajectories_beyond_n_are_recorded_as_surplus(events_dir: Path, a
 async def test_trajectories_that_end_during_the_baseline_are_surplus(events_dir: Path) -> None:
     """They are neither reported nor scored."""
     fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
-    sampling = {"max_tokens": 16}
-    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline=sampling, extra=1)
+    group = group_request(2, baseline={"max_tokens": 16}, extra=1)
     ended: list[int | None] = []
     made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
     assert [one.number for one in made] == [0, 1, -1] == ended
+    assert [one.num_sampled for one in made] == [1, 1, 9]
     reasons = {number: reason for number, (reason, _) in finishes(events_dir).items()}
     assert reasons == {0: "stop", 1: "stop", 2: "surplus", -1: "stop"}
 
@@ -519,7 +508,7 @@ async def test_a_complete_trajectory_that_is_cut_while_it_is_logged_is_surplus(e
     async def record_slowly(key: str, turn: Turn) -> None:
         await anyio.lowlevel.checkpoint()
 
-    (one,) = await generate_group(FakeFleet(), pair(1, extra=1), record_turn=record_slowly)
+    (one,) = await generate_group(FakeFleet(), group_request(1, extra=1), record_turn=record_slowly)
     assert one.number == 0 and finishes(events_dir) == {0: ("stop", 2), 1: ("surplus", 2)}
 
 
@@ -535,9 +524,7 @@ async def test_a_dropped_sample_records_its_reason(events_dir: Path) -> None:
     )
     async with rig.running():
         await rig.lease(2)
-        with anyio.fail_after(10):
-            while not (await rig.queue.status()).counts.num_dropped:
-                await anyio.lowlevel.checkpoint()
+        await rig.until_dropped(1)
     events = written(events_dir)
     dropped = the(events, "sample.dropped", sample=sample_name(2))
     assert (dropped["reason"], dropped["tokens"]) == ("failed", 4)

@@ -1,11 +1,10 @@
-"""More samples, or more trajectories, than are needed: who counts, what is aborted, and what becomes of it."""
+"""Over-sampling of samples and trajectories: which are used, which are aborted, and which are resumed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 from asyncrl.config.sections.rollout import OverSampleConfig
@@ -13,10 +12,10 @@ from asyncrl.core.failures import UserCodeError
 from asyncrl.core.ports import GenerateRequest, Lease
 from asyncrl.core.types import Prompt, SampleId, SampleMeta, Span, Turn
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
-from rollouter.group import GroupRequest, generate_group
-from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, leased_samples, sample_name
+from rollouter.group import generate_group
+from tests.fakes.dispatcher import DispatcherRig, ScriptedConverser, group_request, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, MemoryTurns, make_prompt
+from tests.fakes.parts import FakeScorer, MemoryTurns, make_prompt, until
 
 
 def indices(lease: Lease) -> list[int]:
@@ -36,9 +35,7 @@ async def test_surplus_samples_are_aborted_and_dropped() -> None:
         assert not rig.fleet.cancelled, "3 are not enough"
         rig.fleet.release(sample_name(6))
         assert indices(await rig.lease(1)) == [6]
-        with anyio.fail_after(10):
-            while (await rig.queue.status()).counts.dropped["surplus"] < 2:
-                await anyio.lowlevel.checkpoint()
+        await rig.until_dropped(2)
         assert sorted(rig.fleet.cancelled) == [sample_name(1), sample_name(5)]
         counts = (await rig.queue.status()).counts
         assert (counts.fed, counts.running, counts.leased) == (6, 0, 4)
@@ -58,9 +55,7 @@ async def test_generated_samples_are_kept_although_they_are_surplus() -> None:
     async with rig.running():
         await rig.fleet.until_in_flight(sample_name(1), sample_name(2), sample_name(3))
         rig.fleet.release_all()
-        with anyio.fail_after(10):
-            while rig.fleet.calls:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: not rig.fleet.calls)
         gate.set()
         assert len((await rig.lease(3)).samples) == 3
         assert (await rig.queue.status()).counts.num_dropped == 0
@@ -88,9 +83,7 @@ async def test_kept_samples_resume_under_the_next_version(unfinished: Any) -> No
     rig = DispatcherRig(permits=2, n=2, fleet=fleet, prompts=prompts, over_sample=over_sample)
     async with rig.running():
         assert indices(await rig.lease(2)) == [1, 2]
-        with anyio.fail_after(10):
-            while sample_name(3) not in fleet.cancelled:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: sample_name(3) in fleet.cancelled)
         assert (await rig.queue.status()).counts.running == 1
         first_round.clear()
         fleet.version = 1
@@ -136,9 +129,7 @@ async def test_a_turn_that_is_kept_is_logged_although_its_sample_is_cut_meanwhil
         assert indices(await rig.lease(2)) == [1, 2]
         await anyio.wait_all_tasks_blocked()
         gate.set()
-        with anyio.fail_after(10):
-            while sample_name(3) not in fleet.cancelled:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: sample_name(3) in fleet.cancelled)
         await anyio.wait_all_tasks_blocked()
         assert logged == [[7, 7]]
         first_round.clear()
@@ -168,20 +159,12 @@ def lengths(request: GenerateRequest) -> list[int]:
 @pytest.mark.parametrize(("extra", "finished"), [(0, 5), (2, 3)])
 async def test_the_first_n_trajectories_count_and_the_rest_is_aborted(extra: int, finished: int) -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    prompt = make_prompt(1, 2)
     ended: list[int | None] = []
-    group = GroupRequest("s", SampleId(0, 1), prompt, {"max_tokens": 16}, 5 - extra, extra=extra)
+    group = group_request(5 - extra, extra=extra)
     made = await generate_group(fleet, group, on_trajectory=lambda one: ended.append(one.number))
     assert [one.num_sampled for one in made] == list(range(1, finished + 1))
     assert ended == list(range(finished))
-    assert fleet.cancelled == (["s"] if extra else [])
-
-
-async def test_trajectories_that_end_at_once_may_all_be_kept() -> None:
-    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2, keep_surplus=True)
-    assert len(await generate_group(FakeFleet(), group)) == 4
-    group = GroupRequest("s", SampleId(0, 1), make_prompt(1), {"max_tokens": 16}, 2, extra=2)
-    assert len(await generate_group(FakeFleet(), group)) == 2
+    assert bool(fleet.cancelled) == (extra > 0)
 
 
 @pytest.mark.parametrize(("logged", "used"), [([0, 2], [0, 2]), ([2], [0, 2]), ([1, 2, 3], [1, 2])])
@@ -189,31 +172,12 @@ async def test_logged_trajectories_ended_first(logged: list[int], used: list[int
     """A Rollouter died, and its successor has these complete trajectories of four."""
     log = FakeFleet(answer=lengths)
     turns: dict[str, Turn] = {}
-    group = GroupRequest("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 16}, 4)
-    await generate_group(log, group, turns=turns)
+    await generate_group(log, group_request(4), turns=turns)
     fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    group = GroupRequest("s", SampleId(0, 1), make_prompt(1, 2), {"max_tokens": 16}, 2, extra=2)
-    made = await generate_group(fleet, group, turns={str(number): turns[str(number)] for number in logged})
+    logged_turns = {str(number): turns[str(number)] for number in logged}
+    made = await generate_group(fleet, group_request(2, extra=2), turns=logged_turns)
     assert [one.number for one in made] == used
     assert bool(fleet.requests) == (len(logged) < 2), "with enough of them no engine is asked"
-
-
-async def test_the_greedy_baseline_is_awaited() -> None:
-    fleet = FakeFleet(answer=lambda request: [5] * (9 if "baseline" in request.request_id else 1), chunk_tokens=1)
-    sampling = {"max_tokens": 16}
-    group = GroupRequest(
-        "s", SampleId(0, 1), make_prompt(1), sampling, 2, baseline={**sampling, "temperature": 0}, extra=1
-    )
-    assert [one.num_sampled for one in await generate_group(fleet, group)] == [1, 1, 9]
-
-
-async def test_a_sample_has_the_rows_of_the_counted_trajectories() -> None:
-    fleet = FakeFleet(answer=lengths, chunk_tokens=1)
-    rig = DispatcherRig(permits=1, n=3, fleet=fleet, over_sample=OverSampleConfig(trajectories=2))
-    async with rig.running():
-        (sample,) = leased_samples(await rig.lease(1))
-    assert [len(row.response_ids) for row in sample.rows] == [1, 2, 3]
-    assert [row.trajectory for row in sample.rows] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------ scored early
@@ -236,9 +200,7 @@ async def test_a_trajectory_is_scored_as_soon_as_it_has_ended() -> None:
     fleet = FakeFleet(answer=lengths, chunk_tokens=1, pace=pace)
     rig = DispatcherRig(permits=1, n=2, fleet=fleet, scorer=FakeScorer(reward, whole_group=False))
     async with rig.running():
-        with anyio.fail_after(10):
-            while not scored:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: scored)
         assert scored == [1] and fleet.calls, "the other one is still in generation"
         go.set()
         (sample,) = leased_samples(await rig.lease(1))
@@ -279,9 +241,7 @@ async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
         permits=1, n=2, agent=ScriptedConverser(3), fleet=FakeFleet(pace=pace), prompts=[make_prompt(1, 2)]
     )
     async with rig.running():
-        with anyio.fail_after(10):
-            while len(rig.turns.turns.get(SampleId(0, 1), {})) < 3:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: len(rig.turns.turns.get(SampleId(0, 1), {})) == 3)
         assert list(rig.fleet.calls) == [f"{sample_name(1)}/0"], "the other one has gone all its way"
         go.set()
         (sample,) = leased_samples(await rig.lease(1))
@@ -291,41 +251,14 @@ async def test_each_conversation_asks_for_its_turns_by_itself() -> None:
     assert [row.trajectory for row in sample.rows] == [0, 1]
 
 
-@pytest.mark.parametrize(("told", "asked_again"), [(9, 1), (8, 2)])
-async def test_logged_turns_are_used_only_in_the_same_context(told: int, asked_again: int) -> None:
-    """A Rollouter died behind the second of three turns. Its successor's tools say the same again, or they do not."""
+@pytest.mark.parametrize(("answer", "num_requests"), [(9, 1), (8, 2)])
+async def test_logged_turns_are_used_only_in_the_same_context(answer: int, num_requests: int) -> None:
+    """A Rollouter died after the second of three turns. The tools of its successor give the same answer, or another."""
+    turns: dict[str, Turn] = {}
+    await generate_group(FakeFleet(), group_request(1), agent=ScriptedConverser(2), turns=turns)
     fleet = FakeFleet()
-    rig = DispatcherRig(permits=1, n=1, agent=ScriptedConverser(2), fleet=fleet, prompts=[make_prompt(1, 2)])
-    async with rig.running():
-        await rig.lease(1)
-        turns = dict(fleet_turns(rig))
-    again = FakeFleet()
-    rig = DispatcherRig(permits=1, n=1, agent=ScriptedConverser(3, told), fleet=again, prompts=[make_prompt(1, 2)])
-    rig.turns.turns[SampleId(0, 1)] = turns
-    async with rig.running():
-        await rig.lease(1)
-    assert len(again.requests) == asked_again
-
-
-def fleet_turns(rig: DispatcherRig) -> dict[str, Turn]:
-    """What the log would hold of sample 1, which is over."""
-    from rollouter.group import turn_key
-
-    prompt = make_prompt(1, 2)
-    kept: dict[str, Turn] = {}
-    context = prompt.prompt_ids
-    for number in range(2):
-        answer = context[:4].astype(np.int32)
-        turn = Turn(answer, np.full(len(answer), -0.5, np.float32), (Span(0, 0),), rig_finish(len(answer)))
-        kept[turn_key("0", number, context, prompt)] = turn
-        context = np.concatenate([context, answer, np.array([9], dtype=np.int32)])
-    return kept
-
-
-def rig_finish(length: int) -> Any:
-    from asyncrl.core.types import FinishReason
-
-    return FinishReason.LENGTH if length >= 4 else FinishReason.STOP
+    await generate_group(fleet, group_request(1), agent=ScriptedConverser(3, answer), turns=turns)
+    assert len(fleet.requests) == num_requests
 
 
 # ------------------------------------------------------------------------------------------------ ends and failures
@@ -340,9 +273,7 @@ async def test_kept_surplus_does_not_delay_the_end_of_the_run(unfinished: Any) -
         rig.fleet.release(sample_name(1), sample_name(2))
         assert indices(await rig.lease(2)) == [1, 2]
         await rig.queue.set_applied_version(1)
-        with anyio.fail_after(10):
-            while len(rig.fleet.calls) < 2:
-                await anyio.lowlevel.checkpoint()
+        await until(lambda: len(rig.fleet.calls) == 2)
         rig.fleet.release(next(session for session in rig.fleet.calls))
         lease = await rig.lease(2, trainer_version=1)
         assert len(lease.samples) == 1 and lease.ended
@@ -357,25 +288,21 @@ async def test_an_eviction_ends_the_surplus_at_once() -> None:
         await queue.offer(SampleMeta(sample_id, 0, 0, 1, 1, 1), None)
     assert await queue.has_surplus(False, timeout_s=1)
     async with anyio.create_task_group() as group:
-        told: list[bool] = []
+        answers: list[bool] = []
 
         async def wait() -> None:
-            told.append(await queue.has_surplus(True, timeout_s=60))
+            answers.append(await queue.has_surplus(True, timeout_s=60))
 
         group.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
         await queue.lease(1, trainer_version=1, timeout_s=0)
-        with anyio.fail_after(5):
-            while not told:
-                await anyio.lowlevel.checkpoint()
-    assert told == [False]
+        await until(lambda: answers)
+    assert answers == [False]
 
 
 async def test_failed_samples_are_not_kept() -> None:
     over_sample = OverSampleConfig(trajectories=1, unfinished="keep_partial")
     rig = DispatcherRig(permits=2, total=2, n=1, sample_s=0.05, over_sample=over_sample)
     async with rig.running():
-        with anyio.fail_after(10):
-            while (await rig.queue.status()).counts.dropped["failed"] < 4:
-                await anyio.lowlevel.checkpoint()
+        await rig.until_dropped(4)
     assert rig.dispatcher.runner.counts.surplus_tokens == 0
