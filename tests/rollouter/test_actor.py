@@ -1,11 +1,12 @@
-"""The Rollouter as a whole, on fakes; and its actor shell as far as it goes without Ray."""
+"""The whole Rollouter on fakes, and those parts of its actor that need no Ray."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,30 @@ class Rig:
             start=RolloutStart(val_before_train, validated),
         )
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the Rollouter during the block; then it ends because the queue is closed, or because it was stopped."""
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.rollouter.run)
+                yield
+                await self.queue.close()
+
+    async def fails(self, error: type[Exception], match: str) -> None:
+        """Run until `sample_0_2` is answered, which makes the run fail; nothing keeps running."""
+
+        async def release() -> None:
+            await self.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
+            self.fleet.release("sample_0_2")
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(release)
+                with pytest.raises(error, match=match):
+                    await self.rollouter.run()
+        assert {"sample_0_1", "val_0_0"} <= set(self.fleet.cancelled)
+        assert self.fleet.calls == {}
+
     async def train(self, version: int, *, validate: bool = False) -> None:
         """One lease of 4, committed, and a version published."""
         lease = await self.queue.lease(4, trainer_version=version - 1, timeout_s=10)
@@ -73,15 +98,12 @@ class Rig:
 
 async def test_a_run_from_first_prompt_to_last_validation() -> None:
     rig = Rig()
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.rollouter.run)
-            for version in range(1, 4):
-                await rig.train(version, validate=version == 3)
-            await rig.queue.close()
-    told = [(type(record), record.version) for record in rig.sink.records]
-    assert told[0] == (ValidationRecord, 0)
-    assert told[-2:] == [(ApplyRecord, 3), (ValidationRecord, 3)]
+    async with rig.running():
+        for version in range(1, 4):
+            await rig.train(version, validate=version == 3)
+    records = [(type(record), record.version) for record in rig.sink.records]
+    assert records[0] == (ValidationRecord, 0)
+    assert records[-2:] == [(ApplyRecord, 3), (ValidationRecord, 3)]
     counts = (await rig.queue.status()).counts
     assert (counts.trained, counts.running, counts.ready, counts.leased) == (12, 0, 0, 0)
     status = rig.rollouter.status()
@@ -94,17 +116,14 @@ async def test_a_run_from_first_prompt_to_last_validation() -> None:
 
 async def test_generation_goes_on_while_a_version_is_validated() -> None:
     rig = Rig(FakeFleet(hold=True))
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.rollouter.run)
-            training = [f"sample_{(index - 1) // 2}_{index}" for index in range(1, 9)]
-            await rig.fleet.until_in_flight("val_0_0", "val_0_1", *training)
-            rig.fleet.release(*training[:4])
-            await rig.train(1)
-            assert rig.sink.records == []
-            rig.fleet.release("val_0_0", "val_0_1")
-            await rig.sink.until(2)
-            await rig.queue.close()
+    async with rig.running():
+        training = [f"sample_{(index - 1) // 2}_{index}" for index in range(1, 9)]
+        await rig.fleet.until_in_flight("val_0_0", "val_0_1", *training)
+        rig.fleet.release(*training[:4])
+        await rig.train(1)
+        assert rig.sink.records == []
+        rig.fleet.release("val_0_0", "val_0_1")
+        await rig.sink.until(2)
     assert [type(record) for record in rig.sink.records] == [ValidationRecord, ApplyRecord]
     assert set(rig.fleet.cancelled) >= set(training[4:])
 
@@ -112,18 +131,7 @@ async def test_generation_goes_on_while_a_version_is_validated() -> None:
 async def test_a_failure_is_one_typed_error_and_nothing_keeps_running() -> None:
     rig = Rig(FakeFleet(hold=True))
     rig.fleet.fail("sample_0_2", InfraError("gone", "cause"))
-
-    async def release() -> None:
-        await rig.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
-        rig.fleet.release("sample_0_2")
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(release)
-            with pytest.raises(InfraError, match="gone"):
-                await rig.rollouter.run()
-    assert rig.fleet.calls == {}
-    assert {"sample_0_1", "val_0_0"} <= set(rig.fleet.cancelled)
+    await rig.fails(InfraError, "gone")
 
 
 async def test_an_untyped_error_is_a_bug_error_with_its_traceback() -> None:
@@ -136,11 +144,9 @@ async def test_an_untyped_error_is_a_bug_error_with_its_traceback() -> None:
 
 async def test_stop_ends_the_run_at_once() -> None:
     rig = Rig(FakeFleet(hold=True))
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.rollouter.run)
-            await rig.fleet.until_in_flight("sample_0_1", "val_0_0")
-            rig.rollouter.stop()
+    async with rig.running():
+        await rig.fleet.until_in_flight("sample_0_1", "val_0_0")
+        rig.rollouter.stop()
     assert rig.fleet.calls == {}
     with anyio.fail_after(20):
         stopped_before = Rig()
@@ -150,7 +156,7 @@ async def test_stop_ends_the_run_at_once() -> None:
 
 
 class RudeFleet(FakeFleet):
-    """Its calls fail when they are cancelled."""
+    """A fleet whose calls fail when they are cancelled."""
 
     async def generate(
         self, requests: Sequence[GenerateRequest], *, session: str
@@ -171,17 +177,7 @@ async def test_a_replaced_incarnation_ends_with_a_fenced_error_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = Rig(RudeFleet(hold=True), queue=FencedQueue)
-
-    async def release() -> None:
-        await rig.fleet.until_in_flight("sample_0_1", "sample_0_2", "val_0_0")
-        rig.fleet.release("sample_0_2")
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(release)
-            with pytest.raises(FencedError, match="replaced by rollouter 2"):
-                await rig.rollouter.run()
-    assert {"sample_0_1", "val_0_0"} <= set(rig.fleet.cancelled)
+    await rig.fails(FencedError, "replaced by rollouter 2")
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -190,11 +186,8 @@ async def test_a_restarted_rollouter_starts_at_the_newest_version_and_repeats_no
     rig.fleet.version = 2
     await rig.queue.set_applied_version(2)
     await rig.feed.publish(2, validate=True)
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(rig.rollouter.run)
-            await rig.train(3)
-            await rig.queue.close()
+    async with rig.running():
+        await rig.train(3)
     assert [(type(record), record.version) for record in rig.sink.records] == [(ApplyRecord, 3)]
     status = rig.rollouter.status()
     assert (status["version"], status["lineage"]) == (3, 0)

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.config.sections.reward import RewardConfig
 from asyncrl.config.sections.rollout import SamplingConfig, ValSamplingConfig
-from asyncrl.core.failures import BugError, DataError, InfraError, UserCodeError
+from asyncrl.core.failures import BugError, DataError, UserCodeError
 from asyncrl.core.ports import GenerateRequest, GenerationEvent, Score, TurnFinished
 from asyncrl.core.types import FinishReason, Prompt, Sample, Turn
 from rollouter.crash_isolation import time_limit
@@ -77,15 +77,6 @@ async def test_a_straggler_blocks_no_other_sample() -> None:
     assert rig.fleet.max_in_flight == 2
 
 
-async def test_no_more_samples_in_generation_than_slots() -> None:
-    rig = DispatcherRig(
-        permits=1000, total=200, max_concurrent_samples=5, fleet=FakeFleet(pace=lambda _: anyio.lowlevel.checkpoint())
-    )
-    async with rig.running():
-        assert len((await rig.lease(200)).samples) == 200
-    assert rig.fleet.max_in_flight == 5
-
-
 async def test_slow_scoring_holds_no_slot() -> None:
     gate = anyio.Event()
     rig = DispatcherRig(
@@ -96,27 +87,6 @@ async def test_slow_scoring_holds_no_slot() -> None:
         assert rig.dispatcher.runner.counts.samples_done == 0
         gate.set()
         assert len((await rig.lease(10)).samples) == 10
-
-
-async def test_admission_waits_for_permits_of_the_next_version() -> None:
-    rig = DispatcherRig(permits=3, fleet=FakeFleet())
-    async with rig.running():
-        lease = await rig.lease(3)
-        assert len(rig.fleet.sessions) == 3
-        await rig.queue.commit(lease.lease_id, [entry.meta.sample_id for entry in lease.samples])
-        await rig.queue.set_applied_version(1)
-        assert len((await rig.lease(3)).samples) == 3
-    assert len(rig.fleet.sessions) == 6
-
-
-async def test_a_version_that_changes_in_mid_generation_is_in_the_spans() -> None:
-    rig = DispatcherRig(permits=1, n=1, prompts=[make_prompt(1, 2, 3, 4)])
-    async with rig.running():
-        await rig.fleet.until_in_flight("sample_0_1")
-        rig.fleet.version = 3
-        rig.fleet.release()
-        meta = (await rig.lease(1)).samples[0].meta
-    assert (meta.oldest_version, meta.newest_version) == (0, 3)
 
 
 async def test_a_sample_may_be_requeued_before_its_offer_is_answered(
@@ -167,13 +137,6 @@ async def test_close_cancels_samples_in_flight() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ failures
-
-
-async def test_an_engine_failure_stops_the_run_with_its_cause() -> None:
-    rig = DispatcherRig(fleet=FakeFleet())
-    rig.fleet.fail(sample_name(3), InfraError("three tries, all failed", "the engine's traceback"))
-    error = await rig.fails(InfraError)
-    assert error.cause == "the engine's traceback"
 
 
 async def test_unusable_prompts_are_dropped_by_reason_and_refilled(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def version_of(place: int) -> int:
 
 
 def whole(request: GenerateRequest) -> Turn:
-    """What an engine that nothing ever happens to makes of it."""
+    """Return the response of an engine that is never interrupted."""
     prompt = int(request.prompt_ids[0])
     ids: list[int] = []
     finish = FinishReason.LENGTH
@@ -46,16 +46,16 @@ def whole(request: GenerateRequest) -> Turn:
 
 @dataclass
 class Play:
-    """What one call does: how many tokens of each piece it tells, and how it ends."""
+    """The tokens that one call reports, and how it ends."""
 
     steps: list[dict[int, int]] = field(default_factory=list)
-    """Requests by place (modulo how many there are), and how many tokens of each come next."""
+    """The next deltas: requests by position (modulo their number), and how many tokens each has sampled."""
     end: str = "whole"
-    """`whole`: every response runs to its end; `abort`; or an error: `crash`, `infra`."""
+    """`whole`: every response is completed; `abort`; or an error: `crash`, `infra`."""
 
 
 class ScriptedEngine:
-    """Makes the tokens of `whole`, from where `so_far` ends. Past its script everything runs to its end."""
+    """Samples the tokens of `whole`, from the end of `so_far`. After its script every response is completed."""
 
     def __init__(self, plays: Sequence[Play] = ()) -> None:
         self.plays = list(plays)
@@ -68,50 +68,36 @@ class ScriptedEngine:
         assert session == "s"
         self.calls.append(list(requests))
         play = self.plays.pop(0) if self.plays else Play()
-        told = [0] * len(requests)
+        at = [0 if one.so_far is None else len(one.so_far.response_ids) for one in requests]
         left = set(range(len(requests)))
+
+        def delta(number: int, count: int) -> Delta:
+            full, first = whole(requests[number]), at[number]
+            at[number] = min(first + count, len(full.response_ids))
+            finish = FinishReason.ABORTED
+            if at[number] == len(full.response_ids):
+                finish = full.finish_reason
+                left.discard(number)
+            return Delta(number, head(full, at[number], first, finish), number not in left)
+
         try:
             for step in play.steps:
-                pieces = [
-                    self._piece(requests, place % len(requests), told, left, count) for place, count in step.items()
-                ]
-                yield [piece for piece in pieces if piece is not None]
+                counts = [(place % len(requests), count) for place, count in step.items()]
+                yield [delta(number, count) for number, count in counts if number in left]
             if play.end == "crash":
                 raise EngineCrashError("the engine died", "its traceback")
             if play.end == "infra":
                 raise InfraError("no answer", "its traceback")
-            last = sorted(left)
-            yield [
-                Delta(number, self._turn(requests[number], told[number], 0, FinishReason.ABORTED), True)
-                if play.end == "abort"
-                else Delta(number, self._turn(requests[number], told[number], None, None), True)
-                for number in last
-            ]
+            if play.end == "abort":
+                yield [delta(number, 0)._replace(done=True) for number in sorted(left)]
+            else:
+                yield [delta(number, 10_000) for number in sorted(left)]
         finally:
             self.closed += 1
 
-    def _piece(
-        self, requests: Sequence[GenerateRequest], number: int, told: list[int], left: set[int], count: int
-    ) -> Delta | None:
-        if number not in left:
-            return None
-        turn = self._turn(requests[number], told[number], count, None)
-        told[number] += len(turn.response_ids)
-        if done := turn.finish_reason is not FinishReason.ABORTED:
-            left.discard(number)
-        return Delta(number, turn, done)
-
-    def _turn(self, request: GenerateRequest, told: int, count: int | None, finish: FinishReason | None) -> Turn:
-        """`count` tokens behind what was told; None: all that are left."""
-        full = whole(request)
-        first = told + (0 if request.so_far is None else len(request.so_far.response_ids))
-        end = len(full.response_ids) if count is None else min(first + count, len(full.response_ids))
-        at_end = end == len(full.response_ids)
-        return head(full, end, first, finish or (full.finish_reason if at_end else FinishReason.ABORTED))
-
 
 def head(full: Turn, end: int, first: int, finish: FinishReason) -> Turn:
-    """Tokens `first` to `end` of a whole turn."""
+    """Return the tokens from `first` to `end` of a whole turn."""
     starts = [(str(span.version), span.first_token) for span in full.spans if span.first_token < end]
     return cut_delta(full.response_ids[:end].tolist(), full.rollout_log_probs[:end].tolist(), starts, first, finish)
 
@@ -151,7 +137,7 @@ plays = st.builds(
 )
 def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths: list[int], begun: int) -> None:
     requests = [request(f"r{number}", length, prompt=number) for number, length in enumerate(lengths)]
-    # Something is there already, as after a restart of the Rollouter; with few tokens it may be all of it.
+    # The first request has tokens already, as after a restart of the Rollouter; they may be the whole response.
     full = whole(requests[0])
     if begun > 0:
         count = min(begun, len(full.response_ids))
@@ -169,11 +155,11 @@ def test_turns_survive_aborts_and_failures_unchanged(script: list[Play], lengths
         return await finished_turns(generate(engine, requests, session="s", max_attempts=9, sleep=Sleeps()), observe)
 
     turns = anyio.run(run)
-    given_whole = {0} if begun >= len(full.response_ids) and begun > 0 else set()
-    assert sorted(finished) == sorted(set(range(len(requests))) - given_whole)
+    begun_whole = {0} if begun >= len(full.response_ids) and begun > 0 else set()
+    assert sorted(finished) == sorted(set(range(len(requests))) - begun_whole)
     assert len(turns) == len(finished)
     assert engine.closed == len(engine.calls)
-    # No token is asked for twice, under no id that was used before.
+    # Every call has an id of its own.
     ids = [one.request_id for call in engine.calls for one in call]
     assert len(ids) == len(set(ids))
 
@@ -186,7 +172,7 @@ async def test_aborted_turns_resume_with_their_tokens_and_budget() -> None:
     assert len(short.response_ids) == 3
     assert same(long, whole(request("b", 10)))
     assert versions_per_token(long.spans, 10).tolist() == [0] * 5 + [1] * 5
-    # Only what is unfinished is sent again, under another id.
+    # Only unfinished requests are sent again, each under a new id.
     assert [[call.request_id for call in calls] for calls in engine.calls] == [["a-1", "b-1"], ["b-2"], ["b-3"]]
 
 
@@ -211,12 +197,12 @@ async def test_failures_back_off_and_keep_the_tokens() -> None:
     engine = ScriptedEngine([Play([{0: 4}], "infra"), Play(end="infra"), Play(end="infra")])
     (turn,) = await finished_turns(generate(engine, [request("a", 6)], session="s", max_attempts=3, sleep=sleep))
     assert same(turn, whole(request("a", 6)))
-    # The first one had brought tokens: it is no failure without a token.
+    # The first call reported tokens, so it does not count as a failure.
     assert sleep.seconds == [1.0, 1.0, 2.0]
     assert [len(calls[0].so_far.response_ids) if calls[0].so_far else 0 for calls in engine.calls] == [0, 4, 4, 4]
 
 
-async def test_a_spent_budget_says_so_and_keeps_the_cause() -> None:
+async def test_the_error_of_a_spent_budget_has_the_cause() -> None:
     sleep = Sleeps()
     engine = ScriptedEngine([Play(end="infra")] * 3)
     with pytest.raises(InfraError, match="failed 3 times in a row, the last time: no answer") as raised:
@@ -225,7 +211,7 @@ async def test_a_spent_budget_says_so_and_keeps_the_cause() -> None:
     assert sleep.seconds == [1.0, 2.0]
 
 
-async def test_crashes_are_tried_again_for_as_long_as_the_consumer_goes_on() -> None:
+async def test_crashes_are_retried_until_the_consumer_ends_the_call() -> None:
     crashes: list[str] = []
 
     def observe(event: GenerationEvent) -> None:
@@ -281,7 +267,7 @@ async def test_closing_the_iterator_ends_the_call_to_the_replica() -> None:
     assert engine.closed == 1
 
 
-async def test_a_replica_that_answers_short_is_a_bug() -> None:
+async def test_a_stream_that_ends_before_its_requests_is_a_bug() -> None:
     async def call(requests: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Sequence[Delta], None]:
         return
         yield []
