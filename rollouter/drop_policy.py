@@ -57,7 +57,7 @@ _DROPS: tuple[tuple[type[DataError], DropReason, str], ...] = (
 
 
 class DropPolicy:
-    """Drops samples for data errors and, as `reward.on_error` says, for errors of user code; limits both."""
+    """Drops samples for data errors and, depending on `reward.on_error`, for errors of user code; limits both."""
 
     def __init__(self, config: RewardConfig, *, num_prompts: int) -> None:
         self._config = config

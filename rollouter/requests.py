@@ -1,6 +1,6 @@
 """Requests to engines: their names, and their sampling parameters. Pure.
 
-The Rollouter names requests, and replicas parse the names to say which turn a request belongs to:
+The Rollouter names requests, and replicas parse the names to find the turn that a request belongs to:
 
     sample_0_42/3          the first turn of trajectory 3; with an agent, also its session's name
     sample_0_42/3.1        the turn after it

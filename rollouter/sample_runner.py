@@ -300,7 +300,7 @@ class SampleRunner:
 
     async def _record_turn(self, sample_id: SampleId, key: str, turn: Turn) -> None:
         self.counts.generated_tokens += len(turn.response_ids)
-        # Shielded: the turn counts as complete already. If the sample is cut here and resumed, nobody logs it later.
+        # Shielded: the turn counts as complete already. If the sample is cut here and resumed, it is not logged again.
         with anyio.CancelScope(shield=True), profile.span("turnlog.write", tokens=len(turn.response_ids)):
             await self._parts.turns.record(sample_id, key, turn)
 

@@ -213,8 +213,8 @@ class WeightUpdateLoop:
         if anyio.current_time() >= until:
             raise InfraError(
                 f"{error}, and have done so for {self._timeouts.start_s:g} s (timeouts.start_s), each time after "
-                f"all of them were brought to {_describe(self.weights_version)}; their logs in the run directory may "
-                "say what they load"
+                f"all of them were brought to {_describe(self.weights_version)}; their logs in the run "
+                "directory may show which version they load"
             )
         logger.warning("%s; it is repeated once every replica serves %s", error, _describe(self.weights_version))
         if self._applied is not None:

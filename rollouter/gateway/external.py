@@ -206,7 +206,7 @@ class ExternalAgent:
         if failure is not None:
             after = (
                 ": it failed when it was refused a turn for lack of room. Let it catch that (openai.BadRequestError, "
-                "code context_length_exceeded) and say what the trajectory is worth then"
+                "code context_length_exceeded) and then return or post the trajectory's reward"
             )
         raise UserCodeError(
             f"{name}: the agent gave no reward, and nothing else in the run scores trajectories{after}. Return or post "

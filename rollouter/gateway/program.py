@@ -56,7 +56,7 @@ def load_program(settings: AgentConfig) -> AgentProgram:
             f"{KEY}: {settings.program}{inspect.signature(function)} does not suit; it is called with one AgentTask: "
             f"{error}"
         ) from error
-    except ValueError:  # written in C, say: there is no signature
+    except ValueError:  # there is no signature, for example because it is written in C
         pass
     return FunctionProgram(settings.program, function, settings.max_concurrency)
 

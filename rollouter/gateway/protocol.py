@@ -50,7 +50,7 @@ def unknown_key() -> RequestError:
 
 def closed() -> RequestError:
     return RequestError(
-        "the trajectory of this key is over: its agent has ended, was out of time, or said that it was done",
+        "the trajectory of this key is over: its agent has ended, was out of time, or reported that it was done",
         status=409,
         kind="conflict_error",
         code="trajectory_over",
@@ -237,8 +237,8 @@ class RequestReader:
     """Reads requests for one run's model."""
 
     def __init__(self, model: str, sampling: SamplingConfig | None) -> None:
-        """`sampling` is how training samples: a request may not ask for another distribution. None ignores what
-        requests say about it, as in validation, which has sampling settings of its own."""
+        """`sampling` is how training samples: a request may not ask for another distribution. None ignores
+        the sampling settings of requests, as in validation, which has its own."""
         self._model = model
         self._sampling = sampling
 
@@ -354,7 +354,8 @@ def _turn_options(body: Mapping[str, Any], *limits: str) -> TurnOptions:
     log_probs = body.get("logprobs")
     if not isinstance(log_probs, bool) and log_probs not in (None, 0):
         raise RequestError(
-            f"logprobs={_shown(log_probs)}: only those of the sampled tokens are known; say true or 0", param="logprobs"
+            f"logprobs={_shown(log_probs)}: only those of the sampled tokens are known; send true or 0",
+            param="logprobs",
         )
     return TurnOptions(
         min((value for _, value in given), default=None), tuple(stops), log_probs is not None and log_probs is not False
@@ -404,11 +405,11 @@ def chat_response(header: ResponseHeader, turn: Turn, message: Message, pieces: 
         {**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    said: Body = {"role": "assistant", "content": message["content"] or (None if calls else ""), "refusal": None}
+    answer: Body = {"role": "assistant", "content": message["content"] or (None if calls else ""), "refusal": None}
     if reasoning := message.get("reasoning_content"):
-        said["reasoning_content"] = reasoning
+        answer["reasoning_content"] = reasoning
     if calls:
-        said["tool_calls"] = calls
+        answer["tool_calls"] = calls
     log_probs = None
     if pieces is not None:
         log_probs = {"content": [
@@ -417,7 +418,7 @@ def chat_response(header: ResponseHeader, turn: Turn, message: Message, pieces: 
         ], "refusal": None}  # fmt: skip
     length = turn.finish_reason is FinishReason.LENGTH
     reason = "length" if length else "tool_calls" if calls else "stop"
-    choice = {"index": 0, "message": said, "logprobs": log_probs, "finish_reason": reason}
+    choice = {"index": 0, "message": answer, "logprobs": log_probs, "finish_reason": reason}
     return _body(header, turn, "chat.completion", choice)
 
 
@@ -458,19 +459,19 @@ def events(body: Body, *, include_usage: bool) -> Iterator[bytes]:
 
 
 def _chunks(choice: Mapping[str, Any]) -> Iterator[Body]:
-    said = choice["message"]
+    answer = choice["message"]
 
     def chunk(delta: Body, reason: str | None = None, log_probs: Any = None) -> Body:
         return {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
 
     yield chunk({"role": "assistant", "content": ""})
-    if "reasoning_content" in said:
-        yield chunk({"reasoning_content": said["reasoning_content"]})
-    if said["content"]:
-        yield chunk({"content": said["content"]}, log_probs=choice["logprobs"])
-    for index, call in enumerate(said.get("tool_calls", ())):
+    if "reasoning_content" in answer:
+        yield chunk({"reasoning_content": answer["reasoning_content"]})
+    if answer["content"]:
+        yield chunk({"content": answer["content"]}, log_probs=choice["logprobs"])
+    for index, call in enumerate(answer.get("tool_calls", ())):
         yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, choice["finish_reason"], None if said["content"] else choice["logprobs"])
+    yield chunk({}, choice["finish_reason"], None if answer["content"] else choice["logprobs"])
 
 
 def _event(chunk: Body) -> bytes:

@@ -207,7 +207,7 @@ async def _status(name: str) -> ApplicationStatusOverview:
         there = ", ".join(sorted(applications)) or "none"
         raise InfraError(
             f"Ray Serve has no application {name} any more (it has {there}): it was deleted, or Serve was shut "
-            "down; start the run again, with resume=auto to go on from its last checkpoint if it has one"
+            "down; start the run again, with resume=auto to continue from its last checkpoint if it has one"
         )
     return applications[name]
 
@@ -223,7 +223,7 @@ def _api_key(config: Config) -> str | None:
         if config.serve.host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
                 f"serve.host={config.serve.host!r} is reachable from outside and serve.api_key_env is not set: "
-                "anybody could use the model; set serve.api_key_env, or serve.host=127.0.0.1"
+                "every client that reaches it could use the model; set serve.api_key_env, or serve.host=127.0.0.1"
             )
         return None
     key = os.environ.get(name, "")

@@ -39,7 +39,7 @@ class Delta(NamedTuple):
     number: int
     """The request's position in its call."""
     turn: Turn
-    """Its finish reason is ABORTED while the request goes on: that is how the turn ended if nothing more arrives."""
+    """Its finish reason is ABORTED while the request runs: the turn counts as aborted if no further delta arrives."""
     done: bool
     """The engine has ended the request: it is complete, or was aborted."""
 

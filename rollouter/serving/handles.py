@@ -1,4 +1,4 @@
-"""Answers over a Serve handle, with errors of ours."""
+"""Calls over a Serve handle: their answers, and their failures as errors of this project."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DEAD = (
 
 
 def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLError:
-    """Return the error of ours that a replica raised, or one about the replica itself.
+    """Return the typed error that a replica raised, or one about the replica itself.
 
     Args:
         error: What the handle raised.
         what: Names the call in errors.
-        accepted: The replica had begun with the call, which may have ended it.
+        accepted: The replica had begun with the call, so the call may be the cause of its end.
     """
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AsyncRLError):
         return error.cause
@@ -61,7 +61,7 @@ async def answer(response: Any, what: str) -> Any:
 async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGenerator[Any, None]:
     """Yield the items of a streaming call. Closing the iterator before the end cancels the call.
 
-    The first item says that the replica has begun: if it dies earlier, this call is not the cause.
+    The first item means that the replica has begun: if it dies earlier, this call is not the cause.
 
     Args:
         response: Of a handle with `stream=True`.
@@ -100,7 +100,7 @@ async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGene
 
 
 def _cancelled_elsewhere() -> bool:
-    """Whether the replica cancelled the call, at its own end, which looks like a cancellation of the waiting task."""
+    """Return whether the replica cancelled the call, which looks like a cancellation of the waiting task."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
 

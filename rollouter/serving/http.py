@@ -1,4 +1,4 @@
-"""The HTTP side of `asyncrl serve`, and of a launch with agents of the user's.
+"""The HTTP side of `asyncrl serve`, and of a launch with external agents.
 
     trajectory's key ──▶ the Rollouter that issued it (`rollouter.gateway`), through Ray: recorded
     other requests ────▶ the API key, if there is one ──▶ `openai_app` ──▶ replicas
@@ -60,7 +60,7 @@ def endpoint_url(namespace: str) -> str:
     options = _get_global_client().http_config
     if options.host is None or options.location == ProxyLocation.Disabled:
         raise InfraError(
-            "Ray Serve was started on this cluster without an HTTP side, by somebody else, so no agent can reach this "
+            "Ray Serve was started on this cluster by another user without an HTTP side, so no agent can reach this "
             "run (rollout.agent). Shut Serve down there, or take a cluster of the run's own: ray.address=null"
         )
     host = options.host
@@ -103,7 +103,7 @@ class RolloutCalls:
             try:
                 response: GatewayResponse = await answer
             except asyncio.CancelledError:
-                ray.cancel(answer)  # the engine must not go on for a client that has gone
+                ray.cancel(answer)  # the client has disconnected, so the engine stops its turn
                 raise
             except ray.exceptions.RayActorError as error:
                 self._actors.pop(incarnation, None)
@@ -172,7 +172,7 @@ class ApiKeyMiddleware:
 
 
 class HttpFrontEnd:
-    """The HTTP side itself; Serve starts one."""
+    """The HTTP side, of which Serve starts one."""
 
     def __init__(
         self, replicas: DeploymentHandle[Any], options: ServingOptions, api_key: str | None, trajectories: bool

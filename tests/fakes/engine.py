@@ -1,11 +1,10 @@
-"""A fleet without engines: answers, failures, crashes, versions and the order of completion are the test's to script.
+"""A fleet without engines: a test scripts its answers, failures, crashes, versions and the order of completion.
 
-No threads and no real time: it runs under any event loop, a virtual clock's too, and does the same every time.
+It has no threads and uses no real time, so it is deterministic under any event loop.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -24,7 +23,6 @@ from asyncrl.core.ports import (
     Publication,
     TurnFinished,
     TurnProgress,
-    WeightFeed,
     WeightsVersion,
 )
 from asyncrl.core.types import FinishReason, Span, Turn, join_turns
@@ -44,11 +42,11 @@ class EngineCall:
     session: str
     requests: Sequence[GenerateRequest]
     turns: list[Turn | None]
-    """What each request has so far; its end is in the finish reason."""
+    """The tokens of each request so far; the finish reason is that of a complete turn, or ABORTED."""
     replica: str = ""
-    """Empty while it is on none: after a crash, or when none is up."""
+    """Empty after a crash, until it is placed again."""
     version: int = 0
-    """What that replica served when it took the call."""
+    """The version that the replica served when it accepted the call."""
     go: anyio.Event = field(default_factory=anyio.Event)
     attempt: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     crash: EngineCrashError | None = None
@@ -63,11 +61,11 @@ def complete(turn: Turn | None) -> bool:
 
 
 class FakeFleet:
-    """`EngineFleet`. With `hold`, a call answers once the test calls `release`; else at once, or after `pace(session)`.
+    """An `EngineFleet`. A call answers at once, after `pace(session)`, or with `hold` when the test calls `release`.
 
-    With `chunk_tokens` tokens come in pieces, so many a request, each after `pace(session)`; shorter responses are
-    complete earlier, and what was told survives a crash. Without, all of a response comes at once, and a call during
-    which its replica changes its version comes back in two spans: the first half by the old one.
+    With `chunk_tokens`, every request reports so many tokens at a time, each time after `pace(session)`: shorter
+    responses are complete earlier, and reported tokens survive a crash. Without it, a response is reported at once; if
+    its replica changes its version meanwhile, the first half of its tokens has the old version.
     """
 
     def __init__(
@@ -79,44 +77,33 @@ class FakeFleet:
         num_replicas: int = 1,
         chunk_tokens: int | None = None,
         poison: Callable[[GenerateRequest], bool] | None = None,
-        restart_s: float = 0.0,
-        feed: WeightFeed | None = None,
     ) -> None:
-        """
-        Args:
-            poison: A replica crashes when it computes a request of which this is true.
-            restart_s: How long a crashed replica is away, by the event loop's clock.
-            feed: A crashed replica comes back with the newest version there; without, with what it served.
-        """
+        """`poison`: a replica crashes when it computes a request for which this returns true."""
         self.hold = hold
         self.calls: dict[str, EngineCall] = {}
         """In flight now, by session."""
         self.sessions: list[str] = []
-        """Every session ever asked for, in order."""
+        """The sessions of all calls, in order."""
         self.requests: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self.applied: list[int] = []
         self.crashes: list[tuple[str, ...]] = []
-        """The sessions each crash has hit."""
+        """The sessions that were in flight in each crash."""
         self.max_in_flight = 0
         self.generated_tokens = 0
         self.apply_error: Exception | None = None
         self.stuck_at: WeightsVersion | None = None
-        """Replicas stay at this weights version and say so."""
+        """Replicas stay at this weights version, and report it."""
         self.replaced: dict[str, int] = {}
-        """Sessions whose replica was replaced, and the version that the new one has started with."""
+        """Sessions whose replica was replaced, with the version of the new replica."""
         self.apply_gate: anyio.Event | None = None
         """Set one to hold the next apply until the test sets the event."""
         self.weights_versions = {f"replica-{number}": WeightsVersion(0, 0) for number in range(num_replicas)}
-        """What each replica serves."""
+        """The weights version of each replica."""
         self._answer = answer
         self._pace = pace
         self._chunk_tokens = chunk_tokens
         self._poison = poison
-        self._restart_s = restart_s
-        self._feed = feed
-        self._down_until: dict[str, float] = {}
-        """Crashed replicas that nobody has used since."""
         self._deaths: Counter[str] = Counter()
         self._errors: dict[str, list[Exception]] = {}
         self._changed = anyio.Condition()
@@ -161,7 +148,6 @@ class FakeFleet:
             raise self.apply_error
         reports = []
         for name in self.weights_versions:
-            await self._come_up(name)
             load_s = 0.0
             if self.stuck_at is not None:
                 self.weights_versions[name] = self.stuck_at
@@ -179,7 +165,7 @@ class FakeFleet:
 
     @property
     def version(self) -> int:
-        """What every replica serves, or the oldest of them."""
+        """The version of every replica, or the oldest version."""
         return min(self.weights_versions.values()).version
 
     @version.setter
@@ -190,35 +176,34 @@ class FakeFleet:
         }
 
     def release(self, *sessions: str) -> None:
-        """Let these calls answer; none named: all that are in flight."""
+        """Let these calls answer; without arguments, all calls in flight."""
         for session in sessions or tuple(self.calls):
             self.calls[session].go.set()
 
     def release_all(self) -> None:
-        """Let everything answer, from now on too."""
+        """Let all calls answer, also later ones."""
         self.hold = False
         self.release()
 
     def fail(self, session: str, *errors: Exception) -> None:
-        """The next calls of this session raise these, one each."""
+        """Let the next calls of this session raise these errors, one each."""
         self._errors.setdefault(session, []).extend(errors)
 
     def crash(self, replica: str = "replica-0", message: str = "the engine died") -> tuple[str, ...]:
-        """The replica dies with what it computes; returns the sessions it had."""
-        struck = tuple(session for session, call in self.calls.items() if call.replica == replica)
+        """Crash a replica. Return the sessions that were in flight there."""
+        hit = tuple(session for session, call in self.calls.items() if call.replica == replica)
         process = self._process(replica)
         self._deaths[replica] += 1
-        self._down_until[replica] = anyio.current_time() + self._restart_s
-        self.crashes.append(struck)
-        for session in struck:
+        self.crashes.append(hit)
+        for session in hit:
             call = self.calls[session]
             call.replica, call.crash = "", EngineCrashError(f"{replica}: {message}")
             call.crash.replica = process
             call.attempt.cancel()
-        return struck
+        return hit
 
     async def until(self, condition: Callable[[FakeFleet], bool]) -> None:
-        """Wait until `condition` holds; looked at when a replica takes a call and when a version is applied."""
+        """Wait until `condition` holds; it is evaluated when a replica accepts a call and when a version is applied."""
         with anyio.fail_after(10):
             async with self._changed:
                 while not condition(self):
@@ -234,41 +219,19 @@ class FakeFleet:
             self._changed.notify_all()
 
     async def _place(self, call: EngineCall) -> Accepted:
-        """Wait for a replica that is up, and take the one with the fewest calls."""
-        await self._sleep_until(lambda: min(self._down_s(name) for name in self.weights_versions))
-        up = [name for name in self.weights_versions if self._down_s(name) <= 0]
-        load = dict.fromkeys(up, 0)
-        for other in self.calls.values():
-            if other.replica in load:
-                load[other.replica] += 1
-        name = min(up, key=lambda name: load[name])
-        await self._come_up(name)
+        """Place the call on the replica with the fewest calls."""
+        load = Counter(other.replica for other in self.calls.values())
+        name = min(self.weights_versions, key=lambda name: load[name])
         call.replica, call.version = name, self.weights_versions[name].version
         await self._notify()
         return Accepted(self._process(name))
 
     def _process(self, replica: str) -> str:
-        """Who is replaced comes back under a name that nobody had."""
+        """Return the name of the replica's process: a restarted one has a new name."""
         return f"{replica}/{self._deaths[replica]}"
 
-    def _down_s(self, name: str) -> float:
-        return self._down_until.get(name, -math.inf) - anyio.current_time()
-
-    async def _sleep_until(self, left_s: Callable[[], float]) -> None:
-        while (seconds := left_s()) > 0:  # noqa: ASYNC110  # it is a time that is waited for, and it may move
-            await anyio.sleep(seconds)
-
-    async def _come_up(self, name: str) -> None:
-        """Wait until a crashed replica is back, and let it catch up."""
-        await self._sleep_until(lambda: self._down_s(name))
-        if self._down_until.pop(name, None) is None or self._feed is None:
-            return
-        newest = await self._feed.latest()
-        if newest is not None:
-            self.weights_versions[name] = max(self.weights_versions[name], newest.weights_version)
-
     async def _sample_all(self, call: EngineCall) -> list[int]:
-        """Sample the next tokens of every request; returns the requests that have new ones."""
+        """Sample the next tokens of every request. Return the requests that have new tokens."""
         if self.hold:
             await call.go.wait()
         elif self._pace is not None:
@@ -276,7 +239,7 @@ class FakeFleet:
         elif self._chunk_tokens is not None:
             await anyio.lowlevel.checkpoint()
         if call.crash is not None:
-            return []  # the call was awake already when its replica crashed
+            return []  # the replica crashed after the call had resumed
         if errors := self._errors.get(call.session):
             raise errors.pop(0)
         pending = call.pending
@@ -308,7 +271,7 @@ class FakeFleet:
 async def finished_turns(
     events: AsyncGenerator[GenerationEvent, None], observe: Callable[[GenerationEvent], None] | None = None
 ) -> list[Turn]:
-    """The finished turns of one call, in the order of its requests. Without `observe` a crash raises."""
+    """Return the finished turns of one call, in the order of its requests. Without `observe`, a crash raises."""
     turns: dict[int, Turn] = {}
     async with aclosing(events):
         async for event in events:

@@ -2,8 +2,8 @@
 
 Events travel with the answers to generate calls: at the end of the last open call, and about once a second while there
 are others, as a message costs a millisecond. Events that a consumer did not fetch because it turned away travel with
-the next answer if Ray had not taken them. If it had, they are lost; as each message says how many events this replica
-has sent, the Rollouter counts the missing ones (`Profiler.ingest`).
+the next answer if Ray had not taken them. If it had, they are lost; as each message has the number of events that this
+replica has sent, the Rollouter counts the missing ones (`Profiler.ingest`).
 """
 
 from __future__ import annotations

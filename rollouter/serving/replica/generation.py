@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
 REPORT_EVERY_S = 1.0
-"""Running requests report their tokens so often: a replica that dies takes no more than this with it."""
+"""Interval at which running requests report their tokens: a replica that dies loses at most so much of them."""
 GATHER_S = 0.25
-"""After a request has ended, its call waits so long for others before it reports, as a message costs a millisecond;
-once all have ended, it reports at once."""
+"""Time for which a call waits for other requests after one has ended, as a message costs a millisecond. Once all have
+ended, it reports at once."""
 CANCEL_S = 5.0
-"""For requests of a cancelled call to leave the engine."""
+"""Limit for the requests of a cancelled call to leave the engine."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-"""vLLM's finish reasons that are no failure."""
+"""Those of vLLM's finish reasons that are no failures."""
 
 
 @dataclass(slots=True)
@@ -160,8 +160,8 @@ class TokenGeneration:
 
     async def run(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Accepted | list[Delta], None]:
         """Run the requests together, and yield the tokens that they sample: soon after a request has ended, and about
-        once a second for those that go on. The first item says that the engine has all of them: if this process dies
-        from now on, they may be the cause. All tokens are yielded before an error is raised.
+        once a second for those that run. After the first item the engine has all of them: if this process dies from
+        then on, they may be the cause. All tokens are yielded before an error is raised.
 
         Raises:
             DataError: a prompt or its sampling parameters that the engine refuses.
@@ -228,7 +228,7 @@ class TokenGeneration:
     async def _in_engine(
         self, request: GenerateRequest, run: RunningRequest, changed: asyncio.Event, recorder: RequestRecorder
     ) -> None:
-        """Returns once the request has ended."""
+        """Return once the request has ended."""
         health = self._health
         prompt_ids, params = self._resolve(request)
         await self._gate.wait()
@@ -313,7 +313,7 @@ def _deltas(runs: Sequence[RunningRequest]) -> list[Delta]:
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:
-    """Return the gravest error of ours in a group, or else the first one."""
+    """Return the gravest typed error in a group, or else the first error."""
     leaves: list[BaseException] = []
     for failure in failures.exceptions:
         leaves.append(_first(failure) if isinstance(failure, BaseExceptionGroup) else failure)

@@ -1,8 +1,8 @@
 """Live weight updates of one replica.
 
-    fetch (decoding goes on) → close gate → pause → load → name the version → resume → open gate → verify
+    fetch (during decoding) → close gate → pause → load → name the version → resume → open gate → verify
 
-Whatever fails, the replica ends in one of three states: it serves the new version; it serves the old one and says so
+Whatever fails, the replica ends in one of three states: it serves the new version; it serves the old one and reports it
 (the failure came before the load); or it is broken (the failure came during or after the load, so its weights are
 unknown, or its engine did not answer).
 """
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "abort", "wait"]
 VERIFY_BYTES_PER_CALL = 64 << 20
-"""A checksum call stops decoding while it reads so many bytes: some 10 ms."""
+"""Bytes that one checksum call reads; decoding stops meanwhile, for some 10 ms."""
 FETCH_SLICE_S = 0.02
-"""A worker that waits for a version's bytes stops decoding for no longer at a time."""
+"""Longest time for which a worker that waits for a version's bytes stops decoding."""
 ASK_STORE_S = 5.0
-"""A replica that cannot fetch a version waits so long for another one before it tries again."""
+"""Time for which a replica that cannot fetch a version waits for another one before it tries again."""
 RETRY_S = 1.0
 FRESH_S = 15.0
-"""So long after its start Serve may not know a replica yet, which follows the store by itself."""
+"""Time after its start in which Serve may not know a replica yet, so that it follows the store by itself."""
 
 
 class _Swap(NamedTuple):
@@ -94,11 +94,11 @@ class WeightUpdates:
 
         Args:
             publication: What to apply.
-            mode: Requests in flight go on (`keep`), come back ABORTED, or finish first (`wait`).
+            mode: Requests in flight continue (`keep`), come back ABORTED, or finish first (`wait`).
             clear_kv: With `keep`: compute their KV cache anew under the new weights.
 
         Raises:
-            InfraError: it could not be applied; the message says what the replica serves now.
+            InfraError: it could not be applied; the message names the version that the replica serves now.
             BugError: the engine serves other weights than were published.
         """
         health, weights_version = self._health, publication.weights_version
@@ -208,11 +208,11 @@ class WeightUpdates:
         return time.perf_counter() - started
 
     async def _answered(self, call: Awaitable[Any]) -> Any:
-        """The engine's answer to a call that takes it no time; one that does not give it hangs.
+        """Return the engine's answer to a call that takes it no time. An engine that does not answer hangs.
 
         Raises:
             InfraError: it hangs.
-            Whatever the call raises.
+            Others: those of the call.
         """
         limit = asyncio.timeout(self._timeouts.engine_s)
         try:
@@ -284,7 +284,8 @@ class WeightUpdates:
             self._health.give_up(f"resuming after {error!r} failed: {second!r}", crash=True)
 
     async def _check(self, publication: Publication) -> None:
-        """Compare what the engine serves with what was published, a few groups at a time so that decoding goes on."""
+        """Compare what the engine serves with what was published, a few groups at a time so that decoding
+        continues."""
         self._health.enter("verifying")
         served: dict[str, int] = {}
         try:
@@ -310,12 +311,12 @@ class WeightUpdates:
 
 
 def _bring(refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
-    """Have these objects on this node. They are mapped, not copied."""
+    """Bring these objects to this node. They are mapped, not copied."""
     ray.get(list(refs), timeout=timeout_s)
 
 
 def _batches(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Groups in lists of about `VERIFY_BYTES_PER_CALL`."""
+    """Return the groups in lists of about `VERIFY_BYTES_PER_CALL` each."""
     batches: list[list[str]] = [[]]
     held = 0
     for group, size in sizes.items():

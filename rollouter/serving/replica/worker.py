@@ -154,7 +154,7 @@ class WeightLoader:
         return time.perf_counter() - started
 
     def group_sizes(self) -> dict[str, int]:
-        """Bytes of this rank's parameters by layer group."""
+        """Return the bytes of this rank's parameters by layer group."""
         sizes: dict[str, int] = {}
         for name, parameter in self.model_runner.model.named_parameters():
             group = layer_group(name)
@@ -162,9 +162,9 @@ class WeightLoader:
         return sizes
 
     def group_checksums(self, groups: Sequence[str]) -> dict[str, int]:
-        """This rank's share of the groups' checksums; over all ranks they add up to those of the published weights.
+        """Return this rank's share of the groups' checksums; the shares of all ranks add up to the published ones.
 
-        What tensor parallelism replicates is counted by one rank only.
+        Replicated parameters are counted by one rank only.
         """
         sums: dict[str, int] = {}
         wanted = set(groups)
@@ -175,7 +175,7 @@ class WeightLoader:
 
 
 def _tensors(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
-    """Arrays as tensors over the same memory; uint16 is bfloat16's bits. They are read-only, and only read."""
+    """Yield the arrays as tensors over the same, read-only memory; uint16 holds bfloat16's bits."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         for name, array in chunk.items():
@@ -188,7 +188,7 @@ def _bit_sum(tensor: torch.Tensor) -> int:
 
 
 def _counted(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, or the part of it, that this rank counts. Tied parameters appear once.
+    """Yield the parameters, or parts of them, that this rank counts. Tied parameters appear once.
 
     Sharded layers: each rank counts its shard. Key and value heads that are fewer than the ranks are held by several of
     them; the first of those counts them. A bias behind a row-parallel layer and everything unsharded: rank 0.
