@@ -134,6 +134,12 @@ class DispatcherRig:
                 yield self
                 await self.queue.close()
 
+    async def run(self, num_samples: int) -> list[int]:
+        """Run until so many samples are leased. Return their indices."""
+        async with self.running():
+            lease = await self.lease(num_samples)
+        return sorted(entry.meta.sample_id.index for entry in lease.samples)
+
     async def lease(self, num_samples: int, *, trainer_version: int = 0) -> Lease:
         with anyio.fail_after(10):
             return await self.queue.lease(num_samples, trainer_version=trainer_version, timeout_s=10)

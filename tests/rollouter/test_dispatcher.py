@@ -20,10 +20,9 @@ from asyncrl.core.types import FinishReason, Prompt, Sample, Turn
 from rollouter.crash_isolation import time_limit
 from rollouter.drop_policy import DropPolicy, OverlongError, TooLongError
 from rollouter.requests import sampling_params
-from rollouter.slots import BusyMeter
 from tests.fakes.dispatcher import DispatcherRig, leased_samples, sample_name
 from tests.fakes.engine import FakeFleet
-from tests.fakes.parts import FakeScorer, ManualClock, MemoryPayloads, make_prompt
+from tests.fakes.parts import FakeScorer, MemoryPayloads, make_prompt
 
 # ------------------------------------------------------------------------------------------------ samples
 
@@ -144,9 +143,7 @@ async def test_unusable_prompts_are_dropped_by_reason_and_refilled(caplog: pytes
     prompts[2] = prompts[4] = make_prompt(*range(32))
     rig = DispatcherRig(permits=6, fleet=FakeFleet(), prompts=prompts)
     rig.fleet.fail("sample_0_6", DataError("the engine refuses top_p=7"))
-    async with rig.running():
-        lease = await rig.lease(6)
-    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 2, 4, 7, 8, 9]
+    assert await rig.run(6) == [1, 2, 4, 7, 8, 9]
     dropped = (await rig.queue.status()).counts.dropped
     assert (dropped["overlong"], dropped["failed"]) == (2, 1)
     assert rig.drops.counts == {"prompt over length": 2, "unusable prompt": 1}
@@ -160,9 +157,7 @@ async def test_an_empty_response_is_never_a_sample() -> None:
         return [] if request.request_id == "sample_0_2/1" else [1]
 
     rig = DispatcherRig(permits=3, fleet=FakeFleet(answer=answer))
-    async with rig.running():
-        lease = await rig.lease(3)
-    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4]
+    assert await rig.run(3) == [1, 3, 4]
 
 
 async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
@@ -177,7 +172,7 @@ async def test_a_fleet_that_returns_aborted_turns_is_a_bug() -> None:
 
 
 async def test_a_sample_that_fits_in_no_file_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are shared: if the run continued, other samples would be dropped with it, and every one might be."""
+    """Samples share files: if the run continued, it might drop all of them."""
 
     async def put(self: MemoryPayloads, sample: Sample) -> Any:
         raise DataError("1 samples do not fit in a file")
@@ -233,9 +228,7 @@ async def test_a_failing_reward_stops_the_run_with_its_traceback(
 
 async def test_a_failing_reward_drops_within_its_budget() -> None:
     rig = failing_reward_rig(2, 3, reward=DROP)
-    async with rig.running():
-        lease = await rig.lease(5)
-    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 4, 5, 6, 7]
+    assert await rig.run(5) == [1, 4, 5, 6, 7]
     assert (await rig.queue.status()).counts.dropped["failed"] == 2
 
 
@@ -273,10 +266,11 @@ async def test_a_prompt_that_never_answers_cannot_block_an_on_policy_step() -> N
 
 
 async def test_a_run_whose_samples_all_time_out_stops() -> None:
-    async def pace(session: str) -> None:
-        await anyio.sleep_forever()
-
-    rig = DispatcherRig(fleet=FakeFleet(pace=pace), sample_s=0.02, prompts=[make_prompt(k) for k in range(1, 6)])
+    rig = DispatcherRig(
+        fleet=FakeFleet(pace=lambda session: anyio.sleep_forever()),
+        sample_s=0.02,
+        prompts=[make_prompt(k) for k in range(1, 6)],
+    )
     error = await rig.fails(DataError)
     assert "5 samples in a row were dropped" in error.message
     assert "was not generated within timeouts.sample_s = 0.02 s" in error.message
@@ -291,8 +285,7 @@ async def test_a_backlog_of_rewards_drops_nothing() -> None:
             await anyio.sleep(0.03)
 
     rig = DispatcherRig(permits=8, total=8, fleet=FakeFleet(), scorer=FakeScorer(gate=gate), sample_s=0.03)
-    async with rig.running():
-        assert len((await rig.lease(8)).samples) == 8
+    assert len(await rig.run(8)) == 8
     assert rig.drops.counts == {}
 
 
@@ -357,10 +350,7 @@ async def test_only_the_poison_sample_is_dropped_with_its_evidence(
     )
     prompts = [make_prompt(k, *[1] * (k % 5)) for k in range(1, 31)]
     rig = DispatcherRig(permits=29, total=29, fleet=fleet, prompts=prompts, max_concurrent_samples=slots)
-    async with rig.running():
-        lease = await rig.lease(29)
-        assert rig.dispatcher.status()["crash_isolation"]["blamed"] == 1
-    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [*range(1, 4), *range(5, 31)]
+    assert await rig.run(29) == [*range(1, 4), *range(5, 31)]
     assert (await rig.queue.status()).counts.dropped["failed"] == 1
     assert rig.drops.counts == {"crashed engines": 1}
     assert 2 <= len(fleet.crashes) <= 3
@@ -409,7 +399,7 @@ async def test_a_restarted_rollouter_generates_only_the_missing_turns() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(dying.dispatcher.run)
         await anyio.wait_all_tasks_blocked()
-        # Tokens count turn by turn, before the sample is complete.
+        # The tokens of complete turns count before their sample is complete.
         assert dying.dispatcher.status()["generated_tokens"] == 2 * (2 + 2)
         group.cancel_scope.cancel()
     assert {str(sample_id): sorted(turns) for sample_id, turns in dying.turns.turns.items()} == {
@@ -507,28 +497,6 @@ async def test_remax_asks_for_a_greedy_response_and_scores_it_as_the_baseline() 
     assert status["generated_tokens"] == 3 * 2 + 6
     assert lease.samples[0].meta.response_tokens == 3 * 2
     assert lease.samples[0].meta.num_trajectories == 3
-
-
-def test_busy_meter_splits_time() -> None:
-    clock = ManualClock()
-    meter = BusyMeter(clock)
-    clock.now_s = 5.0
-    meter.start()
-
-    def after(seconds: float) -> None:
-        clock.now_s += seconds
-
-    after(1)
-    with meter.busy():
-        after(2)
-        with meter.busy():
-            after(3)
-            assert (meter.inside, meter.busy_s, meter.idle_s) == (2, 5.0, 1.0)
-        after(4)
-    after(5)
-    meter.stop()
-    after(100)
-    assert (meter.inside, meter.busy_s, meter.idle_s) == (0, 9.0, 6.0)
 
 
 async def test_the_status_counts_samples_tokens_and_seconds() -> None:

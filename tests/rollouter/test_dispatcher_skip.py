@@ -1,5 +1,4 @@
-"""The dispatcher with recorded stages: what is replayed asks no engine, says so, and is otherwise a sample like any
-other."""
+"""The dispatcher with recorded stages: a replayed sample needs no engine and is marked as replayed."""
 
 from __future__ import annotations
 
@@ -43,6 +42,21 @@ async def run(rig: DispatcherRig, number: int, *, trainer_version: int = 0) -> l
     return sorted(leased_samples(lease), key=lambda sample: sample.sample_id.index)
 
 
+async def run_indices(rig: DispatcherRig, number: int) -> list[int]:
+    """The indices of the first `number` samples of the rig."""
+    return [sample.sample_id.index for sample in await run(rig, number)]
+
+
+def fast(tmp_path: Path, total: int, **options: Any) -> DispatcherRig:
+    """A rig of so many samples, with engines that answer at once and recording of samples."""
+    return DispatcherRig(**{"skip": recording(tmp_path), "fleet": FakeFleet(), "total": total} | options)
+
+
+def idle(tmp_path: Path, total: int, **options: Any) -> DispatcherRig:
+    """The same with engines that never answer."""
+    return fast(tmp_path, total, fleet=FakeFleet(hold=True), **options)
+
+
 def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
     assert [sample.sample_id for sample in one] == [sample.sample_id for sample in other]
     for first, second in zip(one, other, strict=True):
@@ -54,11 +68,9 @@ def assert_same_tokens(one: Sequence[Sample], other: Sequence[Sample]) -> None:
 
 
 async def test_recorded_samples_are_replayed_without_an_engine(tmp_path: Path) -> None:
-    skip = recording(tmp_path)
-    first = DispatcherRig(skip=skip, fleet=FakeFleet(), total=6)
-    recorded = await run(first, 6)
+    recorded = await run(fast(tmp_path, 6), 6)
     assert {sample.provenance for sample in recorded} == {Provenance.GENERATED}
-    second = DispatcherRig(skip=skip, fleet=FakeFleet(hold=True), total=6)
+    second = idle(tmp_path, 6)
     replayed = await run(second, 6)
     assert second.fleet.sessions == []
     assert second.dispatcher.runner.counts.generated_tokens == 0
@@ -75,10 +87,8 @@ async def test_recorded_samples_are_replayed_without_an_engine(tmp_path: Path) -
 
 
 async def test_replayed_tokens_have_the_recorded_or_the_current_version(tmp_path: Path) -> None:
-    fleet = FakeFleet()
-    first = DispatcherRig(skip=recording(tmp_path), fleet=fleet, total=2)
-    await run(first, 2)
-    second = DispatcherRig(skip=recording(tmp_path, replay_versions="current"), fleet=FakeFleet(hold=True), total=2)
+    await run(fast(tmp_path, 2), 2)
+    second = idle(tmp_path, 2, skip=recording(tmp_path, replay_versions="current"))
     second.served_version = ServedVersion(7, 21)
     for sample in await run(second, 2, trainer_version=7):
         assert {row.spans for row in sample.rows} == {(Span(0, 7),)}
@@ -87,24 +97,16 @@ async def test_replayed_tokens_have_the_recorded_or_the_current_version(tmp_path
 
 
 async def test_replayed_samples_are_scored_with_the_current_prompt(tmp_path: Path) -> None:
-    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("4")]), 1)
+    await run(fast(tmp_path, 1, prompts=[answered("4")]), 1)
     scorer = Remembering()
-    await run(
-        DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=[answered("5")], scorer=scorer), 1
-    )
+    await run(fast(tmp_path, 1, prompts=[answered("5")], scorer=scorer), 1)
     assert scorer.answers == ["5"]
 
 
 async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) -> None:
-    first = DispatcherRig(skip=recording(tmp_path, steps="1-2"), fleet=FakeFleet(), total=4)
-    recorded = await run(first, 4)
+    recorded = await run(fast(tmp_path, 4, skip=recording(tmp_path, steps="1-2")), 4)
     scorer = Remembering()
-    second = DispatcherRig(
-        skip=recording(tmp_path, action="repeat"),
-        fleet=FakeFleet(hold=True),
-        total=4,
-        scorer=scorer,
-    )
+    second = idle(tmp_path, 4, skip=recording(tmp_path, action="repeat"), scorer=scorer)
     served = await run(second, 4)
     assert [sample.provenance for sample in served] == [Provenance.REPLAYED] * 2 + [Provenance.SUBSTITUTED] * 2
     assert [sample.replay.step for sample in served if sample.replay] == [1, 2, 2, 2]
@@ -116,36 +118,33 @@ async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) 
 
 
 async def test_unlisted_steps_are_generated_and_not_recorded(tmp_path: Path) -> None:
-    await run(DispatcherRig(skip=recording(tmp_path, steps=[2]), fleet=FakeFleet(), total=3), 3)
+    skip = recording(tmp_path, steps=[2])
+    await run(fast(tmp_path, 3, skip=skip), 3)
     assert [one.entry.name for one in find(tmp_path)] == ["2"]
-    fleet = FakeFleet()
-    await run(DispatcherRig(skip=recording(tmp_path, steps=[2]), fleet=fleet, total=3), 3)
-    assert sorted(fleet.sessions) == ["sample_0_1", "sample_0_3"]
+    again = fast(tmp_path, 3, skip=skip)
+    await run(again, 3)
+    assert sorted(again.fleet.sessions) == ["sample_0_1", "sample_0_3"]
 
 
 async def test_another_prompt_at_the_same_index_is_generated_and_replaces_the_record(tmp_path: Path) -> None:
-    skip = recording(tmp_path)
-    await run(DispatcherRig(skip=skip, fleet=FakeFleet(), total=2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
-    fleet = FakeFleet()
-    await run(DispatcherRig(skip=skip, fleet=fleet, total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]), 2)
-    assert fleet.sessions == ["sample_0_2"]
-    again = DispatcherRig(
-        skip=skip, fleet=FakeFleet(hold=True), total=2, prompts=[make_prompt(1, 2), make_prompt(5, 6)]
-    )
-    assert (await run(again, 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
+    await run(fast(tmp_path, 2, prompts=[make_prompt(1, 2), make_prompt(3, 4)]), 2)
+    changed = [make_prompt(1, 2), make_prompt(5, 6)]
+    second = fast(tmp_path, 2, prompts=changed)
+    await run(second, 2)
+    assert second.fleet.sessions == ["sample_0_2"]
+    assert (await run(idle(tmp_path, 2, prompts=changed), 2))[1].rows[0].prompt_ids.tolist() == [5, 6]
 
 
 async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(3, 4)]
-    recorded = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=4, prompts=prompts), 4)
+    recorded = await run(fast(tmp_path, 4, prompts=prompts), 4)
     assert [str(sample.sample_id) for sample in recorded] == ["sample_0_1", "sample_0_2", "sample_1_3", "sample_1_4"]
     assert [one.entry.step for one in find(tmp_path)] == [1, 2, 3, 4]
-    again = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(hold=True), total=4, prompts=prompts), 4)
-    assert_same_tokens(recorded, again)
+    assert_same_tokens(recorded, await run(idle(tmp_path, 4, prompts=prompts), 4))
 
 
 async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
-    recorded = await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1), 1)
+    recorded = await run(fast(tmp_path, 1), 1)
     [one] = find(tmp_path)
     assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].rows]}
     assert one.read().step == 1
@@ -153,28 +152,19 @@ async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
 
 async def test_no_reward_is_noted_beside_a_replayed_record(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2)]
-    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=1, prompts=prompts), 1)
+    await run(fast(tmp_path, 1, prompts=prompts), 1)
     (one,) = find(tmp_path)
     before = one.files.read_note("1")
     full = recording(tmp_path, max_bytes=1)
-    await run(
-        DispatcherRig(
-            skip=full,
-            fleet=FakeFleet(),
-            total=1,
-            prompts=[make_prompt(8, 9)],
-            scorer=FakeScorer(lambda prompt, turn: 0.25),
-        ),
-        1,
-    )
+    scorer = FakeScorer(lambda prompt, turn: 0.25)
+    await run(fast(tmp_path, 1, skip=full, prompts=[make_prompt(8, 9)], scorer=scorer), 1)
     assert one.files.read_note("1") == before
     assert one.read().content.arrays["prompt_ids"].tolist() == [1, 2]
 
 
 async def test_a_record_takes_precedence_over_the_turn_log(tmp_path: Path) -> None:
-    skip = recording(tmp_path)
-    recorded = await run(DispatcherRig(skip=skip, fleet=FakeFleet(), total=1), 1)
-    again = DispatcherRig(skip=skip, fleet=FakeFleet(hold=True), total=1)
+    recorded = await run(fast(tmp_path, 1), 1)
+    again = idle(tmp_path, 1)
     turn = Turn(np.array([9], np.int32), np.zeros(1, np.float32), (Span(0, 3),), recorded[0].rows[0].finish_reason)
     await again.turns.record(recorded[0].sample_id, "0", turn)
     assert_same_tokens(recorded, await run(again, 1))
@@ -222,21 +212,14 @@ async def test_a_batch_with_a_failed_sample_is_used_and_not_recorded(tmp_path: P
     fleet = FakeFleet()
     fleet.fail("sample_0_2", DataError("refused"))
     rig = batched(tmp_path, fleet)
-    with SkipManager.session(rig.config):
-        async with rig.running():
-            lease = await rig.lease(4)
-    assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4, 5]
+    assert await run_indices(rig, 4) == [1, 3, 4, 5]
     assert find(tmp_path) == []
 
 
 async def test_an_overlong_prompt_is_left_out_of_a_recorded_batch(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(*range(1, 40)), make_prompt(3, 4), make_prompt(5, 6), make_prompt(7, 8)]
     for fleet in (FakeFleet(), FakeFleet()):
-        rig = batched(tmp_path, fleet, prompts=prompts)
-        with SkipManager.session(rig.config):
-            async with rig.running():
-                lease = await rig.lease(4)
-        assert sorted(entry.meta.sample_id.index for entry in lease.samples) == [1, 3, 4, 5]
+        assert await run_indices(batched(tmp_path, fleet, prompts=prompts), 4) == [1, 3, 4, 5]
     assert fleet.sessions == ["sample_0_5"]
 
 
@@ -259,16 +242,17 @@ async def test_the_rest_of_an_interrupted_batch_is_generated_and_not_recorded(tm
 
 
 async def test_a_slow_disk_delays_no_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its record is written when the next one is generated already, whatever `timeouts.sample_s` says."""
-    fleet, go = FakeFleet(), threading.Event()
-    rig = DispatcherRig(skip=recording(tmp_path), fleet=fleet, total=2, max_concurrent_samples=1, sample_s=0.2)
+    """A sample is generated while the record of the previous one is written; that takes longer than
+    `timeouts.sample_s`."""
+    go = threading.Event()
+    rig = fast(tmp_path, 2, max_concurrent_samples=1, sample_s=0.2)
     with SkipManager.session(rig.config):
         made = SkipManager.get("async_rollout")
         assert made is not None
         write = made.files.write
         monkeypatch.setattr(made.files, "write", lambda *arguments: (go.wait(20), write(*arguments))[1])
         async with rig.running():
-            await fleet.until(lambda fleet: len(fleet.sessions) == 2)
+            await rig.fleet.until(lambda fleet: len(fleet.sessions) == 2)
             await anyio.sleep(0.3)  # longer than a sample may take
             go.set()
             lease = await rig.lease(2)
@@ -277,7 +261,7 @@ async def test_a_slow_disk_delays_no_generation(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> None:
-    """Not even a stage of the user's own, which a reward function calls."""
+    """Neither is a stage that the user's reward function calls."""
     called = []
 
     class Calling(FakeScorer):
@@ -296,7 +280,7 @@ async def test_validation_is_neither_recorded_nor_replayed(tmp_path: Path) -> No
 
 
 class Remembering(FakeScorer):
-    """Knows what it was asked about."""
+    """Remembers the ground truths of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +306,7 @@ PROMPTS = [make_prompt(1, 2), make_prompt(3, 4), make_prompt(5, 6)]
 
 
 async def record(tmp_path: Path, total: int, prompts: list[Prompt] = PROMPTS) -> None:
-    await run(DispatcherRig(skip=recording(tmp_path), fleet=FakeFleet(), total=total, prompts=prompts), total)
+    await run(fast(tmp_path, total, prompts=prompts), total)
 
 
 def uncovered(tmp_path: Path, total: int, prompts: list[Prompt] = PROMPTS, **settings: Any) -> str:
