@@ -1,7 +1,7 @@
 """Writes every scored trajectory of training to readable files (`rollout.dump_dir`).
 
-Samples are written one at a time, and each waits until it is written. A failing disk loses only lines of the dump:
-each kind of error is logged once, and failures are counted.
+Samples are written one at a time, and each waits until it is written. A failing disk loses only lines of the dump,
+and each kind of error is logged once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class TrajectoryDump:
         # One sample at a time; the others wait in order.
         self._limiter = anyio.CapacityLimiter(1)
         self._logged_errors: set[str] = set()
-        self._written = 0
-        self._failed = 0
 
     async def write(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
@@ -61,10 +59,6 @@ class TrajectoryDump:
             self._write, sample, prompt, trajectories, scores, abandon_on_cancel=True, limiter=self._limiter
         )
 
-    def status(self) -> Mapping[str, int]:
-        """Return the numbers of samples `written` and `failed`."""
-        return {"written": self._written, "failed": self._failed}
-
     def _write(
         self, sample: Sample, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
     ) -> None:
@@ -72,10 +66,7 @@ class TrajectoryDump:
             dumped = describe(sample, prompt, trajectories, scores, self._decode, run=self._run, at=self._wall_clock())
             append(self._directory, sample.sample_id.index, (to_line(one) for one in dumped))
         except Exception as error:  # noqa: BLE001  OSError, or what a tokenizer or a data set's column raises
-            self._failed += 1
             self._log_error(sample, error)
-        else:
-            self._written += 1
 
     def _log_error(self, sample: Sample, error: Exception) -> None:
         # Each kind of error is logged once, because the message may differ for each sample.
@@ -86,7 +77,7 @@ class TrajectoryDump:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         logger.warning(
             "%s is not dumped in %s: %s. It is still trained on; further failures of this kind "
-            "are only counted. Set rollout.dump_dir to another directory",
+            "are not logged. Set rollout.dump_dir to another directory",
             sample.sample_id,
             self._directory,
             reason,

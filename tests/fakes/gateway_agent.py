@@ -1,4 +1,4 @@
-"""An agent of the user's between a scripted policy and the real HTTP side, all in one process."""
+"""An external agent between a scripted policy and the real HTTP side, in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Line = str | BaseException | Callable[[TurnRequest], Awaitable[str]]
 
 
 class GatewayRig:
-    """The policy says its lines in the order in which it is asked; `…` at the end of one means cut by length."""
+    """The policy answers with its lines, in order; a line that ends in `…` is cut by length."""
 
     def __init__(self, *lines: Line, template: str | None = None, **agent: Any) -> None:
         rollout = agent.pop("rollout", {})

@@ -153,7 +153,7 @@ class ListSink:
 
 
 class ManualClock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

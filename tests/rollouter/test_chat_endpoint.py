@@ -1,11 +1,11 @@
-"""A model behind an OpenAI-compatible endpoint, against a real server: what is asked, tried again, and told."""
+"""The client of an OpenAI-compatible endpoint against a real server: requests, retries and errors."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -26,9 +26,10 @@ from tests.fakes.openai_server import (
 QUESTION = [{"role": "user", "content": "17+5?"}]
 
 
-class Setup:
-    def __init__(self, server: OpenAIServer, endpoint: ChatEndpoint, waits: list[float]) -> None:
-        self.server, self.endpoint, self.waits = server, endpoint, waits
+class Setup(NamedTuple):
+    server: OpenAIServer
+    endpoint: ChatEndpoint
+    waits: list[float]
 
 
 @asynccontextmanager
@@ -57,17 +58,7 @@ async def test_the_endpoint_returns_the_models_answer(monkeypatch: pytest.Monkey
         assert setup.waits == []
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        failed(429),
-        failed(500),
-        failed(503),
-        failed(408),
-        HangUp(),
-        ServerAnswer("{not json"),
-    ],
-)
+@pytest.mark.parametrize("bad", [*map(failed, (408, 429, 500, 503)), HangUp(), ServerAnswer("{not json")])
 async def test_transient_failures_are_retried(bad: Script) -> None:
     async with endpoint([bad, bad, said("22")]) as setup:
         assert await setup.endpoint.ask(QUESTION) == "22"
@@ -127,7 +118,7 @@ async def test_a_server_without_chat_completions_is_a_config_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (failed(400, "too many tokens"), "refuses the conversation: status 400.*too many tokens"),
         (failed(422), "refuses the conversation: status 422"),
@@ -138,15 +129,15 @@ async def test_a_server_without_chat_completions_is_a_config_error() -> None:
         (ServerAnswer({"id": "1", "object": "chat.completion", "choices": []}), "without a choice"),
     ],
 )
-async def test_errors_of_one_conversation_are_data_errors(answer: ServerAnswer, told: str) -> None:
+async def test_errors_of_one_conversation_are_data_errors(answer: ServerAnswer, message: str) -> None:
     async with endpoint([answer]) as setup:
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             await setup.endpoint.ask(QUESTION)
         assert setup.waits == []
 
 
 async def test_concurrency_is_limited_to_running_tries() -> None:
-    """A question that waits for its next try holds no place."""
+    """A question that waits for its next try does not count against the limit."""
     others_are_done = anyio.Event()
     answered = 0
 
@@ -184,31 +175,29 @@ async def test_cancellation_ends_a_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"base_url": "localhost:8000/v1"}, "base_url: 'localhost:8000/v1' is no address"),
         ({"api_key_env": "NO_SUCH_KEY"}, "api_key_env: the environment variable 'NO_SUCH_KEY' is not set"),
+        ({"api_key_env": "EMPTY_KEY"}, "api_key_env: the environment variable 'EMPTY_KEY' is not set"),
         ({"timeout_s": 0.0}, r"timeout_s = 0\.0"),
         ({"max_attempts": 0}, "max_attempts = 0"),
         ({"max_concurrency": 0}, "max_concurrency = 0"),
         ({"params": {"temperature": 1.0, "n": 2}}, "params.n: it is set for every request"),
     ],
 )
-def test_bad_settings_are_refused_before_any_request(changes: dict[str, Any], told: str) -> None:
+def test_bad_settings_are_refused_before_any_request(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("EMPTY_KEY", "")
     settings: dict[str, Any] = {"base_url": "http://localhost:1/v1", "model": "m", "api_key_env": None}
     settings |= {"timeout_s": 1.0, "max_concurrency": 1, **changes}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         ChatEndpoint(**settings)
 
 
-def test_an_empty_api_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "")
-    with pytest.raises(ConfigError, match="JUDGE_KEY"):
-        ChatEndpoint("http://localhost:1/v1", "m", api_key_env="JUDGE_KEY", timeout_s=1.0, max_concurrency=1)
-
-
 async def test_closing_takes_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that does not close does not hold the run's end up, nor does a cancellation skip the closing."""
+    """A connection that does not close does not delay the end of the run, and a cancellation does not skip it."""
     monkeypatch.setattr("rollouter.chat_endpoint.CLOSE_S", 0.05)
     closings: list[str] = []
     async with endpoint([]) as setup:

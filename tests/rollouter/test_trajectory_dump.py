@@ -1,4 +1,4 @@
-"""The dump: what a line holds, order, restarts, disks that fail, and the call at the end of a sample."""
+"""The trajectory dump: the content of a line, order, failing disks, and the dispatcher's call."""
 
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ async def test_a_line_describes_one_trajectory(tmp_path: Path) -> None:
     }
     assert second["messages"] == [*map(dict, prompt().messages), {"role": "assistant", "content": "It is 41."}]
     assert (second["trajectory"], second["finish_reason"], second["reward"]) == (1, "length", 0.0)
-    assert dump.status() == {"written": 1, "failed": 0}
 
 
 async def test_a_prompt_without_messages_is_dumped_as_text(tmp_path: Path) -> None:
@@ -123,27 +122,8 @@ async def test_a_prompt_without_messages_is_dumped_as_text(tmp_path: Path) -> No
     assert lines(tmp_path, 1)[0]["messages"][0] == {"role": "prompt", "content": "6*7?"}
 
 
-async def test_a_thousand_samples_share_a_file(tmp_path: Path) -> None:
-    dump = dump_in(tmp_path)
-    for index in (1, 1000, 1001):
-        await dump.write(sample(index), prompt(), group(), SCORES)
-    assert sorted(os.listdir(tmp_path / "dump")) == ["trajectories-1-1000.jsonl", "trajectories-1001-2000.jsonl"]
-    assert [line["sample_id"] for line in lines(tmp_path, 7)] == ["sample_0_1"] * 2 + ["sample_0_1000"] * 2
-
-
-async def test_a_torn_line_of_a_dead_writer_spoils_no_other(tmp_path: Path) -> None:
-    await dump_in(tmp_path).write(sample(), prompt(), group(), SCORES)
-    path = tmp_path / "dump" / file_name(42)
-    path.write_bytes(path.read_bytes()[:-40])
-    again = dump_in(tmp_path, lambda: 2000.0)
-    await again.write(sample(), prompt(), group(), SCORES)
-    found = find(tmp_path / "dump", 42, tmp_path / "run")
-    assert [(one.number, one.at) for one in found.trajectories] == [(0, 2000.0), (1, 2000.0)]
-    assert found.notes == (f"line 2 of {path} was cut off",)
-
-
 async def test_samples_are_written_one_after_another_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one's disk is slow: the others wait for it, and so do their samples."""
+    """The first write is slow: the others wait for it, and so do their samples."""
     go, begun, at_work, real = threading.Event(), threading.Event(), [], dump_module.append
 
     def slow(directory: Path, index: int, data: Any) -> None:
@@ -182,7 +162,7 @@ async def test_a_cancelled_sample_does_not_wait_for_the_disk(tmp_path: Path, mon
     go.set()
 
 
-async def test_disk_errors_are_logged_once_a_kind_and_counted(
+async def test_each_kind_of_disk_error_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
@@ -196,22 +176,31 @@ async def test_disk_errors_are_logged_once_a_kind_and_counted(
         patch.setattr(dump_module, "append", fails)
         for index in (1, 2, 3):
             await dump.write(sample(index), prompt(), group(), SCORES)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert told[0].startswith(
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0].startswith(
         f"sample_0_1 is not dumped in {tmp_path / 'dump'}: No space left on device. It is still trained on"
     )
-    assert told[1].startswith("sample_0_3") and "Read-only file system" in told[1]
+    assert messages[1].startswith("sample_0_3") and "Read-only file system" in messages[1]
     await dump.write(sample(4), prompt(), group(), SCORES)
-    assert dump.status() == {"written": 1, "failed": 3}
+    assert {line["sample_id"] for line in lines(tmp_path)} == {"sample_0_4"}
 
 
-async def test_a_directory_that_is_a_file_fails_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "dump").write_text("")
-    dump = dump_in(tmp_path)
+def undecodable(tokens: Any) -> str:
+    raise IndexError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("directory", "decode", "message"),
+    [("file", decode, "Not a directory"), ("dump", undecodable, "IndexError: no such token")],
+)
+async def test_a_sample_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, directory: str, decode: Any, message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    dump = TrajectoryDump(tmp_path / directory, tmp_path, decode)
     await dump.write(sample(), prompt(), group(), SCORES)
-    assert dump.status() == {"written": 0, "failed": 1}
-    assert "Not a directory" in caplog.text
+    assert message in caplog.text
 
 
 async def test_columns_that_are_no_json_become_their_repr(tmp_path: Path) -> None:
@@ -228,25 +217,14 @@ async def test_columns_that_are_no_json_become_their_repr(tmp_path: Path) -> Non
     }  # fmt: skip
     dump = dump_in(tmp_path)
     await dump.write(sample(), replace(prompt(), ground_truth=answers), group(), SCORES)
-    assert dump.status() == {"written": 1, "failed": 0}
-    told = lines(tmp_path)[0]["ground_truth"]
-    assert "[" * 20 in json.dumps(told.pop("knot"))
-    assert told.pop("image").endswith("… (9,003 characters)")
-    assert told == {
+    column = lines(tmp_path)[0]["ground_truth"]
+    assert "[" * 20 in json.dumps(column.pop("knot"))
+    assert column.pop("image").endswith("… (9,003 characters)")
+    assert column == {
         "bytes": "b'\\x00'", "set": "{1}", "nan": None, "number": 0.5, "array": "array([0, 1])",
         "odd": "<Odd whose repr raised RuntimeError>", "half": "\udc80", "line": "a\u2028b", "7": None,
         "long": "range(0, 3)",
     }  # fmt: skip
-
-
-async def test_a_tokenizer_that_raises_fails_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def refuses(tokens: Any) -> str:
-        raise IndexError("no such token")
-
-    dump = TrajectoryDump(tmp_path / "dump", tmp_path, refuses)
-    await dump.write(sample(), prompt(), group(), SCORES)
-    assert dump.status() == {"written": 0, "failed": 1}
-    assert "IndexError: no such token" in caplog.text
 
 
 def test_a_replayed_sample_is_dumped_with_both_versions() -> None:

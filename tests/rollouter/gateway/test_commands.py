@@ -1,4 +1,4 @@
-"""Agents that are programs of their own: what they are told, and how they end, with whatever they have started."""
+"""Agents that are commands: their input, and the end of their whole process group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
 
 async def gone(*pids: int) -> None:
     with anyio.fail_after(10):
-        while any(map(alive, pids)):  # noqa: ASYNC110  of processes that are not ours there is no event
+        while any(map(alive, pids)):  # noqa: ASYNC110  other processes send no event
             await anyio.sleep(0.02)
 
 
@@ -74,7 +74,7 @@ async def test_the_command_gets_its_task(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-async def test_one_that_does_not_read_its_task_may_end_well() -> None:
+async def test_a_command_need_not_read_its_task() -> None:
     await python("pass").run(AgentTask("", "", "", messages=({"role": "user", "content": "x" * 1_000_000},)))
 
 
@@ -112,6 +112,6 @@ async def test_processes_left_behind_are_killed(tmp_path: Path) -> None:
     assert leader != os.getpid()
 
 
-def test_a_program_that_is_not_there_is_found_out_early() -> None:
+def test_a_missing_program_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.agent\.command: there is no program 'no-such-program'"):
         CommandProgram(["no-such-program"])

@@ -1,4 +1,4 @@
-"""The pure parts, case by case."""
+"""The pure parts of the gateway: messages, requests, stops, keys, results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollouter.gateway.program import load_program, read_result
 from rollouter.gateway.protocol import RequestError, RequestReader, fingerprint, to_template
 from rollouter.gateway.session import AgentGateway, cut_at, incarnation_of, text_before
 
-SAID = {
+ANSWER = {
     "role": "assistant",
     "content": "so",
     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1, "y": 2}'}}],
@@ -29,38 +29,38 @@ def call(arguments: Any, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("other", "same"),
     [
-        ({**SAID, "refusal": None, "annotations": [], "audio": None, "function_call": None}, True),
-        ({**SAID, "content": [{"type": "text", "text": "so"}]}, True),
-        ({**SAID, "content": "\nso "}, True),
-        ({**SAID, "reasoning_content": "hm"}, True),
-        ({**SAID, "name": "agent"}, True),
-        ({**SAID, "tool_calls": [call('{"y":2,"x":1}', id="b", index=0)]}, True),
-        ({**SAID, "tool_calls": [call({"x": 1, "y": 2})]}, True),
-        ({**SAID, "content": "no"}, False),
-        ({**SAID, "content": None}, False),
-        ({**SAID, "role": "user"}, False),
-        ({**SAID, "tool_calls": [call('{"x": 1, "y": 3}')]}, False),
-        ({**SAID, "tool_calls": [call('{"x": 1, "y": 2')]}, False),
-        ({**SAID, "tool_calls": []}, False),
-        ({**SAID, "tool_calls": [call({"x": 1, "y": 2}), call({})]}, False),
+        ({**ANSWER, "refusal": None, "annotations": [], "audio": None, "function_call": None}, True),
+        ({**ANSWER, "content": [{"type": "text", "text": "so"}]}, True),
+        ({**ANSWER, "content": "\nso "}, True),
+        ({**ANSWER, "reasoning_content": "hm"}, True),
+        ({**ANSWER, "name": "agent"}, True),
+        ({**ANSWER, "tool_calls": [call('{"y":2,"x":1}', id="b", index=0)]}, True),
+        ({**ANSWER, "tool_calls": [call({"x": 1, "y": 2})]}, True),
+        ({**ANSWER, "content": "no"}, False),
+        ({**ANSWER, "content": None}, False),
+        ({**ANSWER, "role": "user"}, False),
+        ({**ANSWER, "tool_calls": [call('{"x": 1, "y": 3}')]}, False),
+        ({**ANSWER, "tool_calls": [call('{"x": 1, "y": 2')]}, False),
+        ({**ANSWER, "tool_calls": []}, False),
+        ({**ANSWER, "tool_calls": [call({"x": 1, "y": 2}), call({})]}, False),
     ],
 )
-def test_what_clients_add_or_drop_makes_no_other_message(other: dict[str, Any], same: bool) -> None:
-    assert (fingerprint(to_template([other])[0]) == fingerprint(to_template([SAID])[0])) is same
+def test_equal_messages_of_different_clients_have_one_fingerprint(other: dict[str, Any], same: bool) -> None:
+    assert (fingerprint(to_template([other])[0]) == fingerprint(to_template([ANSWER])[0])) is same
 
 
-def test_blanks_count_in_what_others_say() -> None:
+def test_blanks_count_in_messages_of_other_roles() -> None:
     one, two = to_template([{"role": "user", "content": "a"}, {"role": "user", "content": "a "}])
     assert fingerprint(one) != fingerprint(two)
 
 
-def test_messages_get_the_form_that_templates_want() -> None:
+def test_messages_are_converted_for_templates() -> None:
     tool = {
         "role": "tool",
         "tool_call_id": "a",
         "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
     }
-    assert to_template([{"role": "developer", "content": "x"}, {**SAID, "content": None, "refusal": None}, tool]) == [
+    assert to_template([{"role": "developer", "content": "x"}, {**ANSWER, "content": None, "refusal": None}, tool]) == [
         {"role": "system", "content": "x"},
         {
             "role": "assistant",
@@ -73,17 +73,9 @@ def test_messages_get_the_form_that_templates_want() -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [
-        None,
-        "hello",
-        [],
-        ["hello"],
-        [{"content": "x"}],
-        [{"role": "user", "content": 3}],
-        [{**SAID, "tool_calls": [{}]}],
-    ],
+    [None, "hello", [], ["hello"], [{"content": 1}], [{"role": "user", "content": 3}], [ANSWER | {"tool_calls": [{}]}]],
 )
-def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+def test_malformed_messages_are_refused(messages: Any) -> None:
     with pytest.raises(RequestError) as refused:
         to_template(messages)
     assert refused.value.status == 400
@@ -140,7 +132,7 @@ def test_requests_are_read() -> None:
             reader.completion({"prompt": prompt})
 
 
-def test_keys_say_which_rollouter_gave_them() -> None:
+def test_a_key_contains_the_incarnation_of_its_rollouter() -> None:
     assert incarnation_of("sk-123") is None and incarnation_of("asyncrl-7-short") is None
     assert incarnation_of(f"asyncrl-7-{'x' * 43}") == 7
 
@@ -177,17 +169,17 @@ def test_invalid_results_are_refused(returned: Any) -> None:
 
 
 def two(one: Any, other: Any) -> None:
-    """Takes too much."""
+    """An agent with too many parameters."""
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
         (f"{__name__}:two", "called with one AgentTask"),
-        (f"{__name__}:SAID", "is dict"),
+        (f"{__name__}:ANSWER", "is dict"),
         (f"{__name__}:too", "did you mean 'two'"),
     ],
 )
-def test_programs_that_cannot_be_called_are_found_out_early(program: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_programs_that_cannot_be_called_are_refused(program: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_program(Config.model_validate({"rollout": {"agent": {"program": program}}}).rollout.agent)

@@ -1,4 +1,4 @@
-"""How a start is watched: by what Serve says, within a deadline, whatever Serve does. No Ray runs."""
+"""A start is watched by Serve's status, within a deadline even if Serve does not answer. No Ray runs."""
 
 from __future__ import annotations
 

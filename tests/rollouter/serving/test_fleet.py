@@ -1,4 +1,4 @@
-"""The fleet against a scripted Serve handle: what it retries, what it gives up, how it reads a stream. No Ray runs."""
+"""The fleet against a scripted Serve handle: retries, final errors, streams. No Ray runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(replica: str, version: int, pause_s: float = 0.0, lineage: int = 0) -
 
 
 class Stream:
-    """What a streaming call brings: items, and an error to raise; None hangs."""
+    """A streaming call that yields items and raises errors; None hangs."""
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
@@ -68,7 +68,7 @@ class Stream:
 
 
 class Handle:
-    """A deployment handle: broadcasts and streaming calls answer what the script says, in order."""
+    """A deployment handle whose broadcasts and streaming calls have scripted answers."""
 
     def __init__(self, broadcasts: Sequence[Any] = (), streams: Sequence[Stream] = ()) -> None:
         self.broadcasts = list(broadcasts)
@@ -126,13 +126,13 @@ def make(
     return ServeFleet(Config.model_validate({"timeouts": timeouts}), namespace="run")
 
 
-async def test_apply_goes_on_until_every_replica_has_it_and_keeps_the_first_figures(
+async def test_apply_is_repeated_until_every_replica_has_it_and_keeps_the_first_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handle = Handle(
         [
             [report("a", 3, 0.5), DEAD],
-            RuntimeError("nobody there"),
+            RuntimeError("no replica"),
             [],
             [report("a", 3)],
         ]
@@ -177,7 +177,7 @@ async def test_an_apply_that_takes_all_its_time_is_repeated(monkeypatch: pytest.
     assert await fleet.apply(published(3)) == [report("a", 3, 0.5)]
 
 
-async def test_apply_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_apply_ends_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle([[InfraError("no")]] * 10_000)
     with pytest.raises(InfraError, match="no"):
         await make(monkeypatch, handle, newest=published(3), start_s=0.05).apply(published(3))
@@ -206,7 +206,7 @@ async def test_a_call_past_its_deadline_resumes_on_another_replica(monkeypatch: 
     slow = Stream(Accepted("a"), [piece(0, 4)], None)
     dying = Stream(Accepted("b"), [piece(4, 2)], DEAD)
     last = Stream(Accepted("c"), [piece(6, 2, FinishReason.LENGTH)])
-    # One that dies before it has begun was dying already.
+    # A replica that dies before it has begun is not counted as a crash.
     handle = Handle(streams=[slow, dying, Stream(DEAD), last])
     events: list[GenerationEvent] = []
     fleet = make(monkeypatch, handle, generate_s=0.05)
@@ -242,7 +242,7 @@ async def test_events_of_replicas_are_written_by_the_rollouter(monkeypatch: pyte
     fleet = make(monkeypatch, Handle([[applied]], [stream]))
     (turn,) = await finished_turns(fleet.generate([request(4)], session="s"))
     assert len(turn.response_ids) == 4
-    assert await fleet.apply(published(3)) == [report("a", 3)], "nobody else is bothered with them"
+    assert await fleet.apply(published(3)) == [report("a", 3)], "the events are taken out of the report"
     profile.flush()
     lines = (tmp_path / "events" / "step_000002" / "replica-a.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["request", "loop.stall", "sync.load", "sync.pause"]

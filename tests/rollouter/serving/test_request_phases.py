@@ -1,4 +1,4 @@
-"""A request's time, split into phases: they never overlap, and pauses count as pauses only."""
+"""The phases of a request: they never overlap, and pauses count as pauses only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def paused(*windows: tuple[float, float]) -> EnginePauses:
     return pauses
 
 
-def test_a_request_that_nothing_interrupts() -> None:
+def test_the_phases_of_an_uninterrupted_request() -> None:
     assert request_phases(WHOLE, EnginePauses()) == RequestPhases(
         gate_s=1.0, queued_s=1.5, prefill_s=1.0, decode_s=6.0, paused_s=0.0
     )
@@ -40,8 +40,8 @@ def test_a_request_that_nothing_interrupts() -> None:
     [
         ([(15.0, 17.0)], RequestPhases(1.0, 1.5, 1.0, 4.0, 2.0)),
         ([(12.0, 13.5), (16.0, 16.5)], RequestPhases(1.0, 0.5, 0.5, 5.5, 2.0)),
-        ([(10.2, 11.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),  # it stood at the gate
-        ([(19.0, 30.0)], RequestPhases(1.0, 1.5, 1.0, 5.0, 1.0)),  # behind the last token nothing is waited for
+        ([(10.2, 11.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),  # at the gate
+        ([(19.0, 30.0)], RequestPhases(1.0, 1.5, 1.0, 5.0, 1.0)),  # after the last token
         ([(0.0, 1.0), (30.0, 40.0)], RequestPhases(1.0, 1.5, 1.0, 6.0, 0.0)),
     ],
 )
@@ -96,7 +96,7 @@ SECONDS = st.floats(0, 1e6, allow_nan=False)
     st.booleans(),
 )
 def test_phases_add_up_to_no_more_than_the_request(moments: RequestMoments, edges: list[float], still: bool) -> None:
-    """Whatever the clocks say."""
+    """This holds even if the clocks disagree."""
     pauses = paused(*zip(edges[::2], edges[1::2], strict=False))
     if still and edges:
         pauses.begin(edges[-1])

@@ -1,4 +1,4 @@
-"""Sessions and their replicas behind a real Ray Serve; what is deployed only says which replica it is."""
+"""Sessions and their replicas behind a real Ray Serve; the deployment returns the name of its replica."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_serve_keeps_sessions_on_their_replicas(handle: Any) -> None:
     with anyio.fail_after(100):
         names = [f"sample_0_{number}" for number in range(48)]
         replicas = dict(zip(names, await asyncio.gather(*map(where, names)), strict=True))
-        # The router may not have heard of every replica yet when the first sessions arrive.
+        # The router may not know every replica yet when the first sessions arrive.
         assert len(set(replicas.values())) >= 2, f"sessions are spread: {Counter(replicas.values())}"
         asked = [f"{name}/{turn}" for turn in range(8) for name in names]
         answers = await asyncio.gather(*map(where, asked))
