@@ -45,14 +45,9 @@ class ChatEndpoint:
         """Check the arguments; nothing is sent yet.
 
         Args:
-            base_url: In the form of the `openai` package; most end in `/v1`.
-            model: The model's name at the endpoint.
             api_key_env: The environment variable that holds the key; None: the endpoint needs no key.
             timeout_s: Deadline of one try, seconds, after it has passed the limiter.
-            max_concurrency: Concurrent tries.
-            max_attempts: Tries per call of `ask`.
             params: Further fields of the request's body: `temperature`, `max_tokens`, ….
-            sleep: Waits between tries.
 
         Raises:
             ConfigError: `base_url` is no http(s) address, the environment variable is not set, a number is not

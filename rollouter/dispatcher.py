@@ -152,9 +152,7 @@ class Dispatcher:
     async def _generate_batch(
         self, batch: Sequence[SampleRequest], progress: Mapping[SampleId, SampleProgress]
     ) -> list[Generated]:
-        """
-        Args:
-            progress: Updated in place.
+        """Generate the batch, and update `progress` in place.
 
         Raises:
             PartialBatchError: some samples could not be generated.

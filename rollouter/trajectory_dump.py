@@ -31,12 +31,7 @@ class TrajectoryDump:
     def __init__(
         self, directory: Path, run_dir: Path, decode: Decode, wall_clock: Callable[[], float] = time.time
     ) -> None:
-        """
-        Args:
-            directory: Created with the first sample; other runs may write there too.
-            run_dir: Names the run in every line.
-            decode: Returns the text of tokens, without special ones.
-        """
+        """`directory` is created with the first sample, and other runs may write there too. Lines name `run_dir`."""
         self._directory = directory
         self._run = str(run_dir.absolute())
         self._decode = decode

@@ -38,7 +38,6 @@ def build_rollout_app(config: Config, *, namespace: str, http: bool, agents: boo
     """Return the application for `config`; needs a connected Ray.
 
     Args:
-        namespace: Ray namespace of the weight store.
         http: Add Ray's OpenAI-compatible ingress. Without it, only handles reach the replicas, and the driver need
             not import vLLM.
         agents: Also forward requests of the run's agents to the Rollouter.
@@ -66,7 +65,6 @@ async def start_app(config: Config, *, namespace: str, http: bool = False, engin
     """Deploy and wait until every replica is up.
 
     Args:
-        namespace: The run's Ray namespace.
         http: `asyncrl serve`: engines with an HTTP side, and nothing that scores. In a run, `rollout.agent` gives them
             one.
         engines: False: only the reward model.

@@ -75,12 +75,9 @@ async def generate(
     """Yield the events of `ports.EngineFleet.generate`; turns have the tokens, log-probs and spans of all their parts.
 
     Args:
-        call: Reaches a replica.
         requests: Their `max_tokens` counts all tokens of a turn, those of `so_far` included.
-        session: Keeps a conversation on its replica.
-        max_attempts: Calls in a row that may fail without a token. Aborts by a weight sync are no failures, and
-            crashes are the consumer's to judge.
-        sleep: Waits between failed calls: 1 s, 2 s, 4 s, …
+        max_attempts: Calls in a row that may fail without a token, after 1 s, 2 s, 4 s, … each. Aborts by a weight
+            sync are no failures, and the consumer decides about crashes.
 
     Raises:
         InfraError: the budget is spent.
@@ -176,11 +173,8 @@ def cut_delta(
     """Return the part of a response from token `first` on.
 
     Args:
-        token_ids: Of the whole response.
-        log_probs: As many.
+        token_ids: All tokens of the response; `log_probs` has one for each.
         starts: The versions that sampled it, each with its first token, ascending; none if there are no tokens.
-        first: The first token that was not reported yet.
-        finish: Why the response ends, or ABORTED.
     """
     ends = [*(start for _, start in starts), len(token_ids)][1:]
     return Turn(

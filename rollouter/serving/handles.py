@@ -22,12 +22,9 @@ _DEAD = (
 
 
 def typed(error: BaseException, what: str, *, accepted: bool = True) -> AsyncRLError:
-    """Return the typed error that a replica raised, or one about the replica itself.
+    """Return the typed error that a replica raised, or one about the replica itself; `what` names the call.
 
-    Args:
-        error: What the handle raised.
-        what: Names the call in errors.
-        accepted: The replica had begun with the call, so the call may be the cause of its end.
+    With `accepted`, the replica had begun with the call, so the call may be the cause of its end.
     """
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AsyncRLError):
         return error.cause
@@ -64,9 +61,7 @@ async def items(response: Any, what: str, limit_s: float, key: str) -> AsyncGene
     The first item means that the replica has begun: if it dies earlier, this call is not the cause.
 
     Args:
-        response: Of a handle with `stream=True`.
-        what: Names the call in errors.
-        limit_s: For the whole call, the reader's work between two items included.
+        limit_s: For the whole call, including the reader's work between two items.
         key: The configuration key of the limit.
 
     Raises:

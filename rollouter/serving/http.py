@@ -122,14 +122,11 @@ class RolloutCalls:
         return self._actors[incarnation]
 
 
-def openai_app(options: ServingOptions, replicas: Any) -> ASGIApp:
+def openai_app(options: ServingOptions, replicas: DeploymentHandle[Any]) -> ASGIApp:
     """Return the OpenAI API over the run's replicas: Ray's ingress for LLMs.
 
     It is not Ray's development ingress, which would put pause, sleep and weight updates on HTTP. It sends no CORS
     headers, so that a web page in the user's browser cannot reach a server on loopback.
-
-    Args:
-        replicas: A handle to the deployment of `RolloutReplica`.
     """
     from fastapi import FastAPI
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
@@ -196,7 +193,6 @@ def build_http_app(
     """Return replicas behind the OpenAI API.
 
     Args:
-        options: The replicas' options.
         api_key: None: every client that reaches the address may use the API.
         call_format: The name of vLLM's tool parser.
         trajectories: Forward requests with a trajectory's key to the Rollouter.

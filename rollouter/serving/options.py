@@ -59,12 +59,9 @@ class ServingOptions:
 
 
 def serving_options(config: Config, *, namespace: str, gpus: bool) -> ServingOptions:
-    """Return the deployment for `config`.
+    """Return the deployment for `config`, whose checks forbid `rollout.engine_kwargs` that another key owns.
 
-    Args:
-        config: Its checks forbid `rollout.engine_kwargs` that another key owns.
-        namespace: Ray namespace of its weight store.
-        gpus: Whether the cluster has GPUs to run engines on.
+    `gpus`: the cluster has GPUs to run engines on.
     """
     rollout = config.rollout
     bundles = _bundles(rollout.tensor_parallel_size, rollout.cpu_threads, gpus)

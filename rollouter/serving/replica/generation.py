@@ -147,11 +147,7 @@ class TokenGeneration:
     """Runs the requests of generate calls in the engine."""
 
     def __init__(self, llm: AsyncLLM, health: ReplicaHealth, gate: asyncio.Event, pauses: EnginePauses) -> None:
-        """
-        Args:
-            gate: Requests wait until it is set.
-            pauses: For the events of requests.
-        """
+        """Requests wait until `gate` is set; their events take `pauses` into account."""
         self._llm = llm
         self._health = health
         self._gate = gate

@@ -45,11 +45,7 @@ class StatusReporter:
     """
 
     def __init__(self, store: Any, describe: Callable[[], ReplicaReport]) -> None:
-        """
-        Args:
-            store: The weight store's handle.
-            describe: Called in the reporter's thread.
-        """
+        """`describe` is called in the reporter's thread."""
         self.newest: WeightsVersion | None = None
         """The newest published version, according to the store's last answer."""
         self._store = store
@@ -75,12 +71,7 @@ class ReplicaHealth:
     """Health of one replica. Use it on the server's event loop."""
 
     def __init__(self, *, replica: str, node_id: str, engine_s: float, store: Any) -> None:
-        """
-        Args:
-            node_id: Ray's.
-            engine_s: `timeouts.engine_s`.
-            store: The weight store's handle, which receives reports; None: there is none.
-        """
+        """`store` is the handle of the weight store that receives reports; None: there is none."""
         self.replica = replica
         self.weights_version = WeightsVersion(0, 0)
         """What the engine serves; (0, 0): the model's files."""
@@ -144,9 +135,7 @@ class ReplicaHealth:
     def give_up(self, why: str, *, crash: bool = False) -> None:
         """Refuse everything from now on, and end this process once the answers are out: Serve starts another.
 
-        Args:
-            why: What happened.
-            crash: The requests in the engine may be the cause; they fail with `EngineCrashError`.
+        With `crash`, the requests in the engine may be the cause; they fail with `EngineCrashError`.
         """
         if self.broken:
             return

@@ -33,21 +33,8 @@ from rollouter.serving.replica.weights import PauseMode, WeightUpdates
 class RolloutServer(LLMServer):
     """`LLMServer` with the methods that the Rollouter calls."""
 
-    _default_engine_cls = RolloutEngine
-
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        llm_config: LLMConfig,
-        *,
-        options: ServingOptions,
-        engine_cls: type | None = None,
-    ) -> None:
+    async def __init__(self, options: ServingOptions, *, openai: bool) -> None:  # type: ignore[misc]  # Serve awaits it
         """Start the engine and, if the run has a weight store with a version in it, apply that before any request.
-
-        Args:
-            llm_config: Ray's description of model, engine and resources.
-            options: Where versions come from, and how they are applied.
-            engine_cls: Another engine class, for one with an HTTP side.
 
         Raises:
             InfraError: the engine does not start.
@@ -62,7 +49,7 @@ class RolloutServer(LLMServer):
             engine_s=options.timeouts.engine_s,
             store=store,
         )
-        await super().__init__(llm_config, engine_cls=engine_cls)
+        await super().__init__(LLMConfig(**options.llm_config), engine_cls=OpenAIEngine if openai else RolloutEngine)
         llm = self.engine.client
         await self._health.attach(self.engine)
         await llm.update_weight_version("0")
@@ -95,7 +82,6 @@ class RolloutServer(LLMServer):
 async def start_server(options: ServingOptions, *, openai: bool) -> RolloutServer:
     """Return a started server, with vLLM's OpenAI front end if asked for."""
     server = RolloutServer.__new__(RolloutServer)
-    engine_cls = OpenAIEngine if openai else None
     # Serve awaits asynchronous constructors; plain Python does not.
-    await server.__init__(LLMConfig(**options.llm_config), options=options, engine_cls=engine_cls)  # type: ignore[misc]
+    await server.__init__(options, openai=openai)  # type: ignore[misc]
     return server

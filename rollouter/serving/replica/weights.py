@@ -93,7 +93,6 @@ class WeightUpdates:
         It answers within twice `timeouts.apply_s` and `timeouts.engine_s`.
 
         Args:
-            publication: What to apply.
             mode: Requests in flight continue (`keep`), come back ABORTED, or finish first (`wait`).
             clear_kv: With `keep`: compute their KV cache anew under the new weights.
 
