@@ -21,6 +21,7 @@ from rollouter.gateway.program import AgentProgram, FunctionProgram
 from rollouter.gateway.session import ChatCache
 from rollouter.gateway.task import AgentTask
 from rollouter.prompts.chat_template import load_tokenizer
+from tests.fakes.engine import FakeFleet
 
 MODEL = "tiny"
 TOOLS = [
@@ -136,3 +137,21 @@ class GatewayRig:
         self, program: Callable[[AgentTask], Any] | AgentProgram, *, sample_id: SampleId | str = FIRST
     ) -> Trajectory:
         return await self.made(program).converse(sample_id, 0, self.prompt(), self.ask)
+
+    async def question(self, task: AgentTask, *more: Any, **options: Any) -> Any:
+        """Ask the model the question of the prompt, followed by `more` messages. Return its message."""
+        messages = [QUESTION, *more]
+        answer = await self.client(task).chat.completions.create(model=MODEL, messages=messages, **options)
+        return answer.choices[0].message
+
+    async def talk(self, task: AgentTask, num_turns: int = 2) -> float:
+        """Hold a conversation in which the user says `1` after each answer. Return the trajectory's number."""
+        more: list[Any] = []
+        for _ in range(num_turns):
+            more += [await self.question(task, *more), {"role": "user", "content": "1"}]
+        return float(task.trajectory)
+
+    def fleet(self, text: str) -> FakeFleet:
+        """A fleet that answers all requests with `text`."""
+        ids = [*self.cache.tokens(text), self.tokenizer.eos_token_id]
+        return FakeFleet(answer=lambda request: ids[: request.sampling["max_tokens"]])

@@ -639,19 +639,9 @@ async def test_users_programs_record_their_turns(events_dir: Path) -> None:
     async def record(key: str, turn: Turn) -> None:
         mark(key.split(".")[0])
 
-    async def program(task: Any) -> float:
-        messages: list[Any] = [gateway.QUESTION]
-        for _ in range(2):
-            answer = await rig.client(task).chat.completions.create(model=gateway.MODEL, messages=messages)
-            messages += [answer.choices[0].message, {"role": "user", "content": "1"}]
-        return 1.0
-
-    def answer(request: GenerateRequest) -> list[int]:
-        return [*rig.cache.tokens("12"), rig.tokenizer.eos_token_id]
-
     group = GroupRequest("sample_0_1", SampleId(0, 1), rig.prompt(), {"max_tokens": 50}, 3)
     with profile.context(sample="sample_0_1"):
-        await generate_group(FakeFleet(answer=answer), group, record_turn=record, agent=rig.made(program))
+        await generate_group(rig.fleet("12"), group, record_turn=record, agent=rig.made(rig.talk))
     events = written(events_dir)
     for number in range(3):
         one = the(events, "trajectory", trajectory=number)
@@ -665,42 +655,35 @@ class Answering:
     """A call to a replica that answers with these words."""
 
     def __init__(self, forwarder: EventForwarder, *words: str) -> None:
-        self._call = forwarder.attach(self._say(words))
+        async def answer() -> AsyncGenerator[str, None]:
+            for word in words:
+                yield word
 
-    async def _say(self, words: Sequence[str]) -> AsyncGenerator[str, None]:
-        for word in words:
-            yield word
+        self._call = forwarder.attach(answer())
+        self.leave = self._call.aclose
 
-    async def next(self) -> str | list[str]:
-        """A word, or the names of events."""
-        news = await anext(self._call, "the end")
-        if isinstance(news, str):
-            return news
-        assert news.replica == "r"
-        return [one["event"] for one in news.events]
-
-    async def leave(self) -> None:
-        await self._call.aclose()
+    async def take(self, count: int) -> list[str | list[str]]:
+        """Return the next items: words, the names of events, or `the end`."""
+        items = [await anext(self._call, "the end") for _ in range(count)]
+        return [one if isinstance(one, str) else [event["event"] for event in one.events] for one in items]
 
 
 async def test_a_replica_sends_events_with_its_last_answer_or_once_a_second() -> None:
     clock = ManualClock()
     forwarder = EventForwarder("r", clock)
-    unrecorded = Answering(forwarder, "a")
-    assert [await unrecorded.next(), await unrecorded.next()] == ["a", "the end"], "profiling is off"
+    assert await Answering(forwarder, "a").take(2) == ["a", "the end"], "profiling is off"
     profile.configure("replica-r", ProfilerSettings("full"))
     long, short = Answering(forwarder, *"abcd"), Answering(forwarder, *"xy")
-    assert [await long.next(), await short.next()] == ["a", "x"]
+    assert await long.take(1) + await short.take(1) == ["a", "x"]
     profile.note("sync.load")
-    assert [await short.next(), await short.next()] == ["y", "the end"], "another call is open"
+    assert await short.take(2) == ["y", "the end"], "another call is open"
     clock.now_s += FORWARD_EVERY_S
-    assert await long.next() == ["sync.load"]
+    assert await long.take(1) == [["sync.load"]]
     profile.note("sync.verify")
-    assert [await long.next(), await long.next()] == ["b", "c"], "a second has not passed"
-    assert [await long.next(), await long.next(), await long.next()] == ["d", ["sync.verify"], "the end"]
+    assert await long.take(2) == ["b", "c"], "a second has not passed"
+    assert await long.take(3) == ["d", ["sync.verify"], "the end"]
     clock.now_s += FORWARD_EVERY_S
-    again = Answering(forwarder, "a")
-    assert [await again.next(), await again.next()] == ["a", "the end"], "no new events"
+    assert await Answering(forwarder, "a").take(2) == ["a", "the end"], "no new events"
 
 
 async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
@@ -708,18 +691,17 @@ async def test_events_of_an_abandoned_answer_are_sent_with_the_next() -> None:
     forwarder = EventForwarder("r", clock)
     profile.configure("replica-r", ProfilerSettings("full"))
     first, second = Answering(forwarder, *"ab"), Answering(forwarder, *"xyz")
-    assert [await first.next(), await second.next()] == ["a", "x"]
+    assert await first.take(1) + await second.take(1) == ["a", "x"]
     profile.note("sync.load")
     clock.now_s += FORWARD_EVERY_S
-    assert await first.next() == ["sync.load"]
+    assert await first.take(1) == [["sync.load"]]
     await first.leave()
     profile.note("sync.verify")
-    assert await second.next() == ["sync.load", "sync.verify"], "at once"
-    assert [await second.next(), await second.next(), await second.next()] == ["y", "z", "the end"], "once"
+    assert await second.take(4) == [["sync.load", "sync.verify"], "y", "z", "the end"], "at once, and once"
     # Events of the last call are sent with the answer to a weight sync.
     profile.note("sync.fetch")
     last = Answering(forwarder, "a")
-    assert [await last.next(), await last.next()] == ["a", ["sync.fetch"]]
+    assert await last.take(2) == ["a", ["sync.fetch"]]
     await last.leave()
     assert [one["event"] for one in forwarder.take_all()] == ["sync.fetch"] and not forwarder.take_all()
 
@@ -764,7 +746,7 @@ async def test_a_bounded_number_of_unsent_events_is_kept(monkeypatch: pytest.Mon
     for _ in range(5):
         profile.note("sync.load")
     caller = Answering(forwarder, "a")
-    assert [await caller.next(), await caller.next()] == ["a", ["sync.load"] * 5]
+    assert await caller.take(2) == ["a", ["sync.load"] * 5]
     await caller.leave()
     *kept, lost = forwarder.take_all()
     assert [one["event"] for one in kept] == ["sync.load"] * 3

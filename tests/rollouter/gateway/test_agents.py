@@ -30,12 +30,6 @@ def mask_text(rig: GatewayRig, one: Trajectory, row: int = 0) -> list[str]:
     return [rig.text(part) for part in np.split(tokens.response_ids, cuts)]
 
 
-async def question(rig: GatewayRig, task: AgentTask, *more: Any, **options: Any) -> Any:
-    """Ask the model the question of the prompt, and return its message."""
-    answer = await rig.client(task).chat.completions.create(model=MODEL, messages=[QUESTION, *more], **options)
-    return answer.choices[0].message
-
-
 def stuck(cancelled: anyio.Event) -> Any:
     """A turn that takes forever, and sets `cancelled` when it is cancelled."""
 
@@ -191,13 +185,7 @@ async def test_a_template_that_rewrites_history_makes_a_new_row() -> None:
     )
     rig = GatewayRig("5", "6", template=template)
 
-    async def agent(task: AgentTask) -> float:
-        more: list[Any] = []
-        for _ in range(2):
-            more += [await question(rig, task, *more), {"role": "user", "content": "1"}]
-        return 0.5
-
-    one = await rig.converse(agent)
+    one = await rig.converse(rig.talk)
     assert [rig.text(row.prompt_ids) for row in one.rows] == [
         "<user>3*4=<eos><assistant>",
         "<user>3*4=<eos><assistant>0<eos><user>1<eos><assistant>",
@@ -269,7 +257,7 @@ async def test_validation_ignores_the_sampling_of_requests() -> None:
     rig = GatewayRig("12")
 
     async def agent(task: AgentTask) -> float:
-        await question(rig, task, temperature=0.3)
+        await rig.question(task, temperature=0.3)
         return 1.0
 
     assert (await rig.converse(agent, sample_id="val_0")).scores == {"agent": 1.0}
@@ -280,7 +268,7 @@ async def test_a_key_belongs_to_one_running_trajectory() -> None:
     other_done = anyio.Event()
 
     async def agent(task: AgentTask) -> float:
-        await question(rig, task)
+        await rig.question(task)
         if task.trajectory == 0:
             await other_done.wait()
             return 0.0
@@ -316,7 +304,7 @@ async def test_the_last_posted_reward_counts_and_done_ends_it() -> None:
     rig = GatewayRig("12", "12")
 
     async def agent(task: AgentTask) -> None:
-        await question(rig, task)
+        await rig.question(task)
         async with rig.http(task) as http:
             bad = await http.post("reward", json={"reward": "much"})
             assert bad.status_code == 400 and "finite number" in bad.json()["error"]["message"]
@@ -347,7 +335,7 @@ async def test_a_program_in_a_thread_posts_too() -> None:
 
 async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
     async def agent(task: AgentTask) -> None:
-        await question(rig, task)
+        await rig.question(task)
         if task.trajectory:
             task.post_reward(0.5)
         await anyio.sleep_forever()
@@ -368,12 +356,7 @@ async def test_a_timeout_keeps_a_trajectory_that_has_a_reward() -> None:
 async def test_the_deadline_cancels_the_turn_in_the_engine() -> None:
     cancelled = anyio.Event()
     rig = GatewayRig("12", stuck(cancelled), timeout_s=0.4, config={"reward": {"function": "exact_match"}})
-
-    async def agent(task: AgentTask) -> None:
-        for _ in range(2):
-            await question(rig, task)
-
-    one = await rig.converse(agent)
+    one = await rig.converse(rig.talk)
     assert cancelled.is_set() and len(one.turns) == 1
 
 
@@ -383,10 +366,10 @@ async def test_a_client_that_goes_away_cancels_its_turn_only() -> None:
 
     async def agent(task: AgentTask) -> float:
         with anyio.move_on_after(0.2):
-            await question(rig, task)
+            await rig.question(task)
         with anyio.fail_after(5):
             await cancelled.wait()
-        await question(rig, task)
+        await rig.question(task)
         return 1.0
 
     assert len((await rig.converse(agent)).turns) == 1
@@ -394,9 +377,7 @@ async def test_a_client_that_goes_away_cancels_its_turn_only() -> None:
 
 async def test_a_refusal_for_lack_of_room_ends_the_trajectory_by_length() -> None:
     async def agent(task: AgentTask) -> None:
-        more: list[Any] = []
-        for _ in range(3):
-            more += [await question(rig, task, *more), {"role": "user", "content": "1"}]
+        await rig.talk(task, 3)
 
     rollout = {"response_length": 13, "max_model_len": 60}
     rig = GatewayRig("1234567", "12345678901234", rollout=rollout, config={"reward": {"function": "exact_match"}})
@@ -426,7 +407,7 @@ async def test_failures_of_a_program_fail_the_trajectory(
 
     async def agent(task: AgentTask) -> Any:
         if asks:
-            await question(rig, task)
+            await rig.question(task)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -450,10 +431,6 @@ async def test_engines_that_fail_fail_the_trajectory() -> None:
 
 
 async def test_a_row_that_differs_from_the_template_is_detected() -> None:
-    async def agent(task: AgentTask) -> float:
-        await question(rig, task)
-        return 1.0
-
     class Sloppy:
         def parse(self, ids: Sequence[int]) -> ParsedTurn:
             return ParsedTurn("13", text="13")
@@ -462,7 +439,7 @@ async def test_a_row_that_differs_from_the_template_is_detected() -> None:
     make = rig.cache._make
     rig.cache._make = lambda request: make(request)._replace(parser=Sloppy())
     with pytest.raises(MismatchError, match="strict"):
-        await rig.converse(agent)
+        await rig.converse(lambda task: rig.talk(task, 1))
 
 
 async def test_malformed_http_requests_are_refused() -> None:
