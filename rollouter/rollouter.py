@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import anyio
@@ -96,7 +96,7 @@ class Rollouter:
         try:
             with self._scope:
                 async with AsyncExitStack() as stack:
-                    if self._agent is not None:
+                    if isinstance(self._agent, AbstractAsyncContextManager):  # tools run while it is open
                         await stack.enter_async_context(self._agent)
                     group = await stack.enter_async_context(anyio.create_task_group())
                     await group.start(self._versions.run, name="versions")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -63,14 +62,6 @@ class ExternalAgent:
         """Set the URL of the endpoint and the Rollouter's incarnation; to be called before any trajectory."""
         self._base_url = base_url
         self.gateway = AgentGateway(incarnation)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def identity(self) -> Mapping[str, Any]:
         """See `ConversationAgent`. The program counts by its name: rename one whose behaviour has changed."""
