@@ -32,7 +32,7 @@ from tests.fakes.engine import FakeFleet
 from tests.fakes.parts import FakeFeed, FakeScorer, ListPrompts, ListSink, MemoryPayloads, MemoryTurns, make_prompt
 
 
-class Rig:
+class RollouterRig:
     """The whole Rollouter between a real queue and fakes; the test plays the Trainer."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Rig:
 
 
 async def test_a_run_from_first_prompt_to_last_validation() -> None:
-    rig = Rig()
+    rig = RollouterRig()
     async with rig.running():
         for version in range(1, 4):
             await rig.train(version, validate=version == 3)
@@ -115,7 +115,7 @@ async def test_a_run_from_first_prompt_to_last_validation() -> None:
 
 
 async def test_generation_goes_on_while_a_version_is_validated() -> None:
-    rig = Rig(FakeFleet(hold=True))
+    rig = RollouterRig(FakeFleet(hold=True))
     async with rig.running():
         training = [f"sample_{(index - 1) // 2}_{index}" for index in range(1, 9)]
         await rig.fleet.until_in_flight("val_0_0", "val_0_1", *training)
@@ -129,13 +129,13 @@ async def test_generation_goes_on_while_a_version_is_validated() -> None:
 
 
 async def test_a_failure_is_one_typed_error_and_nothing_keeps_running() -> None:
-    rig = Rig(FakeFleet(hold=True))
+    rig = RollouterRig(FakeFleet(hold=True))
     rig.fleet.fail("sample_0_2", InfraError("gone", "cause"))
     await rig.fails(InfraError, "gone")
 
 
 async def test_an_untyped_error_is_a_bug_error_with_its_traceback() -> None:
-    rig = Rig()
+    rig = RollouterRig()
     rig.fleet.fail("sample_0_1", ZeroDivisionError("oops"))
     with anyio.fail_after(20), pytest.raises(BugError, match="ZeroDivisionError: oops") as caught:
         await rig.rollouter.run()
@@ -143,13 +143,13 @@ async def test_an_untyped_error_is_a_bug_error_with_its_traceback() -> None:
 
 
 async def test_stop_ends_the_run_at_once() -> None:
-    rig = Rig(FakeFleet(hold=True))
+    rig = RollouterRig(FakeFleet(hold=True))
     async with rig.running():
         await rig.fleet.until_in_flight("sample_0_1", "val_0_0")
         rig.rollouter.stop()
     assert rig.fleet.calls == {}
     with anyio.fail_after(20):
-        stopped_before = Rig()
+        stopped_before = RollouterRig()
         stopped_before.rollouter.stop()
         await stopped_before.rollouter.run()
     assert stopped_before.fleet.sessions == []
@@ -176,13 +176,13 @@ class FencedQueue(LocalSampleQueue):
 async def test_a_replaced_incarnation_ends_with_a_fenced_error_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig = Rig(RudeFleet(hold=True), queue=FencedQueue)
+    rig = RollouterRig(RudeFleet(hold=True), queue=FencedQueue)
     await rig.fails(FencedError, "replaced by rollouter 2")
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 async def test_a_restarted_rollouter_starts_at_the_newest_version_and_repeats_no_validation() -> None:
-    rig = Rig(val_before_train=True, validated=WeightsVersion(0, 2))
+    rig = RollouterRig(val_before_train=True, validated=WeightsVersion(0, 2))
     rig.fleet.version = 2
     await rig.queue.set_applied_version(2)
     await rig.feed.publish(2, validate=True)

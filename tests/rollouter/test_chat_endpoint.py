@@ -26,14 +26,14 @@ from tests.fakes.openai_server import (
 QUESTION = [{"role": "user", "content": "17+5?"}]
 
 
-class Setup(NamedTuple):
+class EndpointSetup(NamedTuple):
     server: OpenAIServer
     endpoint: ChatEndpoint
     waits: list[float]
 
 
 @asynccontextmanager
-async def endpoint(script: Any, **changes: Any) -> AsyncIterator[Setup]:
+async def endpoint(script: Any, **changes: Any) -> AsyncIterator[EndpointSetup]:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -43,7 +43,7 @@ async def endpoint(script: Any, **changes: Any) -> AsyncIterator[Setup]:
     async with openai_server(script) as server:
         asked = ChatEndpoint(server.base_url, "judge-1", **settings)
         try:
-            yield Setup(server, asked, waits)
+            yield EndpointSetup(server, asked, waits)
         finally:
             await asked.aclose()
 

@@ -147,7 +147,7 @@ def result(sample: Sample) -> list[Any]:
     ]
 
 
-class Run:
+class ConversationRun:
     """A Rollouter with conversations of three turns: a call of `add`, an answer, a user reply, a last answer."""
 
     def __init__(self, *, n: int = 3, num_samples: int = 6, validate: bool = False) -> None:
@@ -233,7 +233,7 @@ def marking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_conversations_record_all_their_events(events_dir: Path, marking: None) -> None:
-    run = Run()
+    run = ConversationRun()
     await run.go()
     events = written(events_dir)
     for index in range(1, run.num_samples + 1):
@@ -303,7 +303,7 @@ def check_requests(events: list[Event]) -> None:
 
 
 async def test_versions_and_validations_record_their_events(events_dir: Path, marking: None) -> None:
-    run = Run(validate=True, n=2)
+    run = ConversationRun(validate=True, n=2)
     await run.go()
     events = written(events_dir)
     assert [(one["version"], one["replicas"]) for one in of(events, "sync.apply")] == [(1, 2), (2, 2)]
@@ -758,7 +758,7 @@ async def test_profiler_levels_change_no_result(tmp_path: Path, marking: None) -
     levels: tuple[Any, ...] = ("off", "summary", "full")
     for level in levels:
         profile.configure("rollouter", ProfilerSettings(level, tmp_path / level / "events"))
-        run = Run(n=2, num_samples=4)
+        run = ConversationRun(n=2, num_samples=4)
         await run.go()
         results[level] = (run.trained, (await run.queue.status()).counts)
         profile.close()

@@ -35,7 +35,7 @@ VAL_PROMPTS = [
 ]
 
 
-class Rig:
+class VersionRig:
     """A version loop between a fake feed, a fake fleet and a real queue."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Rig:
         )
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Rig]:
+    async def running(self) -> AsyncIterator[VersionRig]:
         """The loop runs inside; at the end it has to finish by itself."""
         with anyio.fail_after(20):
             async with anyio.create_task_group() as group:
@@ -119,7 +119,7 @@ class Rig:
 
 
 async def test_a_version_is_applied_then_opens_the_gate_then_is_recorded() -> None:
-    rig = Rig()
+    rig = VersionRig()
     async with rig.running():
         rig.wall.now_s = 107.0
         await rig.feed.publish(1, step=4, published_at_s=100.0)
@@ -136,7 +136,7 @@ async def test_a_version_is_applied_then_opens_the_gate_then_is_recorded() -> No
 
 
 async def test_version_0_is_validated_first_and_the_next_waits_for_it() -> None:
-    rig = Rig(validate_first=True, fleet=FakeFleet(hold=True))
+    rig = VersionRig(validate_first=True, fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.fleet.until_in_flight("val_0_0", "val_0_1", "val_0_2")
         await rig.feed.publish(1)
@@ -149,7 +149,7 @@ async def test_version_0_is_validated_first_and_the_next_waits_for_it() -> None:
 
 async def test_validation_is_pinned_to_its_version() -> None:
     """Publications that arrive during the validation of version 1 are applied after it."""
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1, step=5)
         await rig.feed.publish(2)
@@ -165,7 +165,7 @@ async def test_validation_is_pinned_to_its_version() -> None:
 
 async def test_a_validation_prompt_answered_by_another_version_is_repeated() -> None:
     """The replica came back with version 2 while version 1 is validated; another one still serves version 1."""
-    rig = Rig()
+    rig = VersionRig()
     rig.fleet.replaced = {"val_1_0": 2, "val_1_2": 2, "val_1_2_try_2": 2}
     async with rig.running():
         await rig.feed.publish(1, step=5, validate=True)
@@ -181,7 +181,7 @@ async def test_a_validation_prompt_answered_by_another_version_is_repeated() -> 
 
 async def test_replaced_replicas_move_the_validation_to_the_newer_version() -> None:
     """When no replica serves version 1, the newest version is applied and validated once in its place."""
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1, step=5)
         await rig.feed.publish(2, step=9, validate=True)
@@ -195,7 +195,7 @@ async def test_replaced_replicas_move_the_validation_to_the_newer_version() -> N
     assert (record.version, record.step, record.metrics["num_prompts"]) == (2, 9, 3)
 
 
-async def release_each_try(rig: Rig, session: str) -> None:
+async def release_each_try(rig: VersionRig, session: str) -> None:
     for each in tries(session):
         await rig.fleet.until_in_flight(each)
         rig.fleet.release(each)
@@ -208,7 +208,7 @@ def tries(*sessions: str) -> list[str]:
 
 async def test_an_outdated_replica_is_updated_and_the_validation_repeated() -> None:
     """A replica started with version 2 and joined after the others had applied version 3."""
-    rig = Rig()
+    rig = VersionRig()
     rig.fleet.replaced = dict.fromkeys([*tries("val_3_0"), *tries("val_3_1_ask_2")], 2)
     async with rig.running():
         await rig.feed.publish(3, step=7, validate=True)
@@ -222,7 +222,7 @@ async def test_an_outdated_replica_is_updated_and_the_validation_repeated() -> N
 
 async def test_a_replica_of_an_unknown_version_is_waited_for() -> None:
     """The restarted store does not know the replica's version until the Trainer publishes it again."""
-    rig = Rig(validate_first=True, call_s=0.01)
+    rig = VersionRig(validate_first=True, call_s=0.01)
     rig.fleet.replaced = dict.fromkeys(tries("val_0_0"), 4)
     async with rig.running():
         await rig.sink.until(1)
@@ -239,7 +239,7 @@ class Stubborn(dict[str, int]):
 
 @pytest.mark.parametrize(("version", "validated"), [(2, 3), (4, 3), (4, 0)])
 async def test_a_replica_that_never_serves_the_applied_version_stops_the_run(version: int, validated: int) -> None:
-    rig = Rig(validate_first=True, call_s=0.01, start_s=0.05)
+    rig = VersionRig(validate_first=True, call_s=0.01, start_s=0.05)
     rig.fleet.replaced = Stubborn(version=version)
     if validated:
         await rig.feed.publish(validated)
@@ -250,7 +250,7 @@ async def test_a_replica_that_never_serves_the_applied_version_stops_the_run(ver
 
 
 async def test_the_last_publication_is_applied_and_validated_at_the_end() -> None:
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1)
         await rig.feed.publish(2, validate=True)
@@ -260,7 +260,7 @@ async def test_the_last_publication_is_applied_and_validated_at_the_end() -> Non
 
 
 async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -> None:
-    rig = Rig(validate_first=True)
+    rig = VersionRig(validate_first=True)
     await rig.feed.publish(7, step=28)
     async with rig.running():
         await rig.sink.until(2)
@@ -270,7 +270,7 @@ async def test_a_resumed_run_applies_the_checkpoint_first_and_validates_that() -
 
 
 async def test_without_a_validation_set_nothing_is_validated() -> None:
-    rig = Rig(validate_first=True, prompts=None)
+    rig = VersionRig(validate_first=True, prompts=None)
     async with rig.running():
         await rig.feed.publish(1, validate=True)
         await rig.sink.until(1)
@@ -278,11 +278,11 @@ async def test_without_a_validation_set_nothing_is_validated() -> None:
 
 
 async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
-    rig = Rig()
+    rig = VersionRig()
     await rig.feed.publish(2)
     rig.fleet.apply_error = InfraError("replica-1 could not fetch version 2")
     await rig.fails(InfraError)
-    rig = Rig()
+    rig = VersionRig()
     await rig.feed.publish(2)
     rig.fleet.stuck_at = WeightsVersion(0, 1)
     error = await rig.fails(InfraError)
@@ -292,7 +292,7 @@ async def test_a_failed_apply_and_a_replica_left_behind_stop_the_run() -> None:
 
 async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
     """The deadline of an apply is longer than the watchdog's."""
-    rig = Rig()
+    rig = VersionRig()
     rig.fleet.apply_gate = anyio.Event()
     async with rig.running():
         await rig.feed.publish(1)
@@ -310,7 +310,7 @@ async def test_waits_are_reported_and_an_apply_has_its_own_deadline() -> None:
 
 
 async def test_validation_metrics_and_examples() -> None:
-    rig = Rig(validate_first=True)
+    rig = VersionRig(validate_first=True)
     record = await rig.first_validation()
     assert record.metrics == {
         "reward/mean": pytest.approx(4.0),
@@ -334,7 +334,7 @@ async def test_validation_reports_the_parts_of_a_combined_reward() -> None:
             scores = await super().score(prompt, turns)
             return [Score(2 * one.reward + 1, {"rule": one.reward, "model": 1.0}) for one in scores]
 
-    rig = Rig(validate_first=True, scorer=Both())
+    rig = VersionRig(validate_first=True, scorer=Both())
     record = await rig.first_validation()
     figures = {name: record.metrics[f"{name}/mean"] for name in ("reward", "rule", "model")}
     assert figures == {"reward": pytest.approx(9.0), "rule": pytest.approx(4.0), "model": pytest.approx(1.0)}
@@ -343,14 +343,14 @@ async def test_validation_reports_the_parts_of_a_combined_reward() -> None:
 
 async def test_a_validation_prompt_that_fails_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     prompts = [*VAL_PROMPTS, make_prompt(*range(16))]
-    rig = Rig(validate_first=True, prompts=prompts)
+    rig = VersionRig(validate_first=True, prompts=prompts)
     record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 3
     assert "val_0_3 left out of the validation" in caplog.text
 
 
 async def test_a_validation_without_an_answer_is_an_error() -> None:
-    await Rig(validate_first=True, prompts=[make_prompt(*range(16))]).fails(DataError)
+    await VersionRig(validate_first=True, prompts=[make_prompt(*range(16))]).fails(DataError)
 
 
 async def test_a_validation_that_times_out_has_no_figures_and_the_run_goes_on(
@@ -362,7 +362,7 @@ async def test_a_validation_that_times_out_has_no_figures_and_the_run_goes_on(
         if stuck:
             await anyio.sleep_forever()
 
-    rig = Rig(fleet=FakeFleet(pace=pace), sample_s=0.05, test_freq=10)
+    rig = VersionRig(fleet=FakeFleet(pace=pace), sample_s=0.05, test_freq=10)
     async with rig.running():
         await rig.until_validating(1, step=10)
         await rig.feed.publish(2, step=19)
@@ -380,8 +380,8 @@ async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> 
             raise UserCodeError("judge raised", "traceback")
         return 1.0
 
-    await Rig(validate_first=True, scorer=FakeScorer(reward)).fails(UserCodeError)
-    rig = Rig(validate_first=True, scorer=FakeScorer(reward), reward=RewardConfig(on_error="drop"))
+    await VersionRig(validate_first=True, scorer=FakeScorer(reward)).fails(UserCodeError)
+    rig = VersionRig(validate_first=True, scorer=FakeScorer(reward), reward=RewardConfig(on_error="drop"))
     record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 2
 
@@ -389,18 +389,18 @@ async def test_a_failing_reward_in_validation_stops_or_drops_as_configured() -> 
 # ------------------------------------------------------------------------------------------------ lineages, restarts
 
 
-def lineages(rig: Rig) -> list[tuple[int, int]]:
+def lineages(rig: VersionRig) -> list[tuple[int, int]]:
     return [(record.lineage, record.version) for record in rig.sink.records]
 
 
-async def go_back(rig: Rig, version: int, **publication: Any) -> None:
+async def go_back(rig: VersionRig, version: int, **publication: Any) -> None:
     """The Trainer was restarted: the queue's counts go back first, then its version is published."""
     await rig.queue.rewind(0, version=version, lineage=1, total_samples=None)
     await rig.feed.publish(version, lineage=1, **publication)
 
 
 async def test_replicas_and_gate_follow_training_back_to_a_checkpoint() -> None:
-    rig = Rig()
+    rig = VersionRig()
     async with rig.running():
         await rig.feed.publish(3)
         await rig.sink.until(1)
@@ -415,7 +415,7 @@ async def test_replicas_and_gate_follow_training_back_to_a_checkpoint() -> None:
 
 
 async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
-    rig = Rig()
+    rig = VersionRig()
     async with rig.running():
         await go_back(rig, 0)
         await rig.sink.until(1)
@@ -425,7 +425,7 @@ async def test_training_that_goes_back_to_the_start_is_applied_too() -> None:
 @pytest.mark.parametrize("validate", [False, True])
 async def test_a_validation_is_cancelled_when_training_goes_back(validate: bool) -> None:
     """The version of the new lineage is validated if its publication asks for it."""
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(5, step=50)
         await go_back(rig, 3, step=30, validate=validate)
@@ -442,7 +442,7 @@ async def test_a_validation_is_cancelled_when_training_goes_back(validate: bool)
 
 async def test_answers_of_a_newer_lineage_are_accepted() -> None:
     """A replaced replica serves the new lineage before the loop has received its publication."""
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(5)
         rig.fleet.replaced = dict.fromkeys(tries("val_5_0"), 3)
@@ -453,7 +453,7 @@ async def test_answers_of_a_newer_lineage_are_accepted() -> None:
 
 
 async def test_the_newest_version_is_applied_when_the_run_ends_during_a_cancelled_validation() -> None:
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(5)
         rig.loop.finish()
@@ -463,7 +463,7 @@ async def test_the_newest_version_is_applied_when_the_run_ends_during_a_cancelle
 
 async def test_a_store_that_was_restarted_during_a_validation_is_waited_for() -> None:
     """A replaced replica answers with version 2, which the restarted store does not know yet."""
-    rig = Rig(fleet=FakeFleet(hold=True))
+    rig = VersionRig(fleet=FakeFleet(hold=True))
     async with rig.running():
         await rig.until_validating(1)
         rig.feed.forget()
@@ -489,14 +489,14 @@ async def test_a_store_that_was_restarted_during_a_validation_is_waited_for() ->
 async def test_a_restarted_rollouter_validates_only_pending_versions(
     validated: WeightsVersion | None, expected: list[str]
 ) -> None:
-    rig = Rig(validated=validated)
+    rig = VersionRig(validated=validated)
     await go_back(rig, 4, validate=True)
     rig.fleet.weights_versions = dict.fromkeys(rig.fleet.weights_versions, WeightsVersion(1, 4))
     async with rig.running():
         pass
     assert rig.actions == expected, "replicas that serve the version already apply nothing"
     assert (await rig.queue.status()).version == 4
-    rig = Rig(validate_first=True, validated=WeightsVersion(0, 0))
+    rig = VersionRig(validate_first=True, validated=WeightsVersion(0, 0))
     async with rig.running():
         pass
     assert rig.actions == []
@@ -510,7 +510,7 @@ async def test_a_restarted_rollouter_makes_up_for_a_missed_validation(
     validated_step: int, step: int, expected: list[str]
 ) -> None:
     """The store has replaced version 2, which asked for it, by version 3, which does not."""
-    rig = Rig(validated=WeightsVersion(0, 0), validated_step=validated_step, test_freq=10)
+    rig = VersionRig(validated=WeightsVersion(0, 0), validated_step=validated_step, test_freq=10)
     await rig.feed.publish(3, step=step)
     rig.fleet.version = 3
     async with rig.running():
@@ -519,7 +519,7 @@ async def test_a_restarted_rollouter_makes_up_for_a_missed_validation(
 
 
 async def test_a_validation_request_that_the_store_lost_is_made_up_for_once() -> None:
-    rig = Rig(validated=WeightsVersion(0, 0), test_freq=10)
+    rig = VersionRig(validated=WeightsVersion(0, 0), test_freq=10)
     async with rig.running():
         for version, step in enumerate((4, 8, 12, 16, 20), start=1):
             await rig.feed.publish(version, step=step)
@@ -528,7 +528,7 @@ async def test_a_validation_request_that_the_store_lost_is_made_up_for_once() ->
 
 
 async def test_a_replica_of_an_older_lineage_is_named() -> None:
-    rig = Rig()
+    rig = VersionRig()
     await go_back(rig, 2)
     rig.fleet.stuck_at = WeightsVersion(0, 7)
     error = await rig.fails(InfraError)
@@ -543,7 +543,7 @@ async def test_a_validation_prompt_that_takes_too_long_or_crashes_engines_is_lef
             await anyio.sleep_forever()
 
     fleet = FakeFleet(pace=pace, poison=lambda request: len(request.prompt_ids) == 6)
-    rig = Rig(validate_first=True, fleet=fleet, sample_s=0.3)
+    rig = VersionRig(validate_first=True, fleet=fleet, sample_s=0.3)
     record = await rig.first_validation()
     assert record.metrics["num_prompts"] == 1
     assert "val_0_0 left out of the validation, took too long" in caplog.text
