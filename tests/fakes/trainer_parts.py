@@ -64,9 +64,6 @@ class FakeGroup(RoleGroup):
         self.batches.append(batch)
         return {"loss": 0.5, "lr": 0.1, "tokens": float(batch["loss_mask"].sum())}
 
-    async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
-        return [await self.train_batch(batch[torch.tensor(rows)]) for rows in mini_batches]
-
     async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
         self.asked.append(("infer", adapters))
         return self.scores(batch)

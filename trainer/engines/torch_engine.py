@@ -163,7 +163,10 @@ class TorchEngine(BaseEngine, abstract=True):
     def optim_step(self, loss: float) -> StepOutcome:
         optimizer = self.optimizer
         if not self._accumulated:
-            raise BugError("optim_step: no gradient has accumulated since the last step; forward_backward comes first")
+            raise BugError(
+                "optim_step without a forward_backward since the last step, reset or load: there is no gradient to "
+                "apply, yet momentum and weight decay would move the weights; no step was taken"
+            )
         self.to(self.device.type)
         try:
             with dist.guarded("optim_step"):

@@ -2,7 +2,6 @@
 
     scatter   all           the same arguments on every rank
               rows          the first argument is a batch, whose rows are split over the data ranks
-              mini_batches  as `rows`; the second argument has the rows of each mini-batch, which are split separately
               rank_zero     only rank 0 is called
     collect   first         rank 0's result, which all ranks have
               rows          results of the ranks that report, back in the order of the batch's rows
@@ -29,7 +28,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(NamedTuple):
-    scatter: Literal["all", "rows", "mini_batches", "rank_zero"]
+    scatter: Literal["all", "rows", "rank_zero"]
     collect: Literal["first", "rows"]
 
 
@@ -39,9 +38,7 @@ class Share(NamedTuple):
     rows: list[int]
     """Row numbers within the whole batch, ascending."""
     padding: list[int]
-    """Rows without a trained token that follow `rows`, so that every mini-batch has a row on this rank."""
-    mini_batches: list[list[int]]
-    """Positions of each mini-batch in `rows + padding`."""
+    """A row that is computed without a trained token, so that a rank without rows takes part."""
 
 
 class RankCall(NamedTuple):
@@ -50,7 +47,7 @@ class RankCall(NamedTuple):
 
 
 def dispatched(
-    scatter: Literal["all", "rows", "mini_batches", "rank_zero"], collect: Literal["first", "rows"] = "first"
+    scatter: Literal["all", "rows", "rank_zero"], collect: Literal["first", "rows"] = "first"
 ) -> Callable[[Method], Method]:
     """Declare how a worker's method is called on a group."""
 
@@ -78,52 +75,26 @@ def dispatch_of(worker: type, method: str) -> Dispatch:
 def share_rows(lengths: Sequence[int], num_ranks: int) -> list[Share]:
     """Assign every row to one data rank, at similar cost for each; a rank without rows gets the shortest row as
     padding."""
-    return share_mini_batches(lengths, [range(len(lengths))], num_ranks)
-
-
-def share_mini_batches(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_ranks: int) -> list[Share]:
-    """Split each mini-batch at similar cost for each data rank, so that a step takes equally long on all of them.
-
-    A row may be in several mini-batches (epochs), on a different rank each time; a rank receives it once. If a
-    mini-batch has fewer rows than there are ranks, the ranks without a row compute a padding row.
-    """
-    members: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for rows in mini_batches:
-        for rank, share in enumerate(balance([lengths[row] for row in rows], num_ranks)):
-            members[rank].append([rows[position] for position in share])
     shortest = min(range(len(lengths)), key=lambda row: (lengths[row], row))
-    return [_share(parts, shortest) for parts in members]
-
-
-def _share(parts: Sequence[Sequence[int]], shortest: int) -> Share:
-    rows = sorted({row for part in parts for row in part})
-    place = {row: position for position, row in enumerate(rows)}
-    padding = [shortest] if not all(parts) else []
-    return Share(rows, padding, [[place[row] for row in part] or [len(rows)] for part in parts])
+    return [Share(rows, [] if rows else [shortest]) for rows in balance(lengths, num_ranks)]
 
 
 def scatter(mode: Dispatch, layouts: Sequence[Layout], call: RankCall) -> tuple[dict[int, RankCall], list[Share]]:
     """Return each rank's arguments (ranks of a data group share the object), and for `rows` each data rank's share.
 
     Raises:
-        DataError: the batch or a mini-batch has no rows, or a row number is not in the batch.
+        DataError: the batch has no rows.
     """
     if mode.scatter == "rank_zero":
         return {0: call}, []
     if mode.scatter == "all":
         return {layout.rank: call for layout in layouts}, []
     batch, rest = call.args[0], call.args[1:]
-    num_ranks = layouts[0].data_size
     lengths = input_lengths(batch)
     if not lengths:
         raise DataError("the batch has no rows, so there is nothing to compute; find out why its samples were dropped")
-    if mode.scatter == "rows":
-        shares = share_rows(lengths, num_ranks)
-        calls = [RankCall((_take(batch, share), *rest), call.kwargs) for share in shares]
-    else:
-        _check_mini_batches(rest[0], len(lengths))
-        shares = share_mini_batches(lengths, rest[0], num_ranks)
-        calls = [RankCall((_take(batch, share), share.mini_batches, *rest[1:]), call.kwargs) for share in shares]
+    shares = share_rows(lengths, layouts[0].data_size)
+    calls = [RankCall((_take(batch, share), *rest), call.kwargs) for share in shares]
     return {layout.rank: calls[layout.data_rank] for layout in layouts}, shares
 
 
@@ -135,15 +106,6 @@ def collect(mode: Dispatch, layouts: Sequence[Layout], shares: Sequence[Share], 
     parts = [results[layout.rank][: len(shares[layout.data_rank].rows)] for layout in reporting]
     order = torch.tensor([row for layout in reporting for row in shares[layout.data_rank].rows])
     return torch.cat(parts)[torch.argsort(order)]
-
-
-def _check_mini_batches(mini_batches: Sequence[Sequence[int]], num_rows: int) -> None:
-    for number, rows in enumerate(mini_batches):
-        if len(rows) == 0:
-            raise DataError(f"mini-batch {number} has no rows; no step was taken")
-        outside = [row for row in rows if not 0 <= row < num_rows]
-        if outside:
-            raise DataError(f"mini-batch {number} names row {outside[0]} of a batch of {num_rows}; no step was taken")
 
 
 def _take(batch: TensorDict, share: Share) -> TensorDict:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,8 +38,8 @@ class TrainingWorker:
     def __init__(self, spec: EngineSpec) -> None:
         self.engine: BaseEngine = EngineRegistry.new(spec)
         self._loss: Loss | None = None
-        self._pending_loss: float | None = None
-        """Loss summed over the `forward_backward` calls since the last step; None if there were none."""
+        self._pending_loss = 0.0
+        """Loss summed over the `forward_backward` calls since the last step."""
 
     @property
     def layout(self) -> Layout:
@@ -54,7 +53,7 @@ class TrainingWorker:
     @dispatched("all")
     def reset(self) -> None:
         """Reload the model files, with a fresh optimizer and step 0."""
-        self._pending_loss = None
+        self._pending_loss = 0.0
         self.engine.reset()
 
     @dispatched("all")
@@ -71,49 +70,41 @@ class TrainingWorker:
         """Set the total number of steps, where the learning rate's decay ends. Before the first step."""
         self.engine.plan(total_steps)
 
-    @dispatched("mini_batches")
-    def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
-        """One optimizer step for each list of row numbers, in order.
-
-        The caller decides which rows make a step, because a worker sees only its share of the rows.
-
-        Raises (on every rank):
-            DataError: the batch lacks required keys, or a mini-batch has no trained token on any rank; no step was
-                taken.
-            DivergenceError: loss or gradient is not finite; earlier steps of this call were taken.
-        """
-        parts = [batch[torch.tensor(list(rows), dtype=torch.int64)] for rows in mini_batches]
-        self._check(batch, parts)
-        return [self._train(part) for part in parts]
-
     @dispatched("rows")
     def train_batch(self, batch: TensorDict) -> Metrics:
         """Take one optimizer step on all rows. Return `loss`, the metrics of the loss, `tokens`, `grad_norm` and
-        `lr` over all ranks, and `mfu` of this rank, if known (`BaseEngine.utilization`)."""
-        self._check(batch, [batch])
-        return self._train(batch)
+        `lr` over all ranks, and `mfu` of this rank, if known (`BaseEngine.utilization`).
+
+        Raises (on every rank):
+            DataError: the batch lacks required keys, or has no trained token on any rank; no step was taken.
+            DivergenceError: loss or gradient is not finite; no step was taken, and the gradient is discarded.
+        """
+        started = time.perf_counter()
+        metrics = self.forward_backward(batch) | self.optim_step()
+        utilization = self.engine.utilization(started)
+        return metrics if utilization is None else metrics | {"mfu": utilization}
 
     @dispatched("rows")
     def forward_backward(self, batch: TensorDict) -> Metrics:
         """Add this batch's gradient to the one that `optim_step` applies. Denominators are those of this batch
         alone."""
-        self._check(batch, [batch])
-        return self._accumulate(batch)
+        self._check(batch, trains=True)
+        if self._loss is None:
+            raise BugError("a worker was asked to train before set_loss_fn")
+        try:
+            metrics = self.engine.forward_backward(batch, self._loss)
+        except BaseException:
+            # A partial gradient must not be part of a later step.
+            self._pending_loss = 0.0
+            self.engine.zero_grad()
+            raise
+        self._pending_loss += metrics["loss"]
+        return metrics
 
     @dispatched("all")
     def optim_step(self) -> Metrics:
-        """Apply the accumulated gradient. Return `grad_norm` and `lr`.
-
-        Raises:
-            DivergenceError: loss or gradient not finite; no step was taken, and the gradient is discarded.
-            BugError: nothing has accumulated; no step was taken.
-        """
-        loss, self._pending_loss = self._pending_loss, None
-        if loss is None:
-            raise BugError(
-                "optim_step without a forward_backward since the last step, reset or load: there is no gradient to "
-                "apply, yet momentum and weight decay would move the weights; no step was taken"
-            )
+        """Apply the accumulated gradient (`BaseEngine.optim_step`). Return `grad_norm` and `lr`."""
+        loss, self._pending_loss = self._pending_loss, 0.0
         with profile.span("rank.optimizer", sync=True):
             outcome = self.engine.optim_step(loss)
         return {"grad_norm": outcome.grad_norm, "lr": outcome.lr}
@@ -125,7 +116,7 @@ class TrainingWorker:
         Raises:
             ConfigError: there are no adapters to switch off.
         """
-        self._check(batch, [])
+        self._check(batch, trains=False)
         with nullcontext() if adapters else self.engine.adapters_off():
             return self.engine.infer(batch)
 
@@ -147,8 +138,7 @@ class TrainingWorker:
     @dispatched("all")
     def load_checkpoint(self, directory: Path) -> None:
         """See `BaseEngine.load`. An accumulated gradient is discarded, even if loading fails."""
-        if self._pending_loss is not None:
-            self._discard_gradient()
+        self._pending_loss = 0.0
         self.engine.load(directory)
 
     def weights(self, dtype: Literal["float32", "bfloat16", "float16"]) -> dict[str, NDArray[Any]]:
@@ -165,48 +155,20 @@ class TrainingWorker:
     def close(self) -> None:
         self.engine.close()
 
-    def _train(self, batch: TensorDict) -> Metrics:
-        started = time.perf_counter()
-        metrics = self._accumulate(batch) | self.optim_step()
-        utilization = self.engine.utilization(started)
-        return metrics if utilization is None else metrics | {"mfu": utilization}
-
-    def _accumulate(self, batch: TensorDict) -> Metrics:
-        if self._loss is None:
-            raise BugError("a worker was asked to train before set_loss_fn")
-        try:
-            metrics = self.engine.forward_backward(batch, self._loss)
-        except BaseException:
-            # A partial gradient must not be part of a later step.
-            self._discard_gradient()
-            raise
-        self._pending_loss = (self._pending_loss or 0.0) + metrics["loss"]
-        return metrics
-
-    def _discard_gradient(self) -> None:
-        self._pending_loss = None
-        self.engine.zero_grad()
-
-    def _check(self, batch: TensorDict, steps: Sequence[TensorDict]) -> None:
+    def _check(self, batch: TensorDict, *, trains: bool) -> None:
         """Refuse a batch on every rank if it is invalid on any rank, before ranks wait in a collective operation."""
         missing = [key for key in REQUIRED_KEYS if key not in batch]
-        problem = f"a batch lacks {', '.join(missing)}" if missing else ""
-        if not problem and len(batch) == 0:
-            problem = "a batch without rows"
-        counts = [] if problem else [int(part["loss_mask"].sum()) for part in steps]
+        problem = f"a batch lacks {', '.join(missing)}" if missing else "" if len(batch) else "a batch without rows"
+        num_trained = int(batch["loss_mask"].sum()) if trains and not problem else 0
         with guarded("comparing batches"):
-            views = gather((problem, counts))
-        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(views) if text]
-        if not problems and len({len(counted) for _, counted in views}) > 1:
-            problems = ["ranks were given different numbers of mini-batches"]
-        if problems:
-            raise DataError(f"{problems[0]}; nothing was computed. `trainer.workers.tensors` lists the keys of a batch")
-        for number in range(len(steps)):
-            if not sum(counts[number] for _, counts in views):
-                which = f"mini-batch {number}" if len(steps) > 1 else "a batch"
+            views = gather((problem, num_trained))
+        for rank, (text, _) in enumerate(views):
+            if text:
                 raise DataError(
-                    f"{which} without a single trained token: loss_mask is False everywhere; no step was taken"
+                    f"rank {rank}: {text}; nothing was computed. `trainer.workers.tensors` lists the keys of a batch"
                 )
+        if trains and not sum(count for _, count in views):
+            raise DataError("a batch without a single trained token: loss_mask is False everywhere; no step was taken")
 
 
 def engine_spec(plan: RolePlan, *, device: Literal["auto", "cpu", "cuda"], collective_s: float) -> EngineSpec:
@@ -266,10 +228,6 @@ class RoleGroup(ABC):
 
     async def train_batch(self, batch: TensorDict) -> Metrics:
         return await self.call("train_batch", batch)
-
-    async def train_mini_batch(self, batch: TensorDict, mini_batches: Sequence[Sequence[int]]) -> list[Metrics]:
-        """Take all steps within one deadline. `trainer.batches.mini_batches` makes the lists of row numbers."""
-        return await self.call("train_mini_batch", batch, mini_batches)
 
     async def infer_batch(self, batch: TensorDict, *, adapters: bool = True) -> TensorDict:
         return await self.call("infer_batch", batch, adapters=adapters)

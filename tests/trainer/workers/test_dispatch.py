@@ -1,8 +1,6 @@
-"""Who gets which rows, and that results find their way back. Pure, apart from the tensors that are cut."""
+"""The rows of each rank, and the order of the collected results."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from trainer.workers.dispatch import (
     dispatch_of,
     from_wire,
     scatter,
-    share_mini_batches,
     share_rows,
     to_wire,
 )
@@ -49,29 +46,6 @@ def test_every_row_goes_to_one_rank_and_every_rank_has_one(lengths: list[int], n
         assert len(share.rows) + len(share.padding) >= 1
         assert bool(share.padding) == (not share.rows)
         assert all(lengths[row] == min(lengths) for row in share.padding)
-
-
-@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), data=st.data())
-def test_mini_batches_keep_their_rows(lengths: list[int], num_ranks: int, data: st.DataObject) -> None:
-    rows = st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True)
-    mini_batches = data.draw(st.lists(rows, min_size=1, max_size=5))
-    shares = share_mini_batches(lengths, mini_batches, num_ranks)
-    for number, expected in enumerate(mini_batches):
-        found = []
-        for share in shares:
-            given_rows = share.rows + share.padding
-            mine = share.mini_batches[number]
-            assert mine, "a rank without a row would not come to the step's collectives"
-            if mine != [len(share.rows)]:
-                found += [given_rows[position] for position in mine]
-        assert sorted(found) == sorted(expected)
-    for share in shares:
-        assert len(set(share.rows)) == len(share.rows), "a row that several epochs train travels once"
-
-
-def test_each_mini_batch_is_balanced_by_itself() -> None:
-    shares = share_mini_batches([90, 10, 50, 50], [[0, 1], [2, 3]], 2)
-    assert [[len(part) for part in share.mini_batches] for share in shares] == [[1, 1], [1, 1]]
 
 
 def test_long_rows_are_spread() -> None:
@@ -111,41 +85,19 @@ def test_nothing_is_trained_twice(num_rows: int, num_ranks: int) -> None:
     assert torch.equal(batch["loss_mask"], before), "padding is masked in a copy"
 
 
-def test_mini_batches_become_positions_in_a_ranks_rows() -> None:
-    batch, mini_batches = batch_of(5), [[0, 3], [4], [1, 2, 0]]
-    calls, _ = scatter(Dispatch("mini_batches", "first"), layouts(2), RankCall((batch, mini_batches), {}))
-    trained: list[list[torch.Tensor]] = [[], [], []]
-    for call in calls.values():
-        part, positions = call.args
-        for number, rows in enumerate(positions):
-            trained[number] += [part["rewards"][row] for row in rows if part["loss_mask"][row].any()]
-    for number, rows in enumerate(mini_batches):
-        assert sorted(torch.stack(trained[number]).tolist()) == sorted(batch["rewards"][rows].tolist())
-
-
-def test_one_to_all_and_rank_zero() -> None:
+def test_calls_of_all_ranks_and_of_rank_zero() -> None:
     call, ranks = RankCall(("x",), {}), layouts(3)
     assert scatter(Dispatch("all", "first"), ranks, call) == ({0: call, 1: call, 2: call}, [])
     assert scatter(Dispatch("rank_zero", "first"), ranks, call) == ({0: call}, [])
     assert collect(Dispatch("all", "first"), ranks, [], {0: "zero", 1: "one", 2: "two"}) == "zero"
 
 
-@pytest.mark.parametrize(
-    ("mode", "args", "message"),
-    [
-        ("rows", (batch_of(3)[:0],), "the batch has no rows"),
-        ("mini_batches", (batch_of(3), [[0], []]), "mini-batch 1 has no rows"),
-        ("mini_batches", (batch_of(3), [[0, 3]]), "names row 3 of a batch of 3"),
-        ("mini_batches", (batch_of(3), [[-1]]), "names row -1 of a batch of 3"),
-    ],
-)
-def test_batches_that_cannot_be_shared_out_are_refused(mode: Any, args: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        scatter(Dispatch(mode, "first"), layouts(2), RankCall(args, {}))
+def test_a_batch_without_rows_is_refused() -> None:
+    with pytest.raises(DataError, match="the batch has no rows"):
+        scatter(Dispatch("rows", "first"), layouts(2), RankCall((batch_of(3)[:0],), {}))
 
 
-def test_methods_say_how_they_are_called() -> None:
-    assert dispatch_of(TrainingWorker, "train_mini_batch") == Dispatch("mini_batches", "first")
+def test_methods_declare_their_dispatch() -> None:
     assert dispatch_of(TrainingWorker, "infer_batch") == Dispatch("rows", "rows")
     assert dispatch_of(TrainingWorker, "reset") == Dispatch("all", "first")
     with pytest.raises(BugError, match=r"train_batches cannot be called on a group; did you mean train_batch\?"):

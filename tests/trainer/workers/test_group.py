@@ -42,7 +42,6 @@ BATCH = make_batch([3, 5, 1, 4, 2, 6, 2], [4, 2, 6, 1, 5, 3, 7], vocab=VOCAB)
 AGAIN = "the Trainer has to be restarted from its last checkpoint"
 DIED = rf"actor\.train_batch: rank 1 of the actor group died; {AGAIN}"
 ALONE = {"strategy": "local", "num_workers": 1}
-MINI_BATCHES = [[0, 1, 2], [3, 4, 5], [6], [5, 0]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,20 +127,16 @@ def assert_alike(left: Any, right: Any) -> None:
 
 
 async def test_two_ranks_train_like_one_process(actor: Any, config: Config) -> None:
-    """Seven rows do not divide by two ranks, and one mini-batch has a single row."""
+    """Seven rows do not divide by two ranks, and one batch has a single row."""
     async with inline(plan_groups(config)[0].roles[0]) as alone:
         await alone.set_loss_fn(Likelihood())
         await alone.plan(10)
-        assert_alike(
-            await actor.train_mini_batch(BATCH, MINI_BATCHES), await alone.train_mini_batch(BATCH, MINI_BATCHES)
-        )
-        assert_alike([await actor.train_batch(BATCH)], [await alone.train_batch(BATCH)])
-        single = BATCH[6:]  # as the last step of an epoch may be
-        assert_alike([await actor.train_batch(single)], [await alone.train_batch(single)])
+        for batch in (BATCH, BATCH[3:6], BATCH[6:], BATCH):
+            assert_alike([await actor.train_batch(batch)], [await alone.train_batch(batch)])
         await actor.forward_backward(BATCH)
         await alone.forward_backward(BATCH)
         assert_alike([await actor.optim_step()], [await alone.optim_step()])
-        assert await actor.step() == await alone.step() == 7
+        assert await actor.step() == await alone.step() == 5
         ours, theirs = await actor.infer_batch(BATCH), await alone.infer_batch(BATCH)
     assert ours.batch_size == BATCH.batch_size
     torch.testing.assert_close(ours["log_probs"], theirs["log_probs"], rtol=1e-3, atol=1e-4)
@@ -168,8 +163,6 @@ async def test_the_group_stays_usable_after_a_failure_of_all_ranks(actor: Any) -
     with pytest.raises(DataError, match="a batch without a single trained token"):
         await actor.train_batch(batch)
     batch["loss_mask"][0, 0] = True
-    with pytest.raises(DataError, match="mini-batch 1 without a single trained token"):
-        await actor.train_mini_batch(batch, [[0, 1], [2, 3]])
     with pytest.raises(ConfigError, match="lora_rank=0"):
         await actor.infer_batch(BATCH, adapters=False)
     await actor.set_loss_fn(NotFinite())
@@ -275,14 +268,15 @@ async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups,
 
 
 async def test_status_shows_the_running_call(groups: TrainerGroups, actor: Any) -> None:
+    await actor.set_loss_fn(TakesTime(1.0))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(actor.train_mini_batch, BATCH, MINI_BATCHES * 20)
+        tasks.start_soon(actor.train_batch, BATCH)
         while True:
             ranks = (await groups.status())["actor"]
             assert [rank["rank"] for rank in ranks] == [0, 1]
             assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].locations}
             assert all(rank["health"].rss_bytes > 1 << 20 and rank["health"].lag_s is not None for rank in ranks)
-            if any(rank["doing"] == "actor.train_mini_batch" for rank in ranks):
+            if any(rank["doing"] == "actor.train_batch" for rank in ranks):
                 break
 
 
