@@ -19,7 +19,7 @@ from asyncrl.config.sections.algorithm import AlgorithmConfig
 from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist
-from trainer.engines.base import BaseEngine, LossParts, ModelType, Tokens, TokenScores
+from trainer.engines.base import BaseEngine, Loss, LossParts, ModelType, Tokens, TokenScores
 from trainer.engines.contract.setting import (
     CHECKS,
     EXACT,
@@ -43,6 +43,7 @@ from trainer.engines.contract.setting import (
     same_step,
     same_weights,
     share_of,
+    take_step,
     true,
     two_steps,
     weights_of,
@@ -52,73 +53,67 @@ from trainer.engines.registry import EngineRegistry
 
 @check()
 def policy_steps_equal_the_reference(setting: Setting) -> None:
-    _follow_the_reference(setting, "language_model", AlgorithmConfig())
+    _follow_the_reference(setting, make_loss())
 
 
 @check()
 def policy_steps_with_kl_and_entropy_equal_the_reference(setting: Setting) -> None:
-    algorithm = AlgorithmConfig(
-        loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05
-    )
-    _follow_the_reference(setting, "language_model", algorithm, temperature=0.7)
+    loss = make_loss(loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.05)
+    _follow_the_reference(setting, loss, temperature=0.7)
 
 
 @check()
 def rows_of_one_trajectory_count_as_one(setting: Setting) -> None:
-    algorithm = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean")
-    reference = Reference(model_paths(setting.directory)["language_model"], "language_model", OPTIM, algorithm)
-    engine, batch = setting.engine(float64=True, ppo_max_token_len=48), make_batch(8, 6)
+    loss, batch = make_loss(loss_agg_mode="seq-mean-token-mean"), make_batch(8, 6)
     batch["loss_mask"][1] = False  # nothing of a row, and nothing of a whole trajectory
     batch["loss_mask"][6] = False
     batch["trajectories"] = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4])
     trained = batch["loss_mask"].sum(dim=1)
     same = batch["trajectories"][:, None] == batch["trajectories"]
     batch["trajectory_tokens"] = (same * trained).sum(dim=1)
-    expected, expected_norm = reference.step(batch)
-    figures = engine.forward_backward(share_of(engine, batch, 2), make_loss("language_model", algorithm))
-    close(figures["loss"], expected, EXACT, "loss")
-    close(engine.optim_step(figures["loss"]).grad_norm, expected_norm, EXACT, "gradient norm")
+    engine = setting.engine(float64=True, ppo_max_token_len=48)
+    _step_as_the_reference(Reference(setting.spec(), loss), engine, loss, batch, first=2)
 
 
 @check("value_model")
 def value_steps_equal_the_reference(setting: Setting) -> None:
-    _follow_the_reference(setting, "value_model", AlgorithmConfig())
+    _follow_the_reference(setting, make_loss("value_model"), "value_model")
 
 
 def _follow_the_reference(
-    setting: Setting, model_type: ModelType, algorithm: AlgorithmConfig, *, temperature: float = 1.0
+    setting: Setting, loss: Loss, model_type: ModelType = "language_model", *, temperature: float = 1.0
 ) -> None:
     """Three steps with rows of unequal length, shared out unevenly, in many micro-batches."""
-    path = model_paths(setting.directory)[model_type]
-    reference = Reference(path, model_type, OPTIM, algorithm, temperature=temperature)
+    reference = Reference(setting.spec(model_type, temperature=temperature), loss)
     engine = setting.engine(model_type, float64=True, temperature=temperature, ppo_max_token_len=48)
-    loss = make_loss(model_type, algorithm)
     for seed, first in ((1, 4), (2, 7), (3, 1)):
-        batch = make_batch(8, seed)
-        expected, expected_norm = reference.step(batch)
-        figures = engine.forward_backward(share_of(engine, batch, first), loss)
-        outcome = engine.optim_step(figures["loss"])
-        close(figures["loss"], expected, EXACT, f"loss of batch {seed}")
-        close(outcome.grad_norm, expected_norm, EXACT, f"gradient norm of batch {seed}")
-        close(figures["tokens"], float(batch["loss_mask"].sum()), 0.0, "trained tokens")
+        _step_as_the_reference(reference, engine, loss, make_batch(8, seed), first=first)
     same_weights(weights_of(engine), reference.weights(), SINGLE / 4, "after three steps")
+
+
+def _step_as_the_reference(
+    reference: Reference, engine: BaseEngine, loss: Loss, *batches: TensorDict, first: int = 0
+) -> None:
+    """Take one step on all batches, which has the loss and the gradient norm of the reference's step."""
+    expected, expected_norm = reference.step(*batches)
+    total = 0.0
+    for batch in batches:
+        figures = engine.forward_backward(share_of(engine, batch, first), loss)
+        close(figures["tokens"], float(batch["loss_mask"].sum()), 0.0, "trained tokens")
+        total += figures["loss"]
+    close(total, expected, EXACT, "loss")
+    close(engine.optim_step(total).grad_norm, expected_norm, EXACT, "gradient norm")
 
 
 @check()
 def two_passes_before_a_step_add_up(setting: Setting) -> None:
-    reference = Reference(model_paths(setting.directory)["language_model"], "language_model", OPTIM)
-    engine, loss = setting.engine(float64=True), make_loss()
-    batches = [make_batch(6, 4), make_batch(5, 5)]
+    loss, batches = make_loss(), [make_batch(6, 4), make_batch(5, 5)]
+    reference, engine = Reference(setting.spec(), loss), setting.engine(float64=True)
     batches[1]["advantages"][::2] = 0.0
-    expected, expected_norm = reference.step(*batches)
-    total = sum(engine.forward_backward(share_of(engine, batch), loss)["loss"] for batch in batches)
-    close(total, expected, EXACT, "sum of the losses")
-    close(engine.optim_step(total).grad_norm, expected_norm, EXACT, "gradient norm")
+    _step_as_the_reference(reference, engine, loss, *batches)
     engine.forward_backward(share_of(engine, batches[0]), loss)
     engine.zero_grad()
-    expected, expected_norm = reference.step(batches[1])
-    figures = engine.forward_backward(share_of(engine, batches[1]), loss)
-    close(engine.optim_step(figures["loss"]).grad_norm, expected_norm, EXACT, "gradient norm after zero_grad")
+    _step_as_the_reference(reference, engine, loss, batches[1])
 
 
 @check()
@@ -130,8 +125,7 @@ def log_probs_and_entropies_equal_transformers(setting: Setting) -> None:
 def values_equal_transformers(setting: Setting) -> None:
     engine, batch = setting.engine("value_model"), make_batch(5, 1)
     close(engine.infer(share_of(engine, batch))["values"].abs().max(), 0.0, 0.0, "values of a head that starts at 0")
-    figures = engine.forward_backward(share_of(engine, batch), make_loss("value_model"))
-    engine.optim_step(figures["loss"])
+    take_step(engine, batch)
     weights = weights_of(engine)
     model = plain_model(model_paths(setting.directory)["value_model"], "value_model", torch.float32)
     if dist.rank() == 0:
@@ -182,8 +176,8 @@ def packed_rows_equal_padded_ones(setting: Setting) -> None:
         engine = setting.engine(use_remove_padding=flag)
         rows = share_of(engine, batch)
         log_probs = engine.infer(rows)["log_probs"]
-        figures = engine.forward_backward(rows, make_loss())
-        found.append((log_probs, figures["loss"], engine.optim_step(figures["loss"]).grad_norm))
+        loss, outcome = take_step(engine, batch)
+        found.append((log_probs, loss, outcome.grad_norm))
     for name, packed, padded in zip(("log-probs", "loss", "gradient norm"), *found, strict=True):
         close(packed, padded, SAME, f"{name} in float32")
 
@@ -230,11 +224,9 @@ def sequence_parallel_ranks_give_the_same_values(setting: Setting) -> None:
     batch, found = make_batch(6, 1), []
     for size in (2, 1):
         engine = setting.engine("value_model", float64=True, ulysses_sequence_parallel_size=size)
-        rows = share_of(engine, batch)
         for _ in range(2):
-            figures = engine.forward_backward(rows, make_loss("value_model"))
-            norm = engine.optim_step(figures["loss"]).grad_norm
-        found.append((figures["loss"], norm, engine.infer(batch)["values"]))
+            loss, outcome = take_step(engine, batch)
+        found.append((loss, outcome.grad_norm, engine.infer(batch)["values"]))
     for name, parallel, plain in zip(("loss", "gradient norm", "values"), *found, strict=True):
         close(parallel, plain, EXACT if name != "values" else SAME, name)
 
@@ -245,12 +237,10 @@ def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None
     batch["advantages"][::2] = 0.0
     same_step(one_step(setting, batch), one_step(setting, batch, loss=_AllRows()))
     engine = setting.engine(float64=True)
-    first = engine.forward_backward(share_of(engine, batch), make_loss())
-    engine.optim_step(first["loss"])
+    take_step(engine, batch)
     before = copies(weights_of(engine))
     batch["advantages"] = torch.zeros_like(batch["advantages"])
-    figures = engine.forward_backward(share_of(engine, batch), make_loss())
-    close(engine.optim_step(figures["loss"]).grad_norm, 0.0, 0.0, "norm of a gradient of 0")
+    close(take_step(engine, batch)[1].grad_norm, 0.0, 0.0, "norm of a gradient of 0")
     after = weights_of(engine)
     if dist.rank() == 0:
         true(any((after[name] != before[name]).any() for name in before), "momentum moves the weights all the same")
@@ -259,11 +249,11 @@ def rows_without_a_gradient_may_skip_the_backward_pass(setting: Setting) -> None
 @check()
 def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
     full, half = setting.engine(), setting.engine(dtype="bfloat16")
-    batch = share_of(full, make_batch(6, 1))
-    error = float((full.infer(batch)["log_probs"] - half.infer(batch)["log_probs"]).abs().max())
+    batch = make_batch(6, 1)
+    share = share_of(full, batch)
+    error = float((full.infer(share)["log_probs"] - half.infer(share)["log_probs"]).abs().max())
     true(0 < error < 0.2, f"log-probs in bfloat16 are off by {error:.1e}; a little, but not nothing, was expected")
-    figures = half.forward_backward(batch, make_loss())
-    half.optim_step(figures["loss"])
+    take_step(half, batch)
     if dist.rank() == 0:
         fine = any((tensor != tensor.bfloat16().float()).any() for tensor in weights_of(half).values())
         true(fine, "weights after a step hold more than bfloat16 can")
@@ -273,11 +263,11 @@ def bfloat16_computes_and_float32_keeps(setting: Setting) -> None:
 
 @check("value_model")
 def values_in_bfloat16_come_from_a_float32_head(setting: Setting) -> None:
-    engine, batch = setting.engine("value_model", dtype="bfloat16"), make_batch(6, 1)
+    engine, full = (setting.engine("value_model", dtype=dtype) for dtype in ("bfloat16", "float32"))
+    batch = make_batch(6, 1)
     share = share_of(engine, batch)
-    full = setting.engine("value_model")
     for one in (engine, full):
-        one.optim_step(one.forward_backward(share, make_loss("value_model"))["loss"])
+        take_step(one, batch)
     _finer_than_bfloat16(engine.infer(share)["values"], full.infer(share)["values"])
 
 
@@ -301,9 +291,7 @@ def gradients_in_bfloat16_add_up_in_float32(setting: Setting) -> None:
     norms = []
     for times in (2, 32):
         engine = setting.engine(dtype="bfloat16", ppo_max_token_len=1)
-        batch = TensorDict.cat([row] * times)
-        figures = engine.forward_backward(share_of(engine, batch), make_loss())
-        norms.append(engine.optim_step(figures["loss"]).grad_norm)
+        norms.append(take_step(engine, TensorDict.cat([row] * times))[1].grad_norm)
     close(norms[1] / norms[0], 1.0, 1e-5, "gradient norm of 32 like rows against that of 2")
 
 
@@ -322,7 +310,7 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
     engine, same, loss = setting.engine(), setting.engine(), make_loss()
     batch = make_batch(6, 1)
     for one in (engine, same):
-        one.optim_step(one.forward_backward(share_of(one, batch), loss)["loss"])
+        take_step(one, batch)
     before = copies(weights_of(engine))
     bad = batch.clone()
     bad["advantages"][-1] = math.nan  # on the last rank only
@@ -333,26 +321,26 @@ def a_step_that_is_not_finite_changes_nothing(setting: Setting) -> None:
     true(engine.step == 1, "the step is not counted")
     same_weights(weights_of(engine), before, 0.0, "after a step that was not taken")
     for one in (engine, same):
-        one.optim_step(one.forward_backward(share_of(one, batch), loss)["loss"])
+        take_step(one, batch)
     same_weights(weights_of(engine), copies(weights_of(same)), 0.0, "after the next step: the optimizer's state")
 
 
 @check()
 def a_checkpoint_goes_on_bit_for_bit(setting: Setting) -> None:
     directory = _fresh(setting, "steps")
-    batch, loss, optim = make_batch(6, 1), make_loss(), OPTIM.model_copy(update={"decay": "linear", "warmup_steps": 1})
+    batch, optim = make_batch(6, 1), OPTIM.model_copy(update={"decay": "linear", "warmup_steps": 1})
     engine = setting.engine(optim=optim)
     engine.plan(5)
-    engine.optim_step(engine.forward_backward(share_of(engine, batch), loss)["loss"])
+    take_step(engine, batch)
     engine.save(directory)
-    outcomes = [engine.optim_step(engine.forward_backward(share_of(engine, batch), loss)["loss"]) for _ in range(2)]
+    outcomes = [take_step(engine, batch) for _ in range(2)]
     engine.finish_save()
     expected = copies(weights_of(engine))
     other = setting.engine(optim=optim)
     other.plan(5)
     for target in (engine, other):
         target.load(directory)
-        repeated = [target.optim_step(target.forward_backward(share_of(target, batch), loss)["loss"]) for _ in range(2)]
+        repeated = [take_step(target, batch) for _ in range(2)]
         true(repeated == outcomes, f"steps after a load are {repeated}, before it {outcomes}")
         same_weights(weights_of(target), expected, 0.0, "after the same steps from a checkpoint")
 
@@ -365,14 +353,14 @@ def a_load_forgets_the_gradient(setting: Setting) -> None:
     engine.finish_save()
     engine.forward_backward(share_of(engine, make_batch(5, 2)), make_loss())
     engine.load(directory)
-    same_step(two_steps(engine, batch, make_loss()), one_step(setting))
+    same_step(two_steps(engine, batch), one_step(setting))
 
 
 @check(num_ranks=2)
 def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
     whole, empty = _fresh(setting, "whole"), _fresh(setting, "empty")
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
-    stepped = two_steps(engine, batch, make_loss())
+    stepped = two_steps(engine, batch)
     engine.save(whole)
     engine.finish_save()
     other = setting.engine(float64=True)
@@ -386,13 +374,13 @@ def what_one_rank_cannot_read_is_refused_on_both(setting: Setting) -> None:
 @check()
 def reset_is_a_fresh_engine(setting: Setting) -> None:
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
-    engine.optim_step(engine.forward_backward(share_of(engine, batch), make_loss())["loss"])
+    take_step(engine, batch)
     gc.collect()
     models = _num_models()
     engine.reset()
     true(engine.step == 0, "no step was taken")
     true(_num_models() == models, f"after a reset there are {_num_models()} models, before it {models}")
-    same_step(two_steps(engine, batch, make_loss()), one_step(setting))
+    same_step(two_steps(engine, batch), one_step(setting))
 
 
 @check()
@@ -414,7 +402,7 @@ def adapters_learn_and_switch_off(setting: Setting) -> None:
     base = plain.infer(share)["log_probs"]
     close(engine.infer(share)["log_probs"], base, SAME, "a fresh adapter changes nothing")
     for _ in range(2):
-        engine.optim_step(engine.forward_backward(share, make_loss())["loss"])
+        take_step(engine, batch)
     with engine.adapters_off():
         close(engine.infer(share)["log_probs"], base, SAME, "log-probs without the adapter")
     tuned = engine.infer(share)["log_probs"]
@@ -468,14 +456,14 @@ def a_pass_that_fails_leaves_no_gradient(setting: Setting) -> None:
     for _ in range(2):
         raises(DataError, "a loss", lambda: engine.forward_backward(share, _FailsLater()))
         engine.zero_grad()
-    same_step(two_steps(engine, batch, make_loss()), one_step(setting))
+    same_step(two_steps(engine, batch), one_step(setting))
 
 
 @check()
 def a_step_needs_a_gradient(setting: Setting) -> None:
     engine, batch = setting.engine(float64=True), make_batch(6, 1)
     raises(BugError, "forward_backward", lambda: engine.optim_step(0.0))
-    stepped = two_steps(engine, batch, make_loss())
+    stepped = two_steps(engine, batch)
     raises(BugError, "forward_backward", lambda: engine.optim_step(0.0))
     engine.forward_backward(share_of(engine, batch), make_loss())
     engine.zero_grad()

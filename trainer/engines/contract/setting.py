@@ -1,13 +1,13 @@
 """Setting of the checks: tiny models, batches of unequal rows, a plain float64 training loop, and comparisons.
 
-The plain loop shares nothing with the engines: one row at a time, full logits, no packing, no ranks.
+The plain loop shares only the loss with the engines: one row at a time, full logits, no packing, no ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import AsyncRLError
 from trainer.algorithms.objective import PolicyLoss, ValueLoss
 from trainer.engines import dist
-from trainer.engines.base import BaseEngine, EngineSpec, Loss, ModelType
+from trainer.engines.base import BaseEngine, EngineSpec, Loss, ModelType, StepOutcome, Tokens, TokenScores
 from trainer.engines.models import quiet
 from trainer.engines.registry import EngineRegistry
 
@@ -96,29 +96,23 @@ def make_batch(num_rows: int, seed: int) -> TensorDict:
 
 
 class Reference:
-    """One model in float64, AdamW, and PPO's policy or value loss written out."""
+    """One model in float64 with AdamW, trained with a loss row by row."""
 
-    def __init__(
-        self,
-        path: Path,
-        model_type: ModelType,
-        optim: OptimConfig,
-        algorithm: AlgorithmConfig | None = None,
-        *,
-        temperature: float = 1.0,
-    ) -> None:
-        self.model = plain_model(path, model_type, torch.float64)
-        self._model_type = model_type
-        self._optim = optim
-        self._algorithm = algorithm or AlgorithmConfig()
-        self._temperature = temperature
+    def __init__(self, spec: EngineSpec, loss: Loss) -> None:
+        assert spec.optim is not None, "the reference is trained"
+        self.model = plain_model(Path(spec.model.path), spec.model_type, torch.float64)
+        self._spec, self._loss, self._optim = spec, loss, spec.optim
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.model.parameters(),
+            lr=spec.optim.lr,
+            betas=spec.optim.betas,
+            eps=spec.optim.eps,
+            weight_decay=spec.optim.weight_decay,
         )
 
     def step(self, *batches: TensorDict) -> tuple[float, float]:
-        """One optimizer step on the sum of the batches' losses. Returns that, and the gradient's norm."""
-        loss = torch.stack([self._loss(batch) for batch in batches]).sum()
+        """Take one optimizer step on the sum of the batches' losses. Return that sum, and the gradient's norm."""
+        loss = torch.stack([part for batch in batches for part in self._losses(batch)]).sum()
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._optim.clip_grad)
@@ -128,50 +122,26 @@ class Reference:
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def _loss(self, batch: TensorDict) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+    def _losses(self, batch: TensorDict) -> Iterator[Tensor]:
+        """Yield the weighted loss of each row with a trained token."""
         masks = batch["loss_mask"]
-        num_tokens = int(masks.sum())
         labels = batch.get("trajectories", torch.arange(len(batch))).tolist()
         trained = Counter[int]()
         for label, count in zip(labels, masks.sum(dim=1).tolist(), strict=True):
             trained[label] += count
         num_trajectories = sum(count > 0 for count in trained.values())
-        for number in range(len(batch)):
+        for number, label in enumerate(labels):
             row, mask = batch[number], masks[number]
             if not mask.any():
                 continue
-            fields = {key: value[mask].double() for key, value in row.items() if value.dtype == torch.float32}
-            scores, entropy = plain_scores(self.model, self._model_type, row, self._temperature)
+            by_trajectory = self._loss.agg_mode == "seq-mean-token-mean"
+            denominator = trained[label] * num_trajectories if by_trajectory else int(masks.sum())
+            scores, entropy = plain_scores(self.model, self._spec.model_type, row, self._spec.temperature)
             kept = mask[: len(scores)]
-            one = self._value_terms if self._model_type == "value_model" else self._policy_terms
-            terms = one(scores[kept], entropy[kept], fields)
-            if self._model_type == "value_model" or self._algorithm.loss_agg_mode == "token-mean":
-                total = total + terms.sum() / num_tokens
-            else:
-                total = total + terms.sum() / trained[labels[number]] / num_trajectories
-        return total
-
-    def _policy_terms(self, log_probs: Tensor, entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        algorithm = self._algorithm
-        terms = []
-        for token, log_prob in enumerate(log_probs):
-            advantage = fields["advantages"][token]
-            ratio = torch.exp(log_prob - fields["old_log_probs"][token])
-            low, high = 1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high
-            term = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, low, high))
-            if advantage < 0 and algorithm.clip_ratio_c is not None:
-                term = torch.minimum(term, -advantage * algorithm.clip_ratio_c)
-            if algorithm.use_kl_loss:
-                difference = log_prob - fields["ref_log_probs"][token]
-                term = term + algorithm.kl_loss_coef * (torch.exp(-difference) - 1.0 + difference)
-            terms.append(term - algorithm.entropy_coeff * entropy[token])
-        return torch.stack(terms)
-
-    def _value_terms(self, values: Tensor, _entropy: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        returns, old = fields["returns"], fields["values"]
-        near = torch.clamp(values, old - 0.5, old + 0.5)
-        return 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+            fields = {key: value[mask].double() for key, value in row.items() if value.dtype == torch.float32}
+            weight = torch.full((int(mask.sum()),), 1.0 / denominator, dtype=torch.float64)
+            tokens = Tokens(fields, weight, torch.zeros(len(weight), dtype=torch.int64), 1)
+            yield self._loss(TokenScores(scores[kept], entropy[kept]), tokens).loss
 
 
 def plain_model(path: Path, model_type: ModelType, dtype: torch.dtype) -> PreTrainedModel:
@@ -286,20 +256,24 @@ def one_step(
     if is_default and setting.baseline:
         return setting.baseline[0]
     engine = setting.engine(**({"float64": True} | changes))
-    step = two_steps(engine, make_batch(6, 1) if batch is None else batch, loss or make_loss(), first)
+    step = two_steps(engine, make_batch(6, 1) if batch is None else batch, loss, first)
     if is_default:
         setting.baseline.append(step)
     return step
 
 
-def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss, first: int = 0) -> Step:
-    """Two steps: the second one starts from an optimizer with a state."""
-    share = share_of(engine, batch, first)
-    figures = engine.forward_backward(share, loss)
-    norms = [engine.optim_step(figures["loss"]).grad_norm]
-    engine.forward_backward(share, loss)
-    norms.append(engine.optim_step(0.0).grad_norm)
-    return Step([figures["loss"], *norms], copies(weights_of(engine)))
+def take_step(
+    engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0
+) -> tuple[float, StepOutcome]:
+    """Take a step on this rank's share (`share_of`) of `batch`. Return the loss, too."""
+    value = engine.forward_backward(share_of(engine, batch, first), loss or make_loss(engine.spec.model_type))["loss"]
+    return value, engine.optim_step(value)
+
+
+def two_steps(engine: BaseEngine, batch: TensorDict, loss: Loss | None = None, first: int = 0) -> Step:
+    """Take two steps, the second one with an optimizer that has a state."""
+    (value, outcome), (_, second) = (take_step(engine, batch, loss, first) for _ in range(2))
+    return Step([value, outcome.grad_norm, second.grad_norm], copies(weights_of(engine)))
 
 
 def same_step(got: Step, expected: Step, tolerance: float = EXACT) -> None:
@@ -308,8 +282,8 @@ def same_step(got: Step, expected: Step, tolerance: float = EXACT) -> None:
     same_weights(got.weights, expected.weights, max(tolerance, SAME / 10) * 10, "after two steps")
 
 
-def make_loss(model_type: ModelType = "language_model", algorithm: AlgorithmConfig | None = None) -> Loss:
-    return ValueLoss(0.5) if model_type == "value_model" else PolicyLoss(algorithm or AlgorithmConfig(), 20)
+def make_loss(model_type: ModelType = "language_model", **algorithm: Any) -> Loss:
+    return ValueLoss(0.5) if model_type == "value_model" else PolicyLoss(AlgorithmConfig(**algorithm), 20)
 
 
 def share_of(engine: BaseEngine, batch: TensorDict, first: int = 0) -> TensorDict:
