@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config.sections.algorithm import KlControlConfig
 from asyncrl.config.sections.reward import OverlongBufferConfig
@@ -40,6 +42,32 @@ def test_overlong_punishment_is_dapos_equation_13() -> None:
     buffer = OverlongBufferConfig(enable=True, len=20, penalty_factor=0.5)
     expected = tensor([0.5 * reference(length, 100, 20) for length in lengths])
     torch.testing.assert_close(overlong_penalty(torch.tensor(lengths), 100, buffer), expected)
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6), numbers=st.randoms(use_true_random=False))
+def test_sums_over_rows(sizes: list[int], numbers: object) -> None:
+    labels = [7 * number for number, size in enumerate(sizes) for _ in range(size)]
+    values = [numbers.uniform(-2, 2) for _ in labels]  # type: ignore[attr-defined]
+    rows_of = {label: [row for row, one in enumerate(labels) if one == label] for label in dict.fromkeys(labels)}
+    found, tensor = Trajectories.of(torch.tensor(labels)), torch.tensor(values, dtype=torch.float64)
+    assert len(found) == len(sizes) and found.forked == (max(sizes) > 1)
+    assert found.number.tolist() == [label // 7 for label in labels]
+    assert found.first.tolist() == [rows[0] for rows in rows_of.values()]
+    assert found.last.tolist() == [rows[-1] for rows in rows_of.values()]
+    sums = [sum(values[row] for row in rows) for rows in rows_of.values()]
+    assert found.sum(tensor).tolist() == pytest.approx(sums)
+    assert found.spread(found.sum(tensor)).tolist() == pytest.approx([sums[label // 7] for label in labels])
+    so_far = [sum(values[other] for other in rows_of[labels[row]] if other <= row) for row in range(len(labels))]
+    later = [sum(values[other] for other in rows_of[labels[row]] if other > row) for row in range(len(labels))]
+    assert found.so_far(tensor).tolist() == pytest.approx(so_far)
+    assert found.later(tensor).tolist() == pytest.approx(later)
+
+
+def test_trajectories_of_one_row_are_exact() -> None:
+    values = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = Trajectories.of(torch.arange(50))
+    assert torch.equal(alone.sum(values), values) and torch.equal(alone.so_far(values), values)
+    assert not alone.later(values).any()
 
 
 MASK = [[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,15 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.selfcheck import ROOT, SELFCHECK_S, selfcheck, selfcheck_document
 from trainer.engines import dist
 from trainer.engines.contract.checks import checks_of
 from trainer.engines.contract.setting import write_models
 from trainer.engines.registry import BUILT_IN
 from trainer.engines.selfcheck import _table, main, run
 
-DEADLINE_S = 240
 Outcomes = dict[tuple[str, str], dict[str, Any]]
-SELFCHECK = ("-m", "trainer.engines.selfcheck", "--device", "cpu")
 CASES = [
     pytest.param(ranks, backend, check.name, id=f"{backend}-{ranks}-{check.name}")
     for ranks in (1, 2)
@@ -29,12 +30,6 @@ CASES = [
     if ranks == 1 or backend != "local"
     for check in checks_of(backend, "cpu", ranks)
 ]
-
-
-def selfcheck(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}") if ranks > 1 else ()
-    command = [sys.executable, *launcher, *SELFCHECK, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +56,13 @@ def on_one_rank(directory: Path) -> list[dict[str, Any]]:
 
 
 def on_two_ranks() -> list[dict[str, Any]]:
-    process = selfcheck(2, "--json")
-    try:
-        document = json.loads(process.stdout)
-    except ValueError:
-        pytest.fail(f"selfcheck ended with {process.returncode}: {process.stdout}\n{process.stderr[-4000:]}")
+    document = selfcheck_document(ranks=2)
     assert document["ranks"] == 2
     assert list(document["skipped"]) == ["local"]
-    assert process.returncode == (0 if all(result["passed"] for result in document["results"]) else 1)
     return document["results"]
 
 
-@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.timeout(SELFCHECK_S + 30)
 @pytest.mark.parametrize(("ranks", "backend", "check"), CASES)
 def test_contract(outcomes: Callable[[int], Outcomes], ranks: int, backend: str, check: str) -> None:
     result = outcomes(ranks)[backend, check]
@@ -103,7 +93,7 @@ def test_a_backend_without_its_library_ends_with_2_and_one_line() -> None:
 @pytest.mark.slow
 def test_a_backend_that_cannot_run_on_two_ranks_is_reported_once() -> None:
     """torchrun has an exit code and a report of its own."""
-    run = selfcheck(2, "--backend", "local")
+    run = selfcheck("--backend", "local", ranks=2)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.count("trainer.strategy=local with 2 ranks: it runs in one process") == 1
     assert "exitcode  : 2" in run.stderr
@@ -119,3 +109,22 @@ def test_a_missing_device_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_the_table_lists_skipped_backends() -> None:
     assert "skip  local " in _table([], {"local": "it runs in one process"})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SELFCHECK_S + 30)
+def test_the_backend_of_the_docs_is_found_and_meets_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = dict(re.findall(r"```(python|toml)\n(.*?)```", (ROOT / "docs/training.md").read_text("utf-8"), re.DOTALL))
+    (tmp_path / "allreduce_engine.py").write_text(blocks["python"], encoding="utf-8")
+    project = tomllib.loads(blocks["toml"])["project"]
+    installed = tmp_path / "allreduce_engine-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
+    points = [f"{name} = {module}" for name, module in project["entry-points"]["asyncrl.engines"].items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[asyncrl.engines]", *points]) + "\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    results = selfcheck_document("--backend", "allreduce", ranks=2)["results"]
+    assert len(results) > 20
+    assert [result["detail"] for result in results if not result["passed"]] == []

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from asyncrl.core.failures import InfraError
+from tests.fakes.selfcheck import torchrun
 from tests.fakes.trainer_model import write_model
 from trainer.engines import dist
 
-ROOT = Path(__file__).parents[3]
 HANG_S = 1
 """Deadline of a collective operation once both ranks are running: before, one may take seconds to start."""
 PROGRAM = f"""
@@ -107,16 +107,7 @@ def test_a_process_group_can_be_joined_again_after_leaving(tmp_path: Path) -> No
     """Under torchrun, whose store keeps the addresses that ranks had in the group before."""
     program = tmp_path / "joins_again.py"
     program.write_text(JOINS_AGAIN)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    run = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    run = torchrun(str(program))
     assert run.returncode == 0, run.stderr[-4000:]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedCo
 from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import ConfigError
+from tests.fakes.selfcheck import SELFCHECK_S, selfcheck_document
 from trainer.engines import foreign
 from trainer.engines.base import EngineSpec
 from trainer.engines.compute.attention import enable_packing
@@ -25,7 +25,6 @@ from trainer.engines.foreign import Attention, ForeignModel, check_settings, che
 from trainer.engines.registry import EngineRegistry
 
 LIBRARIES = {"torchtitan": "torchtitan", "megatron": "megatron.core"}
-SELFCHECK_S = 240
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
@@ -85,12 +84,7 @@ def test_backends_need_neither_their_library_nor_ray_nor_vllm_to_be_found() -> N
 @pytest.mark.timeout(SELFCHECK_S + 30)
 def test_contract(backend: str, ranks: int) -> None:
     need(backend)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2") if ranks > 1 else ()
-    command = [sys.executable, *launcher, "-m", "trainer.engines.selfcheck"]
-    options = ["--backend", backend, "--device", "cpu", "--json"]
-    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=SELFCHECK_S, check=False)
-    assert run.stdout, run.stderr[-4000:]
-    results = json.loads(run.stdout[run.stdout.index("{") :])["results"]
+    results = selfcheck_document("--backend", backend, ranks=ranks)["results"]
     assert [result["detail"] for result in results if not result["passed"]] == []
     assert len(results) == len(checks_of(backend, "cpu", ranks))
 
@@ -116,9 +110,9 @@ def test_its_models_compute_what_transformers_do(backend: str, tmp_path: Path) -
         source = _random(config)
         source.save_pretrained(path)
         engine: Any = EngineRegistry.new(spec(backend, path))
-        model, ids = engine._scorer.module, torch.randint(1, 64, (3, 40))
+        model, ids = engine.model, torch.randint(1, 64, (3, 40))
         torch.testing.assert_close(model(ids).logits, source(ids).logits, atol=2e-5, rtol=1e-4, msg=str(path.name))
-        assert engine._scorer.packed
+        assert engine._current.scorer.packed
         weights = dict(engine.weights("float32"))
         assert weights.keys() == {name for name, _ in source.named_parameters()}
         for name, parameter in source.named_parameters():

@@ -27,7 +27,7 @@ from asyncrl.config.sections.data import ModelConfig
 from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import ConfigError
 from tests.fakes.trainer_model import SHAPE, write_model
-from trainer.algorithms.objective import PolicyLoss, ValueLoss
+from trainer.algorithms.objective import PolicyLoss
 from trainer.engines.base import EngineSpec
 from trainer.engines.contract.setting import make_batch, plain_scores
 from trainer.engines.models import decoder_layers, head_of, load_model, speed_up
@@ -89,21 +89,6 @@ def test_repeated_layers_are_found(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ heads
-
-
-def test_a_value_head_that_is_missing_starts_at_zero_and_learns(tmp_path: Path) -> None:
-    model = load_model(str(write_model(tmp_path)), "value_model")
-    assert not any(parameter.any() for parameter in head_of(model).parameters())
-    batch = make_batch(4, 1)
-    spec = EngineSpec(
-        "value_model",
-        ModelConfig(path=str(tmp_path)),
-        EngineConfig(strategy="local", device="cpu"),
-        OptimConfig(lr=0.1),
-    )
-    engine = LocalEngine(spec)
-    engine.optim_step(engine.forward_backward(batch, ValueLoss(None))["loss"])
-    assert engine.infer(batch)["values"].abs().max() > 0
 
 
 def test_a_value_head_in_the_files_is_kept(tmp_path: Path) -> None:

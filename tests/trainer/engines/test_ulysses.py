@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel
 
 from asyncrl.core.failures import ConfigError
 from tests.fakes.token_batch import make_batch
 from tests.fakes.trainer_model import random_model
-from tests.fakes.wrapped_model import wrap
 from trainer.engines.base import ModelType
 from trainer.engines.compute import scorer
 from trainer.engines.compute.attention import NAME, Shard, check_heads, enable_packing, spread_kv
@@ -56,16 +54,11 @@ def make_model(config: PreTrainedConfig, kind: ModelType, checkpointing: bool) -
 
 
 def run(
-    model: PreTrainedModel,
-    batch: TensorDict,
-    kind: ModelType,
-    group: dist.ProcessGroup | None,
-    module: nn.Module | None = None,
-) -> list[Tensor]:
-    """Scores, entropies and, of a model that is not wrapped, this rank's gradients of a loss of them."""
+    model: PreTrainedModel, batch: TensorDict, kind: ModelType, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores, entropies and this rank's gradients of a loss of them."""
     score = Scorer(
         model,
-        module=module,
         model_type=kind,
         device=torch.device("cpu"),
         autocast=None,
@@ -76,10 +69,8 @@ def run(
     scores = score(micro, entropy_gradient=True)
     factors = torch.linspace(-1.0, 1.0, len(scores.log_probs), dtype=torch.float64)
     ((scores.log_probs * factors).square().sum() + (scores.entropy * factors).sum()).backward()
-    results = [scores.log_probs.detach(), scores.entropy.detach()]
-    if module is None:
-        results.append(torch.cat([part.grad.flatten() for part in model.parameters() if part.grad is not None]))
-    return results
+    gradients = torch.cat([part.grad.flatten() for part in model.parameters() if part.grad is not None])
+    return scores.log_probs.detach(), scores.entropy.detach(), gradients
 
 
 def cases() -> Iterator[tuple[PreTrainedConfig, TensorDict, ModelType, bool, int]]:
@@ -108,33 +99,7 @@ def on_rank(rank: int, store: str) -> None:
         assert not torch.allclose(alone, gradients)  # each rank has a part only
         for got, wanted in zip([log_probs, entropy, gradients], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
-    check_sharded(group)
     dist.destroy_process_group()
-
-
-def check_sharded(group: dist.ProcessGroup) -> None:
-    """Weights sharded over the same two ranks, logits in pieces, layers run again in the backward pass."""
-    config, batch = CONFIGS["1 kv head"], BATCHES["many"]
-    scorer.MAX_LOGITS["cpu"] = 5 * VOCAB
-    scores, _, gradients = run(make_model(config, "language_model", True), batch, "language_model", None)
-    for wrapper in ("fsdp", "fsdp2"):
-        for sp_group in (None, group):
-            model = make_model(config, "language_model", True)
-            assert enable_packing(model)
-            module = wrap(wrapper, model)
-            got = run(model, batch, "language_model", sp_group, module)
-            torch.testing.assert_close(got[0], scores, rtol=1e-11, atol=1e-11)
-            # both divide by the number of ranks: of two that did the same, or each its part
-            whole = whole_gradients(module) * (1 if sp_group is None else 2)
-            torch.testing.assert_close(whole, gradients, rtol=1e-11, atol=1e-11)
-
-
-def whole_gradients(module: nn.Module) -> Tensor:
-    if isinstance(module, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-            return torch.cat([part.grad.flatten() for part in module.parameters() if part.grad is not None])
-    shards: list[Any] = [part.grad for part in module.parameters() if part.grad is not None]
-    return torch.cat([shard.full_tensor().flatten() for shard in shards])
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
