@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,38 +46,28 @@ UNLIMITED = -1
 """Ray's number of restarts without a limit; the driver's budget is the limit."""
 
 
+@dataclass(eq=False)
 class RestartableActor:
     """The queue or the weight store, which Ray restarts under the same handle."""
 
-    def __init__(
-        self, part: PartName, kind: type, limit_s: float, status: RunStatus, recorder: Recorder, budget: RestartBudget
-    ) -> None:
-        """
-        Args:
-            part: which of the two.
-            kind: the actor's class, which its process's title names.
-            limit_s: `timeouts.start_s`, within which the next process has to answer.
-            status: gets the time of its last answer.
-            recorder: gets its restarts.
-            budget: for its restarts.
-        """
-        self.handle: Any = None
-        self._part = part
-        self._kind = kind
-        self._limit_s = limit_s
-        self._status = status
-        self._recorder = recorder
-        self._budget = budget
-        self._pid: int | None = None
-        self._incarnation = 1
-        self._killed: tuple[int, float] | None = None
-        """The last process that was killed, and the time (monotonic)."""
-        self._died = f"the {PART_TITLES[part]}'s process died"
-        self._cause = ""
-        """Reason for the end of the last process, until the next one answers."""
+    part: PartName
+    kind: type
+    """The actor's class, which its process's title names."""
+    start_s: float
+    """`timeouts.start_s`, within which the next process has to answer."""
+    status: RunStatus
+    recorder: Recorder
+    budget: RestartBudget
+    handle: Any = field(default=None, init=False)
+    _pid: int | None = field(default=None, init=False)
+    _incarnation: int = field(default=1, init=False)
+    _killed: tuple[int, float] | None = field(default=None, init=False)
+    """The last process that was killed, and the time (monotonic)."""
+    _cause: str = field(default="", init=False)
+    """Reason for the end of the last process, until the next one answers; empty: it died by itself."""
 
     def start_probing(self) -> None:
-        self._status.answered_at[self._part] = time.time()
+        self.status.answered_at[self.part] = time.time()
 
     def on_answer(self, pid: int, detail: str) -> bool:
         """Note an answer of process `pid`. Return whether it is a new process, whose restart is recorded with `detail`.
@@ -85,17 +76,16 @@ class RestartableActor:
             InfraError: the budget is spent.
         """
         now, known = time.time(), self._pid
-        failed_at = self._status.answered_at[self._part]
-        self._status.answered_at[self._part], self._pid = now, pid
+        failed_at = self.status.answered_at[self.part]
+        self.status.answered_at[self.part], self._pid = now, pid
         if known == pid:
             return False
         if known is not None:
-            cause = self._cause or self._died
-            self._cause = ""
+            cause, self._cause = self._cause or self._died, ""
             self._incarnation += 1
-            self._recorder.record_restart(Restart(self._part, self._incarnation, failed_at, cause, now, detail))
-            if self._status.phase != "stopping":
-                self._budget.spend(time.monotonic(), InfraError(f"{cause}; see logs/ray in the run directory"))
+            self.recorder.record_restart(Restart(self.part, self._incarnation, failed_at, cause, now, detail))
+            if self.status.phase != "stopping":
+                self.budget.spend(time.monotonic(), InfraError(f"{cause}; see logs/ray in the run directory"))
         return True
 
     async def on_timeout(self, error: DeadlineError) -> None:
@@ -108,15 +98,20 @@ class RestartableActor:
             return
         now_s = time.monotonic()
         if self._killed is not None and self._killed[0] == self._pid:
-            if now_s - self._killed[1] > self._limit_s:
+            if now_s - self._killed[1] > self.start_s:
                 raise InfraError(
-                    f"the {PART_TITLES[self._part]} was replaced because {self._cause}, and the next one did not "
-                    f"answer within {self._limit_s:g} s (timeouts.start_s); logs/ray in the run directory may say why"
+                    f"the {PART_TITLES[self.part]} was replaced because {self._cause or self._died}, and the next one "
+                    f"did not answer within {self.start_s:g} s (timeouts.start_s); logs/ray in the run directory may "
+                    "say why"
                 ) from error
             return
         self._killed, self._cause = (self._pid, now_s), error.message
-        if not await kill_process_of(self._kind.__name__, self._pid, self._status.answered_at[self._part]):
-            self._cause = self._died
+        if not await kill_process_of(self.kind.__name__, self._pid, self.status.answered_at[self.part]):
+            self._cause = ""
+
+    @property
+    def _died(self) -> str:
+        return f"the {PART_TITLES[self.part]}'s process died"
 
 
 class ServiceWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.core.failures import InfraError
@@ -14,6 +15,7 @@ class StallError(InfraError):
     """The run made no progress for `timeouts.watchdog_s`."""
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Watches the progress of a run: samples, versions, steps, tokens, replicas, restarts.
 
@@ -21,20 +23,16 @@ class Watchdog:
     one hangs, its deadline ends it with a more specific message.
     """
 
-    def __init__(self, limit_s: float, *, start_s: float = 600.0, gap_s: float = 10.0) -> None:
-        """
-        Args:
-            limit_s: `timeouts.watchdog_s`.
-            start_s: `timeouts.start_s`, within which a restarted part or a starting replica is up.
-            gap_s: most that one observation adds to the time without progress. If observations are further apart,
-            the driver itself was suspended and could not have observed progress.
-        """
-        self._limit_s = limit_s
-        self._start_s = start_s
-        self._gap_s = gap_s
-        self._progress: ProgressMarks | None = None
-        self._observed_s: float | None = None
-        self._stalled_s = 0.0
+    limit_s: float
+    """`timeouts.watchdog_s`."""
+    start_s: float = 600.0
+    """`timeouts.start_s`, within which a restarted part or a starting replica is up."""
+    gap_s: float = 10.0
+    """Most that one observation adds to the time without progress. If observations are further apart, the driver itself
+    was suspended and could not have observed progress."""
+    _progress: ProgressMarks | None = field(default=None, init=False)
+    _observed_s: float | None = field(default=None, init=False)
+    _stalled_s: float = field(default=0.0, init=False)
 
     def observe(self, now_s: float, state: RunState) -> None:
         """Process `state` at `now_s` (monotonic).
@@ -44,13 +42,13 @@ class Watchdog:
                 caller writes the whole state with `why.write_stall`.
         """
         progress = progress_of(state)
-        gap_s = 0.0 if self._observed_s is None else min(now_s - self._observed_s, self._gap_s)
-        moves = progress.is_beyond(self._progress) or has_deadline(state, self._start_s)
+        gap_s = 0.0 if self._observed_s is None else min(now_s - self._observed_s, self.gap_s)
+        moves = progress.is_beyond(self._progress) or has_deadline(state, self.start_s)
         self._progress, self._observed_s = progress, now_s
         self._stalled_s = 0.0 if moves else self._stalled_s + gap_s
-        if self._stalled_s > self._limit_s:
+        if self._stalled_s > self.limit_s:
             raise StallError(
-                f"no progress for {self._stalled_s:.0f} s (timeouts.watchdog_s={self._limit_s:g}): "
+                f"no progress for {self._stalled_s:.0f} s (timeouts.watchdog_s={self.limit_s:g}): "
                 f"{render_chain(explain(state, state.written_at))}. "
                 f"{STALL_FILE} in the run directory has the whole state"
             )

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -69,44 +69,27 @@ class _RunStopped(Exception):
     """The run was asked to stop while the part was being replaced."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs a part until it ends by itself, and replaces its process when that fails."""
 
-    def __init__(
-        self,
-        part: SupervisedPart,
-        budget: RestartBudget,
-        on_restart: Callable[[Restart], None],
-        *,
-        incarnation: int = 1,
-        loss: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        """
-        Args:
-            part: its first process is started before `follow` is called.
-            budget: of its restarts.
-            on_restart: called when a restart begins, and again when the new process works.
-            incarnation: of the first process.
-            loss: names the work that is lost if the process does not stop in order, for log messages.
-            clock: monotonic, for the budget.
-            wall_clock: for the restarts.
-        """
-        self.part = part
-        self.incarnation = incarnation
-        self.replacing_since: float | None = None
-        """Start of the current restart, wall clock; None: a process is up, or has ended by itself."""
-        self._budget = budget
-        self._on_restart = on_restart
-        self._loss = loss
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._restart: Restart | None = None
-        """The restart whose process does not work yet."""
-        self._scope: anyio.CancelScope | None = None
-        self._unresponsive: InfraError | None = None
-        self._stopping = False
+    part: SupervisedPart
+    """Its first process is started before `follow` is called."""
+    budget: RestartBudget
+    on_restart: Callable[[Restart], None]
+    """Called when a restart begins, and again when the new process works."""
+    incarnation: int = 1
+    loss: str = ""
+    """The work that is lost if the process does not stop in order, for log messages."""
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    replacing_since: float | None = field(default=None, init=False)
+    """Start of the current restart, wall clock; None: a process is up, or has ended by itself."""
+    _restart: Restart | None = field(default=None, init=False)
+    """The restart whose process does not work yet."""
+    _scope: anyio.CancelScope | None = field(default=None, init=False)
+    _unresponsive: InfraError | None = field(default=None, init=False)
+    _stopping: bool = field(default=False, init=False)
 
     async def follow(self, put: PutRecord) -> None:
         """Pass every record to `put` until a process of the part ends by itself or was stopped.
@@ -148,7 +131,7 @@ class Supervisor:
     def mark_working(self) -> None:
         """Note that the running process works, which completes a restart."""
         if self._restart is not None and self.replacing_since is None:
-            self._on_restart(replace(self._restart, recovered_at=self._wall_clock()))
+            self.on_restart(replace(self._restart, recovered_at=self.wall_clock()))
             self._restart = None
 
     async def _follow_from(self, error: InfraError | None, put: PutRecord) -> None:
@@ -157,14 +140,12 @@ class Supervisor:
             if self._stopping:
                 if isinstance(error, DiskFullError):  # the part could not save its work
                     raise error
-                logger.warning(
-                    "the %s failed while the run was stopping%s: %s", self.part.name, self._loss, error.brief
-                )
+                logger.warning("the %s failed while the run was stopping%s: %s", self.part.name, self.loss, error.brief)
                 return
             try:
                 error = await self._replace(error) or await self._run(put)
             except _RunStopped:
-                logger.warning("the %s was being replaced when the run was stopped%s", self.part.name, self._loss)
+                logger.warning("the %s was being replaced when the run was stopped%s", self.part.name, self.loss)
                 await self._abandon_restart()
                 return
 
@@ -189,18 +170,18 @@ class Supervisor:
     async def _replace(self, error: InfraError) -> InfraError | None:
         """Replace the process that failed with `error`. Return the failure of the new one to start; None: it
         started."""
-        failed_at = self._wall_clock()
+        failed_at = self.wall_clock()
         self.replacing_since = failed_at
-        spent = self._budget.spend(self._clock(), error)
+        spent = self.budget.spend(self.clock(), error)
         cause = error.message.splitlines()[0] if error.message else type(error).__name__
         logger.info("the %s failed and is replaced, restart %d: %s", self.part.name, spent, error)
         self._restart = Restart(self.part.name, self.incarnation + 1, failed_at, cause)
-        self._on_restart(self._restart)
+        self.on_restart(self._restart)
         return await self._start_next()
 
     async def _start_next(self) -> InfraError | None:
         self.incarnation += 1
-        self.replacing_since = self._wall_clock()
+        self.replacing_since = self.wall_clock()
         self._unresponsive = None
         with anyio.CancelScope() as self._scope:
             if self._stopping:
@@ -280,36 +261,32 @@ class ReplicaChanges(NamedTuple):
     """Unresponsive replicas that were not replaced within the start limit; each appears once."""
 
 
+@dataclass(eq=False)
 class ReplicaWatch:
     """Tracks every replica by its name since the run began."""
 
-    def __init__(self, num_replicas: int, limit_s: float, start_s: float) -> None:
-        """
-        Args:
-            num_replicas: as configured.
-            limit_s: a replica that reports nothing for longer is unresponsive.
-            start_s: time for a replacement to report that it starts.
-        """
-        self._num_replicas = num_replicas
-        self._limit_s = limit_s
-        self._start_s = start_s
-        self._present: dict[str, ReplicaReport] = {}
-        """Last report of each replica that is not known to be gone."""
-        self._gone: set[str] = set()
-        self._presumed_gone: dict[str, ReplicaReport] = {}
-        """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
-        self._starting: dict[str, Restart] = {}
-        self._unresponsive_since: dict[str, float] = {}
-        self._missing: set[str] = set()
+    num_replicas: int
+    limit_s: float
+    """A replica that reports nothing for longer is unresponsive."""
+    start_s: float
+    """Time for a replacement to report that it starts."""
+    _present: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
+    """Last report of each replica that is not known to be gone."""
+    _gone: set[str] = field(default_factory=set, init=False)
+    _presumed_gone: dict[str, ReplicaReport] = field(default_factory=dict, init=False)
+    """Last report of each replica that a new one seems to have replaced, but that may only be unresponsive."""
+    _starting: dict[str, Restart] = field(default_factory=dict, init=False)
+    _unresponsive_since: dict[str, float] = field(default_factory=dict, init=False)
+    _missing: set[str] = field(default_factory=set, init=False)
 
     def update(self, reports: Sequence[ReplicaReport], now: float, *, store_since: float = 0.0) -> ReplicaChanges:
-        """Return what changed.
+        """Return what changed. Times are of the wall clock.
 
         Args:
             reports: those in the weight store, possibly including replicas that are gone; a restarted store may have
-            only a few. now: when the store sent them, wall clock.
-            store_since: when the store's process started to receive reports, wall clock; an earlier report is not
-            missed.
+                only a few.
+            now: when the store sent them.
+            store_since: when the store's process started to receive reports; an earlier report is not missed.
         """
         replaced: list[Restart] = []
         recovered: list[Restart] = []
@@ -322,7 +299,7 @@ class ReplicaWatch:
                 self._remove_most_silent()
             if name in self._gone:
                 continue
-            if name not in self._present and len(self._present) == self._num_replicas:
+            if name not in self._present and len(self._present) == self.num_replicas:
                 replaced.append(self._replace_most_silent(name))
             self._present[name] = report
             if report.phase == "serving" and name in self._starting:
@@ -334,7 +311,7 @@ class ReplicaWatch:
         """Return the unresponsive and the missing replicas, see `ReplicaChanges`."""
 
         def is_silent(report: ReplicaReport) -> bool:
-            return now - max(report.reported_at, store_since) > self._limit_s
+            return now - max(report.reported_at, store_since) > self.limit_s
 
         silent = {name: report for name, report in self._present.items() if is_silent(report)}
         unresponsive = [report for name, report in silent.items() if name not in self._unresponsive_since]
@@ -342,7 +319,7 @@ class ReplicaWatch:
         missing = [
             name
             for name in silent
-            if now - max(self._unresponsive_since[name], store_since) > self._start_s and name not in self._missing
+            if now - max(self._unresponsive_since[name], store_since) > self.start_s and name not in self._missing
         ]
         self._missing.update(missing)
         presumed_gone = [report for report in self._presumed_gone.values() if is_silent(report)]
