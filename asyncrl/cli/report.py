@@ -6,8 +6,9 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
@@ -16,27 +17,48 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.observe.report.analysis import LIVE, analyse
-from asyncrl.observe.report.load import Events, load, read_json
-from asyncrl.observe.report.page import check_directory, write_report
-from asyncrl.observe.report.plots import figures
-from asyncrl.observe.report.statistics import percent, seconds
-from asyncrl.observe.status.run_files import RunLiveness, events_level, read_liveness
+from asyncrl.observe.status.run_files import events_level, read_liveness
 from asyncrl.storage.run_dir import SUMMARY, find_run
+
+if TYPE_CHECKING:
+    from asyncrl.observe.report.load import Events
 
 DIRECTORY = "report"
 MOST_SHOWN = 10
 
 
-def report(run: str | None, *, out: Path | None, as_json: bool) -> int:
-    """Write the report of a run; with `as_json`, print report.json and write nothing.
+@click.command()
+@click.argument("run", required=False)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Directory of the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json; write nothing.")
+def report(run: str | None, out: Path | None, as_json: bool) -> int:
+    """Show where a run's time went: requests, turns, steps, weight syncs, idle time, and what cost most of it.
 
-    Raises:
-        ConfigError: there is no such run, it has no events, or `out` cannot be written, or holds something else.
-        click.UsageError: `as_json` with `out`.
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl report
+      asyncrl report quickstart
+      asyncrl report runs/quickstart/20260101-120000 --out report
+      asyncrl report quickstart --json | jq '.findings[0]'
+
+    It writes report/ in the run directory: index.html, a self-contained page, its figures as PNGs, and all their
+    numbers in report.json. The findings are ranked by the seconds lost in comparison with a replica's peers, or with
+    the median of the same calls. They are printed here, too.
+
+    It reads files only, so it works while the run is live, after it has ended, and after it was killed. It needs the
+    events that a run records with profiler.level=summary (the default) or full; a run without them: exit code 2.
     """
     if as_json and out is not None:
         raise click.UsageError("--json prints report.json and writes nothing: leave --out out, or --json")
+    # Imported here, because pandas and matplotlib take over a second, and `--help` needs neither.
+    from asyncrl.observe.report.analysis import analyse
+    from asyncrl.observe.report.load import load, read_json
+    from asyncrl.observe.report.page import check_directory, write_report
+    from asyncrl.observe.report.plots import figures
+    from asyncrl.observe.report.statistics import seconds
+
     run_dir = find_run(run)
     directory = out or run_dir / DIRECTORY
     if not as_json:
@@ -52,8 +74,12 @@ def report(run: str | None, *, out: Path | None, as_json: bool) -> int:
         found = analyse(events, about, read_json(run_dir / SUMMARY))
         found["figures"] = figures(found)
         del events
-        page = None if as_json else _write(found, directory, advance)
-    if page is None:
+        if not as_json:
+            drawn = count(1)
+            page = write_report(
+                found, directory, lambda title: advance(f"drawing: {title}", next(drawn), len(found["figures"]))
+            )
+    if as_json:
         click.echo(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=2))
         return 0
     for line in summary_lines(found):
@@ -68,6 +94,8 @@ def report(run: str | None, *, out: Path | None, as_json: bool) -> int:
 
 def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
     """Yield the lines for the terminal: the run, the findings, and their remedies."""
+    from asyncrl.observe.report.statistics import percent, seconds
+
     run, replicas = found["run"], len(found["run"]["replicas"])
     yield Text.assemble(
         (str(run["name"]), "bold"),
@@ -93,43 +121,26 @@ def summary_lines(found: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(f"and {len(findings) - MOST_SHOWN} more on the page", style="dim")
 
 
-def _write(found: Mapping[str, Any], directory: Path, advance: Callable[[str, int, int], None]) -> Path:
-    count = 0
-
-    def drawn(title: str) -> None:
-        nonlocal count
-        count += 1
-        advance(f"drawing: {title}", count, len(found["figures"]))
-
-    return write_report(found, directory, drawn)
-
-
-# ---------------------------------------------------------------------------------------------- the run
-
-
 def _about(run_dir: Path) -> dict[str, Any]:
     """Return the facts about the run in its other files; None for missing ones."""
+    from asyncrl.observe.report.analysis import LIVE
+
     config: Any = {}
     with contextlib.suppress(OSError, yaml.YAMLError):
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     config = config if isinstance(config, dict) else {}
     rollout = config.get("rollout") or {}
     liveness = read_liveness(run_dir)
+    ends = {"live": LIVE, "unknown": "unknown how it ended"}
     return {
         "name": run_dir.name,
         "run_dir": str(run_dir),
         "experiment": config.get("experiment_name"),
-        "status": _status(liveness),
+        "status": ends.get(liveness.how, liveness.phase),
         "started_at": liveness.state.started_at if liveness.state is not None else None,
         "level": events_level(run_dir),
         "response_length": rollout.get("response_length"),
     }
-
-
-def _status(liveness: RunLiveness) -> str:
-    if liveness.how == "live":
-        return LIVE
-    return "unknown how it ended" if liveness.how == "unknown" else liveness.phase
 
 
 def _no_events(run_dir: Path, about: Mapping[str, Any], events: Events) -> str:

@@ -16,31 +16,47 @@ from asyncrl.core.types import SampleId
 from asyncrl.observe.kept_samples import ConfiguredRun, find_sample, read_fate
 from asyncrl.observe.terminal import conversation
 from asyncrl.storage.run_dir import JOURNAL, find_run
-from asyncrl.storage.trajectory_files import DumpedTrajectory, as_json
+from asyncrl.storage.trajectory_files import DumpedTrajectory
+from asyncrl.storage.trajectory_files import as_json as dumped
 
 SMALL_JOURNAL_BYTES = 8 << 20
 """A journal up to this size is read within a second."""
 
 
-def show(
-    run: str | None, sample: str, *, trajectory: int | None, tokens: bool, print_json: bool, use_colour: bool
-) -> int:
-    """Print a sample's overview and one trajectory; return the exit code.
+@click.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="[RUN] SAMPLE")
+@click.option(
+    "-t", "--trajectory", type=click.IntRange(0), metavar="K", help="Number of the trajectory in the sample, from 0."
+)
+@click.option("--tokens", is_flag=True, help="Token by token: id, mask, version, log-prob, text.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print it as it was dumped, as a JSON array; with --trajectory, one object."
+)
+@click.option("--no-color", is_flag=True, help="Plain text, also on a terminal.")
+def show(arguments: tuple[str, ...], trajectory: int | None, tokens: bool, as_json: bool, no_color: bool) -> int:
+    """Print a conversation: messages, tool calls, weights versions, speeds and rewards.
 
-    Args:
-        run: a run directory or an experiment; None: the newest run.
-        sample: its id, or its feed index.
-        trajectory: its number; None: the first, or all with `print_json`.
-        tokens: print it token by token.
-        print_json: print it as it was dumped.
-        use_colour: where the terminal supports colours.
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+    SAMPLE is its id, or the last number of that.
 
-    Raises:
-        ConfigError: there is no such run, sample or trajectory, the sample is not kept, or there is no tokenizer for
-            `tokens`.
+    \b
+    Examples:
+      asyncrl show quickstart sample_0_42
+      asyncrl show runs/quickstart/20260101-120000 42 --trajectory 3
+      asyncrl show 42 --trajectory 3 --tokens
+      asyncrl show quickstart 42 --json
+
+    Runs keep their conversations with rollout.dump_dir=DIR. Without it, a sample can be shown as long as its payload is
+    in the run directory. Sampled text is coloured, with alternating shades for versions; all other text is dim. Without
+    --trajectory: a table of all trajectories, and the first one. No such run or sample: exit code 2.
     """
+    if len(arguments) > 2:
+        raise click.UsageError(f"expected [RUN] SAMPLE, got {len(arguments)} arguments: {' '.join(arguments)}")
+    if as_json and tokens:
+        raise click.UsageError("--json has all tokens; leave --tokens out")
+    *run, sample = arguments
     sample_id, index = _parse(sample)
-    configured = ConfiguredRun(find_run(run))
+    configured = ConfiguredRun(find_run(run[0] if run else None))
     kept = find_sample(configured, index, f"sample {index}" if sample_id is None else str(sample_id))
     trajectories = kept.trajectories
     if sample_id not in (None, trajectories[0].sample_id):
@@ -50,16 +66,16 @@ def show(
     one = _select(trajectories, trajectory)
     for note in kept.notes:
         click.echo(f"note: {note}", err=True)
-    if print_json:
+    if as_json:
         lines = [
-            json.dumps(as_json(each), ensure_ascii=False) for each in trajectories if trajectory in (None, each.number)
+            json.dumps(dumped(each), ensure_ascii=False) for each in trajectories if trajectory in (None, each.number)
         ]
         text = lines[0] if trajectory is not None else "[\n" + ",\n".join(lines) + "\n]"
         click.echo(text.encode("utf-8", "backslashreplace").decode())
         return 0
     # Formatted before anything is printed, because the tokenizer may be missing.
     decode_token = configured.decode_token() if tokens else None
-    console = Console(highlight=False, soft_wrap=True, color_system="auto" if use_colour else None)
+    console = Console(highlight=False, soft_wrap=True, color_system=None if no_color else "auto")
     if trajectory is None and len(trajectories) > 1:
         console.print(conversation.overview(trajectories))
         console.print()

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from skip import commands, run_diff
+
 
 class _Directory(click.Path):
     """A path that is not empty: an unset variable would mean the working directory."""
@@ -44,8 +46,6 @@ def skip() -> None:
 @_json
 def list_(directory: Path, as_json: bool) -> int:
     """List the roles with their steps, number of records, bytes and age."""
-    from skip import commands
-
     return commands.list_records(directory, as_json)
 
 
@@ -60,8 +60,6 @@ def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
 
     DIR is the directory of the record, .../<role>/<step>.
     """
-    from skip import commands
-
     return commands.show(directory, tokenizer, as_json)
 
 
@@ -70,8 +68,6 @@ def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
 @_json
 def verify(directory: Path, as_json: bool) -> int:
     """Read every record and check every byte. Exit code 1 if one is torn, damaged or not a record."""
-    from skip import commands
-
     return commands.verify(directory, as_json)
 
 
@@ -93,8 +89,6 @@ def gc(
     as_json: bool,
 ) -> int:
     """Remove the records that any of the options selects; at least one option is required."""
-    from skip import commands
-
     return commands.collect(directory, older_than, max_bytes, steps, damaged, dry_run, as_json)
 
 
@@ -104,8 +98,6 @@ def gc(
 @_json
 def export(directory: Path, archive: Path, as_json: bool) -> int:
     """Write all intact records of DIR into ARCHIVE, a tar file."""
-    from skip import commands
-
     return commands.export(directory, archive, as_json)
 
 
@@ -116,8 +108,6 @@ def export(directory: Path, archive: Path, as_json: bool) -> int:
 @_json
 def import_(archive: Path, directory: Path, replace: bool, as_json: bool) -> int:
     """Import the records of ARCHIVE below DIR. Existing ones stay."""
-    from skip import commands
-
     return commands.restore(archive, directory, replace, as_json)
 
 
@@ -138,6 +128,4 @@ def diff(one: Path, other: Path, tolerance: float, as_json: bool) -> int:
     Both have to be trained on the same samples in the same order: replayed, with async_training.deterministic=true.
     Then the first step that differs shows the effect of the code or the settings; suitable for `git bisect run`.
     """
-    from skip import run_diff as compare
-
-    return compare.diff(one, other, tolerance, as_json)
+    return run_diff.diff(one, other, tolerance, as_json)

@@ -7,6 +7,7 @@ import json
 import time
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.live import Live
 
@@ -18,12 +19,27 @@ from asyncrl.storage.run_dir import find_run
 WATCH_S = 1.0
 
 
-def status(run: str | None, *, as_json: bool, watch: bool) -> int:
-    """Print the state of a run; with `watch`, refresh it until the run ends or Ctrl-C.
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("-w", "--watch", is_flag=True, help="Refresh every second, until the run ends or Ctrl-C.")
+def status(run: str | None, as_json: bool, watch: bool) -> int:
+    """Show the state of a run: its sample counts, versions, staleness, restarts, drops, replicas, checkpoints and
+    journal.
 
-    Raises:
-        ConfigError: there is no such run, or it has no state yet.
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl status
+      asyncrl status quickstart --watch
+      asyncrl status runs/quickstart/20260101-120000 --json
+
+    It reads files only, so it works while the run is live, after it has ended, and after it was killed. Exit code 0,
+    also for a failed run; 2 if there is no such run.
     """
+    if watch and as_json:
+        raise click.UsageError("--watch shows a page; for JSON, run status --json repeatedly")
     run_dir = find_run(run)
     if as_json:
         _print_json(status_report(read_run(run_dir)))
@@ -42,11 +58,27 @@ def status(run: str | None, *, as_json: bool, watch: bool) -> int:
     return 0
 
 
-def why(run: str | None, *, as_json: bool) -> int:
-    """Print the chain of waits of a run.
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the chain as JSON.")
+def why(run: str | None, as_json: bool) -> int:
+    """Explain what a run is blocked on, from the Trainer down to the cause; of a dead run, how it ended, too.
 
-    Raises:
-        ConfigError: there is no such run, or it has nothing to show.
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl why
+      asyncrl why runs/quickstart/20260101-120000
+      asyncrl why quickstart --json
+
+    Each line is blocked on the next one:
+
+    \b
+      Trainer is blocked on samples for 95 s (30 of up to 32 are READY, 0 RUNNING)
+        ◀ Rollouter is blocked on the staleness gate for 94 s (...)
+        ◀ version 12 is not applied
+        ◀ replica 1 is paused for 94 s (...)
     """
     run_dir = find_run(run)
     files = read_run(run_dir)
@@ -65,6 +97,4 @@ def why(run: str | None, *, as_json: bool) -> int:
 
 
 def _print_json(content: Any) -> None:
-    Console(highlight=False, soft_wrap=True).print(
-        json.dumps(finite(content), indent=2, default=str, ensure_ascii=False), markup=False
-    )
+    click.echo(json.dumps(finite(content), indent=2, default=str, ensure_ascii=False))

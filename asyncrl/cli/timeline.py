@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
+import sys
 import time
 import webbrowser
 from collections.abc import Iterator
@@ -32,13 +34,34 @@ _STOP_S = 1
 """Time limit for requests in progress at Ctrl-C."""
 
 
-def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bool) -> int:
-    """Write `trace`, or without it serve the page until Ctrl-C; returns the exit code.
+@click.command()
+@click.argument("run", required=False)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write a trace for Perfetto instead.",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Serve the page there; by default, a free port.")
+@click.option("--open/--no-open", "opened", default=None, help="Open a browser; by default, if there is a display.")
+def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None) -> int:
+    """Serve a page on loopback with the events of a run over time, live or afterwards; or write them as a trace.
 
-    Raises:
-        ConfigError: there is no such run, it has no events, or the port or the file is not available.
-        UsageError: a trace needs no port.
+    RUN is a run directory, or an experiment's name for its newest run; without it, the newest run of all in runs/.
+
+    \b
+    Examples:
+      asyncrl timeline
+      asyncrl timeline quickstart --port 8700 --no-open
+      asyncrl timeline runs/quickstart/20260101-120000 --trace quickstart.json.gz
+
+    The Trainer, its ranks, the Rollouter and every replica have a track. A request is a bar with a colour for each of
+    its phases; click it for its conversation, if rollout.dump_dir keeps those. The page follows a live run. Events are
+    recorded with profiler.level=summary (the default) or full; a run without events: exit code 2. Ctrl-C ends the
+    page, with exit code 0. The trace is JSON for https://ui.perfetto.dev, compressed if FILE ends in .gz.
     """
+    if trace and opened:
+        raise click.UsageError("--trace writes a file and serves no page that --open could open: leave one of them out")
     if trace is not None and port:
         raise click.UsageError(
             f"--trace writes a file and serves no page, so --port={port} would be of no effect: leave one of them out"
@@ -52,10 +75,12 @@ def timeline(run: str | None, *, trace: Path | None, port: int, open_browser: bo
     served = create_app(
         name, Timeline(run_dir), lambda: run_position(run_dir), lambda *of: conversation_of(run_dir, *of)
     )
+    if opened is None:
+        opened = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     with _listening(port) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         click.echo(f"the timeline of {run_dir} is on {url}\nCtrl-C ends this.")
-        anyio.run(_serve, served, listening, url if open_browser else None)
+        anyio.run(_serve, served, listening, url if opened else None)
     return 0
 
 

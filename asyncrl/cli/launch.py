@@ -1,0 +1,133 @@
+"""`asyncrl launch` and `asyncrl serve`: check the whole configuration, then start. Only the driver loads Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from asyncrl.cli.main import BAD_CONFIG
+from asyncrl.config import plan
+from asyncrl.config.compose import CheckedConfig, Mode, check_config, to_yaml
+from asyncrl.config.environment import num_prompts
+from asyncrl.config.model_files import num_parameters
+from asyncrl.config.problems import ConfigProblem
+from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
+from asyncrl.driver.cluster import detect_machine
+
+_ARGUMENTS = "[CONFIG] [KEY=VALUE | GROUP=OPTION]..."
+
+
+@click.command()
+@click.argument("mode", type=click.Choice(["fully_async", "sync"]))
+@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and the resource plan; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
+@click.option("-m", "--multirun", is_flag=True, hidden=True)
+def launch(mode: Mode, arguments: tuple[str, ...], dry_run: bool, as_json: bool, multirun: bool) -> int:
+    """Train a model. CONFIG is a YAML file or a shipped recipe; without one the quickstart runs.
+
+    \b
+    Examples:
+      asyncrl launch fully_async
+      asyncrl launch fully_async my.yaml --dry-run
+      asyncrl launch fully_async my.yaml trainer.optim.lr=1e-5 rollout.n=16
+      asyncrl launch fully_async my.yaml algorithm=grpo_kl async_training=mode_b
+      asyncrl launch fully_async mode_c_async_stale trainer.total_training_steps=40
+      asyncrl launch fully_async run_dir=runs/quickstart/20260101-120000 resume=auto
+      asyncrl launch sync my.yaml
+      asyncrl launch fully_async 'data.train_files=[a.parquet,b.jsonl]' reward.function=rewards.py:score
+
+    A launch reads the configuration, checks it whole, then starts Ray, the engines, the Rollouter and the Trainer.
+    Ctrl-C once stops cleanly, with a checkpoint; twice, at once.
+    """
+    if multirun:
+        raise click.UsageError(
+            "--multirun is not supported: a launch is one run and takes the machine. Run the command once for each "
+            "value, e.g. `for lr in 1e-5 1e-6; do asyncrl launch ... trainer.optim.lr=$lr; done`"
+        )
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run; a run writes summary.json into its run directory")
+    outcome = check_config(*_split(arguments), mode=mode)
+    if dry_run:
+        return _show_plan(outcome, as_json)
+    config = _checked(outcome)
+    from asyncrl.driver import launch as driver
+
+    return driver.launch(config)
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar=_ARGUMENTS)
+def serve(arguments: tuple[str, ...]) -> int:
+    """Serve the configured model with an OpenAI-compatible HTTP API, on loopback unless serve.host says otherwise.
+
+    \b
+    Examples:
+      asyncrl serve
+      asyncrl serve my.yaml serve.port=9000 rollout.num_replicas=2
+      KEY=secret asyncrl serve my.yaml serve.host=0.0.0.0 serve.api_key_env=KEY
+    """
+    config = _checked(check_config(*_split(arguments), serve_only=True))
+    from asyncrl.driver import launch as driver
+
+    return driver.serve(config)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the config, if the first argument is one, and the overrides."""
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith("~"):
+        return arguments[0], tuple(arguments[1:])
+    return None, tuple(arguments)
+
+
+def _checked(outcome: CheckedConfig) -> Config:
+    config = outcome.require()
+    _warn(outcome.warnings)
+    return config
+
+
+def _warn(warnings: Sequence[ConfigProblem]) -> None:
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _show_plan(outcome: CheckedConfig, as_json: bool) -> int:
+    try:
+        config = outcome.require()
+        resources = plan.make_plan(
+            config,
+            detect_machine(),
+            num_parameters=num_parameters(config.model.path),
+            num_prompts=num_prompts(config),
+        )
+    except ConfigError as error:
+        if not as_json:
+            raise
+        found = [asdict(problem) for problem in outcome.problems]
+        click.echo(json.dumps({"error": error.message, "problems": found}, indent=2, default=str))
+        return BAD_CONFIG
+    warnings = [*outcome.warnings, *plan.shortages(resources)]
+    if as_json:
+        answer: dict[str, Any] = {
+            "config": config.model_dump(mode="json"),
+            "plan": resources.as_json(),
+            "warnings": [asdict(warning) for warning in warnings],
+        }
+        click.echo(json.dumps(answer, indent=2, default=str))
+        return 0
+    click.echo(to_yaml(config))
+    click.echo(_table([("part", "count", "threads", "GPUs", "memory"), *plan.process_rows(resources)]))
+    click.echo("\n" + _table(plan.quantity_rows(resources)))
+    _warn(warnings)
+    return 0
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
