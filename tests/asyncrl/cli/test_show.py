@@ -1,4 +1,4 @@
-"""`asyncrl show` on dumps that the Rollouter wrote, on payloads, and where there is neither."""
+"""`asyncrl show` prints samples from dumps and from payloads, and says where a sample is that has neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from asyncrl.cli.main import BAD_CONFIG, main
+from asyncrl.cli.main import BAD_CONFIG
 from asyncrl.core.ports import Score
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
@@ -27,6 +27,7 @@ from asyncrl.queue.payloads import FilePayloads
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.storage.trajectory_files import DumpedTrajectory, Piece, file_name
 from rollouter.trajectory_dump import TrajectoryDump
+from tests.fakes.command_line import CommandLine
 from tests.fakes.dumped import SCORES, calculation, decode, group, ids, prompt, sample
 from tests.fakes.queues import end
 
@@ -36,15 +37,12 @@ PAYLOAD = "1-3.safetensors"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run that was started in `tmp_path`, the working directory, and dumps into `dump` there."""
-    monkeypatch.chdir(tmp_path)
+def run_dir(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run that dumps into `dump` of the working directory."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    path = tmp_path / "runs" / "quickstart" / "20260102-030405"
-    path.mkdir(parents=True)
-    configure(path)
-    return path
+    configure(run_dir)
+    return run_dir
 
 
 def configure(run_dir: Path, dump_dir: str | None = "dump", model: str = QUICKSTART, **more: Any) -> None:
@@ -62,18 +60,12 @@ def write(
     prompt: Prompt = prompt(),  # noqa: B008  it is immutable
     replay: Replay | None = None,
 ) -> Path:
-    """What the Rollouter does at the end of a sample; the file."""
+    """Dump a sample as the Rollouter does, and return the file."""
     trajectories = group() if trajectories is None else trajectories
     dump = TrajectoryDump(Path("dump").absolute(), run_dir, decode, lambda: at)
     anyio.run(dump.write, sample(index, trajectories, replay=replay), prompt, trajectories, scores)
     assert dump.status() == {"written": 1, "failed": 0}
     return Path("dump", file_name(index)).absolute()
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main(["show", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
@@ -137,25 +129,23 @@ def plain(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", [(42,), ("quickstart", "sample_0_42"), ("runs/quickstart/20260102-030405", "42")])
-def test_a_conversation_without_colour(run_dir: Path, capsys: pytest.CaptureFixture[str], name: tuple[Any]) -> None:
+def test_a_conversation_without_colour(run_dir: Path, cli: CommandLine, name: tuple[Any]) -> None:
     write(run_dir)
-    code, out, err = run(capsys, *name)
-    assert (code, err) == (0, "")
-    assert plain(out) == TABLE + CONVERSATION
+    out, err = cli("show", *name)
+    assert (plain(out), err) == (TABLE + CONVERSATION, "")
 
 
-def test_one_trajectory(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trajectory(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
-    assert plain(run(capsys, 42, "--trajectory", 0)[1]) == CONVERSATION
-    assert plain(run(capsys, 42, "-t", 1)[1]) == GUESS
-    code, _, err = run(capsys, 42, "-t", 2)
-    assert code == BAD_CONFIG
+    assert plain(cli("show", 42, "--trajectory", 0).out) == CONVERSATION
+    assert plain(cli("show", 42, "-t", 1).out) == GUESS
+    err = cli("show", 42, "-t", 2, code=BAD_CONFIG).err
     assert "--trajectory=2: sample_0_42 has no such trajectory; it has 0, 1" in err
 
 
-def test_one_trajectory_needs_no_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trajectory_needs_no_table(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir, trajectories=[calculation()], scores=SCORES[:1])
-    assert plain(run(capsys, 42)[1]) == CONVERSATION.replace("0 of 2", "0 of 1")
+    assert plain(cli("show", 42).out) == CONVERSATION.replace("0 of 2", "0 of 1")
 
 
 def drawn(*lines: Any) -> str:
@@ -175,7 +165,7 @@ def test_in_colour_every_other_version_has_another_shade() -> None:
     assert "\x1b[32mcalculate\x1b[0m" in text
     assert "\x1b[92m(6*7)\x1b[0m" in text
     assert "\x1b[92mIt is 42.\x1b[0m" in text
-    assert re.search(r"\x1b\[(37|38;5;\d+)m42\x1b", text), "what it was told is dim"
+    assert re.search(r"\x1b\[(37|38;5;\d+)m42\x1b", text), "the tool's result is dim"
     assert "\x1b[32mok\x1b[0m" in text
     failed = replace(calculation().turns[0].calls[0], status="timeout")
     turns = (replace(calculation().turns[0], calls=(failed,)), calculation().turns[1])
@@ -183,27 +173,25 @@ def test_in_colour_every_other_version_has_another_shade() -> None:
     assert "\x1b[31mtimeout\x1b[0m" in text
 
 
-def test_no_color_is_plain_on_a_terminal_too(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_color_is_plain_on_a_terminal_too(run_dir: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     write(run_dir)
-    assert "\x1b[" in run(capsys, 42)[1]
-    assert plain(run(capsys, 42, "--no-color")[1]) == TABLE + CONVERSATION
+    assert "\x1b[" in cli("show", 42).out
+    assert plain(cli("show", 42, "--no-color").out) == TABLE + CONVERSATION
 
 
-def test_json_is_what_was_dumped(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_what_was_dumped(run_dir: Path, cli: CommandLine) -> None:
     path = write(run_dir)
     dumped = [json.loads(line) for line in path.read_bytes().splitlines()]
-    code, out, _ = run(capsys, 42, "--json")
-    assert (code, json.loads(out)) == (0, dumped)
-    assert len(out.splitlines()) == 4, "a trajectory a line"
-    assert json.loads(run(capsys, 42, "--json", "-t", 1)[1]) == dumped[1]
+    printed = cli("show", 42, "--json")
+    assert printed.json == dumped
+    assert len(printed.out.splitlines()) == 4, "a trajectory a line"
+    assert cli("show", 42, "--json", "-t", 1).json == dumped[1]
 
 
-def test_tokens_one_by_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_one_by_one(run_dir: Path, cli: CommandLine) -> None:
     row = TokenRow(
         np.array([40, 41], np.int32), np.array([5, 6, 7], np.int32), np.array([True, False, True]),
         np.array([-0.5, 0.0, -1.25], np.float32), (Span(0, 3), Span(2, 4)),
@@ -216,9 +204,7 @@ def test_tokens_one_by_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(QUICKSTART))
     text = {token: json.dumps(tokenizer.decode([token]), ensure_ascii=False) for token in (40, 41, 5, 6, 7)}
-    code, out, _ = run(capsys, 42, "--tokens")
-    assert code == 0
-    assert plain(out).splitlines()[1:8] == [
+    assert plain(cli("show", 42, "--tokens").out).splitlines()[1:8] == [
         "row 0 · 2 tokens of prompt, 3 of response, 2 of them sampled",
         "  place       id   mask  version   log-prob  text",
         f"      0       40 prompt                      {text[40]}",
@@ -229,16 +215,15 @@ def test_tokens_one_by_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_tokens_need_the_tokenizer_of_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_need_the_tokenizer_of_the_run(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
     configure(run_dir, model="nowhere/model")
-    code, out, err = run(capsys, 42, "--tokens")
-    assert (code, out) == (BAD_CONFIG, "")
-    assert "model.path: no tokenizer can be loaded from 'nowhere/model' on this machine" in err
-    assert run(capsys, 42)[0] == 0, "a conversation needs none"
+    out, err = cli("show", 42, "--tokens", code=BAD_CONFIG)
+    assert out == "" and "model.path: no tokenizer can be loaded from 'nowhere/model' on this machine" in err
+    cli("show", 42)  # a conversation needs no tokenizer
 
 
-def test_a_rewritten_history_begins_a_row(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rewritten_history_begins_a_row(run_dir: Path, cli: CommandLine) -> None:
     one = calculation()
     first = replace(
         one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
@@ -249,12 +234,12 @@ def test_a_rewritten_history_begins_a_row(run_dir: Path, capsys: pytest.CaptureF
     )
     turns = (one.turns[0], replace(one.turns[1], row=1, first_token=0))
     write(run_dir, trajectories=[replace(one, rows=(first, second), turns=turns)], scores=SCORES[:1])
-    out = run(capsys, 42)[1]
+    out = cli("show", 42).out
     assert "── the chat template rewrote the history: row 1 begins, with 16 tokens ──" in out
-    assert "tool · calculator\n" in out, "what it was told is in the new prompt"
+    assert "tool · calculator\n" in out, "the tool's result is in the new prompt"
 
 
-def test_a_call_that_ended_the_conversation_tells_its_result(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_ended_the_conversation_shows_its_result(run_dir: Path, cli: CommandLine) -> None:
     one = calculation()
     row = replace(
         one.rows[0], response_ids=ids("calculate(6*7)"), response_mask=np.ones(14, np.bool_),
@@ -264,60 +249,57 @@ def test_a_call_that_ended_the_conversation_tells_its_result(run_dir: Path, caps
         one, rows=(row,), turns=one.turns[:1], messages=one.messages[:3], finish_reason=FinishReason.TOOL_CALL
     )
     write(run_dir, trajectories=[ended], scores=[Score(1.0)])
-    out = run(capsys, 42)[1]
+    out = cli("show", 42).out
     assert "calls 1\n42\n\nreward       1\n" in plain(out)
     assert "finish       tool_call · 14 tokens in 1 turn" in out
 
 
-def test_examples_in_the_prompt_are_no_turns(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_prompt_are_no_turns(run_dir: Path, cli: CommandLine) -> None:
     few = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *prompt().messages)
     write(run_dir, trajectories=group()[1:], scores=SCORES[1:], prompt=replace(prompt(), messages=few))
-    out = plain(run(capsys, 42)[1])
+    out = plain(cli("show", 42).out)
     assert "user · prompt of 11 tokens\n1+1?\n\nassistant\n2\n\nsystem\n" in out
     assert "assistant · turn 0 · 9 tokens" in out
 
 
-def test_turns_whose_message_is_gone_are_shown_in_their_order(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_without_a_message_are_shown_in_order(run_dir: Path, cli: CommandLine) -> None:
     """An agent may rewrite its history."""
     kept = (*prompt().messages, {"role": "user", "content": "Shorter, please."}, calculation().messages[-1])
     write(run_dir, trajectories=[replace(calculation(), messages=kept)], scores=SCORES[:1])
-    out = plain(run(capsys, 42)[1])
+    out = plain(cli("show", 42).out)
     assert out.index("Shorter") < out.index("turn 0") < out.index("calculate⟨v4⟩(6*7)") < out.index("turn 1")
 
 
-def test_messages_may_be_more_than_text(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_may_be_more_than_text(run_dir: Path, cli: CommandLine) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500}}
     messages = ({"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]},)
     write(run_dir, prompt=replace(prompt(), messages=messages, ground_truth={"is": ["a", 1]}))
-    out = run(capsys, 42, "-t", 1)[1]
+    out = cli("show", 42, "-t", 1).out
     assert 'What is this?\n[{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA' in out
     assert "A" * 100 not in out
     assert 'ground truth {"is": ["a", 1]}' in out
 
 
-def test_nothing_that_a_model_wrote_reaches_the_terminal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_sampled_text_do_not_reach_the_terminal(run_dir: Path, cli: CommandLine) -> None:
     evil = "\x1b]0;title\x07\x9b2J[bold]no markup[/bold]\r\udc80"
     turn = Turn(ids(evil), np.zeros(len(evil), np.float32), (Span(0, 1),), FinishReason.STOP)
     row = TokenRow(ids("x"), turn.response_ids, np.ones(len(evil), np.bool_), turn.rollout_log_probs, turn.spans)
     made = Trajectory((row,), (TurnInfo(0, 0, len(evil), FinishReason.STOP),), FinishReason.STOP)
     named = {"role": "\x1b[2Jrole", "name": "\x1b[2J", "content": evil}
     write(run_dir, trajectories=[made], scores=SCORES[:1], prompt=Prompt(ids("x"), (named,), evil, evil))
-    code, out, _ = run(capsys, 42)
-    assert code == 0
+    out = cli("show", 42).out
     assert not set(out) & {"\x1b", "\x07", "\x9b", "\r", "\udc80"}
     assert "␛]0;title␇�2J[bold]no markup[/bold]␍�" in out
 
 
-def test_a_replayed_sample_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replayed_sample_names_its_record(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir, replay=Replay(7, True, ((Span(0, 1),), (Span(0, 4),))))
-    out = run(capsys, 42)[1]
+    out = cli("show", 42).out
     assert "14 tokens · v3→v4 · recorded v1 · " in out
     assert "replayed     from the record of step 7, recorded for another prompt" in out
 
 
-def test_the_training_step_of_a_sample_is_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_training_step_of_a_sample_is_shown(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
     lines = [
         {"lineage": 0, "step": 7, "version": 4, "samples": ["sample_0_42", "sample_0_43"]},
@@ -325,58 +307,56 @@ def test_the_training_step_of_a_sample_is_shown(run_dir: Path, capsys: pytest.Ca
     ]
     trained = run_dir / "trained.jsonl"
     trained.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "then         trained in step 7, which began from v4: staleness 1" in run(capsys, 42)[1]
+    assert "then         trained in step 7, which began from v4: staleness 1" in cli("show", 42).out
     again = [{"lineage": 1, "rewound_to_step": 6}, {"lineage": 1, "step": 8, "version": 6, "samples": ["sample_0_42"]}]
     trained.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *again]))
-    assert "then         trained in step 8, which began from v6: staleness 3" in run(capsys, 42)[1]
+    assert "then         trained in step 8, which began from v6: staleness 3" in cli("show", 42).out
     trained.write_text("damaged\n")
-    assert "then " not in run(capsys, 42)[1]
+    assert "then " not in cli("show", 42).out
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
 def test_the_dump_is_found_from_elsewhere(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative directory was meant from where the run was started, which is above its own."""
+    """A relative dump_dir is relative to the directory in which the run was started, above the run directory."""
     write(run_dir)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert plain(run(capsys, run_dir, 42)[1]) == TABLE + CONVERSATION
+    assert plain(cli("show", run_dir, 42).out) == TABLE + CONVERSATION
     configure(run_dir, str(tmp_path / "dump"))
-    assert run(capsys, run_dir, 42)[0] == 0
+    cli("show", run_dir, 42)
 
 
-def test_what_is_damaged_is_a_note(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_line_of_a_dump_is_a_note(run_dir: Path, cli: CommandLine) -> None:
     path = write(run_dir)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:-200])
-    code, out, err = run(capsys, 42)
-    assert code == 0 and plain(out) == CONVERSATION
+    out, err = cli("show", 42)
+    assert plain(out) == CONVERSATION
     assert "line 2 of" in err and "was cut off" in err and "1 of its 2 trajectories could be read" in err
     path.write_bytes(lines[0][:-200])
-    code, out, err = run(capsys, 42)
-    assert (code, out) == (BAD_CONFIG, "")
-    assert "there are no trajectories of sample 42 to show" in err and "was cut off" in err
+    out, err = cli("show", 42, code=BAD_CONFIG)
+    assert out == "" and "there are no trajectories of sample 42 to show" in err and "was cut off" in err
 
 
-def test_a_sample_of_another_epoch_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_of_another_epoch_is_named(run_dir: Path, cli: CommandLine) -> None:
     write(run_dir)
-    code, _, err = run(capsys, "sample_3_42")
-    assert (code, "the run has no sample_3_42: its sample of this feed index is sample_0_42" in err) == (2, True)
+    err = cli("show", "sample_3_42", code=BAD_CONFIG).err
+    assert "the run has no sample_3_42: its sample of this feed index is sample_0_42" in err
 
 
-def test_an_unreadable_dump_is_an_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_dump_is_an_error(run_dir: Path, cli: CommandLine) -> None:
     path = write(run_dir)
     path.unlink()
     path.mkdir()
-    code, _, err = run(capsys, 42)
-    assert (code, "cannot be read: Is a directory" in err) == (BAD_CONFIG, True)
+    assert "cannot be read: Is a directory" in cli("show", 42, code=BAD_CONFIG).err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         (("nothing", "42"), "there is no run 'nothing'"),
         (("sample_42",), "SAMPLE=sample_42: not a sample id"),
@@ -387,11 +367,10 @@ def test_an_unreadable_dump_is_an_error(run_dir: Path, capsys: pytest.CaptureFix
         (("42", "-t", "-1"), "-1"),
     ],
 )
-def test_bad_arguments_are_errors(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
-) -> None:
-    code, out, err = run(capsys, *arguments)
-    assert (code, out, told in err) == (BAD_CONFIG, "", True)
+@pytest.mark.usefixtures("run_dir")
+def test_bad_arguments_are_errors(cli: CommandLine, arguments: tuple[str, ...], error: str) -> None:
+    out, err = cli("show", *arguments, code=BAD_CONFIG)
+    assert out == "" and error in err
 
 
 # ------------------------------------------------------------------------------------------------ without a dump
@@ -425,9 +404,8 @@ def kept(run_dir: Path) -> Path:
     return run_dir
 
 
-def test_a_payload_is_shown_while_it_is_there(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, 1)
-    assert code == 0
+def test_a_payload_is_shown_while_it_is_there(kept: Path, cli: CommandLine) -> None:
+    out, err = cli("show", 1)
     assert "note: it is not in a dump; this is its payload" in err
     headers = [line for line in plain(out).splitlines() if " · " in line]
     assert headers == [
@@ -440,21 +418,20 @@ def test_a_payload_is_shown_while_it_is_there(kept: Path, capsys: pytest.Capture
     ]
     assert "then         it became READY at " in out
     assert "reward       1.25   rule 1" in out
-    told = json.loads(run(capsys, 1, "--json")[1])
-    assert [one["trajectory"] for one in told] == [0, 1]
-    assert told[0]["rows"][0]["response_mask"] == [[1, 14], [0, 10], [1, 9]]
+    dumped = cli("show", 1, "--json").json
+    assert [one["trajectory"] for one in dumped] == [0, 1]
+    assert dumped[0]["rows"][0]["response_mask"] == [[1, 14], [0, 10], [1, 9]]
 
 
-def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, cli: CommandLine) -> None:
     configure(kept, None, model="nowhere/model")
-    code, out, err = run(capsys, 1, "-t", 1)
-    assert code == 0
+    out, err = cli("show", 1, "-t", 1)
     assert "no tokenizer can be loaded from 'nowhere/model'" in err
     assert f"\n{' '.join(map(str, ids('It is 41.').tolist()))}\n" in out
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "fate"),
     [
         (2, "sample 2 to show in 20260102-030405: it was trained on at "),
         (3, "it was dropped (stale) at "),
@@ -463,27 +440,25 @@ def test_a_payload_without_a_tokenizer_is_shown_as_ids(kept: Path, capsys: pytes
         (6, "its generation never began; the last one is sample 5"),
     ],
 )
-def test_fate_of_a_sample_that_is_not_kept(
-    kept: Path, capsys: pytest.CaptureFixture[str], index: int, told: str
-) -> None:
-    code, out, err = run(capsys, index)
-    assert (code, out) == (BAD_CONFIG, "")
-    assert told in err
+@pytest.mark.usefixtures("kept")
+def test_fate_of_a_sample_that_is_not_kept(cli: CommandLine, index: int, fate: str) -> None:
+    out, err = cli("show", index, code=BAD_CONFIG)
+    assert out == "" and fate in err
     assert ("its payload is not there" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
     assert ("No trajectory of it has been scored" in err) == (index in (4, 5))
 
 
-def test_a_record_of_the_sample_is_pointed_at(kept: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_record_of_a_sample_is_suggested(kept: Path, cli: CommandLine, tmp_path: Path) -> None:
     role = {"enable": True, "dump_dir": str(tmp_path / "skip")}
     configure(kept, None, project_name="p", experiment_name="e", skip={"async_rollout": role})
     record = tmp_path / "skip" / "p" / "e" / "async_rollout" / "2"
-    assert "Launch with rollout.dump_dir=DIR" in run(capsys, 2)[2]
+    assert "Launch with rollout.dump_dir=DIR" in cli("show", 2, code=BAD_CONFIG).err
     record.mkdir(parents=True)
-    assert f"asyncrl skip show {record}" in run(capsys, 2)[2]
+    assert f"asyncrl skip show {record}" in cli("show", 2, code=BAD_CONFIG).err
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "error"),
     [
         (lambda run_dir: (run_dir / "samples" / PAYLOAD).unlink(), f"{PAYLOAD} cannot be read: No such file"),
         (lambda run_dir: (run_dir / "samples" / PAYLOAD).write_bytes(b"x" * 999), f"{PAYLOAD} is damaged: "),
@@ -491,15 +466,12 @@ def test_a_record_of_the_sample_is_pointed_at(kept: Path, capsys: pytest.Capture
         (lambda run_dir: (run_dir / "journal.db").unlink(), "the run keeps no journal"),
     ],
 )
-def test_damage_is_reported(
-    kept: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], Any], told: str
-) -> None:
+def test_damage_is_reported(kept: Path, cli: CommandLine, damage: Callable[[Path], Any], error: str) -> None:
     damage(kept)
-    code, out, err = run(capsys, 1)
-    assert (code, out, told in err) == (BAD_CONFIG, "", True)
+    out, err = cli("show", 1, code=BAD_CONFIG)
+    assert out == "" and error in err
 
 
-def test_a_configuration_that_cannot_be_read_is_none(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_configuration_is_a_note(kept: Path, cli: CommandLine) -> None:
     (kept / "config.yaml").write_text("{")
-    code, _, err = run(capsys, 1)
-    assert (code, "names no model.path, so there is no tokenizer for texts" in err) == (0, True)
+    assert "names no model.path, so there is no tokenizer for texts" in cli("show", 1).err

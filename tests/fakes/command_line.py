@@ -1,0 +1,48 @@
+"""The `asyncrl` command in the process of a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+from asyncrl.cli.main import main
+
+
+class Printed(NamedTuple):
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class CommandLine:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object, code: int = 0) -> Printed:
+        """Run a command and return its output; the test fails unless the command ends with `code`."""
+        assert main([str(argument) for argument in arguments]) == code
+        return Printed(*self._capsys.readouterr())
+
+
+def in_subprocess(*arguments: str) -> tuple[int, set[str], float]:
+    """Return the exit code, the loaded modules and the CPU seconds of a process of its own.
+
+    CPU time and wall time are equal on an idle machine, and only wall time grows on a busy one.
+    """
+    code = (
+        "import sys; from asyncrl.cli.main import main; code = main(sys.argv[1:]); print(); print(*sys.modules);"
+        "sys.exit(code)"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return done.returncode, set(done.stdout.splitlines()[-1].split()), cpu_s
