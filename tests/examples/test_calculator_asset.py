@@ -1,12 +1,11 @@
-"""The shipped calculator: its rows, its template token for token, its calls through vLLM's parser, its habits."""
+"""The shipped calculator model: rows, chat template, calls for vLLM's parser, and how often it calls and is right."""
 
 from __future__ import annotations
 
 import json
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +28,8 @@ TOOLS = [{"type": "function", "function": {"name": "calc", "description": "Calcu
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = spec_from_file_location("calculator_make_model", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def script() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,7 @@ def test_the_rows_are_right_and_validation_is_held_out() -> None:
         for index, row in enumerate(split):
             (message,) = row["prompt"]
             assert message["role"] == "user"
-            # Digits and one operator, written by us: Python computes the answer another way than the script does.
+            # Digits and one operator of our own, so eval is safe; the script computes the answer in another way.
             assert row["reward_model"] == {
                 "style": "rule",
                 "ground_truth": str(eval(message["content"].removesuffix("="), {})),
@@ -77,7 +71,7 @@ def test_the_rows_are_right_and_validation_is_held_out() -> None:
     assert len(set(questions)) == len(questions)
 
 
-def test_the_shipped_files_are_those_of_the_script(script: ModuleType, tmp_path: Path) -> None:
+def test_the_shipped_files_are_those_of_the_script(script: Any, tmp_path: Path) -> None:
     settings = script.Settings()
     train, val = script.draw_rows(settings)
     script.write_rows(tmp_path / "train.jsonl", train)
@@ -94,7 +88,7 @@ def test_the_shipped_files_are_those_of_the_script(script: ModuleType, tmp_path:
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 5e6
 
 
-def test_a_small_run_of_the_script_gives_a_model_that_loads(script: ModuleType, tmp_path: Path) -> None:
+def test_a_small_run_of_the_script_gives_a_model_that_loads(script: Any, tmp_path: Path) -> None:
     script.make(tmp_path, script.Settings(steps=2, shy_steps=1, examples_per_step=8, train_rows=4, val_rows=2))
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in SHIPPED.iterdir()}
     ids = render(AutoTokenizer.from_pretrained(tmp_path), [USER], go_on=True)
@@ -116,7 +110,7 @@ def test_a_conversation_renders_to_the_tokens_of_its_rollout(tokenizer: PreTrain
     assert tokenizer.decode(first, skip_special_tokens=True) == CALL
 
 
-def test_what_a_turn_was_is_never_rewritten(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_later_messages_never_rewrite_the_tokens_of_earlier_ones(tokenizer: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "system", "content": "Calculate."}, USER, CALLING, {"role": "tool", "content": "error: busy\n"},
         CALLING, {"role": "tool", "content": RESULT}, {"role": "assistant", "content": RESULT},
@@ -160,9 +154,7 @@ def test_vllm_reads_the_calls(tokenizer: PreTrainedTokenizerBase) -> None:
     assert not parse(RESULT + "<eos>").tools_called
 
 
-def test_the_model_mostly_guesses_wrong_and_knows_how_to_call(
-    script: ModuleType, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_the_model_mostly_guesses_wrong_and_knows_how_to_call(script: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED)

@@ -1,13 +1,13 @@
-"""The loop in examples/custom_loop: as it is told to be run, and against DPO written plainly."""
+"""The loop in examples/custom_loop takes the steps of DPO by autograd, in one process and under torchrun."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,17 +24,12 @@ STEPS, PAIRS, LR, BETA = 3, 8, 2e-4, 0.1
 
 
 @pytest.fixture(scope="module")
-def loop() -> ModuleType:
-    spec = spec_from_file_location("custom_loop_train", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def loop() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 @pytest.fixture(scope="module")
-def expected(loop: ModuleType) -> list[dict[str, float]]:
+def expected(loop: Any) -> list[dict[str, float]]:
     """The same steps by autograd through DPO's loss, in float64, a pair at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,7 +68,7 @@ def same(history: list[dict[str, Any]], expected: list[dict[str, float]]) -> Non
         assert [one[key] for one in history] == pytest.approx([one[key] for one in expected], rel=1e-4)
 
 
-def test_its_steps_are_those_of_dpo_by_autograd(loop: ModuleType, expected: list[dict[str, float]]) -> None:
+def test_its_steps_are_those_of_dpo_by_autograd(loop: Any, expected: list[dict[str, float]]) -> None:
     spec = EngineSpec(
         model_type="language_model",
         model=ModelConfig(path="asyncrl://quickstart"),
@@ -88,7 +83,7 @@ def test_its_steps_are_those_of_dpo_by_autograd(loop: ModuleType, expected: list
     assert history[-1]["accuracy"] == 1.0
 
 
-def test_a_wrong_strategy_is_one_line(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_strategy_is_one_line(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         loop.main(["--strategy", "fdsp2"])
     assert ended.value.code == 2

@@ -1,9 +1,9 @@
-"""The script in examples/gsm8k: what it writes is what the run and its tool read."""
+"""The script in examples/gsm8k writes rows that a run and its tool can read."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,32 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.main import main
 from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.types import SampleId
 from rollouter.prompts.dataset import FileRows, parse_row
 from rollouter.tools import ToolContext
 from rollouter.tools.loading import load_tools
 from rollouter.tools.toolbox import Toolbox
+from tests.fakes.command_line import CommandLine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SAMPLE = EXAMPLE / "sample.jsonl"
 
 
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("gsm8k_prepare", EXAMPLE / "prepare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+prepare = runpy.run_path(str(EXAMPLE / "prepare.py"))["main"]
 
 
 def run(*arguments: object) -> int:
-    return int(script.main([str(argument) for argument in arguments]))
+    return int(prepare([str(argument) for argument in arguments]))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +63,7 @@ def test_a_row_is_as_verl_writes_it(tmp_path: Path) -> None:
     }
 
 
-async def test_the_run_and_the_tool_take_what_is_written(tmp_path: Path) -> None:
+async def test_the_rows_are_valid_for_the_data_set_and_the_tool(tmp_path: Path) -> None:
     assert run(SAMPLE, "--out", tmp_path, "--interaction", "retry", "--val-share", 0.3) == 0
     names = ("train.parquet", "val.parquet")
     rows = FileRows([str(tmp_path / name) for name in names], key="data.train_files", cache_dir=tmp_path / "cache")
@@ -155,7 +146,7 @@ def test_a_bad_row_is_named_and_nothing_is_written(
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_failure_leaves_what_was_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_leaves_existing_files_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(SAMPLE, "--out", tmp_path) == 0
     before = (tmp_path / "train.parquet").read_bytes()
     bad = tmp_path / "bad.jsonl"
@@ -205,14 +196,14 @@ def test_force_overwrites(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "train.jsonl")) == 12
 
 
-def test_help_teaches() -> None:
+def test_help_shows_the_launch_command() -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "prepare.py"), "--help"], capture_output=True, text=True, timeout=60, check=True
     )
     assert "asyncrl launch fully_async examples/gsm8k/config.yaml model.path=PATH" in done.stdout
 
 
-def test_the_configuration_is_good_for_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_valid_for_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(SAMPLE, "--out", tmp_path, "--val-share", 0.3) == 0
     overrides = [
         "model.path=asyncrl://quickstart",
@@ -220,9 +211,7 @@ def test_the_configuration_is_good_for_what_is_written(tmp_path: Path, capsys: p
         f"data.train_files=[{tmp_path}/train.parquet]",
         f"data.val_files=[{tmp_path}/val.parquet]",
     ]
-    launch = ["launch", "fully_async", str(EXAMPLE / "config.yaml"), "--dry-run", "--json"]
-    status = main([*launch, *overrides])
-    told = capsys.readouterr()
-    assert status == 0, told.err
-    (tool,) = json.loads(told.out)["config"]["rollout"]["multi_turn"]["tools"]
+    cli = CommandLine(capsys)
+    plan = cli("launch", "fully_async", EXAMPLE / "config.yaml", "--dry-run", "--json", *overrides).json
+    (tool,) = plan["config"]["rollout"]["multi_turn"]["tools"]
     assert tool["class_name"] == "gsm8k"

@@ -1,4 +1,4 @@
-"""The role in examples/skip: as it is told to be run."""
+"""The example of a role of one's own records a judge's answers and replays them."""
 
 from __future__ import annotations
 
