@@ -1,7 +1,8 @@
-"""Supervision of queue, store and replicas, without any of them."""
+"""Queue, store and replicas are supervised by their status alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ LATE = DeadlineError("it did not answer")
 
 
 class Rig:
-    """A `Watch` whose parts are never asked; killed processes are only noted."""
+    """A `ServiceWatch` that gets statuses from the test; the processes that it kills are recorded."""
 
     def __init__(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, max_restarts: int = 10, **timeouts: int
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_restarts: int, timeouts: dict[str, int]
     ) -> None:
         config = Config.model_validate({"timeouts": timeouts})
         recorder = Recorder([], View())
@@ -57,10 +58,16 @@ class Rig:
         await self.watch._on_store_status(StoreStatus(pid, None, reports, informed, at))
 
 
-async def test_restarts_by_ray_are_recorded_and_charged_to_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, monkeypatch, max_restarts=2)
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRig:
+    return lambda max_restarts=10, **timeouts: Rig(tmp_path, monkeypatch, max_restarts, timeouts)
+
+
+async def test_restarts_by_ray_are_recorded_and_charged_to_the_budget(make_rig: MakeRig) -> None:
+    rig = make_rig(max_restarts=2)
     for pid in (7, 7, 8):
         await rig.watch._on_queue_status(queue_status(pid=pid))
     await rig.store_has(pid=20)
@@ -76,26 +83,24 @@ async def test_restarts_by_ray_are_recorded_and_charged_to_the_budget(
         await rig.watch._on_queue_status(queue_status(pid=10))
 
 
-async def test_restarts_while_the_run_stops_are_not_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(tmp_path, monkeypatch, max_restarts=1)
+async def test_restarts_while_the_run_stops_are_not_charged(make_rig: MakeRig) -> None:
+    rig = make_rig(max_restarts=1)
     rig.status.phase = "stopping"
     for pid in range(5):
         await rig.watch._on_queue_status(queue_status(pid=pid))
     assert len(rig.restarts) == 4
 
 
-async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, monkeypatch, start_s=1000)
+async def test_an_unresponsive_queue_is_killed_once(make_rig: MakeRig) -> None:
+    rig = make_rig(start_s=1000)
     queue = rig.watch.queue
     await queue.on_timeout(LATE)
-    assert rig.killed == [], "it has never been heard of"
+    assert rig.killed == [], "it has not answered once"
     queue.on_answer(7, "")
     for now_s in (0.0, 30.0, 900.0):
         rig.clock.now_s = now_s
         await queue.on_timeout(LATE)
-    assert rig.killed == [7], "its successor is rebuilding, and was killed over it"
+    assert rig.killed == [7], "its successor is rebuilding its state"
     assert rig.restarts == []
     queue.on_answer(8, "")
     assert rig.restarts == [("queue", 2, "it did not answer")]
@@ -107,10 +112,8 @@ async def test_a_queue_that_is_slow_to_come_back_is_killed_once(
         await queue.on_timeout(LATE)
 
 
-async def test_a_queue_that_died_and_is_slow_to_come_back_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, monkeypatch, start_s=1000)
+async def test_a_queue_that_died_has_time_to_come_back(make_rig: MakeRig) -> None:
+    rig = make_rig(start_s=1000)
     rig.watch.queue.on_answer(7, "")
     rig.gone.add(7)
     for now_s in (0.0, 900.0):
@@ -126,10 +129,8 @@ async def test_a_queue_that_died_and_is_slow_to_come_back_is_waited_for(
         await rig.watch.queue.on_timeout(LATE)
 
 
-async def test_replicas_that_serve_replaces_count_against_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, monkeypatch, max_restarts=1)
+async def test_replicas_that_serve_replaces_count_against_the_budget(make_rig: MakeRig) -> None:
+    rig = make_rig(max_restarts=1)
     async with anyio.create_task_group() as ends:
         for names in ("a", "ab"):
             await rig.store_has(*(report(name, reported_at=float(ord(name))) for name in names))
@@ -142,9 +143,9 @@ async def test_replicas_that_serve_replaces_count_against_the_budget(
 
 
 async def test_an_unresponsive_replica_is_ended_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, monkeypatch, probe_s=90)
+    rig = make_rig(probe_s=90)
     ended: list[str] = []
 
     async def end(hung: Any) -> None:
@@ -164,9 +165,9 @@ async def test_an_unresponsive_replica_is_ended_in_the_background(
 
 @pytest.mark.parametrize("serve_fails", [False, True])
 async def test_a_replica_that_is_not_replaced_ends_the_run_with_the_message_of_serve(
-    serve_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve_fails: bool, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, monkeypatch, start_s=100)
+    rig = make_rig(start_s=100)
 
     async def said(namespace: str) -> str:
         if serve_fails:
@@ -179,10 +180,8 @@ async def test_a_replica_that_is_not_replaced_ends_the_run_with_the_message_of_s
     assert ("no such kernel" in caught.value.cause) is not serve_fails
 
 
-async def test_a_restarted_store_is_informed_until_it_has_a_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(tmp_path, monkeypatch)
+async def test_a_restarted_store_is_informed_until_it_has_a_version(make_rig: MakeRig) -> None:
+    rig = make_rig()
     answers: list[InfraError | None] = [InfraError("the trainer is gone"), None]
 
     async def republish() -> None:
@@ -193,8 +192,8 @@ async def test_a_restarted_store_is_informed_until_it_has_a_version(
         group.start_soon(rig.watch.keep_store_informed, republish)
         await rig.store_has()
         await anyio.wait_all_tasks_blocked()
-        assert len(answers) == 2, "it has forgotten nothing"
-        for left in (1, 0):  # whatever process it is, and while the run still starts
+        assert len(answers) == 2, "the store has its version"
+        for left in (1, 0):  # the phase of the run does not matter
             rig.status.phase = "starting"
             await rig.store_has(informed=False)
             await anyio.wait_all_tasks_blocked()
@@ -205,9 +204,9 @@ async def test_a_restarted_store_is_informed_until_it_has_a_version(
 
 
 async def test_a_queue_without_a_journal_that_does_not_answer_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, monkeypatch)
+    rig = make_rig()
 
     class Client:
         def __init__(self, *_: object) -> None:
@@ -217,13 +216,9 @@ async def test_a_queue_without_a_journal_that_does_not_answer_ends_the_run(
             raise LATE
 
     monkeypatch.setattr(watch_module, "QueueClient", Client)
-    for journal, heard in (("off", True), ("on", False)):
-        rig.watch._config = replace_journal(rig.watch._config, journal)
-        rig.status.queue = queue_status() if heard else None
+    for journal, status in (("off", queue_status()), ("on", None)):
+        rig.watch._config = rig.watch._config.model_copy(update={"journal": journal})
+        rig.status.queue = status
         with pytest.raises(DeadlineError, match="did not answer"):
             await rig.watch.probe_queue()
     assert rig.killed == []
-
-
-def replace_journal(config: Config, journal: str) -> Config:
-    return config.model_copy(update={"journal": journal})

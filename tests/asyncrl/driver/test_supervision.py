@@ -1,9 +1,9 @@
-"""Restarts of a part, with one that fails as the test says."""
+"""A supervisor replaces a part that fails as the test scripts it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -15,6 +15,7 @@ from asyncrl.core.records import RunRecord, StepRecord
 from asyncrl.core.retry import RestartBudget
 from asyncrl.driver.supervision import Supervisor
 from asyncrl.observe.status.run_status import Restart
+from tests.fakes.parts import ManualClock
 
 
 def step(number: int) -> StepRecord:
@@ -75,33 +76,46 @@ class ScriptedPart:
         self.asked_to_stop.set()
 
 
-class Seen:
-    def __init__(self, part: ScriptedPart, *, max_restarts: int = 3) -> None:
+class Supervised:
+    """A supervisor of `part`, its records and its restarts."""
+
+    def __init__(self, part: ScriptedPart) -> None:
+        self.part = part
         self.restarts: list[Restart] = []
         self.records: list[RunRecord] = []
-        self.now_s = 0.0
-        budget = RestartBudget("Rollouter", max_restarts, math.inf)
+        self.clock = ManualClock()
+        budget, loss = RestartBudget("Rollouter", 3, math.inf), ", and its last checkpoint with it"
         self.supervisor = Supervisor(
-            part,
-            budget,
-            self.restarts.append,
-            loss=", and its last checkpoint with it",
-            clock=lambda: self.now_s,
-            wall_clock=lambda: self.now_s,
+            part, budget, self.restarts.append, loss=loss, clock=self.clock, wall_clock=self.clock
         )
 
     async def put(self, record: RunRecord) -> None:
         self.records.append(record)
 
+    async def follow(self) -> None:
+        await self.supervisor.follow(self.put)
+
+    async def follow_until(self, ready: anyio.Event, then: Callable[[], Awaitable[None]]) -> None:
+        """Follow the part; once `ready` is set and every task waits, call `then`."""
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.follow)
+                await ready.wait()
+                await anyio.wait_all_tasks_blocked()
+                await then()
+
+    async def stop_when(self, ready: anyio.Event) -> None:
+        await self.follow_until(ready, self.supervisor.stop)
+
 
 async def test_a_part_that_fails_is_killed_and_claimed_before_the_next_one_starts() -> None:
     part = ScriptedPart([step(1), InfraError("it died\nand more")], [step(2)])
-    seen = Seen(part)
-    await seen.supervisor.follow(seen.put)
+    seen = Supervised(part)
+    await seen.follow()
     assert seen.records == [step(1), step(2)]
     assert part.did == ["run", "kill", "claim 2", "start 2", "run"]
     assert seen.restarts == [Restart("rollouter", 2, 0.0, "it died")]
-    seen.now_s = 7.0
+    seen.clock.now_s = 7.0
     seen.supervisor.mark_working()
     seen.supervisor.mark_working()
     assert seen.restarts[1:] == [Restart("rollouter", 2, 0.0, "it died", 7.0, "2 given back")]
@@ -110,9 +124,9 @@ async def test_a_part_that_fails_is_killed_and_claimed_before_the_next_one_start
 async def test_a_part_that_fails_to_start_is_replaced_until_the_budget_is_spent() -> None:
     part = ScriptedPart([InfraError("first")], [InfraError("second")])
     part.starts = [InfraError("not up"), None, InfraError("not up either")]
-    seen = Seen(part)
+    seen = Supervised(part)
     with pytest.raises(InfraError, match=r"failed 4 times within .*\(recovery.max_restarts=3\); .*: not up either"):
-        await seen.supervisor.follow(seen.put)
+        await seen.follow()
     assert [did for did in part.did if did.startswith("start")] == ["start 2", "start 3", "start 4"]
     assert [restart.cause for restart in seen.restarts] == ["first", "not up", "second"]
     assert seen.supervisor.incarnation == 4
@@ -121,9 +135,9 @@ async def test_a_part_that_fails_to_start_is_replaced_until_the_budget_is_spent(
 @pytest.mark.parametrize("error", [UserCodeError("theirs"), BugError("ours"), DiskFullError("full")])
 async def test_errors_that_would_repeat_end_the_run(error: Exception) -> None:
     part = ScriptedPart([error])
-    seen = Seen(part)
+    seen = Supervised(part)
     with pytest.raises(type(error)):
-        await seen.supervisor.follow(seen.put)
+        await seen.follow()
     assert part.did == ["run"] and seen.restarts == []
 
 
@@ -131,7 +145,7 @@ async def test_failures_of_claim_and_put_end_the_run() -> None:
     part = ScriptedPart([InfraError("it died")])
     part.claims = [InfraError("the queue is gone")]
     with pytest.raises(InfraError, match="the queue is gone"):
-        await Seen(part).supervisor.follow(Seen(part).put)
+        await Supervised(part).follow()
     assert "start 2" not in part.did
 
     async def put(record: RunRecord) -> None:
@@ -139,65 +153,54 @@ async def test_failures_of_claim_and_put_end_the_run() -> None:
 
     part = ScriptedPart([step(1)])
     with pytest.raises(InfraError, match="cannot write"):
-        await Seen(part).supervisor.follow(put)
+        await Supervised(part).supervisor.follow(put)
     assert part.did == ["run"]
 
 
 async def test_an_unresponsive_part_is_replaced() -> None:
     part = ScriptedPart([step(1), HANG], [step(2)])
-    seen = Seen(part)
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as group:
-            group.start_soon(seen.supervisor.follow, seen.put)
-            await part.running.wait()
-            await anyio.wait_all_tasks_blocked()
-            seen.supervisor.replace_unresponsive(DeadlineError("no answer"))
-            seen.supervisor.replace_unresponsive(DeadlineError("told once only"))
+    seen = Supervised(part)
+
+    async def report_twice() -> None:
+        seen.supervisor.replace_unresponsive(DeadlineError("no answer"))
+        seen.supervisor.replace_unresponsive(DeadlineError("a second report"))
+
+    await seen.follow_until(part.running, report_twice)
     assert seen.records == [step(1), step(2)]
     assert [restart.cause for restart in seen.restarts] == ["no answer"]
 
 
-async def stopped(seen: Seen, ready: Callable[[], anyio.Event]) -> None:
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as group:
-            group.start_soon(seen.supervisor.follow, seen.put)
-            await ready().wait()
-            await anyio.wait_all_tasks_blocked()
-            await seen.supervisor.stop()
-
-
 async def test_a_stop_asks_the_process_that_is_up() -> None:
     part = ScriptedPart([HANG])
-    await stopped(Seen(part), lambda: part.running)
+    await Supervised(part).stop_when(part.running)
     assert part.did == ["run", "stop"]
 
 
 async def test_a_stop_during_a_restart_does_not_start_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
     part = ScriptedPart([InfraError("it died")])
     part.starts = [HANG]
-    seen = Seen(part)
-    await stopped(seen, lambda: part.starting)
-    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "what was half up would be left running"
-    assert seen.supervisor.replacing_since is None, "nobody is being replaced any more"
+    seen = Supervised(part)
+    await seen.stop_when(part.starting)
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "a half-started process is not left running"
+    assert seen.supervisor.replacing_since is None
     seen.supervisor.mark_working()
     assert [restart.recovered_at for restart in seen.restarts] == [None]
     assert "was being replaced when the run was stopped, and its last checkpoint with it" in caplog.text
 
 
 async def test_a_stop_right_after_a_successful_start_is_not_lost() -> None:
-    """Its start has succeeded and cannot be cancelled any more, and nobody has gone on from there yet."""
+    """The start can no longer be cancelled, and the supervisor has not continued from it yet."""
     part = ScriptedPart([InfraError("it died")], [HANG])
     up = anyio.Event()
     part.starts = [up]
-    seen = Seen(part)
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as group:
-            group.start_soon(seen.supervisor.follow, seen.put)
-            await part.starting.wait()
-            await anyio.wait_all_tasks_blocked()
-            up.set()
-            await seen.supervisor.stop()
-    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "nobody would ever ask it to stop"
+    seen = Supervised(part)
+
+    async def start_and_stop() -> None:
+        up.set()
+        await seen.supervisor.stop()
+
+    await seen.follow_until(part.starting, start_and_stop)
+    assert part.did == ["run", "kill", "claim 2", "start 2", "kill"], "otherwise it would never be asked to stop"
     assert seen.supervisor.replacing_since is None
 
 
@@ -214,8 +217,8 @@ class FailsWhenStopped(ScriptedPart):
 
 async def test_a_part_that_dies_while_it_stops_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
     part = FailsWhenStopped(InfraError("a rank died"))
-    seen = Seen(part)
-    await stopped(seen, lambda: part.running)
+    seen = Supervised(part)
+    await seen.stop_when(part.running)
     assert part.did == ["run", "stop"] and seen.restarts == []
     assert "failed while the run was stopping, and its last checkpoint with it: a rank died" in caplog.text
 
@@ -223,12 +226,12 @@ async def test_a_part_that_dies_while_it_stops_has_stopped(caplog: pytest.LogCap
 async def test_a_disk_that_is_full_while_a_part_stops_is_a_failure() -> None:
     part = FailsWhenStopped(DiskFullError("no checkpoint"))
     with pytest.raises(ExceptionGroup) as caught:
-        await stopped(Seen(part), lambda: part.running)
+        await Supervised(part).stop_when(part.running)
     assert "no checkpoint" in str(caught.value.exceptions[0])
 
 
-class Deaf(ScriptedPart):
-    """It dies when it is asked to stop, and its stream tells later."""
+class DiesWhenAskedToStop(ScriptedPart):
+    """Its request to stop fails before its record stream does."""
 
     async def stop(self) -> None:
         await super().stop()
@@ -236,16 +239,16 @@ class Deaf(ScriptedPart):
 
 
 async def test_a_part_that_cannot_be_asked_to_stop_is_no_failure_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    part = Deaf([HANG])
-    await stopped(Seen(part), lambda: part.running)
+    part = DiesWhenAskedToStop([HANG])
+    await Supervised(part).stop_when(part.running)
     assert part.did == ["run", "stop"]
     assert "could not be asked to stop: its process died" in caplog.text
 
 
 async def test_a_part_that_has_ended_can_be_started_again() -> None:
     part = ScriptedPart([step(1)], [InfraError("it died")], [step(2)])
-    seen = Seen(part)
-    await seen.supervisor.follow(seen.put)
+    seen = Supervised(part)
+    await seen.follow()
     await seen.supervisor.follow_again(seen.put)
     assert seen.records == [step(1), step(2)]
     assert part.did == ["run", "kill", "claim 2", "start 2", "run", "kill", "claim 3", "start 3", "run"]
