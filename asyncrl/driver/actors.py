@@ -230,8 +230,6 @@ class SupervisedTrainer(_SupervisedActor):
     ) -> None:
         """
         Args:
-            config: of the run.
-            run_dir: contains its checkpoints.
             resume: what the first process continues from.
             on_rewind: awaited after a rewind, with where training continues.
             validated_step: see `Trainer.start`.

@@ -155,33 +155,30 @@ class HealthMonitor:
         """Yield the processes with a current report. The last status of a part that is being replaced is outdated."""
         status = self._status
         silent = {*silent_s, *status.restarting}
-        reports: list[tuple[str, Any]] = [
+        parts: list[tuple[str, Any]] = [
             ("driver", self._own.measure()),
             ("queue", status.queue.health if status.queue is not None else None),
             ("store", status.store.health if status.store is not None else None),
             ("rollouter", status.rollouter.get("health")),
             ("trainer", status.trainer.get("health")),
         ]
-        reports = [(name, health) for name, health in reports if name not in silent]
-        if "trainer" not in silent:  # which reports its ranks
-            ranks: list[Mapping[str, Any]] = status.trainer.get("ranks", [])
-            reports += [(f"rank-{rank['group']}-{rank['rank']}", rank.get("health")) for rank in ranks]
-        for report in self._replicas():
-            reports += [
-                (f"replica-{report.replica}", report.health),
-                (f"engine-{report.replica}", report.engine_health),
-            ]
-        return ((name, health) for name, health in reports if health is not None)
+        yield from ((name, health) for name, health in parts if name not in silent and health is not None)
+        for name, _, health in self._ranks_and_replicas():
+            if health is not None and not (name.startswith("rank-") and "trainer" in silent):
+                yield name, health
 
     def _elsewhere(self) -> frozenset[str]:
         """Return the processes on other nodes than that of driver and Trainer."""
         here = self._status.trainer.get("node_id")
-        ranks: list[Mapping[str, Any]] = self._status.trainer.get("ranks", [])
-        found = {f"rank-{rank['group']}-{rank['rank']}" for rank in ranks if rank["node_id"] != here}
+        return frozenset(name for name, node_id, _ in self._ranks_and_replicas() if node_id != here)
+
+    def _ranks_and_replicas(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, node and health of the Trainer's ranks, the replicas and their engines."""
+        for rank in self._status.trainer.get("ranks", []):
+            yield f"rank-{rank['group']}-{rank['rank']}", rank["node_id"], rank.get("health")
         for report in self._replicas():
-            if report.node_id != here:
-                found |= {f"replica-{report.replica}", f"engine-{report.replica}"}
-        return frozenset(found)
+            yield f"replica-{report.replica}", report.node_id, report.health
+            yield f"engine-{report.replica}", report.node_id, report.engine_health
 
     def _engines(self) -> Iterator[tuple[str, EngineLoad]]:
         return ((report.replica, report.load) for report in self._replicas() if report.load is not None)

@@ -6,9 +6,8 @@ import functools
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 import click
@@ -40,15 +39,7 @@ COMPLETED, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 logger = logging.getLogger(__name__)
 
 
-class LaunchOutcome(NamedTuple):
-    status: RunOutcome
-    error: dict[str, str] | None
-
-    @property
-    def exit_code(self) -> int:
-        if self.error is not None and self.error["type"] == ConfigError.__name__:
-            return BAD_CONFIG
-        return {"completed": COMPLETED, "failed": FAILED, "interrupted": INTERRUPTED}[self.status]
+_EXIT_CODES: Mapping[RunOutcome, int] = {"completed": COMPLETED, "failed": FAILED, "interrupted": INTERRUPTED}
 
 
 def launch(config: Config) -> int:
@@ -107,14 +98,15 @@ async def _launch(
     profile.set_position(step=(resumed.step if resumed else 0) + 1)
     status = RunStatus(config, run_dir, recorder, resumed_at=resumed)
     stale_namespace = earlier.namespace if earlier is not None else ""
-    outcome = await _run(config, run_dir, resume, recorder, view, status, stale_namespace)
-    final = recorder.summary(outcome.status, outcome.error)
-    status.end(outcome.status, outcome.error["message"] if outcome.error is not None else "")
+    outcome, cause = await _run(config, run_dir, resume, recorder, view, status, stale_namespace)
+    final = recorder.summary(outcome, cause)
+    status.end(outcome, cause["message"] if cause is not None else "")
     await recorder.aclose()
     await to_thread.run_sync(profile.close)
     summary.write(final)
     view.finish(final, run_dir.path, *recorder.examples())
-    return outcome.exit_code
+    is_bad_config = cause is not None and cause["type"] == ConfigError.__name__
+    return BAD_CONFIG if is_bad_config else _EXIT_CODES[outcome]
 
 
 def _read_state(path: Path) -> RunState | None:
@@ -133,8 +125,8 @@ async def _run(
     view: View,
     status: RunStatus,
     stale_namespace: str,
-) -> LaunchOutcome:
-    """Run to the end and return the outcome. `stale_namespace`: of the run's last driver."""
+) -> tuple[RunOutcome, dict[str, str] | None]:
+    """Run to the end and return the outcome and the error. `stale_namespace`: of the run's last driver."""
     interrupts = Interrupts()
     view.phase("starting Ray")
     try:
@@ -155,10 +147,10 @@ async def _run(
                 group.cancel_scope.cancel()
     except Exception as error:  # it goes into summary.json, with its traceback
         logger.debug("the run ended", exc_info=True)
-        return LaunchOutcome(_final_status(error, interrupted=interrupts.received), describe_error(error, "driver"))
+        return _final_status(error, interrupted=interrupts.received), describe_error(error, "driver")
     finally:
         view.phase("")
-    return LaunchOutcome("interrupted" if interrupts.received else "completed", None)
+    return "interrupted" if interrupts.received else "completed", None
 
 
 def _final_status(error: Exception, *, interrupted: bool) -> RunOutcome:

@@ -158,13 +158,6 @@ class _ResumeSource(NamedTuple):
     """None: there is no journal, or it is not used."""
 
 
-class _NothingFound(NamedTuple):
-    """A run directory has nothing to resume from."""
-
-    why: str
-    """The reason, as a phrase whose subject is the run; empty: there is no run."""
-
-
 def _newest(config: Config, root: Path, warn: Callable[[str], None]) -> _ResumeSource | None:
     if config.run_dir is not None:
         return _in_run_dir(Path(config.run_dir), config, warn)
@@ -172,10 +165,10 @@ def _newest(config: Config, root: Path, warn: Callable[[str], None]) -> _ResumeS
     found: _ResumeSource | None = None
     for run in runs_of(config.experiment_name, root=root):
         source = _find_in(run.path, config)
-        if isinstance(source, _ResumeSource):
+        if not isinstance(source, str):
             found = source
             break
-        passed.append(f"{run.path.name} ({source.why or 'it is empty'})")
+        passed.append(f"{run.path.name} ({source or 'it is empty'})")
     if passed:
         onward = f"continues {found.run_dir}" if found is not None else "finds no run to continue and begins a new one"
         more = f", and {len(passed) - MAX_NAMED_RUNS} more" if len(passed) > MAX_NAMED_RUNS else ""
@@ -185,38 +178,37 @@ def _newest(config: Config, root: Path, warn: Callable[[str], None]) -> _ResumeS
 
 def _in_run_dir(run_dir: Path, config: Config, warn: Callable[[str], None]) -> _ResumeSource | None:
     source = _find_in(run_dir, config)
-    if isinstance(source, _ResumeSource):
+    if not isinstance(source, str):
         return source
-    if source.why == _COMPLETED:
+    if source == _COMPLETED:
         raise ConfigError(
             f"the run in {run_dir} {_COMPLETED}: there is nothing to continue, and starting it again would replace "
             f"its records. For another run, give another run_dir."
         )
-    if source.why:
-        warn(
-            f"resume=auto starts the run in {run_dir} anew: it {source.why}. Its records are set aside as *-abandoned-*"
-        )
+    if source:
+        warn(f"resume=auto starts the run in {run_dir} anew: it {source}. Its records are set aside as *-abandoned-*")
     return None
 
 
 _COMPLETED = "is completed and left no checkpoint"
 
 
-def _find_in(run_dir: Path, config: Config) -> _ResumeSource | _NothingFound:
-    """Look for a checkpoint or a journal in the run directory."""
+def _find_in(run_dir: Path, config: Config) -> _ResumeSource | str:
+    """Return the checkpoint and the journal in the run directory; if it has neither, the reason as a phrase whose
+    subject is the run, empty if there is no run."""
     head = read_head(run_dir) if config.journal == "on" else None
     history = head.history if head is not None else NO_REWINDS
     if (checkpoint := find_latest(run_dir, history)) is not None:
         return _ResumeSource(run_dir, checkpoint, head)
     if completed_at(run_dir) is not None:
-        return _NothingFound(_COMPLETED)
+        return _COMPLETED
     if head is not None and not head.damage:
         return _ResumeSource(run_dir, None, head)
     if not (run_dir / "config.yaml").exists():
-        return _NothingFound("")
+        return ""
     if head is not None:
-        return _NothingFound(f"has no checkpoint, and its journal is damaged: {head.damage}")
-    return _NothingFound(f"has no checkpoint, and {'journal=off' if config.journal == 'off' else 'no journal'}")
+        return f"has no checkpoint, and its journal is damaged: {head.damage}"
+    return f"has no checkpoint, and {'journal=off' if config.journal == 'off' else 'no journal'}"
 
 
 def _named(config: Config) -> _ResumeSource:
@@ -224,12 +216,12 @@ def _named(config: Config) -> _ResumeSource:
     if _CHECKPOINT.fullmatch(path.absolute().name) or (path / MANIFEST).exists():
         return _checkpoint(path.absolute(), config)
     found = _find_in(path.parent if path.name == CHECKPOINTS else path, config)
-    if isinstance(found, _NothingFound):
-        why = f": the run {found.why}" if found.why else ""
+    if isinstance(found, str):
+        why = f": the run {found}" if found else ""
         raise ConfigError(
             f"resume={config.resume}: there is no checkpoint to continue from, and no journal of a run that died "
-            f"before "
-            f"its first one{why}. Give none, auto, a run directory that has {CHECKPOINTS}/step_*, or one of those"
+            f"before its first one{why}. Give none, auto, a run directory that has {CHECKPOINTS}/step_*, or one of "
+            "those"
         )
     return found
 
@@ -265,7 +257,7 @@ def _resume(config: Config, found: _ResumeSource) -> Resume:
     manifest = Manifest(Progress(), QueueSnapshot(1, (), SampleCounts(), 0), run_identity(config))
     if checkpoint is not None:
         manifest = load_manifest(checkpoint)
-        _check_identity(checkpoint, manifest.identity, run_identity(config), weights=checkpoint)
+        _check_identity(checkpoint, manifest.identity, run_identity(config), checkpoint)
         _check_architecture(checkpoint, config.model.path)
         _check_critic(checkpoint, manifest, config)
     # Even if the journal is missing (which the queue reports), new files must not reuse the names of existing ones.
@@ -291,7 +283,7 @@ def _lineages(run_dir: Path) -> list[int]:
     return [0 if state is None else state.lineage, *checkpoints]
 
 
-def _check_identity(file: Path, saved: Mapping[str, Any], present: Mapping[str, Any], *, weights: Path | None) -> None:
+def _check_identity(file: Path, saved: Mapping[str, Any], present: Mapping[str, Any], weights: Path | None) -> None:
     """Check the settings. `weights`: the checkpoint whose weights a new run could start from instead."""
     if (key := _differs(saved, present)) is not None:
         raise ConfigError(
@@ -303,15 +295,14 @@ def _check_identity(file: Path, saved: Mapping[str, Any], present: Mapping[str, 
 
 def _check_journal(run_dir: Path, head: JournalHead, config: Config, checkpoint: Path | None) -> None:
     file, of_run = run_dir / JOURNAL, run_identity(config)
-    _check_identity(file, {key: head.identity.get(key) for key in of_run}, of_run, weights=checkpoint)
+    _check_identity(file, {key: head.identity.get(key) for key in of_run}, of_run, checkpoint)
     present = journal_identity(config)
     if (key := _differs(head.identity, present)) is not None:
         alone = f"; or continue from {checkpoint.name} alone and generate them again: journal=off" if checkpoint else ""
         raise ConfigError(
             f"{file} has samples that were generated with {key}={head.identity.get(key)!r}, this run has "
             f"{present.get(key)!r}: training would treat them as generated with the new setting. Restore the "
-            f"setting{alone}; or "
-            f"start anew with resume=none{_from_weights(checkpoint)}."
+            f"setting{alone}; or start anew with resume=none{_from_weights(checkpoint)}."
         )
 
 
@@ -340,9 +331,9 @@ def _check_same_model(run_dir: Path, config: Config) -> None:
 def _check_critic(checkpoint: Path, manifest: Manifest, config: Config) -> None:
     if config.needs_critic and not any(name.startswith("critic/") for name in manifest.files):
         raise ConfigError(
-            f"{checkpoint} has no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} needs: it "
-            f"was written with another estimator. Restore that one, or start anew with resume=none "
-            f"(model.path={checkpoint / HF_DIRECTORY} starts from its weights)."
+            f"{checkpoint} has no critic, which algorithm.adv_estimator={config.algorithm.adv_estimator} needs: it was "
+            f"written with another estimator. Restore that one, or start anew with resume=none"
+            f"{_from_weights(checkpoint)}."
         )
 
 
