@@ -1,6 +1,8 @@
-"""What the driver makes of the replicas' reports."""
+"""The driver finds replaced, unresponsive and missing replicas by their reports."""
 
 from __future__ import annotations
+
+import pytest
 
 from asyncrl.core.ports import ReplicaPhase, ReplicaReport
 from asyncrl.driver.supervision import ReplicaChanges, ReplicaWatch
@@ -9,26 +11,29 @@ from asyncrl.observe.status.run_status import Restart
 NOTHING = ReplicaChanges()
 
 
-def report(replica: str, at: float, phase: ReplicaPhase = "serving", told: str = "") -> ReplicaReport:
-    return ReplicaReport(replica, "node", 7, (), phase, at, 0, 0, 0, 0, at, told)
+def report(replica: str, at: float, phase: ReplicaPhase = "serving", error: str = "") -> ReplicaReport:
+    return ReplicaReport(replica, "node", 7, (), phase, at, 0, 0, 0, 0, at, error)
 
 
-def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+@pytest.fixture
+def watch() -> ReplicaWatch:
+    return ReplicaWatch(2, limit_s=60.0, start_s=600.0)
+
+
+def test_a_new_name_after_the_first_full_set_is_a_replacement_until_it_serves(watch: ReplicaWatch) -> None:
     assert watch.update([report("a", 1.0, "starting")], 1.0) == NOTHING
     assert watch.update([report("a", 2.0), report("b", 2.0)], 2.0) == NOTHING
     assert watch.update([report("a", 2.5, "broken", "no engine"), report("b", 5.0)], 5.0) == NOTHING
     restart = Restart("replica", 2, 2.5, "no engine", detail="replica c")
     seen = watch.update([report("a", 2.5, "broken", "no engine"), report("b", 6.0), report("c", 6.0, "starting")], 6.0)
     assert seen == ReplicaChanges((restart,), (), ())
-    # the store still knows the one that is gone
+    # The store still has the report of the replica that is gone.
     seen = watch.update([report("a", 2.5), report("b", 7.0), report("c", 7.5)], 8.0)
     assert seen.replaced == () and [one.recovered_at for one in seen.recovered] == [7.5]
     assert watch.update([report("a", 2.5), report("b", 9.0), report("c", 9.0)], 9.0) == NOTHING
 
 
-def test_a_silent_replica_is_unresponsive_once() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_silent_replica_is_unresponsive_once(watch: ReplicaWatch) -> None:
     stuck = report("a", 1.0)
     assert watch.update([stuck, report("b", 60.0)], 61.0) == NOTHING
     assert watch.update([stuck, report("b", 62.0)], 62.0).unresponsive == (stuck,)
@@ -38,9 +43,8 @@ def test_a_silent_replica_is_unresponsive_once() -> None:
     ]
 
 
-def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive() -> None:
-    """Two are silent, and it is the other one that is gone."""
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive(watch: ReplicaWatch) -> None:
+    """Two replicas are silent, and the one with the newer report is gone."""
     hangs, dead = report("a", 1.0), report("b", 2.0)
     assert watch.update([hangs, dead], 2.0) == NOTHING
     assert len(watch.update([hangs, dead, report("c", 10.0)], 10.0).replaced) == 1
@@ -50,9 +54,8 @@ def test_a_replica_that_hangs_while_another_is_replaced_is_unresponsive() -> Non
     assert hangs not in seen.unresponsive
 
 
-def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone() -> None:
+def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone(watch: ReplicaWatch) -> None:
     """`b` died just after its report, and its successor came before the next one of `a`."""
-    watch = ReplicaWatch(2, 60.0, 600.0)
     watch.update([report("a", 1.0), report("b", 1.5)], 1.5)
     assert len(watch.update([report("a", 1.0), report("b", 1.5), report("c", 1.8)], 1.8).replaced) == 1
     for second in range(2, 1000):
@@ -62,46 +65,41 @@ def test_a_report_of_a_presumed_gone_replica_means_that_another_is_gone() -> Non
         assert {one.replica for one in seen.unresponsive} <= {"b"}
 
 
-def test_a_silent_store_does_not_make_replicas_unresponsive() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_silent_store_does_not_make_replicas_unresponsive(watch: ReplicaWatch) -> None:
     watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
-    # It was away for two minutes, and its successor has not been told of anybody yet.
+    # The store was away for two minutes, and its successor has no report yet.
     assert watch.update([], 120.0, store_since=119.0) == NOTHING
     assert watch.update([report("a", 121.0)], 121.0, store_since=119.0) == NOTHING
     assert [one.replica for one in watch.update([report("a", 180.0)], 180.0, store_since=119.0).unresponsive] == ["b"]
 
 
-def test_a_restarted_store_without_reports_changes_nothing() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_restarted_store_without_reports_changes_nothing(watch: ReplicaWatch) -> None:
     watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
     assert watch.update([], 2.0) == NOTHING
     assert watch.update([report("b", 3.0)], 3.0) == NOTHING
     assert watch.update([report("b", 4.0), report("a", 4.0)], 4.0) == NOTHING
 
 
-def test_a_replica_that_is_not_replaced_is_missing_once() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_replica_that_is_not_replaced_is_missing_once(watch: ReplicaWatch) -> None:
     gone = report("a", 1.0, "broken", "no engine")
     watch.update([gone, report("b", 1.0)], 1.0)
     assert watch.update([gone, report("b", 62.0)], 62.0) == ReplicaChanges((), (), (gone,))
     assert watch.update([gone, report("b", 662.0)], 662.0) == NOTHING
-    # Those that Serve starts in its place end before they report anything, again and again.
+    # The replicas that Serve starts in its place end before their first report, again and again.
     assert watch.update([gone, report("b", 663.0)], 663.0) == ReplicaChanges((), (), (), (gone,))
     assert watch.update([gone, report("b", 664.0)], 664.0) == NOTHING
 
 
-def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_missing_at_once() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_replica_that_hung_while_the_driver_was_suspended_is_not_missing_at_once(watch: ReplicaWatch) -> None:
     stuck = report("a", 1.0)
     watch.update([stuck, report("b", 1.0)], 1.0)
-    # The driver was stopped for an hour: only now it can end what Serve does not see hanging.
+    # The driver was suspended for an hour: only now it can end the replica that hangs unnoticed by Serve.
     assert watch.update([stuck, report("b", 3600.0)], 3600.0) == ReplicaChanges((), (), (stuck,))
     assert watch.update([stuck, report("b", 4200.0)], 4200.0) == NOTHING
     assert watch.update([stuck, report("b", 4201.0)], 4201.0).missing == (stuck,)
 
 
-def test_a_replica_that_reports_again_may_become_unresponsive_again() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_replica_that_reports_again_may_become_unresponsive_again(watch: ReplicaWatch) -> None:
     watch.update([report("a", 1.0), report("b", 1.0)], 1.0)
     assert [one.replica for one in watch.update([report("b", 100.0)], 100.0).unresponsive] == ["a"]
     assert watch.update([report("a", 110.0), report("b", 110.0)], 110.0) == NOTHING
@@ -109,8 +107,7 @@ def test_a_replica_that_reports_again_may_become_unresponsive_again() -> None:
     assert ([one.replica for one in later.unresponsive], later.missing) == (["a"], ())
 
 
-def test_a_starting_replica_is_not_missing() -> None:
-    watch = ReplicaWatch(2, 60.0, 600.0)
+def test_a_starting_replica_is_not_missing(watch: ReplicaWatch) -> None:
     gone = report("a", 1.0)
     watch.update([gone, report("b", 1.0)], 1.0)
     watch.update([gone, report("b", 600.0), report("c", 600.0, "starting")], 600.0)

@@ -1,4 +1,4 @@
-"""The driver without its parts: probes, run status, and decisions of a run."""
+"""Probes, the run status and the decisions of a run, without its parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -30,10 +31,6 @@ from tests.fakes.parts import ManualClock
 from tests.fakes.run_states import queue_status, report
 
 
-class Ended(Exception):
-    """Ends a probe."""
-
-
 async def test_a_probe_repeats_after_answers_and_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "TICK_S", 0.0)
     slow, slower = DeadlineError("slow"), DeadlineError("slower")
@@ -48,28 +45,18 @@ async def test_a_probe_repeats_after_answers_and_timeouts(monkeypatch: pytest.Mo
             raise answer
         return answer
 
-    async def heard(answer: str) -> None:
+    async def on_answer(answer: str) -> None:
         seen.append(answer)
 
-    async def missed(error: DeadlineError) -> None:
+    async def on_timeout(error: DeadlineError) -> None:
         seen.append(f"missed: {error}")
 
     with pytest.raises(InfraError, match="gone for good"):
-        await probe(ask, 30.0, on_answer=heard, on_timeout=missed)
-    # One that answers when it is asked once more was well: it was this process that stood still.
+        await probe(ask, 30.0, on_answer=on_answer, on_timeout=on_timeout)
+    # A part that answers the second try was well, and this process was suspended.
     assert seen == ["one", "missed: slow", "two", "three"]
-    assert limits == [
-        30.0,
-        30.0,
-        30.0,
-        supervision.RETRY_S,
-        30.0,
-        supervision.RETRY_S,
-        30.0,
-        supervision.RETRY_S,
-        30.0,
-        30.0,
-    ]
+    retry_s = supervision.RETRY_S
+    assert limits == [30.0, 30.0, 30.0, retry_s, 30.0, retry_s, 30.0, retry_s, 30.0, 30.0]
 
 
 async def test_a_probe_ignores_timeouts_while_the_driver_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +69,14 @@ async def test_a_probe_ignores_timeouts_while_the_driver_was_suspended(monkeypat
         if not took:
             raise InfraError("gone for good")
         clock.now_s += took.pop(0)
-        raise DeadlineError(f"{len(took)} to come")
+        raise DeadlineError(f"{len(took)} more")
 
-    async def missed(error: DeadlineError) -> None:
+    async def on_timeout(error: DeadlineError) -> None:
         seen.append(error.message)
 
     with pytest.raises(InfraError, match="gone for good"):
-        await probe(ask, 30.0, on_answer=lambda answer: missed(answer), on_timeout=missed)
-    assert seen == ["3 to come"] and not took, "at the fourth, the first that took no longer than it may"
+        await probe(ask, 30.0, on_answer=on_timeout, on_timeout=on_timeout)
+    assert seen == ["3 more"] and not took, "reported after the fourth, the first second try that ended in time"
 
 
 def test_message_of_a_resumed_run() -> None:
@@ -114,7 +101,7 @@ def test_run_status_combines_all_parts_and_can_be_read_back(tmp_path: Path) -> N
     kept = recorder()
     kept.set_total_steps(20)
     status = RunStatus(Config(), RunDir(tmp_path), kept, resumed_at=ResumePoint(4, 3, "", 2))
-    for trainer in ({}, {"step": 0, "version": 0, "waits": []}):  # it has told nothing, or has not loaded it yet
+    for trainer in ({}, {"step": 0, "version": 0, "waits": []}):  # no report yet, or the checkpoint is not loaded
         status.trainer = trainer
         first = status.state()
         assert (first.phase, first.lineage, first.total_steps, first.queue) == ("starting", 2, 20, None)
@@ -125,12 +112,8 @@ def test_run_status_combines_all_parts_and_can_be_read_back(tmp_path: Path) -> N
     status.trainer = {"step": 6, "version": 5, "waits": []}
     status.answered_at = {"queue": first.written_at, "store": first.written_at - 60.0}
     state = status.state()
-    assert (state.step, state.version, state.published, state.counts) == (
-        6,
-        5,
-        WeightsVersion(2, 5),
-        status.queue.counts,
-    )
+    assert (state.step, state.version, state.published) == (6, 5, WeightsVersion(2, 5))
+    assert state.counts == status.queue.counts
     assert set(state.silent_s) == {"store"}
     assert {(one.part, one.pid) for one in state.processes} >= {("queue", 7), ("store", 8), ("replica", 100)}
     assert state.last_progress_at >= first.last_progress_at
@@ -150,7 +133,7 @@ class RunRig:
 
 
 async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Path) -> None:
-    """And to the next Trainer; to it only what is of the surviving line."""
+    """So does the next Trainer, but only of validations that were not rewound."""
     driver = RunRig(tmp_path)
     assert driver.run._rollout_start() == RolloutStart(True, None, 0)
     assert driver.recorder.validated_step is None
@@ -167,12 +150,12 @@ async def test_the_next_rollouter_knows_which_version_is_validated(tmp_path: Pat
 async def test_a_resumed_run_does_not_validate_its_start_again(tmp_path: Path) -> None:
     first, second = RunRig(tmp_path), RunRig(tmp_path)
     await first.run._put(ValidationRecord(0, 0, {"reward/mean": 0.5}, ()))
-    second.run._recorder = first.recorder  # what it has read of the run's records
+    second.run._recorder = first.recorder  # which has read the run's records
     assert second.run._rollout_start() == RolloutStart(False, None, 0)
 
 
 class Queue:
-    """Says whether it is closed. Nothing is READY or runs: what is left, the Trainer has leased."""
+    """A queue with only leased samples; the test closes it."""
 
     def __init__(self) -> None:
         self.closed = True
@@ -181,16 +164,10 @@ class Queue:
         return replace(queue_status(), ended=True, closed=self.closed)
 
 
-async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_back(tmp_path: Path) -> None:
+async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_is_rewound(tmp_path: Path) -> None:
     driver, queue, answers = RunRig(tmp_path), Queue(), list[bool]()
     driver.run._queue = queue  # type: ignore[assignment]
-    told: list[bool] = []
-
-    async def served() -> None:
-        told.append(True)
-        if len(told) == 1:
-            raise InfraError("it died over that")
-
+    served = AsyncMock(side_effect=[InfraError("it died"), None])
     driver.run._trainer_part.served = served  # type: ignore[method-assign]
 
     async def ask() -> None:
@@ -200,7 +177,7 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             await anyio.wait_all_tasks_blocked()
-            queue.closed = False  # what the Trainer has leased may be lost, and what it publishes is to be applied
+            queue.closed = False  # leased samples may have to be generated again, and new versions applied
             await driver.run._on_rewind(ResumePoint(4, 4, "", 1))
         assert answers == [True] and driver.status.resumed_at.lineage == 1
         queue.closed = True
@@ -210,19 +187,18 @@ async def test_a_rollouter_that_has_ended_is_needed_again_if_the_trainer_goes_ba
             driver.run._trainer_ended = True
             driver.run._trainer_changed.set()
     assert answers == [True, False]
-    assert len(told) == 2, "the Trainer is to end as well, as often as there is a new one"
+    assert served.await_count == 2, "each new Trainer is notified"
 
 
 async def test_a_failed_notification_of_the_trainer_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.driver.run.TICK_S", 0.01)
-    driver, told = RunRig(tmp_path), list[bool]()
+    driver, calls = RunRig(tmp_path), iter(range(1, 4))
     driver.run._queue = Queue()  # type: ignore[assignment]
 
     async def served() -> None:
-        told.append(True)
-        if len(told) < 3:
+        if next(calls) < 3:
             raise InfraError("it was not reached")
         driver.run._trainer_ended = True
         driver.run._trainer_changed.set()
@@ -230,7 +206,7 @@ async def test_a_failed_notification_of_the_trainer_is_repeated(
     driver.run._trainer_part.served = served  # type: ignore[method-assign]
     with anyio.fail_after(5):
         assert not await driver.run._is_needed_again()
-    assert len(told) == 3
+    assert list(calls) == []
 
 
 class StoppablePart:
@@ -240,15 +216,7 @@ class StoppablePart:
         self.name: PartName = name
         self.error = error
         self.asked = anyio.Event()
-
-    async def kill(self) -> None:
-        raise AssertionError("nothing is replaced")
-
-    async def claim(self, incarnation: int) -> str:
-        raise AssertionError("nothing is replaced")
-
-    async def start(self, incarnation: int) -> None:
-        raise AssertionError("nothing is replaced")
+        self.kill = self.claim = self.start = AsyncMock(side_effect=AssertionError("nothing is replaced"))
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         await self.asked.wait()
@@ -312,9 +280,9 @@ async def test_crashes_that_a_prompt_explains_are_not_charged_to_the_replicas(tm
         driver.run._on_rollouter_status({"waits": [], "crash_isolation": {"explained": count}})
 
     budget.spend(0.0, died)
-    explained(2)  # the second one's successor has not reported yet
+    explained(2)  # the successor of the second engine has not reported yet
     budget.spend(1.0, died)
-    explained(0)  # another Rollouter, which knows of none
+    explained(0)  # by a new Rollouter
     assert budget.spend(2.0, died) == 1
     explained(1)
     assert budget.spend(3.0, died) == 1

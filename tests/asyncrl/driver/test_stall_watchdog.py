@@ -1,4 +1,4 @@
-"""The watchdog: what counts as moving, what it says, and what is left for people to look at."""
+"""The watchdog counts progress, fails a stalled run with the chain of waits, and leaves the state in files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ STUCK = replace(
 
 
 def later(state: RunState, seconds: float) -> RunState:
-    """The same, seen so much later; the replicas go on reporting."""
+    """The same state, written later; the replicas continue to report."""
     replicas = tuple(replace(report, reported_at=report.reported_at + seconds) for report in state.replicas)
     return replace(state, written_at=state.written_at + seconds, replicas=replicas)
 
 
-def test_a_standstill_ends_with_the_chain_and_where_the_rest_is() -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
+@pytest.fixture
+def watchdog() -> Watchdog:
+    return Watchdog(10.0, start_s=60.0, gap_s=60.0)
+
+
+def test_a_stall_fails_the_run_with_the_chain_of_waits_and_the_file(watchdog: Watchdog) -> None:
     for second in range(11):
         watchdog.observe(float(second), later(STUCK, second))
     with pytest.raises(StallError) as caught:
@@ -61,15 +65,16 @@ MOVES: list[Callable[[RunState, int], RunState]] = [
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_every_kind_of_progress_resets_the_watchdog(move: Callable[[RunState, int], RunState]) -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
+def test_every_kind_of_progress_resets_the_watchdog(
+    watchdog: Watchdog, move: Callable[[RunState, int], RunState]
+) -> None:
     for step in range(5):
         watchdog.observe(step * 9.0, move(STUCK, step))
     with pytest.raises(StallError):
         watchdog.observe(36.0 + 10.1, move(STUCK, 4))
 
 
-def test_a_driver_that_was_stopped_does_not_take_that_for_a_standstill_of_the_run() -> None:
+def test_the_time_in_which_the_driver_was_suspended_does_not_count() -> None:
     watchdog = Watchdog(60.0)
     watchdog.observe(0.0, STUCK)
     watchdog.observe(3600.0, STUCK)
@@ -79,47 +84,41 @@ def test_a_driver_that_was_stopped_does_not_take_that_for_a_standstill_of_the_ru
         watchdog.observe(3651.0, STUCK)
 
 
-def test_a_replica_that_retries_forever_is_no_progress() -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
-    watchdog.observe(0.0, replace(STUCK, replicas=(report(phase="fetching"),)))
+WITH_OLD = replace(STUCK, replicas=(*STUCK.replicas, report("old", version=11)))
+BUSY = {"waits": {"trainer": (Wait("samples", 1, 99.0),)}, "silent_s": {"store": 3.0}}
+BUSY_REPLICAS = tuple(replace(report, reported_at=NOW + 10, in_flight=3) for report in STUCK.replicas)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (STUCK, replace(later(STUCK, 10.1), replicas=BUSY_REPLICAS, **BUSY)),
+        pytest.param(WITH_OLD, later(STUCK, 10.1), id="a replica disappears"),
+        pytest.param(
+            replace(STUCK, replicas=(report(phase="fetching"),)),
+            replace(STUCK, replicas=(report(phase="serving"),)),
+            id="a replica fails to fetch again and again",
+        ),
+    ],
+)
+def test_changes_without_progress_do_not_reset_the_watchdog(
+    watchdog: Watchdog, before: RunState, after: RunState
+) -> None:
+    assert not progress_of(after).is_beyond(progress_of(before))
+    watchdog.observe(0.0, before)
     with pytest.raises(StallError):
-        watchdog.observe(10.1, replace(STUCK, replicas=(report(phase="serving"),)))
+        watchdog.observe(10.1, after)
 
 
-def test_changes_without_progress_do_not_reset_the_watchdog() -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
-    watchdog.observe(0.0, STUCK)
-    with pytest.raises(StallError):
-        watchdog.observe(
-            10.1,
-            replace(
-                later(STUCK, 10.1),
-                waits={"trainer": (Wait("samples", 1, 99.0),)},
-                silent_s={"store": 3.0},
-                replicas=tuple(replace(report, reported_at=NOW + 10, in_flight=3) for report in STUCK.replicas),
-            ),
-        )
-
-
-def test_a_replica_that_disappears_is_no_progress() -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
-    old = replace(STUCK, replicas=(*STUCK.replicas, report("old", version=11)))
-    assert not progress_of(STUCK).is_beyond(progress_of(old))
-    assert progress_of(old).is_beyond(progress_of(STUCK))
-    watchdog.observe(0.0, old)
-    with pytest.raises(StallError):
-        watchdog.observe(10.1, later(STUCK, 10.1))
-
-
-def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() -> None:
-    watchdog, now_s = Watchdog(10.0, gap_s=60.0), 0.0
+def test_a_call_counts_as_progress_until_its_own_deadline(watchdog: Watchdog) -> None:
+    now_s = 0.0
     board = WaitBoard(lambda: now_s)
     with board.waiting("permit"), board.waiting("train", limit_s=50.0):
         for second in range(60):
             now_s = float(second)
             watchdog.observe(now_s, replace(STUCK, waits={"trainer": tuple(board.snapshot())}))
             assert {wait.edge: wait.bounded for wait in board.snapshot()} == {"permit": False, "train": second < 50}
-        # The call's deadline should have ended it by then; as it has not, the watchdog does.
+        # The call's deadline should have ended it by then; otherwise the watchdog does.
         now_s = 60.1
         with pytest.raises(StallError, match=r"no progress for 11 s.*optimizer step for 60 s"):
             watchdog.observe(now_s, replace(STUCK, waits={"trainer": (Wait("train", 1, 60.1),)}))
@@ -132,16 +131,14 @@ def test_a_call_within_its_own_deadline_is_no_standstill_and_one_beyond_it_is() 
         replace(STUCK, replicas=(report("0", "starting", phase_since=NOW),)),
     ],
 )
-def test_a_restart_has_its_own_deadline(state: RunState) -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0, start_s=60.0)
+def test_a_restart_has_its_own_deadline(watchdog: Watchdog, state: RunState) -> None:
     for second in range(70):
         watchdog.observe(float(second), later(state, second))
     with pytest.raises(StallError, match=r"being restarted|is starting its engine"):
         watchdog.observe(71.0, later(state, 71))
 
 
-def test_a_start_is_not_judged() -> None:
-    watchdog = Watchdog(10.0, gap_s=60.0)
+def test_a_start_counts_as_progress(watchdog: Watchdog) -> None:
     for second in range(0, 100, 9):
         watchdog.observe(float(second), replace(STUCK, phase="starting"))
     watchdog.observe(105.0, replace(STUCK, phase="running"))
@@ -161,20 +158,18 @@ def test_the_state_file_is_replaced_whole_and_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
 
 
-def test_a_torn_or_strange_state_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [(b"", "is torn"), (b'{"schema_ver', "is torn"), (b"[]", "is damaged"), (b"\xff", "cannot be read")],
+)
+def test_a_damaged_state_file_is_an_error_with_its_path(tmp_path: Path, content: bytes, error: str) -> None:
     path = tmp_path / STATE_FILE
-    for text, says in (
-        ("", "is torn"),
-        ('{"schema_ver', "is torn"),
-        ("[]", "is damaged"),
-        ("\udcff", "cannot be read"),
-    ):
-        path.write_bytes(text.encode("utf-8", "surrogateescape"))
-        with pytest.raises(ConfigError, match=f"{path} {says}"):
-            read_state(tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path} {error}"):
+        read_state(tmp_path)
 
 
-def test_a_full_disk_is_told_once_and_ends_nothing(
+def test_a_full_disk_is_logged_once_and_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = StateFile(tmp_path / STATE_FILE)
@@ -197,7 +192,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(
     assert read_state(tmp_path) == later(STUCK, 9)
 
 
-def test_a_stall_leaves_everything_that_is_known(tmp_path: Path) -> None:
+def test_a_stall_writes_the_whole_state(tmp_path: Path) -> None:
     path = write_stall(tmp_path, STUCK)
     assert path == tmp_path / "stall.json"
     dumped = json.loads(path.read_text())
