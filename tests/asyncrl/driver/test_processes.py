@@ -12,70 +12,72 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import anyio
 import anyio.lowlevel
 import psutil
 import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl.config.schema import Config
 from asyncrl.core.failures import BugError, DeadlineError, DiskFullError, InfraError, UserCodeError
+from asyncrl.core.staleness import Pacing
 from asyncrl.driver import cluster as cluster_module
+from asyncrl.driver.actors import translate
 from asyncrl.driver.cluster import _in_permanent_thread
 from asyncrl.driver.processes import Interrupts, end_known
+from asyncrl.queue.actor import start_queue
+from asyncrl.queue.sample_queue import QueueOptions
+from rollouter.actor import start_rollouter
+from trainer.actor import start_trainer
 
 
-async def listening(interrupts: Interrupts, during: object) -> None:
-    with anyio.fail_after(10), interrupts.scope:
-        async with anyio.create_task_group() as group:
-            await group.start(interrupts.listen)
-            await during()  # type: ignore[operator]
-            group.cancel_scope.cancel()
+class Signalled:
+    """Interrupts that are listened to while the test sends signals."""
+
+    def __init__(self) -> None:
+        self.interrupts = Interrupts()
+        self.stopping = anyio.Event()
+
+    async def stop(self) -> None:
+        self.stopping.set()
+
+    async def stop_forever(self) -> None:
+        self.stopping.set()
+        await anyio.sleep_forever()
+
+    async def receive(self, *signals: signal.Signals) -> bool:
+        """Send the signals, each after the first one once the orderly stop has begun. Return whether the scope was
+        cancelled."""
+        with anyio.fail_after(10), self.interrupts.scope:
+            async with anyio.create_task_group() as group:
+                await group.start(self.interrupts.listen)
+                for number in signals:
+                    os.kill(os.getpid(), number)
+                    await self.stopping.wait()
+                if self.interrupts.on_first != self.stop:
+                    await anyio.sleep_forever()
+                group.cancel_scope.cancel()
+        assert self.interrupts.received
+        return self.interrupts.scope.cancelled_caught
 
 
 async def test_the_first_signal_asks_for_an_orderly_end() -> None:
-    interrupts, asked = Interrupts(), anyio.Event()
-
-    async def orderly() -> None:
-        asked.set()
-
-    async def during() -> None:
-        interrupts.on_first = orderly
-        os.kill(os.getpid(), signal.SIGINT)
-        await asked.wait()
-
-    await listening(interrupts, during)
-    assert interrupts.received
-    assert not interrupts.scope.cancelled_caught
+    run = Signalled()
+    run.interrupts.on_first = run.stop
+    assert not await run.receive(signal.SIGINT)
 
 
 async def test_the_second_signal_ends_at_once() -> None:
-    interrupts, asked = Interrupts(), anyio.Event()
-
-    async def orderly() -> None:
-        asked.set()
-        await anyio.sleep_forever()
-
-    async def during() -> None:
-        interrupts.on_first = orderly
-        os.kill(os.getpid(), signal.SIGINT)
-        await asked.wait()
-        os.kill(os.getpid(), signal.SIGTERM)
-        await anyio.sleep_forever()
-
-    await listening(interrupts, during)
-    assert interrupts.scope.cancelled_caught
+    run = Signalled()
+    run.interrupts.on_first = run.stop_forever
+    assert await run.receive(signal.SIGINT, signal.SIGTERM)
 
 
 async def test_during_the_start_the_first_signal_cancels() -> None:
-    interrupts = Interrupts()
-
-    async def during() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        await anyio.sleep_forever()
-
-    await listening(interrupts, during)
-    assert interrupts.scope.cancelled_caught
+    assert await Signalled().receive(signal.SIGINT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="adoption of orphans is Linux's")
@@ -85,7 +87,7 @@ def test_grandchildren_whose_parent_died_are_found_and_ended(tmp_path: Path) -> 
         import subprocess, sys
         from asyncrl.driver.processes import adopt_orphans, end_descendants
         adopt_orphans()
-        # A child that starts a grandchild in a session of its own, tells its pid and dies.
+        # A child that starts a grandchild in a session of its own, prints its pid and dies.
         code = (
             "import subprocess as s;"
             "print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, start_new_session=True).pid)"
@@ -146,14 +148,12 @@ async def test_a_hanging_shutdown_of_ray_is_bounded(
     finally:
         hung.set()
     assert not limit.cancelled_caught and scope.cancelled_caught is interrupted
-    assert ended.is_set(), "what it has started is left running"
+    assert ended.is_set(), "its processes are left running"
     assert "not down within timeouts.stop_s=0.05" in caplog.text
     assert ("may still be on the cluster" in caplog.text) is (address is not None)
 
 
-async def test_deleting_stale_apps_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_deleting_stale_apps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     hung = threading.Event()
     config = Config.model_validate({"ray": {"address": "auto"}, "timeouts": {"start_s": 0.05}})
     for name in ("_start", "_abandon"):
@@ -162,16 +162,12 @@ async def test_deleting_stale_apps_is_bounded(
     try:
         with anyio.fail_after(5), pytest.raises(DeadlineError, match=r"asyncrl-old-1.*ray\.address"):
             async with cluster_module.cluster(config, "run", stale="asyncrl-old-1"):
-                raise AssertionError("it is still there")
+                raise AssertionError("the stale app still exists")
     finally:
         hung.set()
 
 
 def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
-    from ray.exceptions import ActorDiedError, RayTaskError
-
-    from asyncrl.driver.actors import translate
-
     def task_error(cause: Exception) -> RayTaskError:
         return RayTaskError("run", "the remote traceback", cause)
 
@@ -192,41 +188,24 @@ def test_errors_of_a_part_come_back_as_they_were_raised() -> None:
 
 
 HERE = "1f" * 28
-"""A node's id, of the length that Ray asks for."""
+"""A node's id, of the length that Ray requires."""
 
 
-class Shell:
-    """What `ray.remote` gives, as far as starting an actor goes; keeps the options."""
-
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
-
-    def options(self, **given: Any) -> Shell:
-        self.given = given
-        return self
-
-    def remote(self, *_: Any) -> Shell:
-        return self
-
-
-@pytest.mark.parametrize("part", ["queue", "rollouter", "trainer"])
-def test_what_writes_the_run_directory_runs_on_the_drivers_node(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    from asyncrl.config.schema import Config
-    from asyncrl.core.staleness import Pacing
-    from asyncrl.queue.actor import start_queue
-    from asyncrl.queue.sample_queue import QueueOptions
-    from rollouter.actor import start_rollouter
-    from trainer.actor import start_trainer
-
-    monkeypatch.setattr(ray, "remote", lambda actor: Shell())
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: start_queue(QueueOptions(10, Pacing(4, 0, None), None, "drop")),
+        lambda: start_rollouter(Config()),
+        lambda: start_trainer(Config()),
+    ],
+    ids=["queue", "rollouter", "trainer"],
+)
+def test_actors_that_write_the_run_directory_run_on_the_drivers_node(
+    start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = MagicMock()
+    monkeypatch.setattr(ray, "remote", actor)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: HERE))
-    options = QueueOptions(10, Pacing(4, 0, None), None, "drop")
-    start: dict[str, Callable[[], Shell]] = {
-        "queue": lambda: start_queue(options),
-        "rollouter": lambda: start_rollouter(Config()),
-        "trainer": lambda: start_trainer(Config()),
-    }
-    where = start[part]().given["scheduling_strategy"]
+    start()
+    where = actor.return_value.options.call_args.kwargs["scheduling_strategy"]
     assert (where.node_id, where.soft) == (HERE, False)
