@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,20 +124,19 @@ def translate(part: str, error: RayError) -> AsyncRLError:
     return InfraError.wrap(f"a call to the {part} failed: {error}", error)
 
 
+@dataclass(eq=False)
 class _SupervisedActor:
     """One actor after another, and the processes that the newest one has reported."""
 
-    name: PartName
-
-    def __init__(self, config: Config, run_dir: RunDir) -> None:
-        self.queue: QueueClient
-        self.queue_handle: Any
-        self.store_handle: Any
-        self.processes: tuple[ProcessInfo, ...] = ()
-        self._config = config
-        self._run_dir = run_dir
-        self._actor: Any = None
-        self._reported_at = 0.0
+    config: Config
+    run_dir: RunDir
+    name: PartName = field(init=False)
+    queue: QueueClient = field(init=False)
+    queue_handle: Any = field(init=False)
+    store_handle: Any = field(init=False)
+    processes: tuple[ProcessInfo, ...] = field(default=(), init=False)
+    _actor: Any = field(default=None, init=False)
+    _reported_at: float = field(default=0.0, init=False)
 
     async def status(self, limit_s: float) -> ActorStatus | None:
         """Return the actor's `status`; None: there is no actor, or it is being replaced.
@@ -168,20 +168,18 @@ class _SupervisedActor:
 
     async def stop(self) -> None:
         if self._actor is not None:
-            await call(self.name, self._actor.stop.remote(), self._config.timeouts.call_s, doing="stopping")
+            await call(self.name, self._actor.stop.remote(), self.config.timeouts.call_s, doing="stopping")
 
 
+@dataclass(eq=False)
 class SupervisedRollouter(_SupervisedActor):
     """The `SupervisedPart` of the Rollouter."""
 
-    name: PartName = "rollouter"
-
-    def __init__(self, config: Config, run_dir: RunDir, rollout_start: Callable[[], RolloutStart]) -> None:
-        """`rollout_start`: what the next process has to validate first."""
-        super().__init__(config, run_dir)
-        self._rollout_start = rollout_start
-        self.prepared: Mapping[str, int] = {}
-        """What `RolloutActor.prepare` returned."""
+    rollout_start: Callable[[], RolloutStart]
+    """Returns what the next process has to validate first."""
+    name: PartName = field(default="rollouter", init=False)
+    prepared: Mapping[str, int] = field(default_factory=dict, init=False)
+    """The answer of `RolloutActor.prepare`."""
 
     async def claim(self, incarnation: int) -> str:
         """Requeue the samples that were RUNNING, and without a journal those that were READY, too."""
@@ -193,15 +191,15 @@ class SupervisedRollouter(_SupervisedActor):
 
     async def start(self, incarnation: int) -> None:
         """Load the data. Raises errors about the data, too, see `RolloutActor.prepare`."""
-        self._actor = start_rollouter(self._config, incarnation=incarnation)
-        ref = self._actor.prepare.remote(str(self._run_dir.path))
-        self.prepared = await call(self.name, ref, self._config.timeouts.start_s, doing="reading the data")
+        self._actor = start_rollouter(self.config, incarnation=incarnation)
+        ref = self._actor.prepare.remote(str(self.run_dir.path))
+        self.prepared = await call(self.name, ref, self.config.timeouts.start_s, doing="reading the data")
 
     async def first_uncovered(self, remaining: RemainingSamples) -> str:
         """Name the first sample that is not recorded, with the reason; empty: all are recorded.
 
         Raises the errors of `rollouter.coverage`."""
-        limit_s = self._config.timeouts.start_s
+        limit_s = self.config.timeouts.start_s
         ref = self._actor.first_uncovered.remote(remaining)
         try:
             return str(await call(self.name, ref, limit_s, doing="checking the records"))
@@ -210,46 +208,36 @@ class SupervisedRollouter(_SupervisedActor):
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
         run = self._actor.run.options(num_returns="streaming")
-        refs = run.remote(self.queue_handle, self.store_handle, self._rollout_start())
+        refs = run.remote(self.queue_handle, self.store_handle, self.rollout_start())
         async for record in stream(self.name, refs):
             yield record
 
 
+@dataclass(eq=False)
 class SupervisedTrainer(_SupervisedActor):
     """The `SupervisedPart` of the Trainer, including its ranks."""
 
-    name: PartName = "trainer"
+    resume: Resume | None
+    """The checkpoint or the journal that the next process continues from."""
+    on_rewind: Callable[[ResumePoint], Awaitable[None]]
+    """Awaited after a rewind, with the point from which training continues."""
+    validated_step: Callable[[], int | None]
+    """See `Trainer.start`."""
+    name: PartName = field(default="trainer", init=False)
+    total_steps: int = field(default=0, init=False)
+    num_prompts: int = field(default=0, init=False)
+    """Prompts per epoch."""
+    _has_model: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: RunDir,
-        resume: Resume | None,
-        on_rewind: Callable[[ResumePoint], Awaitable[None]],
-        validated_step: Callable[[], int | None],
-    ) -> None:
-        """
-        Args:
-            resume: what the first process continues from.
-            on_rewind: awaited after a rewind, with where training continues.
-            validated_step: see `Trainer.start`.
-        """
-        super().__init__(config, run_dir)
-        self._resume = resume
-        self._on_rewind = on_rewind
-        self._validated_step = validated_step
-        self._history = resume.history if resume is not None else NO_REWINDS
-        self._has_model = False
-        self.total_steps = 0
-        self.num_prompts = 0
-        """Prompts per epoch."""
+    def __post_init__(self) -> None:
+        self._history = self.resume.history if self.resume is not None else NO_REWINDS
 
     @property
     def total_samples(self) -> int:
         """Samples that the whole run trains on."""
         at = self._progress
         return total_samples(
-            self._config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples
+            self.config, self.total_steps, self.num_prompts, step=at.step, trained_samples=at.trained_samples
         )
 
     async def claim(self, incarnation: int) -> str:
@@ -257,15 +245,15 @@ class SupervisedTrainer(_SupervisedActor):
         with attribute_failure_to("queue"):
             await self.queue.attach("trainer", incarnation)
         # After this, no earlier process can write or delete a checkpoint.
-        self._resume = await to_thread.run_sync(resume_in_run, self._run_dir.path, self._history)
+        self.resume = await to_thread.run_sync(resume_in_run, self.run_dir.path, self._history)
         self._history = self._history.after_rewind(self._progress.step)
         with attribute_failure_to("queue"):
             before = (await self.queue.status()).counts.trained
             await self.rewind()
             again = before - (await self.queue.status()).counts.trained
         progress = self._progress
-        where = str(self._resume.checkpoint) if self._resume is not None else ""
-        await self._on_rewind(ResumePoint(progress.step, progress.version, where, self._history.lineage))
+        where = str(self.resume.checkpoint) if self.resume is not None else ""
+        await self.on_rewind(ResumePoint(progress.step, progress.version, where, self._history.lineage))
         return f"back to step {progress.step} (version {progress.version}); {again} samples are trained again"
 
     async def rewind(self) -> None:
@@ -278,12 +266,12 @@ class SupervisedTrainer(_SupervisedActor):
     async def start(self, incarnation: int) -> None:
         """Load the models. Raises errors about the models, too, see `Trainer.start`."""
         self._has_model = False
-        self._actor = start_trainer(self._config, incarnation=incarnation)
-        checkpoint = self._resume if self._resume is not None and self._resume.checkpoint is not None else None
+        self._actor = start_trainer(self.config, incarnation=incarnation)
+        checkpoint = self.resume if self.resume is not None and self.resume.checkpoint is not None else None
         ref = self._actor.start.remote(
-            self._run_dir, checkpoint, self.store_handle, self._history, self._validated_step()
+            self.run_dir, checkpoint, self.store_handle, self._history, self.validated_step()
         )
-        await call(self.name, ref, self._config.timeouts.start_s, doing="loading the model")
+        await call(self.name, ref, self.config.timeouts.start_s, doing="loading the model")
         self._has_model = True
 
     async def run(self) -> AsyncGenerator[RunRecord, None]:
@@ -294,7 +282,7 @@ class SupervisedTrainer(_SupervisedActor):
     async def republish(self) -> None:
         """Offer the newest version again to a weight store that was restarted, if there is a model."""
         if self._has_model and self._actor is not None:
-            limit_s = self._config.timeouts.train_s
+            limit_s = self.config.timeouts.train_s
             await call(self.name, self._actor.republish.remote(), limit_s, doing="publishing its version again")
 
     async def served(self) -> None:
@@ -304,7 +292,7 @@ class SupervisedTrainer(_SupervisedActor):
             InfraError: the notification did not arrive.
         """
         if self._actor is not None:
-            await call(self.name, self._actor.served.remote(), self._config.timeouts.call_s, doing="ending")
+            await call(self.name, self._actor.served.remote(), self.config.timeouts.call_s, doing="ending")
 
     def _list_processes(self, status: ActorStatus) -> list[ProcessInfo]:
         ranks = [
@@ -315,4 +303,4 @@ class SupervisedTrainer(_SupervisedActor):
 
     @property
     def _progress(self) -> Progress:
-        return self._resume.manifest.progress if self._resume is not None else Progress()
+        return self.resume.manifest.progress if self.resume is not None else Progress()
