@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from asyncrl.config.sections.observe import ProfilerConfig
+from asyncrl.profiling.background import BackgroundSender
 from asyncrl.profiling.catalog import EVENTS, EventLevel, describe, enabled
 from asyncrl.profiling.files import EVENTS_DIRECTORY, MAX_TEXT, EventFiles, EventLine
-from asyncrl.profiling.otlp import OtlpSink
+from asyncrl.profiling.otlp import otlp_sender
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +300,9 @@ def _encode(recorded: RecordedEvent, offset: float) -> dict[str, Any]:
 class _EventWriter:
     """The thread that moves events from a buffer to files and, if configured, to an OTLP collector."""
 
-    def __init__(self, profiler: Profiler, buffer: EventBuffer, directory: Path, otlp: OtlpSink | None) -> None:
+    def __init__(
+        self, profiler: Profiler, buffer: EventBuffer, directory: Path, otlp: BackgroundSender[EventLine] | None
+    ) -> None:
         self.otlp = otlp
         self._profiler = profiler
         self._buffer = buffer
@@ -313,13 +316,13 @@ class _EventWriter:
     def flush(self) -> None:
         self._write()
         if self.otlp is not None:
-            self.otlp.settle()
+            self.otlp.settle(CLOSE_S)
 
     def close(self) -> None:
         self._ended.set()
         self._thread.join(CLOSE_S)
         if self.otlp is not None:
-            self.otlp.close()
+            self.otlp.close(CLOSE_S)
 
     def _run(self) -> None:
         while not self._ended.wait(WRITE_EVERY_S):
@@ -336,7 +339,7 @@ class _EventWriter:
                 for line in self._write_files(lines):
                     buffer.drop_line(line)
                 if self.otlp is not None:
-                    self.otlp(lines)
+                    self.otlp.put(lines)
             report = buffer.loss_report(self._profiler.place)
             if report is not None and self._write_files([report]):
                 buffer.report_again(report)
@@ -373,7 +376,7 @@ class Profiler:
         self.synchronize = _do_nothing
         if settings.level != "off" and settings.directory is not None:
             endpoint = settings.otlp_endpoint
-            otlp = OtlpSink(endpoint, part, settings.run) if endpoint is not None else None
+            otlp = otlp_sender(endpoint, settings.run) if endpoint is not None else None
             self._writer = _EventWriter(self, self._buffer, settings.directory, otlp)
 
     def set_position(self, *, step: int | None = None, version: int | None = None) -> None:

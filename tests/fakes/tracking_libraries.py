@@ -140,5 +140,4 @@ def write_twice(library: str, run_dir: RunDir) -> None:
         for number in numbers:
             metrics = {"reward/mean": number / 4, "queue/dropped": 1.0, "queue/dropped/stale": 1.0}
             sink.write(MetricsRow("step", number, number, 1.0, 1000.0, metrics))
-        sink.end(ok=True)
-        sink.join(60)
+        sink.close(60)

@@ -7,10 +7,7 @@ its own rows, which are counted, and one warning. At the end the run waits `CLOS
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +17,8 @@ from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
 from asyncrl.observe.metrics.file_sinks import JsonlSink, TensorBoardSink
 from asyncrl.observe.metrics.rows import MetricsRow, finite
+from asyncrl.profiling.background import BackgroundSender, Receiver
 from asyncrl.storage.run_dir import RunDir
-
-logger = logging.getLogger(__name__)
 
 TRACKERS: Mapping[str, str] = {
     "wandb": "asyncrl.observe.metrics.trackers:WandbTracker",
@@ -77,7 +73,7 @@ class TrackedRun(NamedTuple):
         return f"{self.experiment}-{self.name}"
 
     def saved_id(self, library: str) -> str | None:
-        """The id of the library's run that an earlier process of this run wrote to."""
+        """Return the id of the library's run that an earlier process of this run wrote to."""
         path = self.directory / f"{library}.id"
         return path.read_text(encoding="utf-8").strip() or None if self.resumed and path.exists() else None
 
@@ -85,21 +81,15 @@ class TrackedRun(NamedTuple):
         (self.directory / f"{library}.id").write_text(f"{run_id}\n", encoding="utf-8")
 
 
-class Tracker:
+class Tracker(Receiver[MetricsRow | None]):
     """A library that keeps metrics. One thread calls it; it may raise any exception and take its time.
 
     No library can remove rows that it has, so a step that is trained again after a rewind is there twice; `lineage`,
     which is part of every row, distinguishes them.
     """
 
-    refresh_s: float | None = None
-    """Interval at which `refresh` is called while no row comes; None: never."""
-
     def __init__(self, run: TrackedRun) -> None:
         self._tracked = run
-
-    def open(self) -> None:
-        """Import the library and begin a run, or continue it."""
 
     def write(self, row: MetricsRow) -> None:
         raise NotImplementedError
@@ -107,14 +97,12 @@ class Tracker:
     def rewind(self) -> None:
         """Training went back to a checkpoint; rows of the next lineage follow."""
 
-    def refresh(self) -> None:
-        """Publish the current values again."""
-
-    def close(self, *, ok: bool) -> None:
-        """`ok`: the run completed."""
-
-    def abandon(self) -> None:
-        """Called from another thread while another method takes too long at the end of the run. Returns at once."""
+    def send(self, items: Sequence[MetricsRow | None]) -> None:
+        for row in items:
+            if row is None:
+                self.rewind()
+            else:
+                self.write(row)
 
 
 def open_sinks(config: Config, run_dir: RunDir, resumed_step: int | None) -> list[Sink]:
@@ -151,124 +139,29 @@ def open_sinks(config: Config, run_dir: RunDir, resumed_step: int | None) -> lis
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """The tracker that is registered as `name`, or that the import path `name` refers to."""
+    """Return the tracker that is registered as `name`, or that the import path `name` refers to."""
     tracker: Tracker = load_object(TRACKERS.get(name, name), "logging.sinks")(run)
     return tracker
 
 
-class RemoteSink:
-    """Passes rows to a tracker in a thread of its own."""
+class RemoteSink(BackgroundSender[MetricsRow | None]):
+    """Passes rows to a tracker in a thread of its own. None in the queue: training went back to a checkpoint."""
 
     reads_back = False
 
     def __init__(self, name: str, tracker: Tracker, *, max_rows: int = MAX_ROWS) -> None:
-        self.name = name
-        self._tracker = tracker
-        self._max_rows = max_rows
-        self._changed = threading.Condition()
-        self._items: deque[MetricsRow | None] = deque()
-        """None: training went back to a checkpoint."""
-        self._ok: bool | None = None
-        """How the run ended; None: it is still running."""
-        self._closed = False
-        self._joined = False
-        self._lost = 0
-        self._warned = False
-        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(tracker, "logging.sinks", name, "rows of metrics", max_items=max_rows)
 
     def write(self, row: MetricsRow) -> None:
-        """Returns at once. A full queue drops the row."""
-        self._put(row)
+        """Queue the row and return at once. A full queue drops it."""
+        self.put([row])
 
     def rewind(self, step: int, version: int) -> Sequence[MetricsRow]:
-        self._put(None)
+        self.put([None])
         return ()
 
-    def end(self, *, ok: bool) -> None:
-        """Send what is queued and accept nothing more. Returns at once."""
-        with self._changed:
-            if self._ok is None:
-                self._ok = ok
-            self._changed.notify()
-
-    def join(self, limit_s: float) -> None:
-        """Wait until all rows are sent, and log how many are lost. Only the first call has an effect."""
-        with self._changed:
-            if self._joined:
-                return
-            self._joined = True
-        self._thread.join(limit_s)
-        with self._changed:
-            late = self._thread.is_alive()
-            unsent = sum(item is not None for item in self._items)
-            self._items.clear()
-            self._closed = True
-        if late:
-            self._tracker.abandon()
-            logger.warning(
-                "%s did not answer within %g s at the end of the run: it lacks %d rows or more of metrics, which the "
-                "run directory has",
-                *(self.name, limit_s, unsent + self._lost),
-            )
-        elif self._lost:
-            logger.warning("%s lacks %d rows of metrics of this run", self.name, self._lost)
-
-    def close(self) -> None:
-        self.end(ok=True)
-        self.join(CLOSE_S)
-
-    def _put(self, item: MetricsRow | None) -> None:
-        with self._changed:
-            if self._ok is not None or self._closed:
-                return
-            full = len(self._items) >= self._max_rows
-            if full:
-                self._lost += item is not None
-            else:
-                self._items.append(item)
-                self._changed.notify()
-        if full:
-            self._warn("is too slow", f"{self._max_rows} rows wait for it already, and more are dropped")
-
-    def _run(self) -> None:
-        try:
-            self._tracker.open()
-        except Exception as error:  # noqa: BLE001  the run continues without it
-            self._warn("cannot be used", error)
-            with self._changed:
-                self._closed = True
-                self._items.clear()
-            return
-        while (items := self._next()) is not None:
-            try:
-                if not items:
-                    self._tracker.refresh()
-                elif items[0] is None:
-                    self._tracker.rewind()
-                else:
-                    self._tracker.write(items[0])
-            except Exception as error:  # noqa: BLE001  the next row may succeed
-                self._lost += any(item is not None for item in items)
-                self._warn("does not accept metrics", error)
-        try:
-            self._tracker.close(ok=self._ok is True)
-        except Exception as error:  # noqa: BLE001
-            self._warn("did not close", error)
-
-    def _next(self) -> list[MetricsRow | None] | None:
-        """A list of one item; an empty list when none came for `refresh_s`; None when the run has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ok is not None, self._tracker.refresh_s)
-            if self._items:
-                return [self._items.popleft()]
-            return [] if self._ok is None else None
-
-    def _warn(self, what: str, why: Exception | str) -> None:
-        if not self._warned and not self._closed:
-            self._warned = True
-            reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-            logger.warning("logging.sinks: %s %s (%s); the run goes on", self.name, what, reason)
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        super().close(limit_s)
 
 
 def end_remote_sinks(sinks: Iterable[RemoteSink], *, ok: bool, limit_s: float = CLOSE_S) -> None:

@@ -334,7 +334,7 @@ def test_a_slow_tracker_delays_nothing_and_loses_rows_that_do_not_fit(caplog: py
     assert slow.rows == [1, 2, 3, 4]
     assert slow.ok is True and not slow.abandoned
     assert messages(caplog) == [
-        "logging.sinks: slow is too slow (3 rows wait for it already, and more are dropped); the run goes on",
+        "logging.sinks: slow is too slow (3 rows of metrics wait for it already, and more are lost); the run continues",
         "slow lacks 3 rows of metrics of this run",
     ]
     sink.write(row(9))
@@ -366,7 +366,7 @@ def test_a_broken_tracker_is_reported_once(caplog: pytest.LogCaptureFixture) -> 
         sink.write(row(number))
     sink.close()
     assert messages(caplog) == [
-        "logging.sinks: broken cannot be used (OSError: not today); the run goes on",
+        "logging.sinks: broken cannot be used (OSError: not today); the run continues",
     ]
 
 
@@ -379,7 +379,7 @@ def test_refused_rows_are_counted_and_the_next_ones_tried(caplog: pytest.LogCapt
     sink.close()
     assert failing.rows == [2]
     assert messages(caplog) == [
-        "logging.sinks: picky does not accept metrics (OSError: row 1 is refused); the run goes on",
+        "logging.sinks: picky does not accept rows of metrics (OSError: row 1 is refused); the run continues",
         "picky lacks 2 rows of metrics of this run",
     ]
 

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.config.sections.observe import ProfilerConfig
 from asyncrl.profiling import Profiler, ProfilerSettings
 from asyncrl.profiling.files import EventLine
-from asyncrl.profiling.otlp import MAX_BATCH, OtlpSink, trace_id
+from asyncrl.profiling.otlp import MAX_BATCH, otlp_sender, trace_id
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
@@ -80,10 +80,10 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_events_are_spans_with_their_fields(collector: Collector) -> None:
-    sink = OtlpSink(collector.url, "rollouter", "small-1")
-    sink([line(step=3, sample="sample_0_7", turns=2, tokens=np.int64(11), finish_reason="stop")])
-    sink([line("replica-r0", step=4, sample="sample_0_7", error="OSError"), line(step=4), line(step=5)])
-    sink.close()
+    sink = otlp_sender(collector.url, "small-1")
+    sink.put([line(step=3, sample="sample_0_7", turns=2, tokens=np.int64(11), finish_reason="stop")])
+    sink.put([line("replica-r0", step=4, sample="sample_0_7", error="OSError"), line(step=4), line(step=5)])
+    sink.close(10)
     found = collector.spans()
     assert sink.lost == 0 and len(found) == 4
     by_part = {resource["asyncrl.part"]: resource for resource, _ in found}
@@ -122,8 +122,8 @@ def test_a_profiler_sends_its_events(collector: Collector, tmp_path: Path) -> No
 
 
 def test_many_events_go_in_batches(collector: Collector) -> None:
-    sink = OtlpSink(collector.url, "rollouter", "small-1")
-    sink([line(sample=str(number)) for number in range(2 * MAX_BATCH + 1)])
+    sink = otlp_sender(collector.url, "small-1")
+    sink.put([line(sample=str(number)) for number in range(2 * MAX_BATCH + 1)])
     sink.close(30.0)
     sizes = [
         sum(len(scope.spans) for group in request.resource_spans for scope in group.scope_spans)
@@ -136,13 +136,14 @@ def test_a_collector_that_refuses_costs_spans_and_one_warning(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 400  # not retried
-    sink = OtlpSink(collector.url, "rollouter", "small-1")
+    sink = otlp_sender(collector.url, "small-1")
     with caplog.at_level(logging.INFO):
-        sink([line(), line()])
-        sink.close()
+        sink.put([line(), line()])
+        sink.close(10)
     assert sink.lost == 2
     assert messages(caplog) == [
-        f"profiler.otlp_endpoint: events for {collector.url} are lost: it does not accept them",
+        f"profiler.otlp_endpoint: {collector.url} does not accept events (ConnectionError: it answered with an error, "
+        "or not at all); the run continues",
         f"{collector.url} lacks 2 events of this run",
     ]
 
@@ -160,24 +161,24 @@ def test_a_dead_collector_blocks_nothing(caplog: pytest.LogCaptureFixture) -> No
             go.set()
 
     exporter: Any = DeadExporter()
-    sink = OtlpSink("http://127.0.0.1:9/v1/traces", "rollouter", "r", max_events=5, make_exporter=lambda: exporter)
-    sink([line()])
+    sink = otlp_sender("http://127.0.0.1:9/v1/traces", "r", max_events=5, make_exporter=lambda: exporter)
+    sink.put([line()])
     assert exporting.wait(10)
     for _ in range(4):  # five are queued, the rest is lost
-        sink([line(), line()])
+        sink.put([line(), line()])
     assert sink.lost == 3
     started = time.monotonic()
     sink.close(0.2)
     assert time.monotonic() - started < 5
-    assert messages(caplog)[0].endswith("are lost: events come faster than it accepts them")
-    sink([line()])  # after the end: counted, not kept
+    assert "is too slow (5 events wait for it already, and more are lost)" in messages(caplog)[0]
+    sink.put([line()])  # after the end: counted, not kept
     assert sink.lost >= 4
 
 
 def test_a_lone_surrogate_costs_no_batch(collector: Collector) -> None:
-    sink = OtlpSink(collector.url, "rollouter", "small-1")
-    sink([line(tool="\ud800add"), line(tool="größer 😀")])
-    sink.close()
+    sink = otlp_sender(collector.url, "small-1")
+    sink.put([line(tool="\ud800add"), line(tool="größer 😀")])
+    sink.close(10)
     values = sorted(attribute.value.string_value for _, span in collector.spans() for attribute in span.attributes)
     assert sink.lost == 0 and values == ["?add", "größer 😀"]
 
@@ -204,10 +205,13 @@ def test_a_broken_exporter_is_reported_once(caplog: pytest.LogCaptureFixture) ->
     def make() -> Any:
         raise ImportError("no opentelemetry")
 
-    sink = OtlpSink("http://127.0.0.1:9/v1/traces", "rollouter", "r", make_exporter=make)
-    sink([line()])
-    sink.settle()
-    sink([line(), line()])
-    sink.close()
+    sink = otlp_sender("http://127.0.0.1:9/v1/traces", "r", make_exporter=make)
+    sink.put([line()])
+    sink.settle(10)
+    sink.put([line(), line()])
+    sink.close(10)
     assert sink.lost == 3
-    assert messages(caplog) == ["no events are sent to http://127.0.0.1:9/v1/traces: ImportError: no opentelemetry"]
+    assert messages(caplog) == [
+        "profiler.otlp_endpoint: http://127.0.0.1:9/v1/traces cannot be used (ImportError: no opentelemetry); the run "
+        "continues"
+    ]
