@@ -395,12 +395,11 @@ def _type_problem(detail: Any) -> ConfigProblem:
 
 def _valid_value(kind: str, given: Any, *, is_list: bool) -> str:
     """Return the fix for a value that is not of `kind`."""
-    example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
     if isinstance(given, str) and "one of " in kind:
         close = get_close_matches(given, kind.partition("one of ")[2].split(", "), n=1)
         if close and close[0] != given:
-            return f"did you mean {f'[{close[0]}]' if example else close[0]}? It is {kind}"
-        example = example if close else ""
+            return f"did you mean {close[0]}? It is {kind}"
+    example = f", e.g. [{given}]" if is_list and isinstance(given, (str, int, float)) else ""
     return f"give {kind}{example}"
 
 

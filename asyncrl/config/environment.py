@@ -33,6 +33,7 @@ _FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints"
 BUILTIN_REWARDS = ("exact_match", "math_verify", "reasoning_gym")
 BUILTIN_TOOLS = ("calculator", "python", "search", "gsm8k")
 BUILTIN_INTERACTIONS = ("scripted", "model", "retry", "reasoning_gym", "verifiers")
+BUILTIN_SINKS = ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 BUILTIN_STRATEGIES = ("local", "ddp", "fsdp", "fsdp2")
 STRATEGY_ENTRY_POINTS = "asyncrl.engines"
 
@@ -400,7 +401,9 @@ def _is_installed(module: str) -> bool:
 
 
 def _packages(config: Config) -> Iterator[ConfigProblem]:
-    """Check the packages of metric sinks and of the OTLP export."""
+    """Check that metric sinks exist, and the packages of the built-in ones and of the OTLP export."""
+    for name in config.logging.sinks:
+        yield from _user_code("logging.sinks", name, BUILTIN_SINKS, "sink")
     needed: list[tuple[str, str, tuple[str, ...], str]] = [
         ("logging.sinks", name, *_SINK_PACKAGES[name]) for name in config.logging.sinks if name in _SINK_PACKAGES
     ]

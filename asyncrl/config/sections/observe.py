@@ -20,13 +20,10 @@ class LoggingConfig(ConfigSection):
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: a live view on a terminal, plain lines elsewhere."""
-    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...] = (
-        "jsonl",
-        "tensorboard",
-    )
+    sinks: tuple[str, ...] = ("jsonl", "tensorboard")
     """Destinations of metrics (docs/profiling.md). `jsonl`, `tensorboard`: files in the run directory. `wandb`,
     `mlflow`, `trackio`: offline, unless they are set up for a server; each needs its package, e.g.
-    `pip install 'asyncrl[wandb]'`. `prometheus`: Ray's metrics."""
+    `pip install 'asyncrl[wandb]'`. `prometheus`: Ray's metrics. Or your own: `module:Class` or `path/file.py:Class`."""
     level: Literal["debug", "info", "warning", "error"] = "warning"
     """Level of the log files in the run directory and of messages on the terminal."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
+from asyncrl.core.failures import ConfigError
 from asyncrl.observe.metrics.file_sinks import JsonlSink, TensorBoardSink
 from asyncrl.observe.metrics.rows import MetricsRow, finite
 from asyncrl.profiling.background import BackgroundSender, Receiver
@@ -139,9 +140,16 @@ def open_sinks(config: Config, run_dir: RunDir, resumed_step: int | None) -> lis
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Return the tracker that is registered as `name`, or that the import path `name` refers to."""
-    tracker: Tracker = load_object(TRACKERS.get(name, name), "logging.sinks")(run)
-    return tracker
+    """Return the tracker that is registered as `name`, or that the import path `name` refers to.
+
+    Raises:
+        ConfigError: there is no such class, or it is no `Tracker`.
+        UserCodeError: its module raised when it was imported.
+    """
+    kind = load_object(TRACKERS.get(name, name), "logging.sinks")
+    if not (isinstance(kind, type) and issubclass(kind, Tracker)):
+        raise ConfigError(f"logging.sinks: {name} is no subclass of asyncrl.observe.metrics.sinks.Tracker; make it one")
+    return kind(run)
 
 
 class RemoteSink(BackgroundSender[MetricsRow | None]):

@@ -182,6 +182,21 @@ def test_a_sink_without_its_package(sink: str, module: str, package: str, monkey
     assert machine_problems({}) == []
 
 
+@pytest.mark.parametrize(
+    ("sink", "text"),
+    [
+        (
+            "jsnl",
+            "no built-in sink has this name\n    fix: did you mean jsonl? Built in: jsonl, tensorboard, wandb, mlflow,",
+        ),
+        ("nothere.py:Sink", "the file nothere.py is not there"),
+        ("no_such_module_at_all:Sink", "there is no module no_such_module_at_all"),
+    ],
+)
+def test_a_sink_that_does_not_exist_is_reported(sink: str, text: str) -> None:
+    assert text in str(single(machine_problems({"logging.sinks": ["jsonl", sink]})))
+
+
 def test_otlp_export_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing_parent(name: str) -> None:
         raise ModuleNotFoundError(name)

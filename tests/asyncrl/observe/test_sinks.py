@@ -17,9 +17,11 @@ from typing import Any
 import anyio
 import pytest
 
+from asyncrl.config.environment import BUILTIN_SINKS
+from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.observe import LoggingConfig
-from asyncrl.core.failures import BugError
+from asyncrl.core.failures import BugError, ConfigError
 from asyncrl.core.records import StepRecord
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.prometheus import PrometheusTracker
@@ -222,12 +224,24 @@ def test_a_tracker_has_a_name_or_an_import_path(tmp_path: Path) -> None:
     run = TrackedRun("p", "e", "r", tmp_path, {}, False)
     by_name, by_path = (open_tracker(name, run) for name in ("prometheus", TRACKERS["prometheus"]))
     assert type(by_name) is type(by_path) is PrometheusTracker
+    with pytest.raises(ConfigError, match=r"logging.sinks: json:dumps is no subclass of .*\.Tracker"):
+        open_tracker("json:dumps", run)
 
 
-def test_the_configuration_accepts_every_sink() -> None:
-    assert set(TRACKERS) | {"jsonl", "tensorboard"} == set(
-        LoggingConfig.model_json_schema()["properties"]["sinks"]["items"]["enum"]
+def test_a_user_defined_sink_gets_every_row(run_dir: RunDir) -> None:
+    (run_dir.path / "mine.py").write_text(
+        "from asyncrl.observe.metrics.sinks import Tracker\n"
+        "class Mine(Tracker):\n"
+        "    steps = []\n"
+        "    def write(self, row): self.steps.append((self._tracked.name, row.step))\n"
     )
+    sink = f"{run_dir.path}/mine.py:Mine"
+    anyio.run(part, run_dir, ("jsonl", sink), (1, 2))
+    assert load_object(sink, "").steps == [(run_dir.path.name, 1), (run_dir.path.name, 2)]
+
+
+def test_the_configuration_knows_every_sink() -> None:
+    assert set(TRACKERS) | {"jsonl", "tensorboard"} == set(BUILTIN_SINKS)
 
 
 # ------------------------------------------------------------------------------------------------ wandb's modes
