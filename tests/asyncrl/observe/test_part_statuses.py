@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from asyncrl.core.ports import ApplyReport, QueueStatus, SampleCounts
+from asyncrl.core.ports import ApplyReport
 from asyncrl.core.process_health import ProcessHealth
 from asyncrl.core.records import ApplyRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.part_metrics import PartMetrics
 from asyncrl.observe.metrics.rows import apply_row
-
-
-def rollouter(incarnation: int = 1, **changes: Any) -> dict[str, Any]:
-    status: dict[str, Any] = {
-        "incarnation": incarnation,
-        "pid": 100 + incarnation,
-        "version": 3,
-        "generated_tokens": 50,
-        "samples_done": 4,
-        "in_flight": 8,
-        "idle_s": 0.0,
-        "drops": {},
-        "waits": [],
-        "waited_s": {"permit": 0.0},
-        "agent": {},
-        "skip": {},
-        "profiler": {"events": 0, "dropped": 0},
-    }
-    return status | changes
-
-
-def trainer(**changes: Any) -> dict[str, Any]:
-    status = {"pid": 7, "version": 4, "waits": [], "skip": {}, "profiler": {"events": 0, "dropped": 0}}
-    return status | changes
+from tests.fakes.metric_records import queue_status, rollouter_status, trainer_status
 
 
 def test_all_names_are_registered() -> None:
     metrics = PartMetrics(0)
     for second in (0.0, 1.0):
-        metrics.update_queue(QueueStatus(SampleCounts(), 1, False, {}))
+        metrics.update_queue(queue_status())
         agent = {"tool_calls": 4, "tool_s": 2.0, "tool_calls/ok": 4, "trajectories/stop": 1}
-        metrics.update_rollouter(second, rollouter(agent=agent, skip={"reward": {"replayed": 1}}))
-        metrics.update_trainer(second, trainer(), 0.0)
+        metrics.update_rollouter(second, rollouter_status(agent=agent, skip={"reward": {"replayed": 1}}))
+        metrics.update_trainer(second, trainer_status(), 0.0)
         metrics.update_trained(second, 10)
     registry.check(metrics.known)
     expected = {"active/rollouter", "active/trainer", "throughput/trained_tokens_per_s", "skip/reward/replayed"}
@@ -56,8 +32,8 @@ def test_all_names_are_registered() -> None:
 def test_both_sides_have_version_and_active_share() -> None:
     metrics = PartMetrics(0)
     for second in (0.0, 4.0):
-        metrics.update_rollouter(second, rollouter(idle_s=second / 4))
-        metrics.update_trainer(second, trainer(), second / 2)
+        metrics.update_rollouter(second, rollouter_status(idle_s=second / 4))
+        metrics.update_trainer(second, trainer_status(), second / 2)
     assert (metrics.known["rollouter/version"], metrics.known["trainer/version"]) == (3, 4)
     assert (metrics.known["idle/rollouter"], metrics.known["active/rollouter"]) == (0.25, 0.75)
     assert (metrics.known["idle/trainer"], metrics.known["active/trainer"]) == (0.5, 0.5)
@@ -66,46 +42,44 @@ def test_both_sides_have_version_and_active_share() -> None:
 def test_waits_of_both_sides_are_added_up_and_never_fall() -> None:
     metrics = PartMetrics(0)
     metrics.update_rollouter(
-        0.0, rollouter(waited_s={"permit": 2.0}, waits=[Wait("permit", 1, 0.5), Wait("engine", 4, 9.0)])
+        0.0, rollouter_status(waited_s={"permit": 2.0}, waits=[Wait("permit", 1, 0.5), Wait("engine", 4, 9.0)])
     )
     assert metrics.known["queue/wait_permit_s"] == 2.5
-    metrics.update_rollouter(1.0, rollouter(incarnation=2, waited_s={"permit": 0.25}))
+    metrics.update_rollouter(1.0, rollouter_status(incarnation=2, waited_s={"permit": 0.25}))
     assert metrics.known["queue/wait_permit_s"] == 2.75
-    metrics.update_trainer(0.0, trainer(waits=[Wait("samples", 1, 3.0)]), 1.0)
+    metrics.update_trainer(0.0, trainer_status(waits=[Wait("samples", 1, 3.0)]), 1.0)
     assert metrics.known["queue/wait_samples_s"] == 4.0
-    metrics.update_trainer(1.0, trainer(), 1.0)  # the wait ended, and its step is not recorded yet
+    metrics.update_trainer(1.0, trainer_status(), 1.0)  # the wait ended, and its step is not recorded yet
     assert metrics.known["queue/wait_samples_s"] == 4.0
 
 
 def test_the_mean_time_of_tool_calls_continues_over_restarts() -> None:
     metrics = PartMetrics(0)
-    metrics.update_rollouter(0.0, rollouter(agent={"tool_calls": 0, "tool_s": 0.0}))
+    metrics.update_rollouter(0.0, rollouter_status(agent={"tool_calls": 0, "tool_s": 0.0}))
     assert "rollouter/tool_mean_s" not in metrics.known
-    metrics.update_rollouter(1.0, rollouter(agent={"tool_calls": 4, "tool_s": 2.0}))
-    metrics.update_rollouter(2.0, rollouter(incarnation=2, agent={"tool_calls": 4, "tool_s": 1.0}))
+    metrics.update_rollouter(1.0, rollouter_status(agent={"tool_calls": 4, "tool_s": 2.0}))
+    metrics.update_rollouter(2.0, rollouter_status(incarnation=2, agent={"tool_calls": 4, "tool_s": 1.0}))
     assert metrics.known["rollouter/tool_mean_s"] == 3.0 / 8
 
 
 def test_dropped_events_are_those_of_all_processes_each_counted_once() -> None:
     """Rollouter and Trainer include replicas and ranks; queue and driver count their own."""
     metrics = PartMetrics(0)
-    metrics.update_rollouter(0.0, rollouter(profiler={"events": 100, "dropped": 5, "own_dropped": 2}))
-    metrics.update_trainer(0.0, trainer(profiler={"events": 10, "dropped": 4, "own_dropped": 0}), 0.0)
+    metrics.update_rollouter(0.0, rollouter_status(profiler={"events": 100, "dropped": 5, "own_dropped": 2}))
+    metrics.update_trainer(0.0, trainer_status(profiler={"events": 10, "dropped": 4, "own_dropped": 0}), 0.0)
     for dropped in (1, 8):
-        metrics.update_queue(
-            QueueStatus(SampleCounts(), 1, False, {}, pid=3, health=ProcessHealth(1, dropped_events=dropped))
-        )
+        metrics.update_queue(queue_status(pid=3, health=ProcessHealth(1, dropped_events=dropped)))
         metrics.update_driver(16)
     assert (metrics.known["profiler/events"], metrics.known["profiler/dropped"]) == (110, 33)
-    metrics.update_queue(QueueStatus(SampleCounts(), 1, False, {}, pid=4, health=ProcessHealth(1, dropped_events=1)))
+    metrics.update_queue(queue_status(pid=4, health=ProcessHealth(1, dropped_events=1)))
     assert metrics.known["profiler/dropped"] == 34
     assert "profiler/own_dropped" not in metrics.known
     registry.check(metrics.known)
 
 
 @pytest.mark.parametrize("missing", ["version", "waited_s", "profiler", "skip"])
-def test_a_status_without_a_key_is_refused(missing: str) -> None:
-    status = rollouter()
+def test_a_status_without_a_key_is_an_error(missing: str) -> None:
+    status = rollouter_status()
     del status[missing]
     with pytest.raises(KeyError, match=missing):
         PartMetrics(0).update_rollouter(0.0, status)

@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,128 +19,68 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.observe import LoggingConfig
 from asyncrl.core.failures import BugError, InfraError
-from asyncrl.core.ports import ApplyReport, QueueStatus, SampleCounts
-from asyncrl.core.records import ApplyRecord, StepRecord, ValidationRecord
+from asyncrl.core.records import StepRecord
 from asyncrl.core.waits import Wait
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.file_sinks import AppendFile
 from asyncrl.observe.metrics.recorder import MAX_RESTARTS, Recorder
-from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.status.run_status import Restart
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
-from asyncrl.observe.terminal.screen import Dashboard
-from asyncrl.storage.run_dir import RunDir, create_run_dir
+from asyncrl.storage.run_dir import RunDir
+from tests.fakes.metric_records import (
+    RecordingView,
+    apply,
+    queue_status,
+    rollouter_status,
+    step,
+    trainer_status,
+    validation,
+)
 from tests.fakes.run_states import running
 
 ROOT = Path(__file__).parents[3]
 
 
-class DashboardView(View):
-    """Remembers the dashboard and the messages."""
-
-    def __init__(self) -> None:
-        self.board = Dashboard()
-        self.messages: list[tuple[str, str]] = []
-
-    def message(self, level: str, text: str) -> None:
-        self.messages.append((level, text))
-
-    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
-        self.board = dashboard
-
-    def update(self, dashboard: Dashboard) -> None:
-        self.board = dashboard
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def step(number: int, version: int, reward: float, lineage: int = 0, **metrics: float) -> StepRecord:
-    required = {
-        "reward/mean": reward,
-        "tokens/trained": 100.0,
-        "timing/wait_samples_s": 0.5,
-        "time/monotonic_s": 10.0 + number,
-    }
-    return StepRecord(number, version, {**required, **metrics}, (reward, reward), (0, 1), lineage)
-
-
-def apply(version: int, lineage: int = 0) -> ApplyRecord:
-    reports = (
-        ApplyReport("r0", version, 0.01, 0.02, 0.003, 4, True),
-        ApplyReport("r1", version, 0.02, 0.03, 0.002, 5, False),
-    )
-    return ApplyRecord(version, reports, 0.25, lineage)
-
-
-def validation(version: int, step_number: int, reward: float) -> ValidationRecord:
-    example = {"prompt": "1+1=", "response": str(version), "ground_truth": "2", "reward": reward}
-    return ValidationRecord(version, step_number, {"reward/mean": reward, "reward/mean/a/b": reward}, (example,))
-
-
-def queue(trained: int, dropped: int = 0) -> QueueStatus:
-    return QueueStatus(SampleCounts(fed=trained + dropped, trained=trained, dropped={"stale": dropped}), 1, False, {})
-
-
-def rollouter(tokens: int, idle_s: float, incarnation: int = 1) -> dict[str, Any]:
+def rollouter(tokens: int, idle_s: float = 0.0, incarnation: int = 1, **changes: Any) -> dict[str, Any]:
     waits = [Wait("engine", 8, 3.0), Wait("permit", 2, 1.0)]
-    return {
-        "incarnation": incarnation,
-        "generated_tokens": tokens,
-        "samples_done": 4,
-        "in_flight": 8,
-        "idle_s": idle_s,
-        "drops": {},
-        "waits": waits,
-        "waited_s": {"permit": 2.0},
-        "pid": incarnation,
-        "profiler": {"events": 100, "dropped": 1},
-        "version": 1,
-        "skip": {},
-        "agent": {},
-    }
+    return rollouter_status(incarnation, generated_tokens=tokens, idle_s=idle_s, waits=waits, **changes)
 
 
-def trainer(waited_s: float) -> dict[str, Any]:
-    return {
-        "step": 1,
-        "version": 1,
-        "waits": [Wait("samples", 1, waited_s)],
-        "skip": {},
-        "pid": 9,
-        "profiler": {"events": 7, "dropped": 0},
-    }
+@asynccontextmanager
+async def recording(
+    run_dir: RunDir, *sinks: str, view: View | None = None, resumed: ResumePoint | None = None
+) -> AsyncIterator[Recorder]:
+    """A recorder of one process of a run."""
+    config = Config(logging=LoggingConfig.model_validate({"sinks": sinks}))
+    recorder = await Recorder.open(config, run_dir, view or View(), resumed)
+    yield recorder
+    await recorder.aclose()
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return create_run_dir(Config(), datetime(2026, 1, 2), root=tmp_path)
+async def four_steps(recorder: Recorder) -> None:
+    await recorder.put(validation(0, 0.0))
+    for number in (1, 2, 3, 4):
+        recorder.update_parts(queue_status(2 * number), rollouter(100 * number), trainer_status())
+        await recorder.put(step(number, 0.1 * number))
+        await recorder.put(apply(number))
 
 
-def writing(*sinks: str) -> Config:
-    return Config(logging=LoggingConfig.model_validate({"sinks": sinks}))
+def answers(recorder: Recorder) -> list[str]:
+    """The responses of the example before and after training."""
+    return [example["response"] for example in recorder.examples() if example is not None]
 
 
 def lines(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
 
 
-def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
-        await recorder.put(validation(0, 0, 0.25))
-        recorder.update_parts(queue(trained=0, dropped=1), rollouter(1000, 0.0), trainer(0.1))
-        await recorder.put(step(1, 1, 0.5, **{"actor/loss": float("nan")}))
+async def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
+        await recorder.put(validation(0, 0.25))
+        recorder.update_parts(queue_status(dropped=1), rollouter(1000), trainer_status())
+        await recorder.put(step(1, 0.5, **{"actor/loss": float("nan")}))
         await recorder.put(apply(1))
-        await recorder.aclose()
-
-    anyio.run(main)
     first, second, third = lines(run_dir)
     assert (first["kind"], first["step"], first["version"]) == ("validation", 0, 0)
     assert first["validation/reward/mean/a/b"] == 0.25
@@ -158,124 +99,86 @@ def test_every_record_is_one_flat_line(run_dir: RunDir) -> None:
         registry.check(name for name in line if "/" in name)
 
 
-def test_an_unregistered_name_is_refused(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
+async def test_an_unregistered_name_is_refused(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
         with pytest.raises(BugError, match=r"'actor/los' is not registered.*'actor/loss'.*metrics.toml"):
-            await recorder.put(step(1, 1, 0.5, **{"actor/los": 1.0}))
+            await recorder.put(step(1, 0.5, **{"actor/los": 1.0}))
         with pytest.raises(BugError, match="tokens/trained"):
             await recorder.put(StepRecord(1, 1, {"reward/mean": 0.5}, (), ()))
         with pytest.raises(BugError, match="idle_s"):
-            recorder.update_parts(queue(0), {"incarnation": 1, "generated_tokens": 1}, {})
-        await recorder.aclose()
-
-    anyio.run(main)
+            recorder.update_parts(queue_status(), {"incarnation": 1, "generated_tokens": 1}, {})
     assert lines(run_dir) == []
 
 
-def test_the_view_gets_rates_shares_and_waits(run_dir: RunDir) -> None:
-    clock, view = Clock(), DashboardView()
-
-    async def main() -> None:
-        recorder = Recorder([], view, clock=clock)
-        recorder.set_total_steps(10)
-        recorder.update_parts(queue(0), {}, {})
-        for second in range(1, 6):
-            clock.now_s += 1.0
-            await recorder.put(step(second, second, 0.1 * second))
-            recorder.update_parts(queue(2 * second), rollouter(50 * second, 0.25 * second), trainer(0.0))
-        await recorder.put(apply(5))
-        clock.now_s += 2.0
-        summary = recorder.summary("completed", None)
-        assert summary["wall_s"] == 7.0
-        assert summary["idle"] == {"trainer": pytest.approx(0.5), "rollouter": pytest.approx(0.25)}
-        assert summary["tokens"] == {"generated": 250, "trained": 500}
-        assert summary["samples"]["trained"] == 10
-
-    anyio.run(main)
+async def test_the_view_gets_rates_shares_and_waits() -> None:
+    now_s, view = 100.0, RecordingView()
+    recorder = Recorder([], view, clock=lambda: now_s)
+    recorder.set_total_steps(10)
+    recorder.update_parts(queue_status(), {}, {})
+    for second in range(1, 6):
+        now_s += 1.0
+        await recorder.put(step(second, 0.1 * second))
+        recorder.update_parts(queue_status(2 * second), rollouter(50 * second, 0.25 * second), trainer_status())
+    await recorder.put(apply(5))
+    now_s += 2.0
+    summary = recorder.summary("completed", None)
+    assert summary["wall_s"] == 7.0
+    assert summary["idle"] == {"trainer": pytest.approx(0.5), "rollouter": pytest.approx(0.25)}
+    assert summary["tokens"] == {"generated": 250, "trained": 500}
+    assert summary["samples"]["trained"] == 10
     board = view.board
     assert (board.step, board.version, board.total_steps) == (5, 5, 10)
-    assert board.generated_per_s == pytest.approx(50.0)
-    assert board.trained_per_s == pytest.approx(100.0)
-    assert board.idle_rollouter == pytest.approx(0.25)
-    assert board.idle_trainer == pytest.approx(0.5)
+    assert (board.generated_per_s, board.trained_per_s) == pytest.approx((50.0, 100.0))
+    assert (board.idle_rollouter, board.idle_trainer) == pytest.approx((0.25, 0.5))
     assert [wait.edge for wait in board.waits["rollouter"]] == ["engine", "permit"]
-    assert board.sync is not None
-    assert board.sync.pause_s == 0.03
-    assert board.eta_s(clock.now_s) == pytest.approx(5 * 1.0 - 2.0)
+    assert board.sync is not None and board.sync.pause_s == 0.03
+    assert board.eta_s(now_s) == pytest.approx(5 * 1.0 - 2.0)
 
 
-def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(run_dir: RunDir) -> None:
-    config = writing("jsonl", "tensorboard")
-
-    async def first() -> None:
-        recorder = await Recorder.open(config, run_dir, View())
-        await recorder.put(validation(0, 0, 0.0))
-        for number in (1, 2, 3, 4):
-            recorder.update_parts(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
-            await recorder.put(step(number, number, 0.1 * number))
-            await recorder.put(apply(number))
-        await recorder.aclose()
-
-    async def second() -> None:
-        recorder = await Recorder.open(config, run_dir, View(), ResumePoint(2, 2, "checkpoints/step_2"))
+async def test_a_resumed_run_records_no_step_twice_and_summarizes_the_whole_run(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl", "tensorboard") as recorder:
+        await four_steps(recorder)
+    earlier_s = lines(run_dir)[5]["time_s"]
+    with run_dir.metrics.open("a") as file:
+        file.write('{"kind": "step", "step": 5, "ver')  # torn by a kill
+    resumed = ResumePoint(2, 2, "checkpoints/step_2")
+    async with recording(run_dir, "jsonl", "tensorboard", resumed=resumed) as recorder:
         assert recorder.summary("interrupted", None)["step"] == 2
-        recorder.update_parts(queue(6), rollouter(70, 0.0), trainer(0.0))
-        await recorder.put(step(3, 3, 1.0))
-        await recorder.put(apply(3))
-        await recorder.put(validation(3, 3, 1.0))
+        recorder.update_parts(queue_status(6), rollouter(70), trainer_status())
+        for record in (step(3, 1.0), apply(3), validation(3, 1.0)):
+            await recorder.put(record)
         summary = recorder.summary("completed", None)
         assert summary["resumed"] == {"step": 2, "version": 2, "checkpoint": "checkpoints/step_2"}
-        assert summary["reward"]["first"] == pytest.approx(0.1)
-        assert summary["reward"]["last"] == 1.0
+        assert (summary["reward"]["first"], summary["reward"]["last"]) == pytest.approx((0.1, 1.0))
         assert summary["tokens"] == {"generated": 270, "trained": 300}
         # Its driver had counted more: step 3 uses tokens that were generated before the end.
         recorder.add_earlier_tokens(420)
-        recorder.update_parts(queue(6), rollouter(75, 0.0), trainer(0.0))
+        recorder.update_parts(queue_status(6), rollouter(75), trainer_status())
         assert recorder.summary("completed", None)["tokens"]["generated"] == 495
-        assert summary["weight_sync"]["count"] == 3
-        assert summary["validation"]["before"]["reward"] == 0.0
-        before, after = recorder.examples()
-        assert before is not None
-        assert after is not None
-        assert (before["response"], after["response"]) == ("0", "3")
-        await recorder.aclose()
-
-    anyio.run(first)
-    with run_dir.metrics.open("a") as file:
-        file.write('{"kind": "step", "step": 5, "ver')  # torn by a kill
-    earlier_s = lines_before_tear(run_dir)[5]["time_s"]
-    anyio.run(second)
+        assert (summary["weight_sync"]["count"], summary["validation"]["before"]["reward"]) == (3, 0.0)
+        assert answers(recorder) == ["0", "3"]
     after = lines(run_dir)
     assert [line["step"] for line in after if line["kind"] == "step"] == [1, 2, 3]
     assert [line["version"] for line in after if line["kind"] == "apply"] == [1, 2, 3]
     assert after[-1]["time_s"] >= earlier_s
 
 
-def lines_before_tear(run_dir: RunDir) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run_dir.metrics.read_text().splitlines()[:-1]]
-
-
-def test_tensorboard_discards_the_steps_that_a_resume_repeats(run_dir: RunDir) -> None:
+def rewards_on_tensorboard(run_dir: RunDir) -> tuple[Any, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    async def part(resumed: ResumePoint | None, numbers: tuple[int, ...], reward: float) -> None:
-        recorder = await Recorder.open(writing("tensorboard"), run_dir, View(), resumed)
-        for number in numbers:
-            await recorder.put(step(number, number, reward))
-        await recorder.aclose()
-
-    anyio.run(part, None, (1, 2, 3), 0.25)
-    first = next(run_dir.tensorboard.iterdir())
-    first.rename(first.with_name("events.out.tfevents.1.earlier.1"))  # as of an earlier process
-    anyio.run(part, ResumePoint(2, 2, "c"), (3, 4), 0.5)
     events = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
-        (1, 0.25),
-        (2, 0.25),
-        (3, 0.5),
-        (4, 0.5),
-    ]
+    return events, [(event.step, event.value) for event in events.Scalars("reward/mean")]
+
+
+async def test_tensorboard_discards_the_steps_that_a_resume_repeats(run_dir: RunDir) -> None:
+    for resumed, numbers, reward in ((None, (1, 2, 3), 0.25), (ResumePoint(2, 2, "c"), (3, 4), 0.5)):
+        for file in run_dir.tensorboard.glob("*"):  # as if another process had written it
+            file.rename(file.with_name("events.out.tfevents.1.earlier.1"))
+        async with recording(run_dir, "tensorboard", resumed=resumed) as recorder:
+            for number in numbers:
+                await recorder.put(step(number, reward))
+    events, rewards_by_step = rewards_on_tensorboard(run_dir)
+    assert rewards_by_step == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5)]
     staleness = [event.histogram_value for event in events.Histograms("staleness")]
     assert [(one.num, one.sum, list(one.bucket_limit), list(one.bucket)) for one in staleness][-1] == (
         *(2, 1.0, [0.0, 1.0], [1.0, 1.0]),
@@ -288,18 +191,12 @@ def test_tensorboard_discards_the_steps_that_a_resume_repeats(run_dir: RunDir) -
 
 
 @pytest.mark.parametrize("jsonl", [True, False])
-def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir, jsonl: bool) -> None:
-    view = DashboardView()
-
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl") if jsonl else writing(), run_dir, view)
+async def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir, jsonl: bool) -> None:
+    view = RecordingView()
+    async with recording(run_dir, *(["jsonl"] if jsonl else []), view=view) as recorder:
         recorder.set_total_steps(10)
-        await recorder.put(validation(0, 0, 0.0))
-        for number in (1, 2, 3, 4):
-            recorder.update_parts(queue(2 * number), rollouter(100 * number, 0.0), trainer(0.0))
-            await recorder.put(step(number, number, 0.1 * number))
-            await recorder.put(apply(number))
-        await recorder.put(validation(4, 4, 0.9))
+        await four_steps(recorder)
+        await recorder.put(validation(4, 0.9))
         await recorder.rewind(ResumePoint(2, 2, "checkpoints/step_2", lineage=1))
         board = view.board
         assert (board.step, board.version, board.total_steps) == (2, 2, 10)
@@ -311,23 +208,19 @@ def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir, json
         assert summary["staleness"]["histogram"] == {"0": 2, "1": 2}
         assert summary["resumed"] is None
         # Later records of the old lineage count only within the checkpoint.
-        await recorder.put(apply(4))
-        await recorder.put(step(5, 5, 9.0))
-        await recorder.put(apply(2))
-        await recorder.put(apply(2, lineage=1))
-        await recorder.put(step(3, 3, 1.0, lineage=1))
-        await recorder.put(apply(3, lineage=1))
-        await recorder.put(replace(validation(3, 3, 1.0), lineage=1))
+        for record in (apply(4), step(5, 9.0), apply(2)):
+            await recorder.put(record)
+        for record in (
+            apply(2, lineage=1),
+            step(3, 1.0, lineage=1),
+            apply(3, lineage=1),
+            validation(3, 1.0, lineage=1),
+        ):
+            await recorder.put(record)
         summary = recorder.summary("completed", None)
         assert (summary["step"], summary["version"], summary["weight_sync"]["count"]) == (3, 3, 5)
         assert summary["reward"]["last"] == 1.0
-        before, after = recorder.examples()
-        assert before is not None
-        assert after is not None
-        assert (before["response"], after["response"]) == ("0", "3")
-        await recorder.aclose()
-
-    anyio.run(main)
+        assert answers(recorder) == ["0", "3"]
     if jsonl:
         recorded = [(line["kind"], line["version"], line["lineage"]) for line in lines(run_dir)]
         assert recorded == [
@@ -337,51 +230,35 @@ def test_a_rewind_removes_everything_beyond_the_checkpoint(run_dir: RunDir, json
         ]
 
 
-def test_tensorboard_discards_what_a_rewind_removes(run_dir: RunDir) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    async def main() -> None:
-        recorder = await Recorder.open(writing("tensorboard"), run_dir, View())
+async def test_tensorboard_discards_what_a_rewind_removes(run_dir: RunDir) -> None:
+    async with recording(run_dir, "tensorboard") as recorder:
         for number in (1, 2, 3):
-            await recorder.put(step(number, number, 0.25))
+            await recorder.put(step(number, 0.25))
         await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
         for number in (2, 3):
-            await recorder.put(step(number, number, 0.5, lineage=1))
-        await recorder.aclose()
-
-    anyio.run(main)
-    events = EventAccumulator(str(run_dir.tensorboard)).Reload()
-    scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
-    assert scalars == [(1, 0.25), (2, 0.5), (3, 0.5)]
+            await recorder.put(step(number, 0.5, lineage=1))
+    assert rewards_on_tensorboard(run_dir)[1] == [(1, 0.25), (2, 0.5), (3, 0.5)]
 
 
-def test_rows_that_arrive_during_a_rewind_obey_it(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
+async def test_rows_that_arrive_during_a_rewind_obey_it(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
         for number in range(1, 6):
-            await recorder.put(step(number, number, 0.5))
+            await recorder.put(step(number, 0.5))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(recorder.rewind, ResumePoint(2, 2, "c", lineage=1))
             for number in range(1, 11):
                 tasks.start_soon(recorder.put, apply(number))
         assert recorder.summary("completed", None)["weight_sync"]["count"] == len(lines(run_dir)) - 2
-        await recorder.aclose()
-
-    anyio.run(main)
     assert all(line["version"] <= 2 for line in lines(run_dir))
 
 
 def test_counters_continue_over_a_restart() -> None:
-    clock, view = Clock(), DashboardView()
-    recorder = Recorder([], view, clock=clock)
+    now_s, view = 100.0, RecordingView()
+    recorder = Recorder([], view, clock=lambda: now_s)
     for tokens, incarnation in ((100, 1), (200, 1), (20, 2), (80, 2)):
-        status = {
-            **rollouter(tokens, tokens / 1000, incarnation),
-            "samples_done": tokens // 10,
-            "drops": {"took too long": tokens},
-        }
-        recorder.update_parts(queue(0), status, {})
-        clock.now_s += 1.0
+        status = rollouter(tokens, tokens / 1000, incarnation, drops={"took too long": tokens})
+        recorder.update_parts(queue_status(), status, {})
+        now_s += 1.0
     state = recorder.complete_state(running())
     assert state.generated_tokens == 280
     assert state.generated_per_s == pytest.approx(180 / 3)
@@ -390,7 +267,7 @@ def test_counters_continue_over_a_restart() -> None:
 
 
 def test_a_restart_is_shown_twice_and_recorded_once() -> None:
-    view = DashboardView()
+    view = RecordingView()
     recorder = Recorder([], view)
     begun = Restart("trainer", 2, 1000.0, "rank actor/0 died\nwith more lines")
     recorder.record_restart(begun)
@@ -412,9 +289,8 @@ def test_a_restart_is_shown_twice_and_recorded_once() -> None:
     assert len(view.board.restarts) == 2
 
 
-def test_a_full_disk_stops_the_recording(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
+async def test_a_full_disk_stops_the_recording(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
         real_write = os.write
 
         def write(descriptor: int, data: bytes) -> int:
@@ -424,12 +300,9 @@ def test_a_full_disk_stops_the_recording(run_dir: RunDir, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "write", write)
         with pytest.raises(InfraError, match=r"disk is full.*metrics.jsonl.*run_dir=PATH"):
-            await recorder.put(step(1, 1, 0.5))
-        await recorder.aclose()
-        monkeypatch.undo()
-        assert recorder.summary("failed", None)["step"] == 1
-
-    anyio.run(main)
+            await recorder.put(step(1, 0.5))
+    monkeypatch.undo()
+    assert recorder.summary("failed", None)["step"] == 1
 
 
 def test_a_short_write_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,20 +335,16 @@ def test_observe_loads_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_rows_in_a_file_are_not_kept_in_memory(run_dir: RunDir) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(writing("jsonl"), run_dir, View())
+async def test_rows_in_a_file_are_not_kept_in_memory(run_dir: RunDir) -> None:
+    async with recording(run_dir, "jsonl") as recorder:
         for number in (1, 2):
-            await recorder.put(step(number, number, 0.25))
+            await recorder.put(step(number, 0.25))
         assert recorder._rows == []
-        await recorder.put(validation(2, 2, 0.5))
+        await recorder.put(validation(2, 0.5))
         assert recorder.validated_step == 2
         await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
         assert recorder.validated_step is None
         assert recorder.summary("failed", None)["step"] == 1
-        await recorder.aclose()
-
-    anyio.run(main)
 
 
 def test_the_newest_restarts_are_listed_and_all_are_counted() -> None:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from asyncrl.config.import_path import load_object
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.observe import LoggingConfig
 from asyncrl.core.failures import BugError, ConfigError
-from asyncrl.core.records import StepRecord
 from asyncrl.observe.metrics import registry
 from asyncrl.observe.metrics.prometheus import PrometheusTracker
 from asyncrl.observe.metrics.recorder import Recorder
@@ -30,16 +29,12 @@ from asyncrl.observe.metrics.rows import MetricsRow
 from asyncrl.observe.metrics.sinks import TRACKERS, RemoteSink, TrackedRun, Tracker, end_remote_sinks, open_tracker
 from asyncrl.observe.status.summary import ResumePoint
 from asyncrl.observe.terminal.live import View
-from asyncrl.storage.run_dir import RunDir, create_run_dir
+from asyncrl.storage.run_dir import RunDir
+from tests.fakes.metric_records import step
 from tests.fakes.tracking_libraries import FakeWandb, Libraries, offline, write_twice
 
 HEAD = {"step", "version", "lineage"}
 """Values of every row besides its metrics."""
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return create_run_dir(Config(), datetime(2026, 1, 2), root=tmp_path)
 
 
 @pytest.fixture
@@ -56,11 +51,6 @@ def warnings_reach_caplog() -> Iterator[None]:
     log.propagate = before
 
 
-def step(number: int, reward: float = 0.5, lineage: int = 0, **metrics: float) -> StepRecord:
-    required = {"reward/mean": reward, "tokens/trained": 1.0, "timing/wait_samples_s": 0.0, "time/monotonic_s": 1.0}
-    return StepRecord(number, number, {**required, **metrics}, (reward,), (0,), lineage)
-
-
 def row(number: int, **metrics: float) -> MetricsRow:
     return MetricsRow("step", number, number, 1.0, 1000.0, metrics or {"reward/mean": 0.5})
 
@@ -69,31 +59,32 @@ def config(*sinks: str) -> Config:
     return Config(project_name="sums", experiment_name="small", logging=LoggingConfig.model_validate({"sinks": sinks}))
 
 
+@asynccontextmanager
+async def recording(run_dir: RunDir, *sinks: str, resumed: ResumePoint | None = None) -> AsyncIterator[Recorder]:
+    recorder = await Recorder.open(config(*sinks), run_dir, View(), resumed)
+    async with recorder.trackers():
+        yield recorder
+    await recorder.aclose()
+
+
 async def part(
     run_dir: RunDir, sinks: tuple[str, ...], steps: tuple[int, ...], resumed: ResumePoint | None = None
 ) -> None:
     """One process of a run from start to end."""
-    recorder = await Recorder.open(config(*sinks), run_dir, View(), resumed)
-    async with recorder.trackers():
+    async with recording(run_dir, *sinks, resumed=resumed) as recorder:
         for number in steps:
             await recorder.put(step(number, 0.25 * number, **{"actor/loss": float("nan")}))
-    await recorder.aclose()
 
 
 # ------------------------------------------------------------------------------------------------ what they record
 
 
-def test_wandb_records_every_step_with_its_lineage_offline(run_dir: RunDir, libraries: Libraries) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(config("wandb"), run_dir, View())
-        async with recorder.trackers():
-            for number in (1, 2, 3):
-                await recorder.put(step(number, 0.25 * number))
-            await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
-            await recorder.put(step(2, 0.75, lineage=1))
-        await recorder.aclose()
-
-    anyio.run(main)
+async def test_wandb_records_every_step_with_its_lineage_offline(run_dir: RunDir, libraries: Libraries) -> None:
+    async with recording(run_dir, "wandb") as recorder:
+        for number in (1, 2, 3):
+            await recorder.put(step(number, 0.25 * number))
+        await recorder.rewind(ResumePoint(1, 1, "c", lineage=1))
+        await recorder.put(step(2, 0.75, lineage=1))
     wandb = libraries.wandb
     (init,) = wandb.inits
     assert (init["project"], init["group"], init["name"]) == ("sums", "small", f"small-{run_dir.path.name}")
@@ -130,14 +121,10 @@ def test_mlflow_names_fit_its_store(run_dir: RunDir, libraries: Libraries, monke
     assert names == ["validation/reward.mean.a_b_", "validation/reward/mean/a_b_"]
 
 
-def test_trackers_record_a_failed_run_as_failed(run_dir: RunDir, libraries: Libraries) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(config("wandb", "mlflow"), run_dir, View())
-        async with recorder.trackers():
-            raise OSError("the end")
-
+async def test_trackers_record_a_failed_run_as_failed(run_dir: RunDir, libraries: Libraries) -> None:
     with pytest.raises(OSError, match="the end"):
-        anyio.run(main)
+        async with recording(run_dir, "wandb", "mlflow"):
+            raise OSError("the end")
     assert libraries.wandb.exit_code == 1
     assert list(libraries.mlflow.runs.values()) == ["FAILED"]
 
@@ -203,17 +190,12 @@ def test_prometheus_gets_gauges_by_lineage_and_keeps_them_alive(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"])
-def test_no_sink_records_an_unregistered_name(name: str, run_dir: RunDir, libraries: Libraries) -> None:
-    async def main() -> None:
-        recorder = await Recorder.open(config(name), run_dir, View())
-        async with recorder.trackers():
-            with pytest.raises(BugError, match="'actor/los' is not registered"):
-                await recorder.put(step(1, **{"actor/los": 1.0}))
-            if name != "prometheus":  # its next row needs Ray
-                await recorder.put(step(2, **{"actor/lr": 1.0}))
-        await recorder.aclose()
-
-    anyio.run(main)
+async def test_no_sink_records_an_unregistered_name(name: str, run_dir: RunDir, libraries: Libraries) -> None:
+    async with recording(run_dir, name) as recorder:
+        with pytest.raises(BugError, match="'actor/los' is not registered"):
+            await recorder.put(step(1, **{"actor/los": 1.0}))
+        if name != "prometheus":  # its next row needs Ray
+            await recorder.put(step(2, **{"actor/lr": 1.0}))
     recorded = [*libraries.wandb.rows, *(one for _, one in libraries.trackio.rows)]
     recorded += [{key: value} for _, key, value, _ in libraries.mlflow.metrics]
     registry.check({key for one in recorded for key in one} - HEAD)

@@ -29,11 +29,12 @@ from asyncrl.observe.metrics.recorder import Recorder
 from asyncrl.observe.metrics.rows import health_metrics
 from asyncrl.observe.status.run_files import read_run, status_report
 from asyncrl.observe.status.run_status import STATE_FILE, StateFile, dump, load
-from asyncrl.observe.terminal.live import View, logging_to
-from asyncrl.observe.terminal.screen import Dashboard, health_line
+from asyncrl.observe.terminal.live import logging_to
+from asyncrl.observe.terminal.screen import health_line
 from asyncrl.observe.terminal.status_page import status_page
 from asyncrl.profiling.process_usage import ProcessMeter, _within_container, measure_machine
 from asyncrl.storage.run_dir import RunDir
+from tests.fakes.metric_records import RecordingView
 from tests.fakes.run_states import NOW, queue_status, report, running
 
 PROCESS = ProcessHealth(2 * GIB, 0.5, 0.02)
@@ -47,24 +48,12 @@ HEALTH = RunHealth(
 )
 
 
-class HealthView(View):
-    def __init__(self) -> None:
-        self.messages: list[tuple[str, str]] = []
-        self.board = Dashboard()
-
-    def message(self, level: str, text: str) -> None:
-        self.messages.append((level, text))
-
-    def update(self, dashboard: Dashboard) -> None:
-        self.board = dashboard
-
-
 class MonitorRig:
     """A `HealthMonitor` of a run without parts; `look` checks every 2 s of fake time."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = Config()
-        self.view = HealthView()
+        self.view = RecordingView()
         self.recorder = Recorder([], self.view)
         self.status = RunStatus(config, RunDir(tmp_path), self.recorder)
         self.status.phase = "running"
@@ -280,7 +269,7 @@ def test_health_metrics_are_registered_and_those_of_ended_replicas_removed() -> 
     wanted = {"requests_running": 7, "requests_waiting": 1, "preemptions": 3, "object_store_share": 0.25, "problems": 1}
     assert {name: metrics[f"health/{name}"] for name in wanted} == wanted
     assert metrics["health/disk_free_bytes"] == 500 * GIB
-    view = HealthView()
+    view = RecordingView()
     recorder = Recorder([], view)
     recorder.update_health(HEALTH)
     assert recorder._known["health/kv_cache_usage/1"] == 0.9 and view.board.health == HEALTH
