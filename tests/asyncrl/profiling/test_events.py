@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def profiler(tmp_path: Path) -> Any:
+def profiler(tmp_path: Path) -> Iterator[Profiler]:
+    """A profiler that writes files; a test may configure it anew."""
     profiler = Profiler()
     profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     yield profiler
@@ -129,8 +131,7 @@ def test_fields_of_an_event_override_the_context(profiler: Profiler, tmp_path: P
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_a_level_records_its_events(level: registry.EventLevel, tmp_path: Path) -> None:
-    profiler = Profiler()
+def test_a_level_records_its_events(profiler: Profiler, level: registry.EventLevel, tmp_path: Path) -> None:
     profiler.configure("x", ProfilerSettings(level, tmp_path / "events"))
     for name in registry.EVENTS:
         with profiler.span(name) as span:
@@ -148,8 +149,7 @@ def test_a_level_records_its_events(level: registry.EventLevel, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("level", registry.LEVELS)
-def test_an_unregistered_name_is_refused(level: registry.EventLevel, tmp_path: Path) -> None:
-    profiler = Profiler()
+def test_an_unregistered_name_is_refused(profiler: Profiler, level: registry.EventLevel, tmp_path: Path) -> None:
     profiler.configure("x", ProfilerSettings(level, tmp_path))
     for record in (
         profiler.span,
@@ -159,7 +159,6 @@ def test_an_unregistered_name_is_refused(level: registry.EventLevel, tmp_path: P
     ):
         with pytest.raises(BugError, match=r"'tool\.exec' is not registered.*'tool\.execute'.*events\.toml"):
             record("tool.exec")
-    profiler.close()
 
 
 def test_the_page_of_events_is_current_and_complete() -> None:
@@ -190,8 +189,7 @@ def test_forwarded_events_are_written_by_the_receiver(profiler: Profiler, tmp_pa
     sender.close()
 
 
-def test_events_are_ignored_when_profiling_is_off(tmp_path: Path) -> None:
-    profiler = Profiler()
+def test_events_are_ignored_when_profiling_is_off(profiler: Profiler, tmp_path: Path) -> None:
     profiler.configure("rollouter", ProfilerSettings("off", tmp_path / "events"))
     profiler.ingest("replica-a", [{"event": "request", "timestamp": 0, "duration_s": 0}])
     profiler.flush()
@@ -217,8 +215,7 @@ def test_dropped_events_are_counted_and_reported(bursts: list[int], most: int) -
     assert profiler.status() == {"events": sent, "dropped": reported, "own_dropped": reported, "unsent": 0}
 
 
-def test_an_answer_has_a_limited_number_of_events() -> None:
-    profiler = Profiler()
+def test_an_answer_has_a_limited_number_of_events(profiler: Profiler) -> None:
     profiler.configure("replica-a", ProfilerSettings("summary"))
     for _ in range(MAX_DRAINED + 7):
         profiler.note("request")
@@ -242,9 +239,8 @@ def dropped(count: int) -> dict[str, Any]:
     ],
 )
 def test_sent_events_that_do_not_arrive_are_lost(
-    tmp_path: Path, answers: list[tuple[int, int | None]], lost: int
+    profiler: Profiler, tmp_path: Path, answers: list[tuple[int, int | None]], lost: int
 ) -> None:
-    profiler = Profiler()
     profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events"))
     request = {"event": "request", "timestamp": 0.0, "duration_s": 0.0}
     for count, sent in answers:
@@ -254,12 +250,12 @@ def test_sent_events_that_do_not_arrive_are_lost(
     assert profiler.status()["dropped"] == lost and profiler.status()["own_dropped"] == 0
     reported = [(event["file"], event["events"]) for event in events if event["event"] == "profiler.dropped"]
     assert reported == ([("step_000000/rollouter", lost)] if lost else [])
-    profiler.close()
 
 
-def test_losses_are_reported_even_if_their_report_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_are_reported_even_if_their_report_is_lost(
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
-    profiler = Profiler()
     profiler.configure("rollouter", ProfilerSettings("full", tmp_path / "events", 1))
     profiler.ingest("replica-a", [{"event": "request", "timestamp": 0.0, "duration_s": 0.0}, dropped(5)])
     assert written(profiler, tmp_path)[-1]["events"] == 6
@@ -269,7 +265,6 @@ def test_losses_are_reported_even_if_their_report_is_lost(tmp_path: Path, monkey
         profiler.flush()
     reported = sum(event.get("events", 0) for event in written(profiler, tmp_path))
     assert reported == profiler.status()["dropped"] == 6 + 8
-    profiler.close()
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -295,11 +290,10 @@ def test_a_thread_writes_periodically(profiler: Profiler, tmp_path: Path) -> Non
         time.sleep(0.01)
 
 
-def test_a_torn_line_does_not_damage_the_next(tmp_path: Path) -> None:
+def test_a_torn_line_does_not_damage_the_next(profiler: Profiler, tmp_path: Path) -> None:
     path = tmp_path / "events" / "step_000000" / "x.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text('{"event": "sample.re')
-    profiler = Profiler()
     profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     profiler.note("sample.ready")
     profiler.close()
@@ -318,7 +312,6 @@ def test_a_full_disk_costs_only_events(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data)
 
-    profiler.close()
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
     profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     monkeypatch.setattr(os, "write", limited)
@@ -355,7 +348,6 @@ def test_a_full_disk_after_a_torn_line_leaves_no_file_open(tmp_path: Path, monke
 def test_a_partial_write_leaves_complete_lines(
     profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profiler.close()
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
     profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     profiler.note("sample.ready", tokens=1)
@@ -425,10 +417,9 @@ def test_lone_surrogates_are_replaced(profiler: Profiler, tmp_path: Path, text: 
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_long_texts_are_cut_before_they_are_buffered(
-    tmp_path: Path, writes: bool, monkeypatch: pytest.MonkeyPatch
+    profiler: Profiler, tmp_path: Path, writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 1000.0)
-    profiler = Profiler()
     profiler.configure("x", ProfilerSettings("full", tmp_path if writes else None))
     tracemalloc.start()
     for number in range(20):
@@ -460,7 +451,7 @@ def test_an_event_that_cannot_be_encoded_is_lost_alone_and_reported_once(
 
 
 def test_the_writing_thread_survives_any_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = EventFiles.write
 
@@ -471,7 +462,6 @@ def test_the_writing_thread_survives_any_error(
     failed = threading.Semaphore(0)
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
     monkeypatch.setattr(EventFiles, "write", fail)
-    profiler = Profiler()
     profiler.configure("x", ProfilerSettings("full", tmp_path / "events"))
     profiler.note("sample.ready", tokens=1)
     for _ in range(3):
@@ -487,7 +477,9 @@ def test_the_writing_thread_survives_any_error(
     assert caplog.text.count("events cannot be written") == 1
 
 
-def test_a_late_writer_does_not_affect_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_writer_does_not_affect_the_next_run(
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing, go_on = threading.Event(), threading.Event()
     in_time: list[bool] = []
     write = EventFiles.write
@@ -501,7 +493,6 @@ def test_a_late_writer_does_not_affect_the_next_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
     monkeypatch.setattr("asyncrl.profiling.profiler.CLOSE_S", 0.01)
     monkeypatch.setattr(EventFiles, "write", slow)
-    profiler = Profiler()
     profiler.configure("x", ProfilerSettings("summary", tmp_path / "old" / "events"))
     late = profiler._writer._thread if profiler._writer is not None else None
     profiler.note("sample.ready")
@@ -516,10 +507,11 @@ def test_a_late_writer_does_not_affect_the_next_run(tmp_path: Path, monkeypatch:
     assert in_time[0], "the new run does not wait for the old disk"
     assert [event["tokens"] for event in written(profiler, tmp_path / "new")] == [1, 2]
     assert profiler.status() == {"events": 2, "dropped": 0, "own_dropped": 0, "unsent": 0}
-    profiler.close()
 
 
-def test_events_recorded_during_the_last_write_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_recorded_during_the_last_write_are_written(
+    profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writing, go_on = threading.Event(), threading.Event()
     write = os.write
 
@@ -529,7 +521,6 @@ def test_events_recorded_during_the_last_write_are_written(tmp_path: Path, monke
         return write(descriptor, data)
 
     monkeypatch.setattr("asyncrl.profiling.profiler.WRITE_EVERY_S", 0.001)
-    profiler = Profiler()
     profiler.configure("x", ProfilerSettings("summary", tmp_path / "events"))
     monkeypatch.setattr(os, "write", slow)
     profiler.note("sample.ready", tokens=1)

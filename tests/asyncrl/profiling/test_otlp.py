@@ -199,19 +199,3 @@ def test_only_the_writing_process_has_an_endpoint(tmp_path: Path) -> None:
     assert ProfilerSettings.of(ProfilerConfig(), tmp_path).otlp_endpoint is None
     away = ProfilerSettings.of(ProfilerConfig(otlp_endpoint="http://127.0.0.1:9"), None)
     assert away.otlp_endpoint is None
-
-
-def test_a_broken_exporter_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> Any:
-        raise ImportError("no opentelemetry")
-
-    sink = otlp_sender("http://127.0.0.1:9/v1/traces", "r", make_exporter=make)
-    sink.put([line()])
-    sink.settle(10)
-    sink.put([line(), line()])
-    sink.close(10)
-    assert sink.lost == 3
-    assert messages(caplog) == [
-        "profiler.otlp_endpoint: http://127.0.0.1:9/v1/traces cannot be used (ImportError: no opentelemetry); the run "
-        "continues"
-    ]
