@@ -75,30 +75,16 @@ def rollouter_waits(state: RunState, *waits: Wait) -> RunState:
     return replace(state, waits={**state.waits, "rollouter": waits})
 
 
-EDGES = [
-    "samples",
-    "experience",
-    "critic",
-    "train",
-    "publish",
-    "checkpoint",
-    "model",
-    "permit",
-    "slot",
-    "engine",
-    "reward",
-    "weights",
-    "apply",
-    "validation",
-    "odd",
-]
+EDGES = (
+    "samples experience critic train publish checkpoint model permit slot engine reward weights apply validation odd"
+).split()
 _small = st.integers(0, 40)
 _times = st.floats(NOW - 1e4, NOW + 100)
 _waits = st.builds(Wait, st.sampled_from(EDGES), _small, st.floats(0, 1e4), st.booleans())
 _counts = st.builds(
     SampleCounts, _small, _small, _small, _small, _small, st.dictionaries(st.sampled_from(["stale", "failed"]), _small)
 )
-_editions = st.builds(WeightsVersion, _small, _small)
+_versions = st.builds(WeightsVersion, _small, _small)
 _parts = st.sampled_from(get_args(PartName))
 _reports = st.builds(
     report,
@@ -135,7 +121,7 @@ states = st.builds(
     step=_small,
     version=_small,
     lineage=st.integers(0, 2),
-    published=st.none() | _editions,
+    published=st.none() | _versions,
     counts=_counts,
     staleness=st.dictionaries(st.integers(0, 4), _small, max_size=3),
     generated_tokens=_small,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.failures import ConfigError
-from asyncrl.core.ports import SampleCounts, WeightsVersion
+from asyncrl.core.ports import ReplicaReport, SampleCounts, WeightsVersion
 from asyncrl.core.waits import Wait
 from asyncrl.observe.status.run_status import Restart, RunState, dump, load
 from asyncrl.observe.status.why import DriverState, chain_as_json, duration, explain, render_chain
@@ -25,6 +25,17 @@ ENGINE = rollouter_waits(
 REWARD = rollouter_waits(ENGINE, Wait("engine", 2, 3.0), Wait("reward", 6, 200.0))
 FAILED = replace(GATE, phase="failed", error="InfraError: no disk\nand more")
 TRAINER_DOWN = Restart("trainer", 2, NOW - 30, "rank actor/0 died")
+
+
+def at_gate(*waits: Wait, state: RunState = GATE) -> RunState:
+    return rollouter_waits(state, Wait("permit", 1, 9), *waits)
+
+
+APPLYING = at_gate(Wait("apply", 1, 8))
+
+
+def with_replicas(*replicas: ReplicaReport) -> RunState:
+    return replace(ENGINE, replicas=replicas)
 
 
 def trainer_waits(edge: str, since_s: float = 50.0, *, bounded: bool = False) -> RunState:
@@ -49,20 +60,19 @@ def test_a_paused_replica_explains_a_trainer_without_samples() -> None:
     assert chain_as_json(links)[-1]["cause"] == "replica"
 
 
+SERVED = trainer_waits("served")
+
+
 @pytest.mark.parametrize(
-    ("state", "cause", "says"),
+    ("state", "cause", "text"),
     [
         # A run that replays records: files and no engines.
         (
             rollouter_waits(ENGINE, Wait("records", 3, 40.0)),
             "busy",
-            "Rollouter is reading or writing records for 40 s (3",
+            "is reading or writing records for 40 s (3 samples",
         ),
-        (
-            replace(ENGINE, num_replicas=0, replicas=()),
-            "busy",
-            "engines do not exist (every sample of the run is",
-        ),
+        (replace(ENGINE, num_replicas=0, replicas=()), "busy", "engines do not exist (every sample of the run is"),
         # The Trainer itself.
         (trainer_waits("model"), "model", "Trainer is blocked on starting its ranks and loading the models for 50 s"),
         (trainer_waits("experience"), "ranks", "forward passes over a lease for 50 s (ranks: pid 8)"),
@@ -73,17 +83,17 @@ def test_a_paused_replica_explains_a_trainer_without_samples() -> None:
         (trainer_waits("tea"), "unknown", "Trainer is blocked on tea"),
         # The end.
         (
-            rollouter_waits(trainer_waits("served"), Wait("apply", 1, 40.0)),
+            rollouter_waits(SERVED, Wait("apply", 1, 40.0)),
             "busy",
             "its last step for 50 s ◀ Rollouter is applying the last version for 40 s ◀ replicas serve",
         ),
         (
-            rollouter_waits(trainer_waits("served"), Wait("validation", 9, 40.0)),
+            rollouter_waits(SERVED, Wait("validation", 9, 40.0)),
             "engine",
-            "◀ Rollouter is validating for 40 s (9 samples) ◀ engines",
+            "is validating for 40 s (9 samples) ◀ engines",
         ),
-        (trainer_waits("served"), "busy", "◀ Rollouter is about to end"),
-        (replace(trainer_waits("served"), silent_s={"rollouter": 30.0}), "silent", "◀ Rollouter has not answered"),
+        (SERVED, "busy", "◀ Rollouter is about to end"),
+        (replace(SERVED, silent_s={"rollouter": 30.0}), "silent", "◀ Rollouter has not answered"),
         (running(waits={"trainer": (), "rollouter": ()}), "busy", "Trainer is not blocked"),
         (running(waits={"trainer": ()}, silent_s={"queue": 9.0}), "silent", "is blocked on the queue ◀ queue has not"),
         (running(waits={}), "unknown", "Trainer has not reported yet"),
@@ -104,52 +114,24 @@ def test_a_paused_replica_explains_a_trainer_without_samples() -> None:
         (running(restarting={"rollouter": NOW - 8}), "restarting", "◀ Rollouter is being restarted"),
         (running(waits={"trainer": (Wait("samples", 1, 1.0),)}), "starting", "◀ Rollouter has not reported yet"),
         (rollouter_waits(running(), Wait("weights", 1, 5.0)), "busy", "Rollouter is not blocked"),
-        (
-            rollouter_waits(running(), Wait("payload", 3, 5.0)),
-            "unknown",
-            "Rollouter is blocked on payload for 5.5 s (3 sam",
-        ),
+        (rollouter_waits(running(), Wait("payload", 3, 5.0)), "unknown", "is blocked on payload for 5.5 s (3 sam"),
         # Rewards and engines.
-        (
-            REWARD,
-            "reward",
-            "◀ Rollouter is blocked on rewards for 200 s (6 samples) ◀ reward function has not answered",
-        ),
+        (REWARD, "reward", "is blocked on rewards for 200 s (6 samples) ◀ reward function has not answered"),
         (ENGINE, "engine", "◀ engines are generating (2 serving, 8 requests in flight)"),
-        (
-            replace(ENGINE, replicas=(report("0", in_flight=0), report("1", in_flight=0))),
-            "engine",
-            "engines have no request in flight",
-        ),
-        (
-            replace(ENGINE, last_progress_at=NOW - 60),
-            "engine",
-            "◀ engines have generated no token for 60 s (2 serving, 8 req",
-        ),
-        (replace(ENGINE, replicas=(report("0"),)), "engine", "no report of 1"),
-        (replace(ENGINE, replicas=()), "replica", "replicas have not reported yet (2 configured"),
+        (with_replicas(report("0", in_flight=0), report("1", in_flight=0)), "engine", "have no request in flight"),
+        (replace(ENGINE, last_progress_at=NOW - 60), "engine", "no token for 60 s (2 serving, 8 requests"),
+        (with_replicas(report("0")), "engine", "no report of 1"),
+        (with_replicas(), "replica", "replicas have not reported yet (2 configured"),
         (replace(ENGINE, replicas=(), silent_s={"store": 9.0}), "silent", "store has not answered"),
-        (replace(ENGINE, replicas=(report("a", "starting"),)), "replica", "replica a is starting its engine for 94 s"),
+        (with_replicas(report("a", "starting")), "replica", "replica a is starting its engine for 94 s"),
+        (with_replicas(report("0"), report("1", "broken", error="OOM")), "replica", "1 is broken for 94 s (OOM"),
         (
-            replace(ENGINE, replicas=(report("0"), report("1", "broken", error="OOM"))),
-            "replica",
-            "1 is broken for 94 s (OOM",
-        ),
-        (
-            replace(ENGINE, replicas=(report("0"), report("1", reported_at=NOW - 60))),
+            with_replicas(report("0"), report("1", reported_at=NOW - 60)),
             "replica",
             "replica 1 has not reported for 60 s (last serving; pid 100, engine 101; dead, stopped or hung)",
         ),
-        (
-            replace(ENGINE, replicas=(report("0"), report("1"), report("old", reported_at=NOW - 60))),
-            "engine",
-            "engines are generating",
-        ),
-        (
-            replace(ENGINE, replicas=(report("0"), report("1", "pausing", phase_since=NOW - 0.1))),
-            "engine",
-            "engines are generating",
-        ),
+        (with_replicas(report("0"), report("1"), report("old", reported_at=NOW - 60)), "engine", "are generating"),
+        (with_replicas(report("0"), report("1", "pausing", phase_since=NOW - 0.1)), "engine", "are generating"),
         (rollouter_waits(ENGINE, Wait("slot", 1, 4.0)), "engine", "Rollouter is blocked on a generation slot"),
         (
             rollouter_waits(ENGINE, Wait("engine", 8, 4.0), Wait("isolation", 7, 3.0)),
@@ -157,62 +139,35 @@ def test_a_paused_replica_explains_a_trainer_without_samples() -> None:
             "on engines for 4.5 s (8 samples; 7 isolated since an engine crashed while it ran them) ◀ engines",
         ),
         # The gate.
+        (replace(GATE, replicas=(report("1", "loading"),)), "replica", "1 is paused and loads weights for 94 s"),
         (
-            replace(GATE, replicas=(report("1", "loading"),)),
-            "replica",
-            "replica 1 is paused and loads weights for 94 s",
-        ),
-        (
-            rollouter_waits(GATE, Wait("permit", 1, 9), Wait("apply", 1, 8)),
+            APPLYING,
             "replica",
             "version 12 is not applied ◀ replica 0 still serves version 11 (serving, 4 requests in flight; pid 100)",
         ),
+        (replace(APPLYING, silent_s={"store": 9.0}), "silent", "12 is not applied ◀ weight store has not answered"),
+        (replace(APPLYING, replicas=(report("0", version=12),)), "busy", "the Rollouter is about to open the gate"),
         (
-            replace(rollouter_waits(GATE, Wait("permit", 1, 9), Wait("apply", 1, 8)), silent_s={"store": 9.0}),
-            "silent",
-            "version 12 is not applied ◀ weight store has not answered",
-        ),
-        (
-            replace(
-                rollouter_waits(GATE, Wait("permit", 1, 9), Wait("apply", 1, 8)), replicas=(report("0", version=12),)
-            ),
-            "busy",
-            "the Rollouter is about to open the gate",
-        ),
-        (
-            rollouter_waits(GATE, Wait("permit", 1, 9), Wait("validation", 1, 80)),
+            at_gate(Wait("validation", 1, 80)),
             "engine",
             "Rollouter is validating the previous version for 80 s ◀ engines are generating",
         ),
-        (rollouter_waits(GATE, Wait("permit", 1, 9), Wait("weights", 1, 80)), "busy", "has not reacted yet"),
+        (at_gate(Wait("weights", 1, 80)), "busy", "has not reacted yet"),
+        (at_gate(state=running()), "gate", "Trainer has all permitted samples (version 11"),
+        (at_gate(state=running(version=12)), "store", "version 12 is not in the weight store"),
+        (at_gate(state=running(published=None)), "store", "it was restarted"),
         (
-            rollouter_waits(running(), Wait("permit", 1, 9)),
-            "gate",
-            "Trainer has all permitted samples (version 11",
-        ),
-        (rollouter_waits(running(version=12), Wait("permit", 1, 9)), "store", "version 12 is not in the weight store"),
-        (rollouter_waits(running(published=None), Wait("permit", 1, 9)), "store", "it was restarted"),
-        (
-            rollouter_waits(running(silent_s={"store": 9.0}), Wait("permit", 1, 9)),
+            at_gate(state=running(silent_s={"store": 9.0})),
             "silent",
             "gate for 9.5 s (414 of 414 samples that version 11 permits are admitted) ◀ weight store has not answered",
         ),
-        (
-            rollouter_waits(running(queue=queue_status(paced_to=450)), Wait("permit", 1, 9)),
-            "busy",
-            "36 permits are free",
-        ),
-        (
-            rollouter_waits(running(queue=queue_status(total_samples=414)), Wait("permit", 1, 9)),
-            "gate",
-            "Rollouter has no samples left to admit",
-        ),
+        (at_gate(state=running(queue=queue_status(paced_to=450))), "busy", "36 permits are free"),
+        (at_gate(state=running(queue=queue_status(total_samples=414))), "gate", "has no samples left to admit"),
         # Some samples are running, but they cannot fill a lease: the gate is the cause.
         (
-            rollouter_waits(
-                replace(GATE, queue=queue_status(counts=SampleCounts(fed=414, running=2, ready=28, trained=384))),
-                Wait("permit", 1, 9),
+            at_gate(
                 Wait("engine", 2, 1.0),
+                state=replace(GATE, queue=queue_status(counts=SampleCounts(fed=414, running=2, ready=28, trained=384))),
             ),
             "busy",
             "staleness gate",
@@ -227,15 +182,15 @@ def test_a_paused_replica_explains_a_trainer_without_samples() -> None:
         (
             running(phase="starting", waits={"trainer": (Wait("model", 1, 9),)}),
             "model",
-            "◀ Trainer is blocked on starting its ranks",
+            "is blocked on starting its ra",
         ),
         (running(phase="starting", waits={}, replicas=(report(),)), "starting", "parts are starting"),
         (replace(trainer_waits("train"), phase="stopping"), "ranks", "run is stopping ◀ Trainer is blocked on"),
     ],
 )
-def test_every_cause_is_found(state: RunState, cause: str, says: str) -> None:
+def test_every_cause_is_found(state: RunState, cause: str, text: str) -> None:
     links = explain(state, NOW)
-    assert says in render_chain(links)
+    assert text in render_chain(links)
     assert links[-1].cause == cause
     assert all(not link.cause for link in links[:-1])
 
@@ -326,7 +281,7 @@ def test_other_keys_in_a_state_are_another_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         ({"schema_version": 1}, r"here.json has schema version 1, this asyncrl reads 2"),
         ({"schema_version": None}, "here.json is damaged: it is not the state of a run"),
@@ -334,8 +289,8 @@ def test_other_keys_in_a_state_are_another_schema() -> None:
         ({"queue": {"version": 3}}, r"here.json is damaged: queue.counts: "),
     ],
 )
-def test_another_schema_or_damage_is_refused(damage: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_another_schema_or_damage_is_refused(damage: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(dump(running()) | damage, "here.json")
     with pytest.raises(ConfigError, match="not the state of a run"):
         load([1])
