@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -58,9 +59,15 @@ def validation(version: int, reward: float, examples: Sequence[dict[str, Any]] =
     return validation_row(record, time_s=0.0, unix_s=0.0)
 
 
-def test_the_summary_of_a_complete_run() -> None:
+def built(*rows: MetricsRow) -> SummaryBuilder:
     builder = SummaryBuilder()
-    for row in (
+    for row in rows:
+        builder.add(row)
+    return builder
+
+
+def test_the_summary_of_a_complete_run() -> None:
+    builder = built(
         validation(0, 0.2),
         step(1, [0.0] * 10, staleness=(0,) * 10),
         apply(1, 0.03, 0.2),
@@ -69,8 +76,7 @@ def test_the_summary_of_a_complete_run() -> None:
         apply(2, 0.01, 0.4),
         apply(3, 0.02, 0.3),
         validation(2, 0.6),
-    ):
-        builder.add(row)
+    )
     counts = SampleCounts(fed=25, running=1, ready=2, leased=0, trained=20, dropped={"stale": 2})
     summary = builder.build("completed", None, RunTotals(9.0, counts, 400, 0.25, None))
     assert summary == {
@@ -117,8 +123,7 @@ def test_the_summary_of_a_complete_run() -> None:
 def test_an_empty_run_has_nulls_and_no_nan() -> None:
     summary = SummaryBuilder(ResumePoint(7, 5, "runs/x/checkpoints/step_7")).build("failed", None, RunTotals())
     json.dumps(summary, allow_nan=False)
-    assert summary["step"] == 7
-    assert summary["version"] == 5
+    assert (summary["step"], summary["version"]) == (7, 5)
     assert summary["resumed"] == {"step": 7, "version": 5, "checkpoint": "runs/x/checkpoints/step_7"}
     assert summary["reward"] == {"first": None, "last": None, "best": None}
     assert summary["staleness"] == {"mean": None, "max": None, "histogram": {}}
@@ -128,31 +133,24 @@ def test_an_empty_run_has_nulls_and_no_nan() -> None:
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=9), min_size=1, max_size=12))
 def test_first_and_last_reward_are_tenths_and_best_is_at_least_as_high(steps: list[list[float]]) -> None:
-    builder = SummaryBuilder()
-    for number, rewards in enumerate(steps, start=1):
-        builder.add(step(number, rewards))
-    reward = builder.reward()
+    reward = built(*(step(number, rewards) for number, rewards in enumerate(steps, start=1))).reward()
     flat = [value for rewards in steps for value in rewards]
     tenth = max(1, len(flat) // 10)
     assert reward["first"] == pytest.approx(sum(flat[:tenth]) / tenth, abs=1e-9)
     assert reward["last"] == pytest.approx(sum(flat[-tenth:]) / tenth, abs=1e-9)
-    assert reward["best"] is not None
-    assert reward["first"] is not None
-    assert reward["last"] is not None
-    assert reward["best"] >= max(reward["first"], reward["last"]) - 1e-9
+    best, *ends = (reward[name] or 0.0 for name in ("best", "first", "last"))
+    assert best >= max(ends) - 1e-9
 
 
-def test_one_validation_has_no_after_and_a_late_first_one_no_before() -> None:
-    only = SummaryBuilder()
-    only.add(validation(0, 0.2))
-    only.add(step(1, [0.1]))
-    assert only.validation()["before"]["version"] == 0
-    assert only.validation()["after"] is None
-    late = SummaryBuilder()
-    late.add(step(1, [0.1]))
-    late.add(validation(1, 0.2))
-    assert late.validation()["before"] is None
-    assert late.validation()["after"]["version"] == 1
+@pytest.mark.parametrize(("rows", "before", "after"), [
+    ((validation(0, 0.2), step(1, [0.1])), 0, None),
+    ((step(1, [0.1]), validation(1, 0.2)), None, 1),
+])  # fmt: skip
+def test_one_validation_has_no_after_and_a_late_first_one_no_before(
+    rows: Sequence[MetricsRow], before: int | None, after: int | None
+) -> None:
+    found = built(*rows).validation()
+    assert [point and point["version"] for point in (found["before"], found["after"])] == [before, after]
 
 
 def test_the_example_is_the_prompt_that_improved_most() -> None:
@@ -162,9 +160,7 @@ def test_the_example_is_the_prompt_that_improved_most() -> None:
     before = [answer("a", "x", 1.0), answer("b", "long wrong", 0.0), answer("c", "x", 0.0), answer("d", "x", 0.0)]
     after = [answer("d", "y", 0.0), answer("c", "y", 1.0), answer("b", "y", 1.0), answer("a", "y", 1.0)]
     chosen = choose_example(before, after)
-    assert chosen is not None
-    assert chosen[0] == before[2]
-    assert chosen[1]["reward"] == 1.0
+    assert chosen is not None and chosen[0] == before[2] and chosen[1]["reward"] == 1.0
     assert choose_example(before, []) is None
 
 
@@ -172,12 +168,8 @@ def test_an_error_is_described_by_its_innermost_exception() -> None:
     cause = ValueError("no digits")
     typed = UserCodeError.wrap("the reward function raised", cause)
     described = describe_error(ExceptionGroup("unhandled", [ExceptionGroup("inner", [typed])]), "rollouter")
-    assert (described["type"], described["message"], described["part"]) == (
-        "UserCodeError",
-        "the reward function raised",
-        "rollouter",
-    )
-    assert "no digits" in described["cause"]
+    assert "no digits" in described.pop("cause")
+    assert described == {"type": "UserCodeError", "message": "the reward function raised", "part": "rollouter"}
 
     class Wrapper(Exception):
         """Like Ray's: the original is its `cause`."""
@@ -250,12 +242,11 @@ def test_trainer_idle_begins_with_the_first_step() -> None:
 
 @given(st.integers(1, 3000))
 def test_a_downsampled_series_is_short_and_ends_with_the_last_values(count: int) -> None:
-    course = DownsampledSeries(max_points=64)
+    series = DownsampledSeries(max_points=64)
     for value in range(count):
-        course.add(float(value))
-    points = course.points
-    assert len(points) <= 66
-    assert list(points) == sorted(points)
+        series.add(float(value))
+    points = series.points
+    assert len(points) <= 66 and list(points) == sorted(points)
     assert points[-1] == pytest.approx(count - 1, abs=max(count / 16, 1))
 
 
@@ -263,11 +254,8 @@ def test_a_downsampled_series_is_short_and_ends_with_the_last_values(count: int)
 
 
 def failed(cause: str = "trace") -> dict[str, Any]:
-    builder = SummaryBuilder()
-    for version in range(3):
-        builder.add(validation(version, 0.5))
     error = {"type": "InfraError", "message": "disk full", "part": "trainer", "cause": cause}
-    return builder.build("failed", error, RunTotals())
+    return built(*(validation(version, 0.5) for version in range(3))).build("failed", error, RunTotals())
 
 
 def test_the_summary_replaces_the_reserve_and_an_old_one_is_removed_at_the_start(tmp_path: Path) -> None:
@@ -287,30 +275,14 @@ def test_a_long_summary_is_shortened_to_the_reserve_on_a_full_disk(
     """Only bytes that are already in the file can be written."""
     file = SummaryFile(tmp_path)
     file.reserve()
-    real_fdopen = os.fdopen
 
-    def fdopen(descriptor: int, mode: str) -> Any:
-        opened = real_fdopen(descriptor, mode, buffering=0)
-        size = os.fstat(descriptor).st_size
+    class FullDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > os.fstat(self.fileno()).st_size:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data) or 0
 
-        class Full:
-            def __enter__(self) -> Full:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                opened.close()
-
-            def write(self, data: bytes) -> int:
-                if opened.tell() + len(data) > size:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                return opened.write(data)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(opened, name)
-
-        return Full()
-
-    monkeypatch.setattr(os, "fdopen", fdopen)
+    monkeypatch.setattr(os, "fdopen", FullDisk)
     file.write(failed("x" * 2 * RESERVED_BYTES))
     read = json.loads(file.path.read_text())
     assert read["error"]["message"] == "disk full"
