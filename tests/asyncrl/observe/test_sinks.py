@@ -323,8 +323,7 @@ def test_a_slow_tracker_delays_nothing_and_loses_rows_that_do_not_fit(caplog: py
     sink = RemoteSink("slow", slow, max_rows=3)
     sink.write(row(1))
     assert slow.entered.wait(10)
-    for number in range(2, 8):  # three wait, three are lost
-        sink.write(row(number))
+    sink.put([row(number) for number in range(2, 8)])  # three wait, three are lost
     slow.go.set()
     end_remote_sinks([sink], ok=True)
     assert slow.rows == [1, 2, 3, 4]
@@ -342,8 +341,7 @@ def test_the_end_of_a_run_waits_for_hanging_trackers_only_for_a_limited_time(cap
     hanging = [SlowTracker(), SlowTracker()]
     sinks = [RemoteSink(f"hanging{number}", one) for number, one in enumerate(hanging)]
     for sink, one in zip(sinks, hanging, strict=True):
-        sink.write(row(1))
-        sink.write(row(2))
+        sink.put([row(1), row(2)])
         assert one.entered.wait(10)
     started = time.monotonic()
     end_remote_sinks(sinks, ok=True, limit_s=0.2)
@@ -358,20 +356,15 @@ def test_the_end_of_a_run_waits_for_hanging_trackers_only_for_a_limited_time(cap
 
 def test_a_broken_tracker_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     sink = RemoteSink("broken", FailingTracker(at_open=True))
-    for number in range(3):
-        sink.write(row(number))
+    sink.put([row(1), row(2)])
     sink.close()
-    assert messages(caplog) == [
-        "logging.sinks: broken cannot be used (OSError: not today); the run continues",
-    ]
+    assert messages(caplog) == ["logging.sinks: broken cannot be used (OSError: not today); the run continues"]
 
 
 def test_refused_rows_are_counted_and_the_next_ones_tried(caplog: pytest.LogCaptureFixture) -> None:
     failing = FailingTracker(good=2)
     sink = RemoteSink("picky", failing)
-    for number in (1, 2, 3):
-        sink.write(row(number))
-    sink.rewind(1, 1)
+    sink.put([row(1), row(2), row(3), None])
     sink.close()
     assert failing.rows == [2]
     assert messages(caplog) == [

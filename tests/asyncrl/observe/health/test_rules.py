@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ WELL = RunHealth(
 WELL_WITHOUT = replace(WELL, processes={"driver": WELL.processes["driver"]})
 """A healthy run whose Rollouter does not report."""
 USUAL = HealthSettings()
-At = Callable[[float], RunHealth]
+At = Callable[[float], RunHealth | tuple[RunHealth, dict[str, float]]]
 
 
 def run(
@@ -34,15 +35,23 @@ def run(
     *,
     settings: HealthSettings = USUAL,
     every_s: float = 2.0,
-    **given: object,
+    start_s: float = 0.0,
+    rules: HealthRules | None = None,
+    **given: Any,
 ) -> tuple[list[HealthNotice], HealthRules]:
-    """The notices of a run with the health `at(now_s)`, and its rules."""
-    rules, notices = HealthRules(settings), []
+    """The notices of a run, and its rules. `at(now_s)`: its health, perhaps with the silent parts."""
+    rules, notices = rules or HealthRules(settings), []
     for number in range(int(seconds / every_s) + 1):
-        now_s = number * every_s
-        found, _ = rules.observe(HealthSnapshot(now_s, 1e9 + now_s, at(now_s), **given))  # type: ignore[arg-type]
-        notices += found
+        now_s = start_s + number * every_s
+        health = at(now_s)
+        if isinstance(health, tuple):
+            health, given["silent_s"] = health
+        notices += rules.observe(HealthSnapshot(now_s, 1e9 + now_s, health, **given))[0]
     return notices, rules
+
+
+def changes(notices: list[HealthNotice]) -> list[tuple[str, str]]:
+    return [(each.level, each.key) for each in notices]
 
 
 def with_process(name: str, **given: float) -> RunHealth:
@@ -101,7 +110,7 @@ def test_a_process_on_another_machine_is_not_judged_by_this_machines_cpus() -> N
 
 def test_the_recovery_of_a_loop_is_reported() -> None:
     notices, _ = run(600, lambda now_s: with_process("queue", lag_s=1.0 if now_s < 60 else 0.01))
-    assert [(each.level, each.key) for each in notices] == [("warning", "lag/queue"), ("", "lag/queue")]
+    assert changes(notices) == [("warning", "lag/queue"), ("", "lag/queue")]
 
 
 def test_an_occasional_short_lag_is_not_reported() -> None:
@@ -121,25 +130,14 @@ def rarely_blocked(now_s: float, every_s: float = 120.0, for_s: float = 45.0) ->
 
 @pytest.mark.parametrize("for_s", [3.0, 8.0, 45.0])
 def test_a_long_rare_lag_is_reported_once(for_s: float) -> None:
-    rules, notices = HealthRules(USUAL), []
-    for number in range(600):
-        now_s = 2.0 * number
-        health, silent_s = rarely_blocked(now_s, for_s=for_s)
-        notices += rules.observe(HealthSnapshot(now_s, 1e9 + now_s, health, silent_s=silent_s))[0]
-    assert [(each.level, each.key) for each in notices] == [("warning", "lag/rollouter")]
-    notices = []
-    for number in range(200):
-        now_s = 1200 + 2.0 * number
-        notices += rules.observe(HealthSnapshot(now_s, 1e9 + now_s, WELL))[0]
-    assert [(each.level, each.key) for each in notices] == [("", "lag/rollouter")]
+    notices, rules = run(1198, lambda now_s: rarely_blocked(now_s, for_s=for_s))
+    assert changes(notices) == [("warning", "lag/rollouter")]
+    notices, _ = run(398, lambda _: WELL, start_s=1200, rules=rules)
+    assert changes(notices) == [("", "lag/rollouter")]
 
 
 def test_a_silent_part_is_reported_while_it_is_silent() -> None:
-    rules, notices = HealthRules(USUAL), []
-    for now_s in range(0, 20, 2):
-        notices += rules.observe(HealthSnapshot(now_s, 1e9 + now_s, WELL_WITHOUT, silent_s={"rollouter": now_s + 0.5}))[
-            0
-        ]
+    notices, _ = run(18, lambda now_s: (WELL_WITHOUT, {"rollouter": now_s + 0.5}))
     assert [each.key for each in notices] == ["lag/rollouter"]
     assert notices[0].text.startswith("rollouter has not answered for 12 s") and "asyncio.to_thread" in notices[0].text
 
@@ -168,12 +166,10 @@ def test_only_steady_memory_growth_is_reported() -> None:
 
 
 def test_growth_on_another_machine_is_not_judged_by_this_one() -> None:
-    notices, _ = run(
-        GROWTH_OVER_S * 1.5,
-        lambda now_s: with_process("replica-x", rss_bytes=GIB + 20e6 * now_s),
-        elsewhere=frozenset({"replica-x"}),
-    )
-    assert notices == []
+    def at(now_s: float) -> RunHealth:
+        return with_process("replica-x", rss_bytes=GIB + 20e6 * now_s)
+
+    assert run(GROWTH_OVER_S * 1.5, at, elsewhere=frozenset({"replica-x"}))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -185,11 +181,8 @@ def test_growth_on_another_machine_is_not_judged_by_this_one() -> None:
 )
 def test_a_full_object_store(settings: HealthSettings, remedy: str) -> None:
     notices, _ = run(60, lambda now_s: replace(WELL, object_store_share=0.9), settings=settings)
-    assert (
-        [each.key for each in notices] == ["object_store"]
-        and remedy in notices[0].text
-        and "90% full" in notices[0].text
-    )
+    assert [each.key for each in notices] == ["object_store"]
+    assert remedy in notices[0].text and "90% full" in notices[0].text
 
 
 def test_preemptions_are_kv_cache_pressure_and_a_full_cache_alone_is_not() -> None:
@@ -200,7 +193,7 @@ def test_preemptions_are_kv_cache_pressure_and_a_full_cache_alone_is_not() -> No
         return replace(WELL, engines={"r1": EngineLoad(8, 3, 0.99 if now_s < 100 else 0.3, int(min(now_s, 100)))})
 
     notices, _ = run(400, at)
-    assert [(each.level, each.key) for each in notices] == [("warning", "kv_cache/r1"), ("", "kv_cache/r1")]
+    assert changes(notices) == [("warning", "kv_cache/r1"), ("", "kv_cache/r1")]
     assert "rollout.gpu_memory_utilization (on CPU rollout.cpu_kv_cache_gib)" in notices[0].text
     assert "3 waiting" in notices[0].text
 
@@ -327,11 +320,9 @@ def test_growth_is_reported_even_if_the_process_is_silent_at_times() -> None:
 )
 def test_idle_sides_are_hints(trainer: float, rollouter: float, key: str, remedy: str) -> None:
     notices, _ = run(200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter)
-    assert [(each.level, each.key) for each in notices] == [("hint", key)] and remedy in notices[0].text
-    by_design, _ = run(
-        200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter, settings=HealthSettings(on_policy=True)
-    )
-    assert by_design == []
+    assert changes(notices) == [("hint", key)] and remedy in notices[0].text
+    on_policy = HealthSettings(on_policy=True)
+    assert run(200, lambda _: WELL, idle_trainer=trainer, idle_rollouter=rollouter, settings=on_policy)[0] == []
 
 
 def test_open_problems_go_with_the_health() -> None:
