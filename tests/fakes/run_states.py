@@ -75,9 +75,23 @@ def rollouter_waits(state: RunState, *waits: Wait) -> RunState:
     return replace(state, waits={**state.waits, "rollouter": waits})
 
 
-EDGES = (
-    "samples experience critic train publish checkpoint model permit slot engine reward weights apply validation odd"
-).split()
+EDGES = [
+    "samples",
+    "experience",
+    "critic",
+    "train",
+    "publish",
+    "checkpoint",
+    "model",
+    "permit",
+    "slot",
+    "engine",
+    "reward",
+    "weights",
+    "apply",
+    "validation",
+    "odd",
+]
 _small = st.integers(0, 40)
 _times = st.floats(NOW - 1e4, NOW + 100)
 _waits = st.builds(Wait, st.sampled_from(EDGES), _small, st.floats(0, 1e4), st.booleans())
