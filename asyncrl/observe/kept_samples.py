@@ -200,7 +200,7 @@ class SampleFate(NamedTuple):
 def read_fate(run_dir: Path, index: int) -> SampleFate:
     """Read the whole journal for one sample."""
     if not (run_dir / JOURNAL).exists():
-        return SampleFate(None, "the run keeps no journal, so what became of it is not known")
+        return SampleFate(None, "the run keeps no journal, so the state of the sample is not known")
     newest = 0
     try:
         for record in read_samples(run_dir):
@@ -208,26 +208,20 @@ def read_fate(run_dir: Path, index: int) -> SampleFate:
             if newest == index:
                 return SampleFate(record, _describe_state(record), scored=record.ready_at > 0)
     except AsyncRLError as error:
-        return SampleFate(None, f"what became of it is not known: {error.message}")
+        return SampleFate(None, f"the state of the sample is not known: {error.message}")
     last = f"the last one is sample {newest}" if newest else "no sample was"
     return SampleFate(None, f"its generation never began; {last}", scored=False)
 
 
 def _describe_state(record: SampleRecord) -> str:
     at = f"at {_clock(record.ended_at or record.leased_at or record.ready_at or record.fed_at)}"
-    match record.state:
-        case "running":
-            return f"its generation began {at} and is under way, or was when the run ended"
-        case "ready":
-            return f"it became READY {at} and waits to be trained on"
-        case "leased":
-            return f"the Trainer has it since {_clock(record.leased_at)}"
-        case "trained":
-            return f"it was trained on {at}"
-        case "dropped":
-            return f"it was dropped ({record.reason}) {at}"
-        case _:
-            return "it waits to be generated again"
+    return {
+        "running": f"its generation began {at} and is under way, or was when the run ended",
+        "ready": f"it became READY {at} and waits to be trained on",
+        "leased": f"the Trainer has it since {_clock(record.leased_at)}",
+        "trained": f"it was trained on {at}",
+        "dropped": f"it was dropped ({record.reason}) {at}",
+    }.get(record.state, "it waits to be generated again")
 
 
 def _clock(at: float) -> str:
@@ -302,7 +296,7 @@ def _to_dumped(
                 texts.append(pieces(token_rows[place], turns[-1], text_of))
                 messages.append({"role": "assistant", "content": "".join(piece.text for piece in texts[-1])})
             else:
-                messages.append({"role": "told", "content": text_of(row.response_ids[first:end])})
+                messages.append({"role": "input", "content": text_of(row.response_ids[first:end])})
             first = end
     if not turns:
         turns.append(TurnInfo(0, 0, 0, last.finish_reason))

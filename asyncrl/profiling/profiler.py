@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -80,17 +81,15 @@ class RecordedEvent(NamedTuple):
     wall: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class ProfilerSpan:
     """Times a `with` or `async with` block; `add` fields that are known only later."""
 
-    __slots__ = ("_fields", "_name", "_profiler", "_start", "_sync")
-
-    def __init__(self, profiler: Profiler, name: str, fields: dict[str, Any], sync: bool) -> None:
-        self._profiler = profiler
-        self._name = name
-        self._fields = fields
-        self._sync = sync
-        self._start = 0.0
+    _profiler: Profiler
+    _name: str
+    _fields: dict[str, Any]
+    _sync: bool
+    _start: float = 0.0
 
     def add(self, **fields: Any) -> None:
         self._fields.update(fields)
@@ -106,14 +105,10 @@ class ProfilerSpan:
     ) -> None:
         if self._sync and kind is None:
             self._profiler.synchronize()
-        end = time.perf_counter()
+        duration_s, place = time.perf_counter() - self._start, self._profiler.place
         if kind is not None:
             self._fields["error"] = kind.__name__
-        self._profiler.put(
-            RecordedEvent(
-                self._name, self._start, end - self._start, self._profiler.place, _context.get(), self._fields
-            )
-        )
+        self._profiler.put(RecordedEvent(self._name, self._start, duration_s, place, _context.get(), self._fields))
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -230,7 +225,7 @@ class EventBuffer:
         return lines
 
     def loss_report(self, place: tuple[int | None, int | None]) -> EventLine | None:
-        """An event with the number of events lost since the last report; None: no event was lost."""
+        """Return an event with the number of events lost since the last report; None: no event was lost."""
         with self._lock:
             unreported, self._unreported = self._unreported, 0
         if not unreported:
@@ -257,7 +252,7 @@ class _SenderCount:
         self._missing = 0
 
     def num_lost(self, num_arrived: int, num_sent: int | None) -> int:
-        """Newly discovered losses. `num_sent`: total of the part, including these; None: not reported."""
+        """Return the newly discovered losses. `num_sent`: total of the part, including these; None: not reported."""
         self._num_arrived += num_arrived
         if num_sent is None:
             return 0
@@ -272,7 +267,7 @@ class _SenderCount:
 
 
 def _num_dropped(event: Mapping[str, Any]) -> int:
-    """The losses that a loss report reports; 0 for other events."""
+    """Return the losses that a loss report contains; 0 for other events."""
     return int(event.get("events", 0)) if event["event"] == "profiler.dropped" else 0
 
 
@@ -413,10 +408,7 @@ class Profiler:
 
     def note(self, name: str, **fields: Any) -> None:
         """Record an event without duration. Raises as `span`."""
-        if name in self._enabled:
-            self.put(RecordedEvent(name, time.perf_counter(), 0.0, self.place, _context.get(), fields))
-        elif name not in EVENTS:
-            describe(name)
+        self.record_ended(name, 0.0, **fields)
 
     def record(self, name: str, started_at: float, duration_s: float, **fields: Any) -> None:
         """Record an event that was timed elsewhere and started at `started_at` (Unix seconds). Raises as `span`."""

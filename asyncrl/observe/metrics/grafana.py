@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.observe.metrics.prometheus import exported
@@ -45,18 +45,13 @@ class GrafanaPanel(NamedTuple):
 
 def dashboard() -> dict[str, Any]:
     """Return the dashboard, for Grafana 10 and newer."""
-    panels: list[dict[str, Any]] = []
-    y = 0
     overview = [
         GrafanaPanel(title, _unit(describe(names[0])), tuple(map(describe, names))) for title, names in _OVERVIEW
     ]
-    panels.append(_row("Overview", y, collapsed=()))
-    panels += _placed(overview, y + 1)
-    y += 1 + _HEIGHT * (-(-len(overview) // _ACROSS))
-    for title, metrics in SECTIONS.items():
-        inside = _placed(_families(metrics), y + 1)
-        panels.append(_row(title, y, collapsed=inside))
-        y += 1
+    panels = [_row("Overview", 0, collapsed=()), *_placed(overview, 1)]
+    below = 1 + _HEIGHT * (-(-len(overview) // _ACROSS))
+    for y, (title, metrics) in enumerate(SECTIONS.items(), start=below):
+        panels.append(_row(title, y, collapsed=_placed(_families(metrics), y + 1)))
     for number, panel in enumerate(_each(panels), start=1):
         panel["id"] = number
     return {
@@ -71,11 +66,6 @@ def dashboard() -> dict[str, Any]:
         "templating": {"list": [_source(), _variable("experiment"), _variable("run", within="experiment")]},
         "panels": panels,
     }
-
-
-def expressions(page: dict[str, Any]) -> list[str]:
-    """Return every PromQL expression of a dashboard."""
-    return [target["expr"] for panel in _each(page["panels"]) for target in panel.get("targets", ())]
 
 
 # ------------------------------------------------------------------------------------------------ panels
@@ -144,10 +134,9 @@ def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"{_letter(number // 26 - 1)}{_letter(number % 26)}"
 
 
-def _row(title: str, y: int, *, collapsed: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    inside = list(collapsed)
+def _row(title: str, y: int, *, collapsed: Sequence[dict[str, Any]]) -> dict[str, Any]:
     place = {"x": 0, "y": y, "w": _WIDTH * _ACROSS, "h": 1}
-    return {"type": "row", "title": title, "gridPos": place, "collapsed": bool(inside), "panels": inside}
+    return {"type": "row", "title": title, "gridPos": place, "collapsed": bool(collapsed), "panels": list(collapsed)}
 
 
 def _each(panels: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

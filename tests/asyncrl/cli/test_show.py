@@ -412,7 +412,7 @@ def test_a_payload_is_shown_while_it_is_there(kept: Path, cli: CommandLine) -> N
         "sample_0_1 · trajectory 0 of 2 · arithmetic",
         "prompt · prompt of 11 tokens",
         "assistant · turn 0 · 14 tokens · v3→v4 · reward +0.25",
-        "told · 10 tokens",
+        "input · 10 tokens",
         "assistant · turn 1 · 9 tokens · v4",
         "finish       stop · 23 tokens in 2 turns · v3–v4",
     ]
