@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from asyncrl.core.failures import BugError
 from asyncrl.core.trajectory import TokenRow, Trajectory, TurnInfo
-from asyncrl.core.types import FinishReason, Media, Prompt, SampleId, Span
+from asyncrl.core.types import FinishReason, Media, Prompt, SampleId
 from asyncrl.storage.media import digest
 from asyncrl.storage.sample_bytes import spans_from_json
 from skip.fingerprint import Fingerprint, field, model_identity, tokenizer_identity
@@ -264,7 +264,7 @@ def _trajectory(
     for row in data["rows"]:
         own, num_tokens = row["prompt_tokens"], row["response_tokens"]
         arrays = {name: readers[name].take(num_tokens) for name in _ROW_ARRAYS}
-        spans = tuple(Span(*span) for span in spans_from_json(row["spans"]))
+        spans = spans_from_json(row["spans"])
         rows.append(TokenRow(prompt_ids if own is None else readers["row_prompt_ids"].take(own), **arrays, spans=spans))
     turns = _TURNS.validate_python(data["turns"])
     if not turns:

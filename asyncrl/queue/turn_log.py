@@ -355,4 +355,4 @@ def _decode(blob: Blob) -> tuple[SampleId, str, Turn]:
     log_probs = blob.array("rollout_log_probs", np.float32)
     if len(ids) != len(log_probs):
         raise ValueError(f"{len(ids)} tokens have {len(log_probs)} log-probs")
-    return sample_id, key, Turn(ids, log_probs, tuple(Span(*span) for span in spans), reason)
+    return sample_id, key, Turn(ids, log_probs, spans, reason)

@@ -8,16 +8,15 @@ one distinguish the two. Format: https://www.sqlite.org/fileformat2.html#walform
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 _HEADER: Final = struct.Struct(">8I")
 _FRAME: Final = struct.Struct(">6I")
-_MAGICS: Final = {0x377F0682: "<u4", 0x377F0683: ">u4"}
+_BYTE_ORDERS: Final = {0x377F0682: "<", 0x377F0683: ">"}
+"""The byte order of the words that checksums add up, by magic number."""
+_WORD: Final = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +46,20 @@ def survey(log: bytes) -> WalSurvey:
     if len(log) <= _HEADER.size:
         return WalSurvey()
     magic, _, page_size, _, salt1, salt2, sum1, sum2 = _HEADER.unpack_from(log)
-    words = _MAGICS.get(magic)
-    if words is None or not 512 <= page_size <= 65536 or page_size & (page_size - 1):
+    order = _BYTE_ORDERS.get(magic)
+    if order is None or not 512 <= page_size <= 65536 or page_size & (page_size - 1):
         return WalSurvey(bad_header=True)
-    state = _checksum(np.frombuffer(log, words, 6), 0, 0)
+    state = _checksum(struct.unpack_from(f"{order}6I", log), 0, 0)
     if state != (sum1, sum2):
         return WalSurvey(bad_header=True)
-    size = _FRAME.size + page_size
+    size, page = _FRAME.size + page_size, struct.Struct(f"{order}{page_size // 4}I")
     number = (len(log) - _HEADER.size) // size
     frames = [_FRAME.unpack_from(log, _HEADER.size + index * size) for index in range(number)]
     committed = 0
     for index, (_, is_commit, *salts, first, second) in enumerate(frames):
         start = _HEADER.size + index * size
-        state = _checksum(np.frombuffer(log, words, 2, start), *state)
-        state = _checksum(np.frombuffer(log, words, page_size // 4, start + _FRAME.size), *state)
+        state = _checksum(struct.unpack_from(f"{order}2I", log, start), *state)
+        state = _checksum(page.unpack_from(log, start + _FRAME.size), *state)
         if salts != [salt1, salt2] or state != (first, second):
             break
         if is_commit:
@@ -77,28 +76,9 @@ def survey(log: bytes) -> WalSurvey:
     )
 
 
-def _checksum(words: NDArray[np.uint32], first: int, second: int) -> tuple[int, int]:
-    """Compute SQLite's checksum: for each pair of words, `first += word + second; second += next word + first`,
-    modulo 2^32.
-
-    It is linear, so all pairs are computed at once: the pair `k` before the end is multiplied by the k-th power of
-    the matrix of one round.
-    """
-    pairs = len(words) // 2
-    powers = _powers(pairs)
-    state = powers[pairs] @ np.array([first, second], dtype=np.uint32)
-    # One round takes words (a, b) to (first + a + second, second + b + first + a + second).
-    even, odd = words[0::2].astype(np.uint32), words[1::2].astype(np.uint32)
-    added = np.stack([even, even + odd])
-    state = state + np.einsum("kij,jk->i", powers[pairs - 1 :: -1], added, dtype=np.uint32)
-    return int(state[0]), int(state[1])
-
-
-@cache
-def _powers(count: int) -> NDArray[np.uint32]:
-    """Return the powers of the matrix of one round, modulo 2^32: uint32 `[count + 1, 2, 2]`."""
-    powers = [np.eye(2, dtype=np.uint32)]
-    one = np.array([[1, 1], [1, 2]], dtype=np.uint32)
-    for _ in range(count):
-        powers.append(powers[-1] @ one)
-    return np.stack(powers)
+def _checksum(words: Sequence[int], first: int, second: int) -> tuple[int, int]:
+    """Continue SQLite's checksum over the words, two at a time."""
+    for one, other in zip(words[::2], words[1::2], strict=True):
+        first = (first + one + second) & _WORD
+        second = (second + other + first) & _WORD
+    return first, second

@@ -193,13 +193,7 @@ def dump_manifest(manifest: Manifest) -> str:
             "schema_version": SCHEMA_VERSION,
             "lineage": manifest.lineage,
             "progress": asdict(manifest.progress),
-            "queue": {
-                "next_index": snapshot.next_index,
-                "outstanding": [str(sample_id) for sample_id in snapshot.outstanding],
-                "counts": asdict(snapshot.counts),
-                "version": snapshot.version,
-                "seq": snapshot.seq,
-            },
+            "queue": asdict(snapshot) | {"outstanding": list(map(str, snapshot.outstanding))},
             "identity": manifest.identity,
             "files": manifest.files,
         },
@@ -246,12 +240,7 @@ def _fix_for(checkpoint: Path) -> str:
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     queue = raw["queue"]
-    snapshot = QueueSnapshot(
-        next_index=int(queue["next_index"]),
-        outstanding=tuple(SampleId.parse(text) for text in queue["outstanding"]),
-        counts=SampleCounts(**queue["counts"]),
-        version=int(queue["version"]),
-        seq=int(queue["seq"]),
-    )
+    outstanding, counts = tuple(map(SampleId.parse, queue["outstanding"])), SampleCounts(**queue["counts"])
+    snapshot = QueueSnapshot(**queue | {"outstanding": outstanding, "counts": counts})
     progress = Progress(**raw["progress"])
     return Manifest(progress, snapshot, dict(raw["identity"]), dict(raw["files"]), int(raw["lineage"]))

@@ -229,7 +229,7 @@ def _parse(raw: Mapping[str, Any]) -> DumpedTrajectory:
     turns = tuple(_parse_turn(turn, rows) for turn in raw["turns"])
     if not turns:
         raise ValueError("it has no turns")
-    recorded = tuple(_spans(row.get("recorded_spans", ())) for row in raw["rows"])
+    recorded = tuple(spans_from_json(row.get("recorded_spans", ())) for row in raw["rows"])
     messages = tuple({**message} for message in raw["messages"])
     trajectory = Trajectory(
         rows, turns, FinishReason(raw["finish_reason"]), messages, _numbers(raw["scores"]), _numbers(raw["metrics"]),
@@ -265,7 +265,7 @@ def _parse_row(raw: Mapping[str, Any]) -> TokenRow:
     prompt_ids, response_ids = (np.array(raw[name], np.int32).reshape(-1) for name in ("prompt_ids", "response_ids"))
     if not len(response_ids) == len(mask) == len(log_probs):
         raise ValueError("a row's tokens, mask and log-probs are of different lengths")
-    spans = _spans(raw["spans"])
+    spans = spans_from_json(raw["spans"])
     if len(response_ids) and (not spans or spans[0].first_token):
         raise ValueError("a row's first tokens have no version")
     return TokenRow(prompt_ids, response_ids, mask, log_probs, spans)
@@ -283,10 +283,6 @@ def _parse_turn(raw: Mapping[str, Any], rows: Sequence[TokenRow]) -> TurnInfo:
 
 def _measured(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _number(value) if name in _MEASURED else value for name, value in raw.items()}
-
-
-def _spans(raw: Any) -> tuple[Span, ...]:
-    return tuple(Span(*span) for span in spans_from_json(raw))
 
 
 def _number(raw: Any) -> float:
