@@ -1,10 +1,10 @@
-"""The queue on one event loop: what unblocks whom, eviction, the end of the stream, cancellation, a state machine."""
+"""The queue on one event loop: eviction, the end of the stream, and a state machine of parked and cancelled calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -12,25 +12,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.core.failures import BugError, FencedError
+from asyncrl.core.failures import BugError
 from asyncrl.core.ports import Admission, Lease
 from asyncrl.core.staleness import Pacing, StaleAction
 from asyncrl.core.types import DropReason, Provenance, SampleId, SampleMeta
 from asyncrl.queue.operations import ReturnPermits
 from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
-from tests.fakes.queues import CalledBy, MemoryLog
+from tests.fakes.queues import MemoryLog
 
 pytestmark = pytest.mark.asyncio
 
 
-def make_queue(
-    size: int = 4,
-    threshold: float = 0.0,
-    total: int | None = None,
-    max_staleness: int | None = None,
-    stale_action: StaleAction = "drop",
-) -> LocalSampleQueue:
-    return LocalSampleQueue(QueueOptions(100, Pacing(size, threshold, total), max_staleness, stale_action))
+def make_queue(size: int = 4, threshold: float = 0.0, total: int | None = None, **options: Any) -> LocalSampleQueue:
+    return LocalSampleQueue(QueueOptions(100, Pacing(size, threshold, total), **options))
 
 
 def meta(sample_id: SampleId, version: int = 0) -> SampleMeta:
@@ -54,72 +48,8 @@ def indices(lease: Lease) -> list[int]:
     return [queued.meta.sample_id.index for queued in lease.samples]
 
 
-async def unblocked_by(wait: Awaitable[Any], act: Callable[[], Awaitable[None]]) -> Any:
-    """The answer of `wait`, which must not come before `act`."""
-    answers: list[Any] = []
-
-    async def waiter() -> None:
-        answers.append(await wait)
-
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(waiter)
-            await anyio.wait_all_tasks_blocked()
-            assert not answers
-            await act()
-    return answers[0]
-
-
-# ------------------------------------------------------------------------------------------------ in feed order
-
-
-def ordered(size: int = 4, total: int | None = None, **options: Any) -> LocalSampleQueue:
-    return LocalSampleQueue(QueueOptions(100, Pacing(size, 1, total), in_feed_order=True, **options))
-
-
-async def test_in_feed_order_a_straggler_holds_up_those_behind_it() -> None:
-    queue = ordered()
-    one, two, three, four = await admit(queue, 4)
-    for sample_id in (four, two, three):
-        await queue.offer(meta(sample_id), None)
-    assert (await queue.lease(2, trainer_version=0, timeout_s=0)).samples == ()
-    lease = await unblocked_by(queue.lease(2, trainer_version=0, timeout_s=5), lambda: queue.offer(meta(one), None))
-    assert indices(lease) == [1, 2]
-    assert indices(await queue.lease(2, trainer_version=0, timeout_s=0)) == [3, 4]
-
-
-async def test_in_feed_order_a_dropped_straggler_holds_up_nothing() -> None:
-    queue = ordered()
-    one, two, three, _ = await admit(queue, 4)
-    for sample_id in (two, three):
-        await queue.offer(meta(sample_id), None)
-    lease = await unblocked_by(
-        queue.lease(2, trainer_version=0, timeout_s=5), lambda: queue.drop(one, DropReason.FAILED)
-    )
-    assert indices(lease) == [2, 3]
-
-
-async def test_in_feed_order_what_is_made_again_comes_back_to_its_place() -> None:
-    queue = ordered()
-    one, *_ = await fill(queue, 4)
-    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    await queue.requeue(one)
-    await queue.release(lease.lease_id)
-    assert (await queue.lease(1, trainer_version=0, timeout_s=0)).samples == ()
-    assert await admit(queue, 1) == (one,)
-    await queue.offer(meta(one), None)
-    assert indices(await queue.lease(4, trainer_version=0, timeout_s=0)) == [1, 2, 3, 4]
-
-
-async def test_in_feed_order_the_last_lease_is_smaller_too() -> None:
-    queue = ordered(total=3)
-    await fill(queue, 3)
-    lease = await queue.lease(4, trainer_version=0, timeout_s=0)
-    assert (indices(lease), lease.ended) == ([1, 2, 3], True)
-
-
-async def test_in_feed_order_what_will_never_be_fed_again_holds_up_nothing() -> None:
-    """A run that is resumed with fewer steps, of whose samples in flight none is needed any more."""
+async def test_in_feed_order_samples_that_are_never_fed_again_hold_up_nothing() -> None:
+    """A run that is resumed with fewer steps does not need its samples in flight any more."""
     options = QueueOptions(100, Pacing(8, 1, 8), in_feed_order=True)
     queue = LocalSampleQueue(options, journal=MemoryLog())
     ids = await admit(queue, 8)
@@ -136,7 +66,7 @@ async def test_in_feed_order_what_will_never_be_fed_again_holds_up_nothing() -> 
     assert indices(lease) == [5, 6, 7, 8]
 
 
-async def test_what_another_run_has_recorded_may_be_newer_than_the_trainer() -> None:
+async def test_a_replayed_sample_may_be_newer_than_the_trainer() -> None:
     queue = make_queue(max_staleness=0)
     one, two = await admit(queue, 2)
     await queue.offer(meta(one, 9)._replace(provenance=Provenance.REPLAYED), None)
@@ -146,7 +76,7 @@ async def test_what_another_run_has_recorded_may_be_newer_than_the_trainer() -> 
         await queue.lease(1, trainer_version=0, timeout_s=0)
 
 
-async def test_books_count_what_came_out_of_records() -> None:
+async def test_replayed_samples_are_counted() -> None:
     queue = make_queue()
     ids = await admit(queue, 3)
     for sample_id, provenance in zip(ids, Provenance, strict=True):
@@ -157,75 +87,11 @@ async def test_books_count_what_came_out_of_records() -> None:
     assert (await again.status()).counts.replayed == 2
 
 
-async def test_it_is_a_sample_queue() -> None:
-    queue: SampleQueue = make_queue()
-    assert (await queue.status()).counts.fed == 0
-
-
-async def test_leases_go_out_in_completion_order_with_their_payloads() -> None:
-    queue = make_queue()
-    a, b, c, _d = await admit(queue, 4)
-    for sample_id in (c, a, b):
-        await queue.offer(meta(sample_id), f"payload {sample_id.index}")
-    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    assert [(queued.meta.sample_id, queued.payload) for queued in lease.samples] == [(c, "payload 3"), (a, "payload 1")]
-    assert not lease.ended
-    assert (await queue.lease(2, trainer_version=0, timeout_s=0)) == Lease(0, (), ended=False)
-
-
-@pytest.mark.parametrize("way", ["applied version", "drop", "eviction", "return"])
-async def test_what_frees_a_permit(way: str) -> None:
-    queue = make_queue(size=2, max_staleness=0)
-    first, second = await admit(queue, 2)
-    await queue.offer(meta(first), None)
-
-    async def act() -> None:
-        if way == "applied version":
-            await queue.set_applied_version(1)
-        elif way == "drop":
-            await queue.drop(second, DropReason.FAILED)
-        elif way == "eviction":
-            await queue.lease(1, trainer_version=1, timeout_s=0)
-        else:
-            await queue.call(ReturnPermits("", (second,)))
-
-    admission = await unblocked_by(queue.admit(1, timeout_s=60), act)
-    assert [sample_id.index for sample_id in admission.sample_ids] == [2 if way == "return" else 3]
-
-
-@pytest.mark.parametrize("way", ["offer", "release", "close"])
-async def test_what_unblocks_a_lease(way: str) -> None:
-    queue = make_queue(size=3)
-    first, second, third = await admit(queue, 3)
-    await queue.offer(meta(first), None)
-    await queue.offer(meta(second), None)
-    held = await queue.lease(1, trainer_version=0, timeout_s=0)
-
-    async def act() -> None:
-        if way == "offer":
-            await queue.offer(meta(third), None)
-        elif way == "release":
-            await queue.release(held.lease_id)
-        else:
-            await queue.close()
-
-    lease = await unblocked_by(queue.lease(2, trainer_version=0, timeout_s=60), act)
-    expected = {"offer": [2, 3], "release": [1, 2], "close": []}
-    assert indices(lease) == expected[way]
-    assert lease.ended == (way == "close")
-
-
-async def test_a_wait_that_runs_out_says_nothing_yet() -> None:
+async def test_a_wait_that_runs_out_has_an_empty_answer() -> None:
     queue = make_queue(size=1)
     await admit(queue, 1)
     assert await queue.admit(1, timeout_s=0.01) == Admission((), closed=False)
     assert await queue.lease(1, trainer_version=0, timeout_s=0.01) == Lease(0, (), ended=False)
-    assert (await queue.status()).waiting == {}
-
-
-async def test_status_names_what_is_waited_on() -> None:
-    queue = make_queue(size=1)
-    await admit(queue, 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: queue.admit(1, timeout_s=60))
         tasks.start_soon(lambda: queue.admit(1, timeout_s=60))
@@ -236,49 +102,8 @@ async def test_status_names_what_is_waited_on() -> None:
     assert (await queue.status()).waiting == {}
 
 
-async def test_a_cancelled_waiter_takes_no_permit_with_it() -> None:
-    """Cancelled in the same turn of the loop in which its permit came free: it has its answer, or the next one does."""
-    queue = make_queue(size=1)
-    (first,) = await admit(queue, 1)
-    scope = anyio.CancelScope()
-    got: list[SampleId] = []
-
-    async def waiter() -> None:
-        with scope:
-            got.extend((await queue.admit(1, timeout_s=60)).sample_ids)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(waiter)
-        await anyio.wait_all_tasks_blocked()
-        await queue.drop(first, DropReason.FAILED)
-        scope.cancel()
-    assert (await queue.status()).counts.running == len(got)
-    got.extend((await queue.admit(1, timeout_s=0)).sample_ids)
-    assert [sample_id.index for sample_id in got] == [2]
-
-
-async def test_every_waiter_gets_what_there_is() -> None:
-    """Ten wait, permits come one by one: none is lost between them."""
-    queue = make_queue(size=1)
-    await admit(queue, 1)
-    got: list[int] = []
-
-    async def waiter() -> None:
-        admission = await queue.admit(1, timeout_s=60)
-        got.extend(sample_id.index for sample_id in admission.sample_ids)
-
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as tasks:
-            for _ in range(10):
-                tasks.start_soon(waiter)
-            await anyio.wait_all_tasks_blocked()
-            for version in range(1, 11):
-                await queue.set_applied_version(version)
-    assert sorted(got) == list(range(2, 12))
-
-
 @pytest.mark.parametrize(("action", "out"), [("drop", [2]), ("mask", [1, 2]), ("keep", [1, 2])])
-async def test_beyond_the_bound(action: StaleAction, out: list[int]) -> None:
+async def test_the_stale_action_applies_beyond_the_bound(action: StaleAction, out: list[int]) -> None:
     queue = make_queue(size=4, max_staleness=1, stale_action=action)
     old, new = await admit(queue, 2)
     await queue.offer(meta(old, version=0), None)
@@ -288,67 +113,24 @@ async def test_beyond_the_bound(action: StaleAction, out: list[int]) -> None:
     assert (await queue.status()).counts.dropped["stale"] == 2 - len(out)
 
 
-async def test_a_sample_that_arrives_too_old_is_evicted_while_the_lease_waits() -> None:
-    queue = make_queue(size=2, max_staleness=0, total=2)
-    first, second = await admit(queue, 2)
-    await queue.offer(meta(first, version=1), None)
-
-    async def replace() -> None:
-        await queue.offer(meta(second, version=0), None)
-        third = (await queue.admit(1, timeout_s=5)).sample_ids[0]
-        await queue.offer(meta(third, version=1), None)
-
-    lease = await unblocked_by(queue.lease(2, trainer_version=1, timeout_s=60), replace)
-    assert indices(lease) == [1, 3]
-
-
-async def test_a_released_sample_is_judged_again() -> None:
-    queue = make_queue(size=2, max_staleness=1)
-    await fill(queue, 2)
-    lease = await queue.lease(2, trainer_version=1, timeout_s=0)
-    await queue.lease(1, trainer_version=2, timeout_s=0)
-    await queue.release(lease.lease_id)
-    assert (await queue.lease(2, trainer_version=2, timeout_s=0)).samples == ()
-    assert (await queue.status()).counts.dropped["stale"] == 2
-
-
-async def test_the_total_ends_the_stream_with_a_smaller_lease() -> None:
-    queue = make_queue(size=4, threshold=1, total=5)
-    assert len((await queue.admit(16, timeout_s=0)).sample_ids) == 5
-    for index in range(1, 6):
-        await queue.offer(meta(SampleId(0, index)), None)
+@pytest.mark.parametrize("in_feed_order", [False, True])
+async def test_the_total_ends_the_stream_with_a_smaller_lease(in_feed_order: bool) -> None:
+    queue = make_queue(size=4, threshold=1, total=5, in_feed_order=in_feed_order)
+    ids = await fill(queue, 5)
     first = await queue.lease(4, trainer_version=0, timeout_s=0)
     assert (indices(first), first.ended) == ([1, 2, 3, 4], False)
     last = await queue.lease(4, trainer_version=0, timeout_s=0)
     assert (indices(last), last.ended) == ([5], True)
     assert await queue.admit(1, timeout_s=0) == Admission((), closed=False), "a drop would still be replaced"
-    await queue.drop(SampleId(0, 5), DropReason.FILTERED)
-    assert [sample_id.index for sample_id in await admit(queue, 1)] == [6]
-
-
-async def test_a_full_last_lease_is_followed_by_an_empty_one_that_says_so() -> None:
-    queue = make_queue(size=2, total=2)
-    await fill(queue, 2)
-    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    assert not lease.ended
-    await queue.commit(lease.lease_id, [queued.meta.sample_id for queued in lease.samples])
-    assert await queue.lease(2, trainer_version=1, timeout_s=60) == Lease(0, (), ended=True)
+    await queue.drop(ids[4], DropReason.FILTERED)
+    assert [sample_id.index for sample_id in await fill(queue, 1)] == [6]
+    full = await queue.lease(1, trainer_version=0, timeout_s=0)
+    assert (indices(full), full.ended) == ([6], False), "an empty one follows a full one"
+    assert await queue.lease(1, trainer_version=1, timeout_s=60) == Lease(0, (), ended=True)
     assert (await queue.status()).ended
 
 
-async def test_the_end_waits_for_what_runs() -> None:
-    queue = make_queue(size=4, total=2)
-    (first, second) = await admit(queue, 2)
-    await queue.offer(meta(first), None)
-
-    async def finish() -> None:
-        await queue.offer(meta(second), None)
-
-    lease = await unblocked_by(queue.lease(3, trainer_version=0, timeout_s=60), finish)
-    assert (indices(lease), lease.ended) == ([1, 2], True)
-
-
-async def test_after_close_work_in_flight_may_report_in() -> None:
+async def test_calls_about_work_in_flight_are_legal_after_close() -> None:
     queue = make_queue(size=3)
     running, ready, leased = await admit(queue, 3)
     await queue.offer(meta(leased), None)
@@ -369,44 +151,8 @@ async def test_after_close_work_in_flight_may_report_in() -> None:
         await queue.offer(meta(SampleId(0, 50)), None)
 
 
-async def test_a_rewind_opens_a_closed_queue_for_another_rollouter_than_was_generating_then() -> None:
-    """What that one is still at was given back, and its offers would be illegal: it has to be replaced."""
-    queue = make_queue(size=3)
-    old, new = CalledBy(queue, "rollouter", 1), CalledBy(queue, "rollouter", 2)
-    await queue.attach("rollouter", 1)
-    first, second, third = (await old.admit(3, timeout_s=0)).sample_ids
-    await old.offer(meta(first), None)
-    await queue.close()
-    await old.offer(meta(second), None)
-    assert (await queue.status()).closed
-    await queue.rewind(0, version=0, lineage=1, total_samples=None)
-    assert not (await queue.status()).closed
-    with pytest.raises(FencedError, match="incarnation 1 of the rollouter was replaced by incarnation 2"):
-        await old.offer(meta(third), None)
-    with pytest.raises(FencedError):
-        await old.admit(1, timeout_s=60)
-    await queue.attach("rollouter", 2)
-    assert (await new.admit(3, timeout_s=0)).sample_ids == (first, second, third)
-
-
-@pytest.mark.parametrize("why", ["it had nothing to do", "it came behind the end"])
-async def test_a_rewind_opens_a_closed_queue_for_the_same_rollouter(why: str) -> None:
-    queue = make_queue(size=2)
-    caller = CalledBy(queue, "rollouter", 1)
-    await queue.attach("rollouter", 1)
-    for sample_id in (ids := (await caller.admit(2, timeout_s=0)).sample_ids):
-        if why == "it had nothing to do":
-            await caller.offer(meta(sample_id), None)
-    await queue.close()
-    if why == "it came behind the end":
-        caller = CalledBy(queue, "rollouter", 2)
-        await queue.attach("rollouter", 2)
-    await queue.rewind(0, version=0, lineage=1, total_samples=None)
-    assert (await caller.admit(2, timeout_s=0)).sample_ids == ids
-
-
-async def test_without_a_journal_payloads_die_with_their_rollouter() -> None:
-    """They were in its memory: were they handed out, each would be lost on its own."""
+async def test_without_a_journal_ready_samples_are_fed_again_to_a_new_rollouter() -> None:
+    """Their payloads were in the memory of the old one."""
     queue = make_queue(size=4)
     first, second, third, fourth = await admit(queue, 4)
     for sample_id in (third, first, second):
@@ -417,7 +163,7 @@ async def test_without_a_journal_payloads_die_with_their_rollouter() -> None:
     assert (status.counts.ready, status.counts.running, status.counts.leased, status.payload_bytes) == (0, 0, 1, 1)
     assert await queue.lease(1, trainer_version=0, timeout_s=0.01) == Lease(0, (), ended=False)
     assert await admit(queue, 3) == (first, second, fourth)
-    await queue.commit(lease.lease_id, [third])  # the Trainer had it already
+    await queue.commit(lease.lease_id, [third])  # the Trainer already had its payload
     assert (await queue.status()).counts.trained == 1
 
 
@@ -433,7 +179,7 @@ async def test_a_restored_queue_feeds_the_outstanding_first() -> None:
     assert [sample_id.index for sample_id in await admit(again, 4)] == [2, 3, 4, 5]
 
 
-async def test_what_makes_no_sense_is_a_bug() -> None:
+async def test_impossible_versions_and_numbers_raise_a_bug_error() -> None:
     queue = make_queue()
     await fill(queue, 1, version=3)
     with pytest.raises(BugError, match="version 3, but the trainer is at version 2"):
@@ -447,8 +193,15 @@ async def test_what_makes_no_sense_is_a_bug() -> None:
         await queue.lease(0, trainer_version=3, timeout_s=0)
 
 
+class ParkedCall(NamedTuple):
+    task: asyncio.Task[None]
+    scope: anyio.CancelScope
+    num_samples: int
+    """0: it waits for a permit."""
+
+
 class QueueMachine(RuleBasedStateMachine):
-    """The queue as its callers use it: waits that park, are answered, run out or are cancelled, in any interleaving."""
+    """The queue as its callers use it: calls park, are answered or are cancelled, in any interleaving."""
 
     @initialize(
         size=st.integers(1, 3),
@@ -461,11 +214,18 @@ class QueueMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.options = QueueOptions(100, Pacing(size, threshold, total), bound, in_feed_order=in_feed_order)
         self.queue = LocalSampleQueue(self.options)
-        self.trainer = self.applied = 0
+        self.trainer = self.applied = self.completions = 0
+        self.closed = False
         self.running: dict[SampleId, int] = {}
+        """The version under which each runs."""
+        self.waiting: set[SampleId] = set()
+        """Samples to be fed again."""
+        self.completed: dict[SampleId, tuple[int, int]] = {}
+        """By sample that was offered: its place in completion order, and its version."""
+        self.ready: set[SampleId] = set()
         self.leased: dict[int, list[SampleId]] = {}
         self.trained: list[SampleId] = []
-        self.parked: list[tuple[asyncio.Task[None], anyio.CancelScope]] = []
+        self.parked: list[ParkedCall] = []
 
     def do(self, action: Awaitable[Any]) -> Any:
         async def settled() -> Any:
@@ -476,32 +236,47 @@ class QueueMachine(RuleBasedStateMachine):
             return result
 
         result = self.runner.run(settled())
-        for task, _ in self.parked:
-            if task.done():
-                task.result()  # it may have failed
-        self.parked = [call for call in self.parked if not call[0].done()]
+        for call in self.parked:
+            if call.task.done():
+                call.task.result()  # it may have failed
+        self.parked = [call for call in self.parked if not call.task.done()]
         return result
 
-    def took(self, answer: Admission | Lease) -> None:
-        if isinstance(answer, Admission):
-            assert not set(answer.sample_ids) & (self.running.keys() | set(self.trained)), "no id twice"
-            self.running |= dict.fromkeys(answer.sample_ids, self.applied)
-        elif answer.samples:
-            bound = self.options.max_staleness
-            assert bound is None or all(self.trainer - queued.meta.oldest_version <= bound for queued in answer.samples)
-            held = self.leased[answer.lease_id] = [queued.meta.sample_id for queued in answer.samples]
-            if self.options.in_feed_order:
-                assert held == sorted(held)
-                assert all(sample_id > held[-1] for sample_id in self.running), "nothing before it is still to come"
+    def is_stale(self, sample_id: SampleId) -> bool:
+        bound = self.options.max_staleness
+        return bound is not None and self.trainer - self.completed[sample_id][1] > bound
 
-    def park(self, call: Awaitable[Admission | Lease]) -> None:
+    def available(self) -> list[SampleId]:
+        """Return the samples that a lease may take, in its order."""
+        fresh = [sample_id for sample_id in self.ready if not self.is_stale(sample_id)]
+        if not self.options.in_feed_order:
+            return sorted(fresh, key=self.completed.__getitem__)
+        missing = min([*self.running, *self.waiting], default=None)
+        return sorted(sample_id for sample_id in fresh if missing is None or sample_id < missing)
+
+    def check_answer(self, answer: Admission | Lease, num_samples: int) -> None:
+        if isinstance(answer, Admission):
+            assert not set(answer.sample_ids) & (self.running.keys() | self.ready | set(self.trained)), "no id twice"
+            self.waiting -= set(answer.sample_ids)
+            self.running |= dict.fromkeys(answer.sample_ids, self.applied)
+            return
+        held = [queued.meta.sample_id for queued in answer.samples]
+        assert held == self.available()[: len(held)]
+        assert [queued.payload for queued in answer.samples] == [f"payload {sample_id.index}" for sample_id in held]
+        assert answer.ended == (len(held) < num_samples), "a parked lease is full, unless it is the last one"
+        assert not answer.ended or self.closed or not self.running
+        if held:
+            self.leased[answer.lease_id] = held
+            self.ready -= set(held)
+
+    def park(self, call: Awaitable[Admission | Lease], num_samples: int = 0) -> None:
         async def wait(scope: anyio.CancelScope) -> None:
             with scope:
-                self.took(await call)
+                self.check_answer(await call, num_samples)
 
         async def start() -> None:
             scope = anyio.CancelScope()
-            self.parked.append((asyncio.ensure_future(wait(scope)), scope))
+            self.parked.append(ParkedCall(asyncio.ensure_future(wait(scope)), scope, num_samples))
 
         self.do(start())
 
@@ -511,46 +286,60 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def lease(self, count: int) -> None:
-        self.park(self.queue.lease(count, trainer_version=self.trainer, timeout_s=60))
+        self.park(self.queue.lease(count, trainer_version=self.trainer, timeout_s=60), count)
+
+    def offering(self, sample_id: SampleId) -> Awaitable[None]:
+        version = self.running.pop(sample_id)
+        self.completions += 1
+        self.completed[sample_id] = (self.completions, version)
+        self.ready.add(sample_id)
+        return self.queue.offer(meta(sample_id, version), f"payload {sample_id.index}")
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def offer(self, data: st.DataObject) -> None:
-        sample_id = data.draw(st.sampled_from(sorted(self.running)))
-        self.do(self.queue.offer(meta(sample_id, self.running.pop(sample_id)), None))
+        self.do(self.offering(data.draw(st.sampled_from(sorted(self.running)))))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), way=st.sampled_from(["drop", "return"]))
-    def give_up(self, data: st.DataObject, way: str) -> None:
+    @rule(data=st.data(), drops=st.booleans())
+    def give_up(self, data: st.DataObject, drops: bool) -> None:
         sample_id = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[sample_id]
-        drop = self.queue.drop(sample_id, DropReason.FAILED) if way == "drop" else None
-        self.do(drop or self.queue.call(ReturnPermits("", (sample_id,))))
+        if drops:
+            self.do(self.queue.drop(sample_id, DropReason.FAILED))
+        else:
+            self.waiting.add(sample_id)
+            self.do(self.queue.call(ReturnPermits("", (sample_id,))))
 
     @precondition(lambda self: self.leased)
-    @rule(data=st.data(), commits=st.booleans())
-    def settle(self, data: st.DataObject, commits: bool) -> None:
+    @rule(data=st.data(), way=st.sampled_from(["commit", "requeue", "release"]))
+    def settle(self, data: st.DataObject, way: str) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leased)))
         held = self.leased.pop(lease_id)
-        part = held[: data.draw(st.integers(0, len(held)))] if commits else []
-        self.do(self.queue.commit(lease_id, part))
-        self.trained += part
+        number = 0 if way == "release" else data.draw(st.integers(0, len(held)))
+        part, rest = held[:number], held[number:]
+        if way == "commit":
+            self.trained += part
+            self.do(self.queue.commit(lease_id, part))
+        for sample_id in part if way == "requeue" else ():
+            self.waiting.add(sample_id)
+            self.do(self.queue.requeue(sample_id))
+        self.ready |= set(rest)
         self.do(self.queue.release(lease_id))
 
     @precondition(lambda self: self.parked)
     @rule(data=st.data(), offers=st.booleans(), turns=st.integers(0, 4))
     def cancel(self, data: st.DataObject, offers: bool, turns: int) -> None:
-        """Cancel a parked call while what might answer it is under way: so many turns of the loop after it happened."""
-        scope = self.parked[data.draw(st.integers(0, len(self.parked) - 1))][1]
+        """Cancel a parked call so many turns of the loop after an operation that may answer it."""
+        scope = self.parked[data.draw(st.integers(0, len(self.parked) - 1))].scope
         sample_id = next(iter(self.running), None)
 
         async def race() -> None:
-            if sample_id is not None:
-                version = self.running.pop(sample_id)
-                if offers:
-                    await self.queue.offer(meta(sample_id, version), None)
-                else:
-                    await self.queue.drop(sample_id, DropReason.FAILED)
+            if sample_id is not None and offers:
+                await self.offering(sample_id)
+            elif sample_id is not None:
+                del self.running[sample_id]
+                await self.queue.drop(sample_id, DropReason.FAILED)
             for _ in range(turns):
                 await asyncio.sleep(0)
             scope.cancel()
@@ -559,11 +348,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(applies=st.booleans())
     def publish(self, applies: bool) -> None:
-        """A Trainer that publishes does not wait for a lease at that time: those parked are cancelled."""
+        """A Trainer that publishes has no parked lease."""
 
         async def cancel_all() -> None:
-            for _, scope in self.parked:
-                scope.cancel()
+            for call in self.parked:
+                call.scope.cancel()
 
         self.do(cancel_all())
         self.trainer += 1
@@ -572,28 +361,34 @@ class QueueMachine(RuleBasedStateMachine):
             self.do(self.queue.set_applied_version(self.applied))
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def every_sample_is_in_its_state(self) -> None:
         if not hasattr(self, "queue"):
             return
-        counts = self.runner.run(self.queue.status()).counts
-        assert counts.running == len(self.running), "every permit is somebody's"
-        assert counts.leased == sum(map(len, self.leased.values()))
-        assert counts.trained == len(self.trained) == len(set(self.trained))
-        assert counts.fed - counts.num_dropped <= self.options.pacing.limit(self.applied)
+        state = self.queue.state
+        evicted = self.ready - set(state.ready)
+        assert all(map(self.is_stale, evicted))
+        self.ready -= evicted
+        assert list(state.ready) == sorted(self.ready, key=self.completed.__getitem__)
+        assert state.running == self.running.keys()
+        assert set(state.leased) == set().union(*self.leased.values())
+        assert state.trained == len(self.trained) == len(set(self.trained))
+        assert state.fed - state.num_dropped <= self.options.pacing.limit(self.applied)
 
     @invariant()
-    def nobody_waits_in_vain(self) -> None:
-        """Whoever is parked would be told "nothing yet" if it asked now: no wake-up was lost."""
+    def no_call_stays_parked_that_could_be_answered(self) -> None:
         if not hasattr(self, "queue") or not self.parked:
             return
-        status = self.runner.run(self.queue.status())
-        permits = self.options.pacing.permits(status.counts.fed, status.counts.num_dropped, self.applied)
-        assert not (permits and status.waiting.get("permit"))
+        state = self.queue.state
+        permits = self.options.pacing.permits(state.fed, state.num_dropped, self.applied)
+        leases = [call.num_samples for call in self.parked if call.num_samples]
+        assert len(self.available()) < min(leases, default=1_000)
+        assert not permits or len(leases) == len(self.parked)
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):
+            self.closed = True
             self.do(self.queue.close())
-            assert not self.parked, "close tells everybody"
+            assert not self.parked, "closing the queue answers every call"
             self.runner.close()
 
 

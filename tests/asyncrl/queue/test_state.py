@@ -1,8 +1,9 @@
-"""The queue over crashes, duplicates and rewinds, and a state machine whose queue is rebuilt at any time."""
+"""The queue over crashes, repeated calls and rewinds, as examples and as a state machine."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -38,13 +39,14 @@ from asyncrl.queue.operations import (
     RewindTraining,
     SetAppliedVersion,
 )
-from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions, SampleQueue
+from asyncrl.queue.sample_queue import LocalSampleQueue, QueueOptions
 from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import NO_REWINDS
 from asyncrl.storage.sample_bytes import FileRef
 from tests.fakes.queues import CalledBy, MemoryLog, rebuilt
 
 PROMPTS = 5
+MAX_STALENESS = 3
 
 
 def make_queue(log: MemoryLog, size: int = 4, threshold: float = 0.0, total: int | None = None) -> LocalSampleQueue:
@@ -83,7 +85,7 @@ SAMPLES = st.builds(
     st.builds(SampleMeta, IDS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.one_of(st.none(), st.builds(FileRef, st.text(min_size=1, max_size=8), NUMBERS)),
 )
-TRANSITIONS: list[st.SearchStrategy[Any]] = [
+OPERATIONS: list[st.SearchStrategy[Any]] = [
     st.builds(PermitsGranted, st.text(), ID_TUPLES),
     st.builds(ReturnPermits, st.text(), ID_TUPLES),
     st.builds(OfferSamples, st.lists(SAMPLES, max_size=3).map(tuple)),
@@ -101,88 +103,62 @@ TRANSITIONS: list[st.SearchStrategy[Any]] = [
 ]
 
 
-@given(st.one_of(TRANSITIONS))
-def test_every_transition_survives_its_row(transition: Operation) -> None:
-    row = to_row(transition)
+@given(st.one_of(OPERATIONS))
+def test_every_operation_survives_its_row(operation: Operation) -> None:
+    row = to_row(operation)
     back = from_row(row, PROMPTS)
-    assert back == transition
+    assert back == operation
     if isinstance(back, OfferSamples):
         assert all(sample.payload is None or isinstance(sample.payload, FileRef) for sample in back.samples)
 
 
-# ------------------------------------------------------------------------------------------------ the supervisor
-
-
-async def test_it_is_both_ports() -> None:
+async def test_calls_of_a_replaced_part_are_refused_even_if_they_were_parked() -> None:
     queue = make_queue(MemoryLog())
-    for port in (queue,):
-        as_queue: SampleQueue = port
-        assert as_queue is port
+    old, new = CalledBy(queue, "rollouter"), CalledBy(queue, "rollouter", 2)
+    ids = (await old.admit(4, timeout_s=0)).sample_ids
+    await old.offer(meta(ids[1]), payload(ids[1]))
 
-
-async def test_a_new_rollouter_gets_what_the_old_one_ran_and_fences_it() -> None:
-    queue = make_queue(MemoryLog())
-    ids = (await CalledBy(queue, "rollouter").admit(4, timeout_s=0)).sample_ids
-    await CalledBy(queue, "rollouter").offer(meta(ids[1]), payload(ids[1]))
-    parked: list[type[BaseException]] = []
-
-    async def old_one() -> None:
-        try:
-            await CalledBy(queue, "rollouter").admit(1, timeout_s=60)
-        except FencedError as error:
-            parked.append(type(error))
+    async def parked() -> None:
+        with pytest.raises(FencedError):
+            await old.admit(1, timeout_s=60)
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(old_one)
+            tasks.start_soon(parked)
             await anyio.wait_all_tasks_blocked()
             await queue.attach("rollouter", 2)
-            await queue.attach("rollouter", 2)
-    assert parked == [FencedError], "it is told at once, not when its wait runs out"
-    old: list[Callable[[], Awaitable[Any]]] = [
-        lambda: CalledBy(queue, "rollouter").offer(meta(ids[0]), payload(ids[0])),
-        lambda: CalledBy(queue, "rollouter").drop(ids[0], DropReason.FAILED),
-        lambda: CalledBy(queue, "rollouter").call(ReturnPermits("", ids)),
-        lambda: CalledBy(queue, "rollouter").set_applied_version(3),
-        lambda: CalledBy(queue, "rollouter").close(),
-        lambda: queue.attach("rollouter", 1),
-    ]
-    for call in old:
+    for call in (
+        old.offer(meta(ids[0]), payload(ids[0])),
+        old.drop(ids[0], DropReason.FAILED),
+        old.call(ReturnPermits("", ids)),
+        old.set_applied_version(3),
+        old.close(),
+        queue.attach("rollouter", 1),
+    ):
         with pytest.raises(FencedError):
-            await call()
-    admission = await CalledBy(queue, "rollouter", 2).admit(4, timeout_s=0)
-    assert admission.sample_ids == (ids[0], ids[2], ids[3])
-
-
-async def test_a_new_trainer_finds_everything_ready_again() -> None:
-    queue = make_queue(MemoryLog())
-    await fill(queue, 3)
-    lease = await CalledBy(queue, "trainer").lease(3, trainer_version=0, timeout_s=0)
+            await call
+    assert (await new.admit(4, timeout_s=0)).sample_ids == (ids[0], ids[2], ids[3])
+    lease = await CalledBy(queue, "trainer").lease(1, trainer_version=0, timeout_s=0)
     await queue.attach("trainer", 2)
-    ids = [queued.meta.sample_id for queued in lease.samples]
-    for call in (CalledBy(queue, "trainer").commit(lease.lease_id, ids), CalledBy(queue, "trainer").requeue(ids[0])):
+    for call in (
+        CalledBy(queue, "trainer").commit(lease.lease_id, ids[1:2]),
+        CalledBy(queue, "trainer").requeue(ids[1]),
+    ):
         with pytest.raises(FencedError, match="incarnation 1 of the trainer was replaced by incarnation 2"):
             await call
-    assert await train(queue, 3) == [1, 2, 3]
 
 
-async def test_a_rewind_gives_back_payloads_gate_and_total() -> None:
+async def test_a_rewind_sets_version_and_total_and_begins_a_lineage() -> None:
     queue = make_queue(MemoryLog(), size=4, total=12)
     await fill(queue, 4)
-    assert await train(queue, 3) == [1, 2, 3]
-    snapshot = await queue.mark(1)
-    assert (snapshot.counts.trained, snapshot.seq) == (3, 8)
-    await queue.covered(1)
+    await train(queue, 3)
+    assert (await queue.mark(1)).seq == 8
     await queue.set_applied_version(1)
-    await fill(queue, 4)
-    assert await train(queue, 4, version=1) == [4, 5, 6, 7]
-    await queue.rewind(1, version=0, lineage=1, total_samples=8)
     await queue.rewind(1, version=0, lineage=1, total_samples=8)
     status = await queue.status()
     assert (status.lineage, status.version, status.total_samples, status.paced_to) == (1, 0, 8, 4)
-    assert (status.counts.trained, status.counts.ready, status.payload_bytes) == (3, 5, 500)
     await queue.set_applied_version(5, lineage=0)
-    assert (await queue.status()).version == 0, "of the weights that are gone"
+    assert (await queue.status()).version == 0, "a version of an older lineage is ignored"
     with pytest.raises(BugError, match="lineage 2 applied in lineage 1"):
         await queue.set_applied_version(1, lineage=2)
     with pytest.raises(FencedError, match="after lineage 1 began"):
@@ -191,54 +167,10 @@ async def test_a_rewind_gives_back_payloads_gate_and_total() -> None:
         await queue.rewind(1, version=7, lineage=1, total_samples=8)
     with pytest.raises(BugError, match="step 9, whose sample counts were never marked"):
         await queue.rewind(9, version=0, lineage=2, total_samples=8)
-    lease = await queue.lease(5, trainer_version=0, timeout_s=0)
-    assert [queued.meta.sample_id.index for queued in lease.samples] == [4, 5, 6, 7, 8]
-    assert lease.samples[1].payload == payload(SampleId(0, 5))
 
 
-async def test_versions_above_the_trainers_are_fresh_after_a_rewind() -> None:
-    log = MemoryLog()
-    queue = LocalSampleQueue(QueueOptions(PROMPTS, Pacing(4, 0), max_staleness=0), journal=log)
-    (sample_id,) = (await queue.admit(1, timeout_s=0)).sample_ids
-    await queue.offer(meta(sample_id, version=2), payload(sample_id))
-    with pytest.raises(BugError, match="version 2, but the trainer is at version 0"):
-        await queue.lease(1, trainer_version=0, timeout_s=0)
-    await queue.rewind(0, version=0, lineage=1, total_samples=None)
-    assert await train(queue, 1) == [1]
-
-
-async def test_a_lease_parked_over_a_rewind_gets_what_it_gave_back() -> None:
-    queue = make_queue(MemoryLog())
-    await fill(queue, 2)
-    await train(queue, 2)
-    answers: list[Lease] = []
-
-    async def wait() -> None:
-        answers.append(await queue.lease(2, trainer_version=0, timeout_s=60))
-
-    with anyio.fail_after(5):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
-            await queue.rewind(0, version=0, lineage=1, total_samples=None)
-    assert len(answers[0].samples) == 2
-
-
-async def test_requeue_feeds_it_again_and_forgets_the_payload() -> None:
-    queue = make_queue(MemoryLog())
-    ids = await fill(queue, 4)
-    lease = await queue.lease(2, trainer_version=0, timeout_s=0)
-    await queue.requeue(ids[1])
-    await queue.requeue(ids[3])
-    assert (await queue.admit(4, timeout_s=0)).sample_ids == (ids[1], ids[3])
-    assert (await queue.status()).payload_bytes == 200
-    await queue.commit(lease.lease_id, [ids[0]])
-    with pytest.raises(BugError, match="requeue of sample_0_1, which is TRAINED"):
-        await queue.requeue(ids[0])
-
-
-async def test_an_offer_that_is_repeated_is_not_what_the_sample_was_fed_again_for() -> None:
-    """The queue's answer to it was lost, and by the time it comes again its payload has been found damaged."""
+async def test_a_repeated_offer_does_not_complete_a_requeued_sample() -> None:
+    """The first answer was lost, and the payload was found damaged before the call was repeated."""
     queue = make_queue(MemoryLog())
     (first,) = await fill(queue, 1)
     await queue.requeue(first)
@@ -251,7 +183,7 @@ async def test_an_offer_that_is_repeated_is_not_what_the_sample_was_fed_again_fo
     assert [each.payload for each in (await queue.lease(1, trainer_version=0, timeout_s=0)).samples] == [anew]
 
 
-async def test_files_are_idle_once_nothing_in_them_is_needed() -> None:
+async def test_a_file_is_idle_once_no_sample_in_it_is_needed() -> None:
     queue = make_queue(MemoryLog(), size=8)
     await fill(queue, 6)  # two in each of three files
     await queue.drop(SampleId(0, 2), DropReason.FILTERED)
@@ -268,7 +200,7 @@ async def test_files_are_idle_once_nothing_in_them_is_needed() -> None:
     assert not queue.state.is_file_needed("1-1.safetensors")
 
 
-async def test_without_a_journal_a_rewind_feeds_again_what_was_trained() -> None:
+async def test_without_a_journal_a_rewind_feeds_trained_samples_again() -> None:
     queue = LocalSampleQueue(QueueOptions(PROMPTS, Pacing(8, 0)))
     await fill(queue, 4)
     await train(queue, 1)
@@ -281,7 +213,7 @@ async def test_without_a_journal_a_rewind_feeds_again_what_was_trained() -> None
     assert [i.index for i in (await queue.admit(2, timeout_s=0)).sample_ids] == [2, 3]
 
 
-async def test_a_run_that_lost_its_journal_goes_on_from_the_snapshot() -> None:
+async def test_a_run_that_lost_its_journal_continues_from_the_snapshot() -> None:
     queue = make_queue(MemoryLog())
     await fill(queue, 4)
     await train(queue, 2)
@@ -296,46 +228,56 @@ async def test_a_run_that_lost_its_journal_goes_on_from_the_snapshot() -> None:
     assert await train(again, 1) == [3], "its mark is known now"
 
 
-def test_what_was_trained_since_a_step_is_read_from_its_newest_mark() -> None:
-    one, two, three = (SampleId(0, index) for index in (1, 2, 3))
-    history = [
-        CommitSamples(1, (one,)),
-        MarkCheckpoint(1),
-        CommitSamples(2, (two, three)),
-        DropSamples(DropReason.STALE, (three,)),
-    ]
-    assert trained_since(0, history) == (one, two)
-    assert trained_since(1, history) == (two,)
-    assert trained_since(1, [*history, MarkCheckpoint(1)]) == ()
-    assert trained_since(2, history) is None
-    assert trained_since(0, history, from_start=False) is None
-    from_ten = [
-        RewindTraining(10, 0, 1, None),
-        *history,
-        MarkCheckpoint(11),
-        RewindTraining(10, 0, 2, None),
-        RewindTraining(10, 0, 3, None),
-    ]
-    assert trained_since(10, from_ten, from_start=False) == (one, two), "of the checkpoint that they begin at"
-    assert trained_since(10, [*history, *from_ten], from_start=False) is None
-    assert trained_since(9, from_ten, from_start=False) is None
+ONE, TWO, THREE = (SampleId(0, index) for index in (1, 2, 3))
+LINE = [
+    CommitSamples(1, (ONE,)),
+    MarkCheckpoint(1),
+    CommitSamples(2, (TWO, THREE)),
+    DropSamples(DropReason.STALE, (THREE,)),
+]
+FROM_TEN = [
+    RewindTraining(10, 0, 1, None),
+    *LINE,
+    MarkCheckpoint(11),
+    RewindTraining(10, 0, 2, None),
+    RewindTraining(10, 0, 3, None),
+]
+ABANDONED = [
+    *(CommitSamples(1, (ONE,)), MarkCheckpoint(1), CommitSamples(2, (TWO,)), MarkCheckpoint(2)),
+    *(RewindTraining(1, 0, 1, None), CommitSamples(3, (TWO, THREE))),
+]
+AGAIN = [*ABANDONED, MarkCheckpoint(2), RewindTraining(2, 0, 2, None)]
 
 
-def test_marks_that_training_went_back_behind_do_not_count() -> None:
-    one, two, three = (SampleId(0, index) for index in (1, 2, 3))
-    history = [
-        *(CommitSamples(1, (one,)), MarkCheckpoint(1), CommitSamples(2, (two,)), MarkCheckpoint(2)),
-        *(RewindTraining(1, 0, 1, None), CommitSamples(3, (two, three))),
-    ]
-    assert surviving_marks(enumerate(history, 1)) == {1: 2}
-    assert trained_since(2, history) is None, "it is another future"
-    assert trained_since(1, history) == (two, three)
-    again = [*history, MarkCheckpoint(2), RewindTraining(2, 0, 2, None)]
-    assert surviving_marks(enumerate(again, 1)) == {1: 2, 2: 7}
-    assert (trained_since(2, again), trained_since(0, again)) == ((), (one, two, three))
+@pytest.mark.parametrize(
+    ("step", "operations", "from_start", "expected"),
+    [
+        (0, LINE, True, (ONE, TWO)),
+        (1, LINE, True, (TWO,)),
+        (1, [*LINE, MarkCheckpoint(1)], True, ()),
+        (2, LINE, True, None),
+        (0, LINE, False, None),
+        (10, FROM_TEN, False, (ONE, TWO)),
+        (10, [*LINE, *FROM_TEN], False, None),
+        (9, FROM_TEN, False, None),
+        (2, ABANDONED, True, None),
+        (1, ABANDONED, True, (TWO, THREE)),
+        (2, AGAIN, True, ()),
+        (0, AGAIN, True, (ONE, TWO, THREE)),
+    ],
+)
+def test_samples_trained_since_a_step_follow_its_newest_surviving_mark(
+    step: int, operations: list[Operation], from_start: bool, expected: tuple[SampleId, ...] | None
+) -> None:
+    assert trained_since(step, operations, from_start=from_start) == expected
 
 
-async def test_only_a_checkpoint_of_the_surviving_line_may_get_its_name() -> None:
+def test_marks_that_a_rewind_abandoned_do_not_survive() -> None:
+    assert surviving_marks(enumerate(ABANDONED, 1)) == {1: 2}
+    assert surviving_marks(enumerate(AGAIN, 1)) == {1: 2, 2: 7}
+
+
+async def test_only_a_checkpoint_of_the_surviving_lineage_is_confirmed() -> None:
     queue = make_queue(MemoryLog())
     await fill(queue, 3)
     await train(queue, 1)
@@ -355,43 +297,60 @@ async def test_only_a_checkpoint_of_the_surviving_line_may_get_its_name() -> Non
     assert (queue.state.history, queue.state.lineage) == (NO_REWINDS.after_rewind(1), 1)
 
 
-# ------------------------------------------------------------------------------------------------ everything at once
+# ------------------------------------------------------------------------------------------------ the state machine
 
 
 class CrashMachine(RuleBasedStateMachine):
     """Any call may be made twice, the queue may die at any time, and training may go back to any checkpoint.
 
-    The model is what the Trainer knows: the samples in its weights, in order, and the checkpoints of them.
+    The model has the state of every sample, their completion order, and the checkpoints.
     """
 
     @initialize(size=st.integers(1, 4), threshold=st.sampled_from([0.0, 1.0]), total=st.sampled_from([None, 9]))
     def begin(self, size: int, threshold: float, total: int | None) -> None:
         self.runner = asyncio.Runner()
-        self.options = QueueOptions(PROMPTS, Pacing(size, threshold, total), max_staleness=3)
+        self.options = QueueOptions(PROMPTS, Pacing(size, threshold, total), max_staleness=MAX_STALENESS)
         self.log = MemoryLog()
         self.queue = LocalSampleQueue(self.options, journal=self.log)
-        self.runner.run(_do(self.queue.attach("rollouter", 1)))
+        self.run(self.queue.attach("rollouter", 1))
         self.requests = 0
         self.step = self.version = self.lineage = 0
         self.incarnation = {"rollouter": 1, "trainer": 1}
+        self.next_index = 1
+        self.waiting: set[SampleId] = set()
+        """Samples to be fed again."""
         self.running: set[SampleId] = set()
+        self.ready: set[SampleId] = set()
         self.leases: dict[int, list[SampleId]] = {}
         self.trained: list[SampleId] = []
         self.gone: set[SampleId] = set()
+        """Dropped for another reason than a shutdown."""
+        self.completed: dict[SampleId, int] = {}
+        """The numbers of their completion, in order."""
+        self.made: dict[SampleId, int] = {}
+        """The version that generated each."""
         self.checkpoints: dict[int, tuple[int, int]] = {0: (0, 0)}
         """By step: samples trained by then, and the version."""
+        self.covered = 0
+        """Number of trained samples that checkpoints cover: their payloads are gone."""
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def awaited() -> Any:
+            return await call
+
+        return self.runner.run(awaited())
 
     def call(self, make: Callable[[CalledBy], Awaitable[Any]], part: str, *, twice: bool, dies: bool) -> Any:
-        """Make the call; if its answer is lost, make it again, of another process of the queue if that `dies`."""
-        answer = self.runner.run(_do(make(CalledBy(self.queue, part, self.incarnation[part]))))
+        """Make the call; if its answer is lost, make it again, to another process of the queue if that `dies`."""
+        answer = self.run(make(CalledBy(self.queue, part, self.incarnation[part])))
         if twice:
             if dies:
                 self.crash()
-            before, transitions = self.queue.state.dump(), len(self.log.operations)
+            before, recorded = self.queue.state.dump(), len(self.log.operations)
             again = CalledBy(self.queue, part, self.incarnation[part], retried=True)
-            assert self.runner.run(_do(make(again))) == answer
+            assert self.run(make(again)) == answer
             assert self.queue.state.dump() == before
-            assert len(self.log.operations) == transitions
+            assert len(self.log.operations) == recorded
         return answer
 
     @rule()
@@ -410,9 +369,13 @@ class CrashMachine(RuleBasedStateMachine):
         admission: Admission = self.call(
             lambda queue: queue.call(request, timeout_s=0), "rollouter", twice=twice, dies=dies
         )
-        ids = set(admission.sample_ids)
-        assert not ids & (self.running | set(self.trained) | self.gone)
-        self.running |= ids
+        ids = admission.sample_ids
+        fresh = (SampleId((index - 1) // PROMPTS, index) for index in itertools.count(self.next_index))
+        expected = itertools.chain(sorted(self.waiting), fresh)
+        assert ids == tuple(itertools.islice(expected, len(ids))), "samples that are fed again come first"
+        self.waiting -= set(ids)
+        self.running |= set(ids)
+        self.next_index = max([self.next_index, *(sample_id.index + 1 for sample_id in ids)])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), how=st.sampled_from(["offer", "drop", "offer"]), twice=st.booleans(), dies=st.booleans())
@@ -421,76 +384,85 @@ class CrashMachine(RuleBasedStateMachine):
         self.running.remove(sample_id)
         made = meta(sample_id, self.version)
         if how == "offer":
+            self.ready.add(sample_id)
+            self.completed[sample_id], self.made[sample_id] = len(self.log.operations), self.version
             self.call(lambda queue: queue.offer(made, payload(sample_id)), "rollouter", twice=twice, dies=dies)
         else:
             self.gone.add(sample_id)
-            self.call(
-                lambda queue: queue.drop(sample_id, DropReason.FAILED),
-                "rollouter",
-                twice=twice,
-                dies=dies,
-            )
+            self.call(lambda queue: queue.drop(sample_id, DropReason.FAILED), "rollouter", twice=twice, dies=dies)
 
     @rule(count=st.integers(1, 3), twice=st.booleans(), dies=st.booleans())
     def lease(self, count: int, twice: bool, dies: bool) -> None:
         self.requests += 1
         request = LeaseSamples(count, self.version, str(self.requests))
-        lease: Lease = self.call(
-            lambda queue: queue.call(request, timeout_s=0),
-            "trainer",
-            twice=twice,
-            dies=dies,
-        )
-        self.note_stale()
-        if lease.samples:
-            self.leases[lease.lease_id] = [queued.meta.sample_id for queued in lease.samples]
+        lease: Lease = self.call(lambda queue: queue.call(request, timeout_s=0), "trainer", twice=twice, dies=dies)
+        stale = {sample_id for sample_id in self.ready if self.version - self.made[sample_id] > MAX_STALENESS}
+        self.ready -= stale
+        self.gone |= stale
+        held = [queued.meta.sample_id for queued in lease.samples]
+        assert held == self.in_completion_order()[: len(held)]
+        assert [queued.payload for queued in lease.samples] == list(map(payload, held))
+        assert len(held) in (0, count) or (lease.ended and not self.running)
+        if held:
+            self.ready -= set(held)
+            self.leases[lease.lease_id] = held
+
+    def in_completion_order(self) -> list[SampleId]:
+        return sorted(self.ready, key=self.completed.__getitem__)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), how=st.sampled_from(["commit", "redo"]), twice=st.booleans(), dies=st.booleans())
+    @rule(data=st.data(), how=st.sampled_from(["commit", "requeue"]), twice=st.booleans(), dies=st.booleans())
     def settle(self, data: st.DataObject, how: str, twice: bool, dies: bool) -> None:
+        """Commit or requeue a part of a lease, and release the rest."""
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         held = self.leases.pop(lease_id)
-        part = held[: data.draw(st.integers(0, len(held)))]
+        number = data.draw(st.integers(0, len(held)))
+        part, rest = held[:number], held[number:]
         if how == "commit":
             self.trained += part
             self.call(lambda queue: queue.commit(lease_id, part), "trainer", twice=twice, dies=dies)
         else:
+            self.waiting |= set(part)
             for sample_id in part:
                 self.call(lambda queue, i=sample_id: queue.requeue(i), "trainer", twice=twice, dies=dies)
+        self.ready |= set(rest)
         self.call(lambda queue: queue.release(lease_id), "trainer", twice=twice, dies=dies)
 
     @rule(twice=st.booleans(), dies=st.booleans())
     def publish(self, twice: bool, dies: bool) -> None:
         self.version += 1
+        version, lineage = self.version, self.lineage
         self.call(
-            lambda queue: queue.set_applied_version(self.version, lineage=self.lineage),
-            "rollouter",
-            twice=twice,
-            dies=dies,
+            lambda queue: queue.set_applied_version(version, lineage=lineage), "rollouter", twice=twice, dies=dies
         )
 
     @rule(covers=st.booleans())
     def checkpoint(self, covers: bool) -> None:
         self.step += 1
-        snapshot = self.runner.run(_do(self.queue.mark(self.step)))
+        snapshot = self.run(self.queue.mark(self.step))
         assert snapshot.counts.trained == len(self.trained)
         self.checkpoints[self.step] = (len(self.trained), self.version)
         if covers:
+            self.covered = len(self.trained)
             self.call(lambda queue: queue.covered(self.step), "trainer", twice=True, dies=False)
 
     @rule(part=st.sampled_from(["rollouter", "trainer"]))
     def replace(self, part: str) -> None:
+        """The samples that the old incarnation held go back."""
         self.incarnation[part] += 1
         for _ in range(2):
-            self.runner.run(_do(self.queue.attach(part, self.incarnation[part])))  # type: ignore[arg-type]
+            self.run(self.queue.attach(part, self.incarnation[part]))  # type: ignore[arg-type]
         if part == "rollouter":
+            self.waiting |= self.running
             self.running.clear()
         else:
+            self.ready.update(*self.leases.values())
             self.leases.clear()
 
     @rule(data=st.data(), closes=st.booleans(), launches=st.booleans())
     def go_back(self, data: st.DataObject, closes: bool, launches: bool) -> None:
-        """To any checkpoint, covered or not; or from behind the end, in a whole new launch or in this one."""
+        """Go back to any checkpoint, covered or not, also after the end of the run: in a new launch, or in this one,
+        where a Rollouter that was generating when the queue was closed must be replaced."""
         self.replace("trainer")
         if closes:
             self.call(lambda queue: queue.close(), "trainer", twice=True, dies=True)
@@ -499,25 +471,26 @@ class CrashMachine(RuleBasedStateMachine):
         self.step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         count, self.version = self.checkpoints[self.step]
         self.checkpoints = {step: known for step, known in self.checkpoints.items() if step <= self.step}
+        # Payloads of covered samples are gone.
+        self.waiting |= set(self.trained[count : self.covered])
+        self.ready |= set(self.trained[max(count, self.covered) :])
+        self.covered = min(self.covered, count)
         del self.trained[count:]
         self.lineage += 1
         for _ in range(2):
             total = self.options.pacing.total_samples
             back = self.queue.rewind(self.step, version=self.version, lineage=self.lineage, total_samples=total)
-            self.runner.run(_do(back))
+            self.run(back)
         if closes and self.running:
             with pytest.raises(FencedError):
-                self.admit(count=1, twice=False, dies=False)
+                self.run(CalledBy(self.queue, "rollouter", self.incarnation["rollouter"]).admit(1, timeout_s=0))
+            self.waiting |= self.running
+            self.running.clear()
             self.replace("rollouter")
-
-    def note_stale(self) -> None:
-        for operation in self.log.operations:
-            if isinstance(operation, DropSamples):
-                self.gone |= set(operation.sample_ids)
 
     @precondition(lambda self: self.trained or self.gone)
     @rule(data=st.data())
-    def try_to_offer_or_drop_what_has_ended(self, data: st.DataObject) -> None:
+    def try_to_change_an_ended_sample(self, data: st.DataObject) -> None:
         sample_id = data.draw(st.sampled_from(sorted({*self.trained, *self.gone})))
         before = self.queue.state.dump()
         for attempt in (
@@ -526,27 +499,26 @@ class CrashMachine(RuleBasedStateMachine):
             self.queue.requeue(sample_id),
         ):
             with pytest.raises(BugError, match="illegal transition"):
-                self.runner.run(_do(attempt))
+                self.run(attempt)
         assert self.queue.state.dump() == before
 
     @invariant()
-    def every_sample_is_where_it_should_be(self) -> None:
+    def every_sample_is_in_its_state(self) -> None:
         if not hasattr(self, "queue"):
             return
         state = self.queue.state
-        counts = state.counts()
-        assert counts.fed == counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
-        assert counts.running == len(self.running)
-        assert counts.leased == sum(map(len, self.leases.values()))
-        assert counts.trained == len(self.trained) == len(set(self.trained))
-        assert counts.num_dropped == len(self.gone)
-        live = set(state.snapshot().outstanding)
-        assert live.isdisjoint(self.trained)
-        assert live.isdisjoint(self.gone)
-        assert list(state.ready.values()) == sorted(state.ready.values()), "completion order"
+        leased = set().union(*self.leases.values())
+        assert state.running == self.running
+        assert list(state.ready) == self.in_completion_order()
+        assert set(state.leased) == leased
+        assert set(state.returned) == self.waiting
+        assert (state.trained, state.num_dropped) == (len(self.trained), len(self.gone))
+        assert state.fed == sum(map(len, (self.running, self.ready, leased, self.trained, self.gone)))
+        assert state.next_index == self.next_index
+        assert set(state.entries) == {*self.ready, *leased, *self.trained[self.covered :]}
 
     def teardown(self) -> None:
-        """What people can read of it agrees."""
+        """The histories that people read agree with the model."""
         if not hasattr(self, "queue"):
             return
         self.runner.close()
@@ -557,10 +529,6 @@ class CrashMachine(RuleBasedStateMachine):
         assert {i for i, record in records.items() if record.state == "trained"} == set(self.trained)
         assert {i for i, record in records.items() if record.state == "dropped"} == self.gone
         assert all(record.reason for record in records.values() if record.state == "dropped")
-
-
-async def _do(action: Awaitable[Any]) -> Any:
-    return await action
 
 
 TestCrashMachine = CrashMachine.TestCase
