@@ -1,5 +1,6 @@
-"""The queue's operations on disk: `journal.db` of a run directory, SQLite in WAL mode, append-only. append ─▶
-pending ─▶ one transaction, one fsync, in a thread ─▶ flushed        later rows share the next one
+"""The queue's operations on disk: `journal.db` of a run directory, SQLite in WAL mode, append-only.
+
+    append ─▶ pending ─▶ one transaction, one fsync, in a thread ─▶ flushed        later rows share the next one
 
 The next process finds every acknowledged operation, if the disk honours fsync. An unreadable journal is reported and
 set aside; the run then resumes from a checkpoint's own sample counts.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import sqlite3
@@ -45,7 +47,7 @@ from asyncrl.queue.state import QueueState
 from asyncrl.storage.run_dir import disk_error, sync
 
 SNAPSHOT_EVERY_BYTES = 2 << 20
-"""Number of operations between snapshots; rebuilding that many takes about half a second."""
+"""Bytes of operations between snapshots; rebuilding that many takes about half a second."""
 LOCK_WAIT_S = 10.0
 """Time limit for the previous process with the journal to end."""
 BYTES_PER_ENTRY = 80
@@ -115,14 +117,10 @@ class Journal:
                 rebuilt = RebuiltJournal(seq, 0, state, identity)
                 _create_journal(path, rebuilt)
             return cls(path, lock, rebuilt, notices)
-        except OSError as error:
+        except BaseException as error:
             os.close(lock)
-            raise disk_error(path, error) from error
-        except sqlite3.Error as error:
-            os.close(lock)
-            raise _write_error(path, 0, error) from error
-        except BaseException:
-            os.close(lock)
+            if isinstance(error, OSError | sqlite3.Error):
+                raise _write_error(path, 0, error) from error
             raise
 
     # -------------------------------------------------------------------------------------------- writing
@@ -270,8 +268,8 @@ def _find_journal(
         aside = _set_aside(path, "behind")
         return None, (
             f"the journal ends at operation {rebuilt.seq} and does not contain the checkpoint's, "
-            f"{restore.seq or 'which was written without a journal'}. It was set aside as {aside}; the run goes on "
-            f"from the sample counts of the checkpoint{_FORGOTTEN}",
+            f"{restore.seq or 'which was written without a journal'}. It was set aside as {aside}; the run "
+            f"continues from the sample counts of the checkpoint{_FORGOTTEN}",
         )
     return rebuilt, (rebuilt.notice,) if rebuilt.notice else ()
 
@@ -279,12 +277,8 @@ def _find_journal(
 def _set_aside(path: Path, why: str) -> Path:
     """Rename the journal and its log; return the new name."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    number = 0
-    while True:
-        aside = path.with_name(f"{path.stem}-{why}-{stamp}{f'-{number}' if number else ''}{path.suffix}")
-        if not aside.exists():
-            break
-        number += 1
+    names = (f"{path.stem}-{why}-{stamp}{f'-{number}' if number else ''}{path.suffix}" for number in itertools.count())
+    aside = next(found for found in map(path.with_name, names) if not found.exists())
     # The log is renamed last: without it, the file would look like a complete journal that ended earlier.
     os.rename(path, aside)
     with suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +80,6 @@ class RebuiltJournal(NamedTuple):
         return self.began_with == restored.snapshot()
 
 
-class JournalMeta(NamedTuple):
-    num_prompts: int
-    identity: Mapping[str, Any]
-
-
 def examine(path: Path) -> RebuiltJournal:
     """Rebuild the state of a run that has ended. Raises `JournalDamage`, `ConfigError`, `InfraError`."""
     try:
@@ -102,7 +97,7 @@ def examine(path: Path) -> RebuiltJournal:
         [checked] = connection.execute("PRAGMA quick_check(1)").fetchone()
         if checked != "ok":
             raise JournalDamage(f"SQLite finds: {checked}")
-        rebuilt = _rebuild(connection, _read_meta(connection))
+        rebuilt = _rebuild(connection)
     if wal.lost:
         raise JournalDamage(f"{log.name} has a bad frame, and {wal.lost} acknowledged commits after it")
     if wal.torn_frames or wal.torn_bytes:
@@ -115,15 +110,16 @@ def examine(path: Path) -> RebuiltJournal:
     return rebuilt
 
 
-def _read_meta(connection: sqlite3.Connection) -> JournalMeta:
-    """Raises `JournalDamage`, and `ConfigError` if another asyncrl wrote it."""
+def _read_meta(connection: sqlite3.Connection) -> tuple[int, Mapping[str, Any]]:
+    """Return the number of prompts and the identity. Raises `JournalDamage`, and `ConfigError` if another asyncrl wrote
+    it."""
     try:
         meta = dict(connection.execute("SELECT key, value FROM meta"))
         if int(meta.pop("crc")) != meta_crc(meta):
             raise JournalDamage("the checksum of its meta table is wrong")
         schema, written_by = int(meta["schema"]), meta["written_by"]
         if schema == SCHEMA_VERSION:
-            return JournalMeta(int(meta["num_prompts"]), json.loads(meta["identity"]))
+            return int(meta["num_prompts"]), json.loads(meta["identity"])
     except UNREADABLE as error:
         raise JournalDamage(f"its meta table cannot be read ({type(error).__name__}: {error})") from None
     raise ConfigError(
@@ -133,11 +129,12 @@ def _read_meta(connection: sqlite3.Connection) -> JournalMeta:
     )
 
 
-def _rebuild(connection: sqlite3.Connection, meta: JournalMeta) -> RebuiltJournal:
-    """Rebuild the state from the newest snapshot and the operations after it. Raises `JournalDamage`."""
-    seq, crc, state = read_snapshot(connection, "DESC", meta.num_prompts)
+def _rebuild(connection: sqlite3.Connection) -> RebuiltJournal:
+    """Rebuild the state from the newest snapshot and the operations after it. Raises as `_read_meta`."""
+    num_prompts, identity = _read_meta(connection)
+    seq, crc, state = read_snapshot(connection, "DESC", num_prompts)
     number = 0
-    for _, number, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+    for _, number, operation in _operations_after(connection, seq, crc, num_prompts):
         try:
             apply(operation, state)
         except BugError as error:
@@ -149,15 +146,15 @@ def _rebuild(connection: sqlite3.Connection, meta: JournalMeta) -> RebuiltJourna
         "SELECT seq, kind, body FROM operations WHERE kind IN ('MarkCheckpoint', 'RewindTraining') ORDER BY seq"
     )
     try:
-        marks = surviving_marks((seq, from_row(JournalRow(kind, body), meta.num_prompts)) for seq, kind, body in rows)
+        marks = surviving_marks((seq, from_row(JournalRow(kind, body), num_prompts)) for seq, kind, body in rows)
     except UNREADABLE as error:
         raise JournalDamage(f"its marks cannot be read ({type(error).__name__}: {error})") from None
     began_with = None
     with suppress(JournalDamage):  # few runs need it
-        first, _, begin = read_snapshot(connection, "ASC", meta.num_prompts)
+        first, _, begin = read_snapshot(connection, "ASC", num_prompts)
         if first == 0 and not begin.is_new:
             began_with = begin.snapshot()
-    return RebuiltJournal(seq, crc, state, meta.identity, frozenset({*marks.values(), origin}), "", began_with)
+    return RebuiltJournal(seq, crc, state, identity, frozenset({*marks.values(), origin}), "", began_with)
 
 
 def read_snapshot(connection: sqlite3.Connection, order: str, num_prompts: int) -> tuple[int, int, QueueState]:
@@ -284,14 +281,14 @@ class SampleRecord(NamedTuple):
     sample_id: SampleId
     state: str
     """`running`, `ready`, `leased`, `trained`, `dropped`, `outstanding`: waits to be fed again."""
-    reason: str
+    reason: str = ""
     """Reason of a drop; otherwise empty."""
-    fed_at: float
-    ready_at: float
-    leased_at: float
-    ended_at: float
-    num_feeds: int
-    num_commits: int
+    fed_at: float = 0.0
+    ready_at: float = 0.0
+    leased_at: float = 0.0
+    ended_at: float = 0.0
+    num_feeds: int = 0
+    num_commits: int = 0
 
 
 class SampleHistories:
@@ -300,31 +297,32 @@ class SampleHistories:
     def __init__(self, begin: QueueState) -> None:
         self._state = begin
         self._events: dict[SampleId, dict[str, Any]] = {}
+        """Fields of the records."""
 
     def add(self, at: float, operation: Operation) -> None:
         """Add the next operation. Raises `BugError` if it is illegal in the current state."""
         ending = [one for one in self._events if self._state.is_live(one)] if isinstance(operation, CloseQueue) else []
         apply(operation, self._state)
         match operation:
-            case PermitsGranted():
-                for sample_id in operation.sample_ids:
-                    events = self._events_of(sample_id)
-                    events |= {"fed_at": at, "num_feeds": events.get("num_feeds", 0) + 1}
-            case OfferSamples():
-                for sample in operation.samples:
-                    self._events_of(sample.meta.sample_id)["ready_at"] = at
-            case LeaseGranted():
-                for sample_id in operation.sample_ids:
-                    self._events_of(sample_id)["leased_at"] = at
-            case CommitSamples():
-                for sample_id in operation.sample_ids:
-                    events = self._events_of(sample_id)
-                    events |= {"ended_at": at, "reason": "", "num_commits": events.get("num_commits", 0) + 1}
-            case DropSamples():
-                for sample_id in operation.sample_ids:
-                    self._events_of(sample_id).update(ended_at=at, reason=str(operation.reason))
-        for sample_id in ending:
-            self._events_of(sample_id).update(ended_at=at, reason=str(DropReason.SHUTDOWN))
+            case PermitsGranted(sample_ids=sample_ids):
+                self._note(sample_ids, "num_feeds", fed_at=at)
+            case OfferSamples(samples=samples):
+                self._note([sample.meta.sample_id for sample in samples], ready_at=at)
+            case LeaseGranted(sample_ids=sample_ids):
+                self._note(sample_ids, leased_at=at)
+            case CommitSamples(sample_ids=sample_ids):
+                self._note(sample_ids, "num_commits", ended_at=at, reason="")
+            case DropSamples(sample_ids=sample_ids, reason=reason):
+                self._note(sample_ids, ended_at=at, reason=str(reason))
+            case CloseQueue():
+                self._note(ending, ended_at=at, reason=str(DropReason.SHUTDOWN))
+
+    def _note(self, sample_ids: Iterable[SampleId], counter: str = "", **events: Any) -> None:
+        for sample_id in sample_ids:
+            known = self._events.setdefault(sample_id, {})
+            known |= events
+            if counter:
+                known[counter] = known.get(counter, 0) + 1
 
     def records(self) -> Iterator[SampleRecord]:
         """Return the records by index, of samples fed by these operations and of those that were to be fed again at
@@ -337,22 +335,9 @@ class SampleHistories:
             if name == "waiting":
                 name = "outstanding"
             elif not state.is_live(sample_id):
-                name = "dropped" if events.get("reason") else "trained"
-            ended = name in ("trained", "dropped")
-            yield SampleRecord(
-                sample_id,
-                name,
-                events.get("reason", "") if ended else "",
-                events.get("fed_at", 0.0),
-                events.get("ready_at", 0.0),
-                events.get("leased_at", 0.0),
-                events.get("ended_at", 0.0) if ended else 0.0,
-                events.get("num_feeds", 0),
-                events.get("num_commits", 0),
-            )
-
-    def _events_of(self, sample_id: SampleId) -> dict[str, Any]:
-        return self._events.setdefault(sample_id, {})
+                yield SampleRecord(sample_id, "dropped" if events.get("reason") else "trained", **events)
+                continue
+            yield SampleRecord(sample_id, name, **events)._replace(reason="", ended_at=0.0)
 
 
 def read_queue_state(run_dir: Path) -> QueueState:
@@ -362,7 +347,7 @@ def read_queue_state(run_dir: Path) -> QueueState:
         ConfigError: there is no journal, it is damaged, or another asyncrl wrote it.
     """
     with _consistent_view(run_dir) as connection:
-        return _rebuild(connection, _read_meta(connection)).state
+        return _rebuild(connection).state
 
 
 def read_sample_counts(run_dir: Path) -> SampleCounts:
@@ -374,9 +359,7 @@ def read_operations(run_dir: Path) -> Iterator[tuple[float, Operation]]:
     """Return every operation of a run with its time, after verifying the checksums. Blocking. Raises as
     `read_queue_state`."""
     with _consistent_view(run_dir) as connection:
-        meta = _read_meta(connection)
-        seq, crc, _ = read_snapshot(connection, "ASC", meta.num_prompts)
-        for at, _, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+        for at, _, operation in _read_history(connection)[1]:
             yield at, operation
 
 
@@ -386,15 +369,21 @@ def read_samples(run_dir: Path) -> Iterator[SampleRecord]:
     This reads the whole journal and verifies every checksum. Raises as `read_queue_state`.
     """
     with _consistent_view(run_dir) as connection:
-        meta = _read_meta(connection)
-        seq, crc, state = read_snapshot(connection, "ASC", meta.num_prompts)
-        histories = SampleHistories(state)
-        for at, _, operation in _operations_after(connection, seq, crc, meta.num_prompts):
+        begin, operations = _read_history(connection)
+        histories = SampleHistories(begin)
+        for at, _, operation in operations:
             try:
                 histories.add(at, operation)
             except BugError as error:
                 raise JournalDamage(error.message) from None
     yield from histories.records()
+
+
+def _read_history(connection: sqlite3.Connection) -> tuple[QueueState, Iterator[tuple[float, int, Operation]]]:
+    """Return the state that the journal began with, and all operations after it."""
+    num_prompts, _ = _read_meta(connection)
+    seq, crc, begin = read_snapshot(connection, "ASC", num_prompts)
+    return begin, _operations_after(connection, seq, crc, num_prompts)
 
 
 @contextmanager
