@@ -183,7 +183,6 @@ def start_queue(
     run_dir: Path | None = None,
     identity: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
-    name: str | None = None,
     profiler: ProfilerSettings = PROFILING_OFF,
 ) -> Any:
     """Start the queue actor in this Ray job, on the caller's node, because it writes the run directory. Return its
@@ -200,7 +199,6 @@ def start_queue(
     restarts = 0 if run_dir is None else max_restarts
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     shell = actor.options(
-        name=name,
         num_cpus=0,
         max_restarts=restarts,
         max_concurrency=MAX_CONCURRENCY,

@@ -1,4 +1,4 @@
-"""The journal on real files: what is acknowledged survives kills; what is torn, damaged or full is named."""
+"""The journal on real files: acknowledged operations survive kills; torn, damaged and full files are reported."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,9 @@ from asyncrl.core.ports import QueuedSample, QueueSnapshot, SampleCounts
 from asyncrl.core.staleness import Pacing
 from asyncrl.core.types import DropReason, SampleId, SampleMeta
 from asyncrl.queue.journal import Journal
-from asyncrl.queue.journal_reader import meta_crc, read_head, read_sample_counts, read_samples
+from asyncrl.queue.journal_reader import JournalHead, meta_crc, read_head, read_sample_counts, read_samples
 from asyncrl.queue.operations import (
     CommitSamples,
-    DropSamples,
     LeaseGranted,
     MarkCheckpoint,
     OfferSamples,
@@ -50,7 +50,7 @@ def open_journal(path: Path, restore: QueueSnapshot | None = None, *, continuing
 
 
 def operations_of(number: int) -> list[Operation]:
-    """The life of one sample, which is its own batch."""
+    """The operations of one sample, which is a batch of its own."""
     sample_id = SampleId((number - 1) // PROMPTS, number)
     queued = QueuedSample(SampleMeta(sample_id, 0, 0, 1, 1, 10), FileRef("1-1.safetensors", number))
     ids = (sample_id,)
@@ -66,21 +66,9 @@ def operations_of(number: int) -> list[Operation]:
 HISTORY = [step for number in range(1, 41) for step in operations_of(number)]
 
 
-async def write(path: Path, operations: list[Operation], *, per_commit: int = 1, close: bool = True) -> None:
-    journal = open_journal(path)
-    for number, step in enumerate(operations, 1):
-        apply(step, journal.state)
-        seq = journal.append(step)
-        if number % per_commit == 0 or number == len(operations):
-            await journal.flushed(seq)
-    if close:
-        await end(journal)
-
-
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files as a process leaves them that dies after its last acknowledged commit: part in the file, part in its
-    log."""
+    """The files of a process that died after its last acknowledged commit: rows in the file and in its log."""
     root = tmp_path_factory.mktemp("journal")
 
     async def die() -> None:
@@ -101,7 +89,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(crashed: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy for a test to damage."""
     for path in crashed.iterdir():
         shutil.copy(path, tmp_path / path.name)
     return tmp_path
@@ -113,7 +101,7 @@ def fresh() -> QueueState:
 
 @pytest.fixture(scope="module")
 def prefixes() -> dict[str, int]:
-    """Every state that the history went through, and after how many transitions."""
+    """Every state of the history, and its number of operations."""
     state = fresh()
     found = {json.dumps(state.dump()): 0}
     for number, step in enumerate(HISTORY, 1):
@@ -129,14 +117,20 @@ def reopen(path: Path, restore: QueueSnapshot | None = None) -> tuple[QueueState
     return found
 
 
-def test_what_is_reopened_is_what_was_there(crashed: Path, broken: Path) -> None:
-    state, seq, told = reopen(broken / "journal.db")
-    assert (seq, told) == (200, ())
+def head_of(run_dir: Path) -> JournalHead:
+    head = read_head(run_dir)
+    assert head is not None
+    return head
+
+
+def test_a_reopened_journal_has_the_whole_state(crashed: Path, broken: Path) -> None:
+    state, seq, notices = reopen(broken / "journal.db")
+    assert (seq, notices) == (200, ())
     assert state.dump() == replay(fresh(), HISTORY).dump()
     assert state.counts() == SampleCounts(40, trained=40, dropped=dict.fromkeys(map(str, DropReason), 0))
 
 
-async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
+async def test_a_queue_and_its_journal_agree(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "journal.db")
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
     ids = (await queue.admit(10, timeout_s=0)).sample_ids
@@ -147,18 +141,11 @@ async def test_a_queue_and_its_journal_say_the_same(tmp_path: Path) -> None:
     await queue.drop(ids[9], DropReason.OVERLONG)
     snapshot = await queue.mark(1)
     counts = (await queue.status()).counts
-    # Read by others while it is being written to.
+    # Other processes read it while it is being written.
     assert snapshot.seq == 13
     assert await anyio.to_thread.run_sync(read_sample_counts, tmp_path) == counts
-    head = await anyio.to_thread.run_sync(read_head, tmp_path)
-    assert head is not None
-    assert (head.seq, head.identity, head.num_prompts, head.history, head.damage) == (
-        13,
-        {"seed": 1},
-        7,
-        LineageHistory(),
-        "",
-    )
+    head = await anyio.to_thread.run_sync(head_of, tmp_path)
+    assert head == JournalHead(13, LineageHistory(), {"seed": 1}, PROMPTS, {"rollouter": 0})
     records = await anyio.to_thread.run_sync(lambda: list(read_samples(tmp_path)))
     assert [record.state for record in records] == [
         "trained", "trained", "leased", "leased", "ready", "ready", "ready", "ready", "running", "dropped",
@@ -203,7 +190,7 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
     assert len(kept) == 2
     assert kept[0] == 0
     assert kept[1] > 150
-    # What lies before the snapshot is not needed to go on.
+    # Rows before the snapshot are not needed to continue.
     journal._connection.execute("UPDATE operations SET body = '?' WHERE seq = 3")
     before = journal.state.dump()
     await end(journal)
@@ -218,37 +205,35 @@ async def test_rebuilding_begins_at_the_newest_snapshot(tmp_path: Path, monkeypa
 # ------------------------------------------------------------------------------------------------ torn and damaged
 
 
-def test_a_torn_tail_is_named_and_costs_the_last_write_only(broken: Path, prefixes: dict[str, int]) -> None:
+def test_a_torn_tail_is_reported_and_loses_only_the_last_write(broken: Path, prefixes: dict[str, int]) -> None:
     log = broken / "journal.db-wal"
     whole = log.read_bytes()
-    # One commit's pages, as the disk might have them after a power cut.
+    # Remove a part of the last commit, as after a power cut.
     assert survey(whole).committed * 4120 + 32 <= len(whole)
     log.write_bytes(whole[: 32 + survey(whole).committed * 4120 - 1000])
-    head = read_head(broken)
-    assert head is not None
+    head = head_of(broken)
     assert head.damage == ""
-    state, seq, [told] = reopen(broken / "journal.db")
+    state, seq, [notice] = reopen(broken / "journal.db")
     assert seq == prefixes[json.dumps(state.dump())] == 199
-    assert "torn tail" in told
-    assert "after operation 199" in told
-    assert "If the last write was cut off" in told and "if its pages have gone bad since" in told
-    assert reopen(broken / "journal.db")[1:] == (199, ()), "it is told once"
+    assert "torn tail" in notice
+    assert "after operation 199" in notice
+    assert "If the last write was cut off" in notice and "if its pages have gone bad since" in notice
+    assert reopen(broken / "journal.db")[1:] == (199, ()), "it is reported once"
 
 
-def test_acknowledged_commits_behind_a_bad_page_are_missed(broken: Path) -> None:
+def test_acknowledged_commits_after_a_bad_page_are_damage(broken: Path) -> None:
     log = broken / "journal.db-wal"
     flip(log, log.stat().st_size // 2)
-    head = read_head(broken)
-    assert head is not None
+    head = head_of(broken)
     assert "acknowledged commits after it" in head.damage
     with pytest.raises(InfraError, match="damaged while the run is alive"):
         open_journal(broken / "journal.db", continuing=True)
-    state, seq, [told] = reopen(broken / "journal.db", SNAPSHOT)
+    state, seq, [notice] = reopen(broken / "journal.db", SNAPSHOT)
     assert (seq, state.version, state.counts().trained) == (77, 3, 2)
-    assert "the journal is damaged: journal.db-wal has a bad frame" in told
+    assert "the journal is damaged: journal.db-wal has a bad frame" in notice
     [aside] = broken.glob("journal-damaged-*.db")
-    assert str(aside) in told
-    assert "samples generated or dropped since then are generated again" in told
+    assert str(aside) in notice
+    assert "samples generated or dropped since then are generated again" in notice
     assert (broken / f"{aside.name}-wal").exists()
     assert reopen(broken / "journal.db", SNAPSHOT)[1:] == (77, ())
 
@@ -266,10 +251,10 @@ def flip(path: Path, offset: int, bit: int = 2) -> None:
 
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
 @pytest.mark.parametrize("how", ["flip", "cut", "zero"])
-def test_whatever_breaks_is_named_or_harmless(
+def test_random_damage_is_reported_or_harmless(
     crashed: Path, tmp_path: Path, prefixes: dict[str, int], name: str, how: str
 ) -> None:
-    """At random places: either all of the history is there, or one that ends earlier and says so, or it is damaged."""
+    """The journal has the whole history, or one that ends earlier with a notice, or is reported as damaged."""
     rng = random.Random(f"{name} {how}")
     outcomes = set()
     for number in range(12):
@@ -286,31 +271,30 @@ def test_whatever_breaks_is_named_or_harmless(
             with path.open("r+b") as file:
                 file.seek(offset)
                 file.write(bytes(min(512, size - offset)))
-        head = read_head(root)
-        assert head is not None
+        head = head_of(root)
         journal = open_journal(root / "journal.db")
-        seq, told = journal.durable, " ".join(journal.notices)
-        assert bool(head.damage) == ("damaged" in told)
+        seq, notice = journal.durable, " ".join(journal.notices)
+        assert bool(head.damage) == ("damaged" in notice)
         if head.damage:
             assert seq == 0
-            assert head.damage in told
+            assert head.damage in notice
             outcomes.add("damaged")
         else:
             assert prefixes[json.dumps(journal.state.dump())] == head.seq == seq
             cut_clean = how == "cut" and name == "journal.db-wal"
-            assert seq == 200 or "torn tail" in told or (cut_clean and is_clean_cut(offset))
+            assert seq == 200 or "torn tail" in notice or (cut_clean and is_clean_cut(offset))
             outcomes.add("whole" if seq == 200 else "torn")
         asyncio.run(end(journal))
     assert outcomes & {"damaged", "torn"}
 
 
 def is_clean_cut(size: int) -> bool:
-    """Nothing is left of the page that was cut off, or of the log: no file says that there was more."""
+    """Whether the cut is between pages: the file does not show that there were more."""
     return size <= 32 or (size - 32) % 4120 == 0
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda path: path.write_bytes(b""), "it is empty"),
         (lambda path: path.write_bytes(b"no database" * 1000), "SQLite says: file is not a database"),
@@ -322,36 +306,31 @@ def is_clean_cut(size: int) -> bool:
         (lambda path: (path.unlink(), path.mkdir()), "it cannot be read"),
     ],
 )  # fmt: skip
-def test_each_damage_has_its_words(broken: Path, spoil: Callable[[Path], object], said: str) -> None:
+def test_each_damage_has_its_message(broken: Path, spoil: Callable[[Path], object], message: str) -> None:
     path = broken / "journal.db"
     (broken / "journal.db-wal").unlink()
     spoil(path)
-    head = read_head(broken)
-    assert head is not None
-    assert said in head.damage
-    state, seq, [told] = reopen(path, SNAPSHOT)
-    assert said in told
-    assert "the sample counts of its checkpoint" in told
+    head = head_of(broken)
+    assert message in head.damage
+    state, seq, [notice] = reopen(path, SNAPSHOT)
+    assert message in notice
+    assert "the sample counts of its checkpoint" in notice
     assert (seq, state.next_ids(3)) == (77, (SampleId(0, 3), SampleId(0, 5), SampleId(0, 6)))
     assert len(list(broken.glob("journal-damaged-*.db"))) == 1
 
 
 def alter(path: Path, statement: str) -> None:
-    connection = sqlite3.connect(path)
-    with connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(statement)
-    connection.close()
 
 
-def test_a_journal_of_another_asyncrl_says_whose_it_is(broken: Path) -> None:
+def test_a_journal_of_another_version_is_refused_with_its_name(broken: Path) -> None:
     path = broken / "journal.db"
-    connection = sqlite3.connect(path)
-    with connection:
-        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
-        connection.execute("UPDATE meta SET value = '9.9.9' WHERE key = 'written_by'")
+    alter(path, "UPDATE meta SET value = '99' WHERE key = 'schema'")
+    alter(path, "UPDATE meta SET value = '9.9.9' WHERE key = 'written_by'")
+    with closing(sqlite3.connect(path)) as connection:
         meta = dict(connection.execute("SELECT key, value FROM meta WHERE key <> 'crc'"))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'crc'", (str(meta_crc(meta)),))
-    connection.close()
+    alter(path, f"UPDATE meta SET value = '{meta_crc(meta)}' WHERE key = 'crc'")
     for read in (read_head, read_sample_counts, lambda root: open_journal(root / "journal.db")):
         with pytest.raises(ConfigError, match=r"schema version 99 and was written by asyncrl 9\.9\.9"):
             read(broken)
@@ -363,36 +342,36 @@ def test_a_journal_that_does_not_reach_the_checkpoint_is_set_aside(broken: Path)
     at_mark = QueueSnapshot(41, (), SampleCounts(40, trained=40), 3, seq=200)
     assert reopen(path, at_mark)[1:] == (200, ())
     behind = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3, seq=300)
-    state, seq, [told] = reopen(path, behind)
+    state, seq, [notice] = reopen(path, behind)
     assert (seq, state.counts().trained) == (300, 60)
-    assert "ends at operation 200 and does not contain the checkpoint's, 300" in told
-    assert "samples generated or dropped since then are generated again" in told
+    assert "ends at operation 200 and does not contain the checkpoint's, 300" in notice
+    assert "samples generated or dropped since then are generated again" in notice
     assert len(list(broken.glob("journal-behind-*.db"))) == 1
-    # The new one begins at the checkpoint, so it holds it.
+    # The new one begins at the checkpoint, so it contains it.
     assert reopen(path, behind)[1:] == (300, ())
     without = QueueSnapshot(61, (), SampleCounts(60, trained=60), 3)
     assert "written without a journal" in reopen(path, without)[2][0]
 
 
-def test_a_journal_that_is_gone_is_missed(tmp_path: Path) -> None:
+def test_a_missing_journal_is_reported(tmp_path: Path) -> None:
     at_mark = QueueSnapshot(41, (), SampleCounts(40, trained=40), 3, seq=200)
-    state, seq, [told] = reopen(tmp_path / "journal.db", at_mark)
+    state, seq, [notice] = reopen(tmp_path / "journal.db", at_mark)
     assert (seq, state.counts().trained) == (200, 40)
     assert (
         f"the journal is gone: there is no {tmp_path / 'journal.db'}, in which the checkpoint is at operation 200"
-        in told
+        in notice
     )
     assert (
         "continues from the sample counts of the checkpoint: samples generated or dropped since then are "
-        "generated again" in told
+        "generated again" in notice
     )
-    assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "it has one again"
+    assert reopen(tmp_path / "journal.db", at_mark)[1:] == (200, ()), "it exists again"
     for restore in (None, QueueSnapshot(41, (), SampleCounts(40, trained=40), 3)):
-        assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "it has never had one"
+        assert reopen(tmp_path / f"{restore is None}.db", restore)[1:] == (0, ()), "the run never had one"
 
 
-async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_gone_on_with(tmp_path: Path) -> None:
-    """No transition's number is in such a checkpoint."""
+async def test_a_journal_that_begins_with_a_checkpoint_without_one_is_continued(tmp_path: Path) -> None:
+    """Such a checkpoint has no operation number."""
     path = tmp_path / "journal.db"
     counts = SampleCounts(4, running=1, trained=2, dropped={"failed": 1})
     ten = QueueSnapshot(5, (SampleId(0, 2),), counts, 3)
@@ -420,8 +399,8 @@ async def test_a_journal_that_begins_with_a_checkpoint_of_a_time_without_one_is_
 
 
 @pytest.mark.parametrize("seq", [0, 300])
-async def test_training_may_go_back_to_the_checkpoint_that_a_journal_begins_with(tmp_path: Path, seq: int) -> None:
-    """When later ones cover what has been trained since, so that no mark of it is left."""
+async def test_a_rewind_to_the_checkpoint_that_a_journal_begins_with(tmp_path: Path, seq: int) -> None:
+    """Later checkpoints cover the samples trained since, so its mark is forgotten."""
     ten = QueueSnapshot(3, (), SampleCounts(2, trained=2), 3, seq)
     journal = open_journal(tmp_path / "journal.db", ten)
     queue = LocalSampleQueue(OPTIONS, journal=journal, state=journal.state)
@@ -449,22 +428,18 @@ def test_other_data_is_refused(broken: Path) -> None:
         Journal.open(broken / "journal.db", num_prompts=8, identity={})
 
 
-def test_file_names_tell_the_last_incarnation_if_the_journal_cannot(broken: Path) -> None:
+def test_a_damaged_journal_takes_the_last_incarnation_from_file_names(broken: Path) -> None:
     (broken / "samples").mkdir()
     for name in ("2-1.safetensors", "turns-3-1.log", "notes.txt"):
         (broken / "samples" / name).touch()
-    head = read_head(broken)
-    assert head is not None
+    head = head_of(broken)
     assert head.incarnations == {"rollouter": 3}
     (broken / "journal.db").write_bytes(b"")
-    head = read_head(broken)
-    assert head is not None
+    head = head_of(broken)
     assert (head.damage, head.incarnations) == ("it is empty", {"rollouter": 3})
 
 
-async def test_nothing_is_acknowledged_behind_rows_that_were_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_acknowledged_after_lost_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_journal(tmp_path / "journal.db")
 
     def no_thread(*_: object) -> None:
@@ -481,13 +456,13 @@ async def test_nothing_is_acknowledged_behind_rows_that_were_lost(
         await journal.flushed(seq)
 
 
-def test_there_is_nothing_to_read_without_a_journal(tmp_path: Path) -> None:
+def test_reading_a_missing_journal(tmp_path: Path) -> None:
     assert read_head(tmp_path) is None
     with pytest.raises(ConfigError, match="journal=off"):
         read_sample_counts(tmp_path)
 
 
-async def test_two_processes_cannot_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_processes_cannot_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.queue.journal.LOCK_WAIT_S", 0.0)
     journal = open_journal(tmp_path / "journal.db")
     with pytest.raises(InfraError, match=f"process {os.getpid()} has the journal"):
@@ -575,10 +550,3 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
         for step in history[journal.durable : journal.durable + rest]:
             journal.append(step)
         asyncio.run(end(journal))
-
-
-def test_dropped_samples_are_told_with_their_reason(tmp_path: Path) -> None:
-    ids = (SampleId(0, 1), SampleId(0, 2))
-    asyncio.run(write(tmp_path / "journal.db", [PermitsGranted("", ids), DropSamples(DropReason.FAILED, ids[1:])]))
-    states = [(record.state, record.reason) for record in read_samples(tmp_path)]
-    assert states == [("running", ""), ("dropped", "failed")]

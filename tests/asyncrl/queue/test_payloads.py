@@ -1,4 +1,4 @@
-"""Payload files: what `put` returned is found again whatever died, and nothing else is ever handed out."""
+"""Payload files: stored samples survive the processes that wrote them, and damaged ones are never returned."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import errno
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -40,7 +39,7 @@ async def put_all(store: FilePayloads, originals: Sequence[Sample]) -> list[File
 
 
 async def read_all(run_dir: Path, refs: Sequence[FileRef]) -> list[Sample | None]:
-    """As the Trainer, which wrote none of them."""
+    """Read as the Trainer does, which has not written them."""
     return await FilePayloads(run_dir, 1).get(refs)
 
 
@@ -48,7 +47,7 @@ def path_of(run_dir: Path, ref: FileRef) -> Path:
     return run_dir / "samples" / ref.file
 
 
-async def test_samples_that_come_together_share_files_and_come_back_in_order(tmp_path: Path) -> None:
+async def test_samples_stored_together_share_files_and_keep_their_order(tmp_path: Path) -> None:
     originals = [make_sample(index) for index in range(1, 101)]
     refs = await put_all(FilePayloads(tmp_path, 3), originals)
     assert len(segment_sizes(tmp_path)) <= 10
@@ -60,7 +59,7 @@ async def test_samples_that_come_together_share_files_and_come_back_in_order(tmp
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(samples().filter(lambda sample: all(row.spans for row in sample.rows)), min_size=1, max_size=5))
-def test_whatever_is_put_comes_back(tmp_path_factory: pytest.TempPathFactory, originals: list[Sample]) -> None:
+def test_stored_samples_are_unchanged(tmp_path_factory: pytest.TempPathFactory, originals: list[Sample]) -> None:
     async def there_and_back() -> None:
         run_dir = tmp_path_factory.mktemp("run")
         refs = await put_all(FilePayloads(run_dir, 1), originals)
@@ -93,7 +92,7 @@ async def test_a_segment_is_a_plain_safetensors_file(tmp_path: Path) -> None:
         assert file.metadata()["file"] == ref.file
 
 
-async def test_a_lost_file_costs_its_samples_only_and_is_told_once(
+async def test_a_lost_file_loses_only_its_samples_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, reader = FilePayloads(tmp_path, 1), FilePayloads(tmp_path, 1)
@@ -120,26 +119,10 @@ async def test_a_segment_that_leases_share_is_read_once(tmp_path: Path, monkeypa
             assert_same_sample(sample, originals[number])
     assert len(reads) == 1
     assert_same_sample((await store.get([refs[0]]))[0], originals[0])
-    assert len(reads) == 2, "once all were taken it is not kept"
+    assert len(reads) == 2, "a segment without unread samples is not kept"
 
 
-async def test_no_damage_is_handed_out(tmp_path: Path) -> None:
-    original = make_sample(1)
-    ref = await FilePayloads(tmp_path, 1).put(original)
-    path = path_of(tmp_path, ref)
-    whole = path.read_bytes()
-    damaged = [whole[:end] for end in range(0, len(whole), 97)] + [whole + b"\0", b""]
-    for place in range(0, len(whole), 13):
-        damaged.append(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-    reader = FilePayloads(tmp_path, 1)
-    for data in damaged:
-        path.write_bytes(data)
-        assert await reader.get([ref]) == [None]
-    path.write_bytes(whole)
-    assert_same_sample((await reader.get([ref]))[0], original)
-
-
-async def test_damage_to_one_array_costs_the_samples_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damage_to_one_array_loses_only_its_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     originals = [make_sample(1), make_sample(2, tokens=JOIN_BELOW_TOKENS), make_sample(3)]
     store = FilePayloads(tmp_path, 1)
     refs = [FileRef(segment_name(1, 1), position) for position in range(3)]
@@ -154,7 +137,7 @@ async def test_damage_to_one_array_costs_the_samples_in_it(tmp_path: Path, caplo
     assert_same_sample(third, originals[2])
 
 
-async def test_a_file_under_another_name_and_a_name_that_leads_elsewhere_are_refused(
+async def test_a_renamed_file_and_a_path_outside_the_directory_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = FilePayloads(tmp_path, 1)
@@ -166,7 +149,7 @@ async def test_a_file_under_another_name_and_a_name_that_leads_elsewhere_are_ref
     assert await store.get([FileRef("../1-9.safetensors", 0), FileRef("", 0)]) == [None, None]
 
 
-async def test_what_is_no_plain_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+async def test_a_fifo_a_directory_and_a_link_are_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     refs = [FileRef(segment_name(1, number), 0) for number in (1, 2, 3)]
     os.mkfifo(path_of(tmp_path, refs[0]))
@@ -175,9 +158,7 @@ async def test_what_is_no_plain_file_is_refused_and_never_waited_for(tmp_path: P
     assert await read_all(tmp_path, refs) == [None, None, None]
 
 
-async def test_a_file_that_is_there_and_may_not_be_opened_is_no_lost_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_the_system_is_not_a_lost_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FilePayloads(tmp_path, 1)
     ref = await store.put(make_sample(1))
 
@@ -200,7 +181,7 @@ def half_then(code: int) -> Callable[[int, Sequence[memoryview]], int]:
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, InfraError)]
 )
-async def test_a_disk_that_takes_no_more_fails_the_puts_and_leaves_nothing_behind(
+async def test_a_failed_put_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[InfraError]
 ) -> None:
     store = FilePayloads(tmp_path, 1)
@@ -219,24 +200,6 @@ async def test_a_disk_that_takes_no_more_fails_the_puts_and_leaves_nothing_behin
         assert_same_sample(sample, make_sample(index))
 
 
-@pytest.fixture
-def small_files_only() -> Iterator[None]:
-    """A real limit of the system's: at most 100,000 bytes in a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.usefixtures("small_files_only")
-async def test_a_file_larger_than_allowed_leaves_nothing_behind(tmp_path: Path) -> None:
-    store = FilePayloads(tmp_path, 1)
-    kept = await store.put(make_sample(1))
-    with pytest.raises(InfraError, match="File too large"):
-        await store.put(make_sample(2, tokens=50_000))
-    assert set(segment_sizes(tmp_path)) == {kept.file}
-
-
 async def test_two_writers_of_one_incarnation_are_a_bug(tmp_path: Path) -> None:
     await FilePayloads(tmp_path, 1).put(make_sample(1))
     with pytest.raises(BugError, match="two processes write samples as incarnation 1"):
@@ -244,7 +207,7 @@ async def test_two_writers_of_one_incarnation_are_a_bug(tmp_path: Path) -> None:
     await FilePayloads(tmp_path, 2).put(make_sample(2))
 
 
-async def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+async def test_an_unwritable_run_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot write"):
         await FilePayloads(tmp_path, 1).put(make_sample(1))
@@ -264,7 +227,7 @@ def test_segments_are_listed_and_removed(tmp_path: Path, caplog: pytest.LogCaptu
     assert "cannot delete" in caplog.text
 
 
-def test_the_journal_decides_where_payloads_live(tmp_path: Path) -> None:
+def test_the_journal_decides_where_payloads_are_stored(tmp_path: Path) -> None:
     assert isinstance(make_payloads(Config(journal="on"), tmp_path, 1), FilePayloads)
     assert isinstance(make_payloads(Config(journal="off"), tmp_path, 1), RayPayloads)
 
@@ -292,22 +255,22 @@ for incarnation in range(1, int(sys.argv[2]) + 1):
     if child == 0:
         anyio.run(write, incarnation, writing)
     os.close(writing)
-    with open(reading) as told:
-        for line in [told.readline() for _ in range(5 * incarnation)]:
+    with open(reading) as lines:
+        for line in [lines.readline() for _ in range(5 * incarnation)]:
             print(line, end="")
         os.kill(child, signal.SIGKILL)
-        print(told.read(), end="")
+        print(lines.read(), end="")
     os.waitpid(child, 0)
 """
 
 
-async def test_what_a_killed_process_was_told_is_written_is_read_by_the_next(tmp_path: Path) -> None:
+async def test_stored_samples_survive_kills_of_their_writers(tmp_path: Path) -> None:
     done = await anyio.run_process(
         [sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, str(tmp_path), "8"], stderr=subprocess.STDOUT
     )
-    told = [line.split() for line in done.stdout.decode().splitlines()]
-    assert len(told) >= 5 * sum(range(1, 9))
-    refs = [FileRef(file, int(position)) for _, file, position in told]
+    lines = [line.split() for line in done.stdout.decode().splitlines()]
+    assert len(lines) >= 5 * sum(range(1, 9))
+    refs = [FileRef(file, int(position)) for _, file, position in lines]
     assert {segment_incarnation(ref.file) for ref in refs} == set(range(1, 9))
-    for sample, (index, _, _) in zip(await read_all(tmp_path, refs), told, strict=True):
+    for sample, (index, _, _) in zip(await read_all(tmp_path, refs), lines, strict=True):
         assert_same_sample(sample, make_sample(int(index), tokens=2000))

@@ -1,4 +1,4 @@
-"""The turn log: what one incarnation completed, the next one is given, and the disk does not fill up with it."""
+"""The turn log: the next incarnation receives completed turns, and disk use is bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def keys(turns: FileTurns, sample_id: SampleId) -> set[str]:
     return set(await turns.completed(sample_id))
 
 
-async def test_the_next_incarnation_is_given_what_was_completed(tmp_path: Path) -> None:
+async def test_the_next_incarnation_receives_completed_turns(tmp_path: Path) -> None:
     first = FileTurns(tmp_path, 1)
     whole = Turn(
         np.array([3, 1, 2], np.int32),
@@ -43,7 +43,7 @@ async def test_the_next_incarnation_is_given_what_was_completed(tmp_path: Path) 
         tasks.start_soon(first.record, ONE, "0", whole)
         tasks.start_soon(first.record, ONE, "baseline", empty)
         tasks.start_soon(first.record, TWO, "0", make_turn(7))
-    assert await first.completed(ONE) == {}, "its own turns are not for it"
+    assert await first.completed(ONE) == {}, "an incarnation does not receive its own turns"
 
     second = FileTurns(tmp_path, 2)
     given_back = await second.completed(ONE)
@@ -54,32 +54,7 @@ async def test_the_next_incarnation_is_given_what_was_completed(tmp_path: Path) 
     assert await second.completed(THREE) == {}
 
 
-async def test_what_was_forgotten_stays_forgotten(tmp_path: Path) -> None:
-    first = FileTurns(tmp_path, 1)
-    for sample_id in (ONE, TWO):
-        await first.record(sample_id, "0", make_turn(1))
-    await first.forget(ONE)
-    await first.forget(THREE)
-    second = FileTurns(tmp_path, 2)
-    assert await keys(second, ONE) == set()
-    assert await keys(second, TWO) == {"0"}
-    await second.forget(TWO)
-    assert await keys(second, TWO) == set()
-    assert logs(tmp_path) == [], "nothing in it is live any more"
-
-
-async def test_a_sample_interrupted_twice_has_its_turns_of_both_lives(tmp_path: Path) -> None:
-    await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
-    second = FileTurns(tmp_path, 2)
-    assert await keys(second, ONE) == {"0"}
-    await second.record(ONE, "1", make_turn(2))
-    third = FileTurns(tmp_path, 3)
-    assert await keys(third, ONE) == {"0", "1"}
-    await third.forget(ONE)
-    assert logs(tmp_path) == []
-
-
-async def test_to_generate_a_turn_again_that_was_handed_out_is_a_bug(tmp_path: Path) -> None:
+async def test_a_turn_that_was_received_may_not_be_recorded_again(tmp_path: Path) -> None:
     await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
     second = FileTurns(tmp_path, 2)
     assert await keys(second, ONE) == {"0"}
@@ -87,7 +62,7 @@ async def test_to_generate_a_turn_again_that_was_handed_out_is_a_bug(tmp_path: P
         await second.record(ONE, "0", make_turn(1))
     await second.record(ONE, "1", make_turn(1))
     await second.forget(ONE)
-    # Fed again after it was finished: its payload was lost.
+    # Its payload was lost, so it is fed again.
     assert await keys(second, ONE) == set()
     await second.record(ONE, "0", make_turn(1))
 
@@ -105,7 +80,7 @@ async def test_disk_use_stays_bounded(tmp_path: Path) -> None:
     assert await keys(FileTurns(tmp_path, 2), THREE) == set()
 
 
-async def test_a_torn_or_damaged_log_gives_what_is_before_the_damage(
+async def test_a_torn_or_damaged_log_has_the_turns_before_the_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = FileTurns(tmp_path, 1)
@@ -130,7 +105,7 @@ async def test_a_torn_or_damaged_log_gives_what_is_before_the_damage(
     assert f"{path}: " in caplog.text and "The 1 turns before it are used" in caplog.text
 
 
-async def test_a_log_damaged_after_it_was_read_costs_its_turns_only(tmp_path: Path) -> None:
+async def test_a_log_damaged_after_it_was_read_loses_only_the_damaged_turn(tmp_path: Path) -> None:
     first = FileTurns(tmp_path, 1)
     for sample_id in (ONE, TWO):
         await first.record(sample_id, "0", make_turn(1))
@@ -142,7 +117,7 @@ async def test_a_log_damaged_after_it_was_read_costs_its_turns_only(tmp_path: Pa
     await second.record(TWO, "0", make_turn(1))
 
 
-async def test_a_full_disk_is_told_and_leaves_no_torn_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_leaves_no_torn_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = FileTurns(tmp_path, 1)
     await turns.record(ONE, "0", make_turn(1))
 
@@ -164,13 +139,13 @@ async def test_two_logs_of_one_incarnation_are_a_bug(tmp_path: Path) -> None:
         await FileTurns(tmp_path, 1).record(ONE, "1", make_turn(1))
 
 
-async def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+async def test_an_unwritable_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot write"):
         await FileTurns(tmp_path, 1).record(ONE, "0", make_turn(1))
 
 
-async def test_everything_on_disk_can_be_read_in_order(tmp_path: Path) -> None:
+async def test_all_turns_on_disk_are_read_in_order(tmp_path: Path) -> None:
     assert list(read_turns(tmp_path)) == []
     first = FileTurns(tmp_path, 9, max_log_bytes=1)
     await first.record(ONE, "0", make_turn(1, tokens=3))
@@ -187,7 +162,7 @@ async def test_everything_on_disk_can_be_read_in_order(tmp_path: Path) -> None:
     ]
 
 
-async def test_a_run_that_has_ended_leaves_no_turns(tmp_path: Path) -> None:
+async def test_an_ended_run_leaves_no_forgotten_turns(tmp_path: Path) -> None:
     turns = FileTurns(tmp_path, 1)
     await turns.aclose()
     for sample_id in (ONE, TWO):
@@ -202,7 +177,7 @@ async def test_a_run_that_has_ended_leaves_no_turns(tmp_path: Path) -> None:
     assert await keys(FileTurns(tmp_path, 3), ONE) == {"0"}, "a resume can use it"
 
 
-async def test_what_a_dead_rollouter_could_not_forget_is_forgotten_for_it(tmp_path: Path) -> None:
+async def test_turns_that_a_dead_rollouter_did_not_forget_are_forgotten(tmp_path: Path) -> None:
     first, second = FileTurns(tmp_path, 1, max_log_bytes=1), FileTurns(tmp_path, 2)
     await first.record(ONE, "0", make_turn(1))
     await first.record(TWO, "0", make_turn(2))
@@ -216,15 +191,13 @@ async def test_what_a_dead_rollouter_could_not_forget_is_forgotten_for_it(tmp_pa
     assert (await keys(third, ONE), await keys(third, THREE)) == (set(), {"0"})
 
 
-async def test_turns_that_cannot_be_forgotten_are_told_and_harm_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_turns_that_cannot_be_forgotten_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "samples").write_text("in the way")
     await forget_old_turns(tmp_path, 2, lambda sample_id: True)
     assert "may stay on disk" in caplog.text
 
 
-async def test_without_a_journal_nothing_is_kept(tmp_path: Path) -> None:
+async def test_without_a_journal_no_turn_is_stored(tmp_path: Path) -> None:
     turns = NoTurns()
     await turns.record(ONE, "0", make_turn(1))
     assert await turns.completed(ONE) == {}
@@ -239,7 +212,7 @@ steps = st.lists(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps, st.sampled_from([1, 700, 1 << 20]))
-def test_any_order_of_lives_keeps_what_is_live(
+def test_any_order_of_records_and_restarts_keeps_live_turns(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, str]], max_log_bytes: int
 ) -> None:
     """Against a plain dictionary."""
@@ -292,10 +265,10 @@ async def write():
 anyio.run(write)
 """
     done = await anyio.run_process([sys.executable, "-c", script, str(tmp_path)], stderr=sys.stderr, check=False)
-    told = [line.split() for line in done.stdout.decode().splitlines()]
-    assert done.returncode == -9 and len(told) >= 41
+    lines = [line.split() for line in done.stdout.decode().splitlines()]
+    assert done.returncode == -9 and len(lines) >= 41
     turns = FileTurns(tmp_path, 2)
     for index in range(1, 9):
         found = await turns.completed(SampleId(0, index))
-        for number in (number for told_index, number in told if int(told_index) == index):
+        for number in (number for recorded, number in lines if int(recorded) == index):
             assert_same_turn(found[number], make_turn(int(number)))

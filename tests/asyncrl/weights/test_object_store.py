@@ -15,13 +15,20 @@ import pytest
 import ray
 
 from asyncrl.core.failures import BugError, DeadlineError, FencedError, InfraError
-from asyncrl.core.ports import Publication, ReplicaReport, WeightsVersion
+from asyncrl.core.ports import Publication, ReplicaReport, StoreStatus, WeightsVersion
 from asyncrl.driver.health_monitor import object_store_share
 from asyncrl.weights import object_store
 from asyncrl.weights.checksums import group_checksums
-from asyncrl.weights.object_store import ObjectStoreFeed, ObjectStorePublisher, find_store, start_store
+from asyncrl.weights.object_store import (
+    FORGET_REPLICA_S,
+    ObjectStoreFeed,
+    ObjectStorePublisher,
+    ReplicaReports,
+    find_store,
+    on_clock,
+    start_store,
+)
 
-pytestmark = pytest.mark.asyncio
 NAMESPACE = "weights-test"
 STORE_BYTES = 200 << 20
 
@@ -61,6 +68,17 @@ def plain(version: int) -> WeightsVersion:
     return WeightsVersion(0, version)
 
 
+async def ask(ref: Any) -> Any:
+    return await object_store._answer(ref, 10, "asking")
+
+
+async def newer(store: Any, known: WeightsVersion) -> tuple[WeightsVersion, bool]:
+    """Return the version that the feed delivers, and whether it is to be validated."""
+    newest = await ObjectStoreFeed(store, call_s=10).wait_newer(known, timeout_s=10)
+    assert newest is not None
+    return newest.weights_version, newest.validate
+
+
 async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 9000)
     published = await publish(store, 1)
@@ -74,7 +92,7 @@ async def test_what_is_published_can_be_fetched(store: Any, monkeypatch: pytest.
     assert await ObjectStoreFeed(store, call_s=10).latest() == published
 
 
-async def test_the_feed_waits_for_something_newer(store: Any) -> None:
+async def test_the_feed_waits_for_a_newer_version(store: Any) -> None:
     feed = ObjectStoreFeed(store, call_s=10)
     assert await feed.latest() is None
     assert await feed.wait_newer(plain(0), timeout_s=0.05) is None
@@ -90,16 +108,14 @@ async def test_the_feed_waits_for_something_newer(store: Any) -> None:
     assert [publication.version for publication in seen if publication] == [1, 1]
     assert await feed.wait_newer(plain(1), timeout_s=0.05) is None
     await publish(store, 2)
-    newest = await feed.wait_newer(plain(0), timeout_s=10)
-    assert newest is not None
-    assert (newest.version, newest.validate) == (2, True)
+    assert await newer(store, plain(0)) == (plain(2), True)
 
 
 async def held(store: Any) -> set[int]:
     found = set()
     for version in range(1, 10):
         try:
-            await object_store._answer(store.tensors.remote(plain(version)), 10, "tensors")
+            await ask(store.tensors.remote(plain(version)))
         except InfraError as error:
             assert f"does not hold version {version}" in str(error)
         else:
@@ -107,7 +123,7 @@ async def held(store: Any) -> set[int]:
     return found
 
 
-async def test_what_was_handed_out_is_kept_while_newer_ones_come(store: Any) -> None:
+async def test_delivered_versions_are_kept_while_newer_ones_arrive(store: Any) -> None:
     feed = ObjectStoreFeed(store, call_s=10)
     await publish(store, 1)
     await feed.latest()
@@ -121,17 +137,12 @@ async def test_what_was_handed_out_is_kept_while_newer_ones_come(store: Any) -> 
     assert await held(store) == {4, 5, 6}
 
 
-async def test_an_overtaken_validation_is_not_lost(store: Any) -> None:
-    feed = ObjectStoreFeed(store, call_s=10)
+async def test_an_overtaken_validation_passes_to_the_next_version(store: Any) -> None:
     for version in (1, 2, 3):
         await publish(store, version)
-    newest = await feed.wait_newer(plain(0), timeout_s=10)
-    assert newest is not None
-    assert (newest.version, newest.validate) == (3, True)
+    assert await newer(store, plain(0)) == (plain(3), True)
     await publish(store, 4)
-    newest = await feed.wait_newer(plain(3), timeout_s=10)
-    assert newest is not None
-    assert (newest.version, newest.validate) == (4, False)
+    assert await newer(store, plain(3)) == (plain(4), False)
 
 
 async def test_versions_ascend(store: Any) -> None:
@@ -140,44 +151,40 @@ async def test_versions_ascend(store: Any) -> None:
         await publish(store, 2)
 
 
-async def test_a_newer_lineage_is_newer_whatever_its_version(store: Any) -> None:
+async def test_a_newer_lineage_is_newer_than_any_version_of_an_older_one(store: Any) -> None:
     feed = ObjectStoreFeed(store, call_s=10)
     for version in (1, 2, 3):
         await publish(store, version)
     back = await publish(store, 1, lineage=1)
     assert back.weights_version == WeightsVersion(1, 1)
     assert await feed.wait_newer(WeightsVersion(0, 3), timeout_s=10) == back
-    # Version 2 had asked for its validation; training will come to it again.
+    # Training reaches version 2 again, which has requested its validation.
     assert not back.validate
     with pytest.raises(FencedError, match="lineage 0, which one of lineage 1 has replaced"):
         await publish(store, 4)
     await publish(store, 2, lineage=1)
-    newest = await feed.wait_newer(back.weights_version, timeout_s=10)
-    assert newest is not None
-    assert (newest.weights_version, newest.validate) == (WeightsVersion(1, 2), True)
+    assert await newer(store, back.weights_version) == (WeightsVersion(1, 2), True)
 
 
-async def test_training_that_goes_back_to_an_unvalidated_version_or_beyond_keeps_the_wish(store: Any) -> None:
+async def test_a_rewind_keeps_the_request_for_validation(store: Any) -> None:
     await publish(store, 2)
     assert (await publish(store, 2, lineage=1)).validate
     await publish(store, 3, lineage=2)
-    newest = await ObjectStoreFeed(store, call_s=10).latest()
-    assert newest is not None
-    assert (newest.weights_version, newest.validate) == (WeightsVersion(2, 3), True)
+    assert await newer(store, plain(0)) == (WeightsVersion(2, 3), True)
 
 
-async def test_a_restarted_store_is_filled_again_unnoticed() -> None:
+async def test_a_restarted_store_is_filled_again() -> None:
     store = start_store(NAMESPACE, max_restarts=-1)
     feed = ObjectStoreFeed(store, call_s=20)
     publisher = ObjectStorePublisher(store, call_s=20)
     try:
         published = await publisher.publish(1, 10, weights(1), validate=False)
         assert await feed.latest() == published
-        died = (await object_store._answer(store.status.remote(), 10, "status")).pid
+        died = (await ask(store.status.remote())).pid
         os.kill(died, signal.SIGKILL)
         status = await object_store._ask(lambda _: store.status.remote(), 20, "status")
         assert (status.pid != died, status.newest) == (True, None)
-        # What there was is not known yet: nobody is told that there is nothing.
+        # The restarted store does not know what was published, so it does not answer `None`.
         with pytest.raises(DeadlineError, match="nothing has been published to it since"):
             await ObjectStoreFeed(store, call_s=0.5).latest()
         async with anyio.create_task_group() as group:
@@ -197,27 +204,27 @@ async def test_a_restarted_store_is_filled_again_unnoticed() -> None:
         ray.kill(store)
 
 
-async def test_a_publisher_that_has_published_nothing_says_so(store: Any) -> None:
+async def test_a_publisher_reports_that_it_has_published_nothing(store: Any) -> None:
     publisher = ObjectStorePublisher(store, call_s=10)
     await publisher.republish()
-    assert await object_store._answer(store.start_with.remote(0.05), 10, "asking") is None
+    assert await ask(store.start_with.remote(0.05)) is None
     await publish(store, 1)
     published = await publish(store, 2)
-    assert (await object_store._answer(store.start_with.remote(0.05), 10, "asking")).weights_version == plain(2)
-    # Something newer than what could not be fetched, or else the same again.
-    lost = await object_store._answer(store.start_with.remote(10, plain(1)), 10, "asking")
-    assert lost == await object_store._answer(store.start_with.remote(0.05, plain(2)), 10, "asking") == published
+    assert (await ask(store.start_with.remote(0.05))).weights_version == plain(2)
+    # The answer is a version newer than the lost one, or else that one again.
+    lost = await ask(store.start_with.remote(10, plain(1)))
+    assert lost == await ask(store.start_with.remote(0.05, plain(2))) == published
 
 
 async def until_share(wanted: float) -> None:
-    """The GCS hears a moment later of what is in the object store."""
+    """Wait: the GCS is notified of changes in the object store a moment later."""
     while True:
         share = await anyio.to_thread.run_sync(object_store_share)
         if share is not None and abs(share - wanted) < 0.01:
             return
 
 
-async def test_the_object_store_is_as_full_as_what_is_kept_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_used_share_of_the_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with anyio.fail_after(30):
         await until_share(0.0)
         kept = [ray.put(np.zeros(STORE_BYTES // 4, dtype=np.uint8)) for _ in range(2)]
@@ -225,21 +232,38 @@ async def test_the_object_store_is_as_full_as_what_is_kept_in_it(monkeypatch: py
         del kept
         await until_share(0.0)
     monkeypatch.delattr("ray._private.state.available_resources_per_node")
-    assert object_store_share() is None, "another Ray that cannot say it is no failure"
+    assert object_store_share() is None, "unknown in another version of Ray"
 
 
 def reported(name: str, at: float, phase_since: float | None = None) -> ReplicaReport:
     return ReplicaReport(name, "node", 1, (2, 3), "serving", phase_since or at, 0, 1, 4, 100, at)
 
 
-async def test_the_store_keeps_what_replicas_report_by_its_own_clock(store: Any) -> None:
+def test_reports_are_converted_to_the_readers_clock_and_dropped_after_a_while() -> None:
+    reports = ReplicaReports()
+    reports.add(reported("old", 7.0, phase_since=1.0), 1000.0)
+    reports.add(reported("a", 50.0, phase_since=40.0), 1100.0)
+    reports.add(reported("b", 9000.0, phase_since=1.0), 1090.0)
+    assert [report.replica for report in reports.recent(1000.0 + FORGET_REPLICA_S)] == ["old", "b", "a"]
+    left = reports.recent(1001.0 + FORGET_REPLICA_S)
+    assert [report.replica for report in left] == ["b", "a"]
+    status = on_clock(StoreStatus(1, None, left, at=1001.0 + FORGET_REPLICA_S), 5000.0)
+    assert status.at == 5000.0
+    b, a = status.replicas
+    # The age of a report is measured by the store's clock, that of its phase by the replica's.
+    assert 5000.0 - a.reported_at == 1001.0 + FORGET_REPLICA_S - 1100.0
+    assert a.reported_at - a.phase_since == 10.0
+    assert a.reported_at - b.reported_at == 10.0
+
+
+async def test_the_store_converts_reports_to_its_own_clock(store: Any) -> None:
     for name, off_s in (("a", -1000.0), ("b", 1000.0)):
         at = time.time() + off_s
         report = reported(name, at, phase_since=at - 5)
-        assert await object_store._answer(store.report.remote(report), 10, "report") is None
+        assert await ask(store.report.remote(report)) is None
     await publish(store, 1)
-    assert await object_store._answer(store.report.remote(reported("a", 0.0)), 10, "report") == plain(1)
-    status = await object_store._answer(store.status.remote(), 10, "status")
+    assert await ask(store.report.remote(reported("a", 0.0))) == plain(1)
+    status = await ask(store.status.remote())
     assert [report.replica for report in status.replicas] == ["b", "a"]
     for report in status.replicas:
         assert 0 <= status.at - report.reported_at < 10
@@ -249,19 +273,15 @@ async def test_the_store_keeps_what_replicas_report_by_its_own_clock(store: Any)
     assert status.health.rss_bytes > 1 << 20 and status.health.lag_s is not None
 
 
-async def test_a_validation_that_nobody_has_heard_of_is_left_to_the_next_version(store: Any) -> None:
-    publisher, feed = ObjectStorePublisher(store, call_s=10), ObjectStoreFeed(store, call_s=10)
+async def test_a_validation_whose_request_was_lost_passes_to_the_next_version(store: Any) -> None:
+    publisher = ObjectStorePublisher(store, call_s=10)
     await publisher.publish(1, 1, weights(1), validate=True)
-    # The answer does not arrive: whoever waited is dead.
-    assert (await object_store._answer(store.wait_newer.remote(plain(0), 10), 10, "asking")).validate
+    # The answer does not arrive, because the caller is dead.
+    assert (await ask(store.wait_newer.remote(plain(0), 10))).validate
     assert (await publisher.publish(2, 2, weights(2), validate=False)).validate is False
-    second = await feed.wait_newer(plain(1), timeout_s=10)
-    assert second is not None
-    assert (second.weights_version, second.validate) == (plain(2), True)
+    assert await newer(store, plain(1)) == (plain(2), True)
     await publisher.publish(3, 3, weights(3), validate=False)
-    third = await feed.wait_newer(plain(2), timeout_s=10)
-    assert third is not None
-    assert (third.weights_version, third.validate) == (plain(3), False)
+    assert await newer(store, plain(2)) == (plain(3), False)
 
 
 async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> None:
@@ -273,36 +293,36 @@ async def test_a_store_that_does_not_answer_is_a_deadline_error(store: Any) -> N
         await object_store._answer(anyio.sleep(5), 0.01, "nothing")
 
 
-async def test_a_full_object_store_does_not_hold_up_the_trainer(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_put_that_does_not_end_is_a_deadline_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
-
-    def put(chunk: Any) -> None:
-        let_go.wait(30)
-
-    monkeypatch.setattr(ray, "put", put)
-    publisher = ObjectStorePublisher(store, call_s=0.05)
+    monkeypatch.setattr(ray, "put", lambda chunk: let_go.wait(30))
     with pytest.raises(DeadlineError, match=r"did not take 16000 bytes of version 1 within 0\.05 s: .*must fit"):
-        await publisher.publish(1, 1, weights(1), validate=False)
+        await ObjectStorePublisher(store, call_s=0.05).publish(1, 1, weights(1), validate=False)
     let_go.set()
 
-    def refuse(chunk: Any) -> None:
-        raise ray.exceptions.ObjectStoreFullError("full")
 
-    monkeypatch.setattr(ray, "put", refuse)
-    with pytest.raises(
-        InfraError, match=r"no room for 16000 bytes of version 1: .*raise ray\.object_store_memory_bytes"
-    ):
-        await publisher.publish(1, 1, weights(1), validate=False)
-
-
-async def test_an_object_store_that_fails_is_an_infra_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ray.exceptions.ObjectStoreFullError("full"),
+            r"no room for 16000 bytes of version 1: .*raise ray\.object_store_memory_bytes",
+        ),
+        (
+            ray.exceptions.OutOfDiskError("/tmp is over 95% full"),
+            r"(?s)could not take 16000 bytes of version 1; check the disk.*over 95% full",
+        ),
+    ],
+)
+async def test_an_object_store_that_fails_is_an_infra_error(
+    store: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
     def fail(chunk: Any) -> None:
-        raise ray.exceptions.OutOfDiskError("/tmp is over 95% full")
+        raise error
 
     monkeypatch.setattr(ray, "put", fail)
-    with pytest.raises(InfraError, match=r"could not take 16000 bytes of version 1; check the disk") as caught:
+    with pytest.raises(InfraError, match=message):
         await ObjectStorePublisher(store, call_s=10).publish(1, 1, weights(1), validate=False)
-    assert "over 95% full" in caught.value.cause
 
 
 async def test_find_store(store: Any) -> None:
