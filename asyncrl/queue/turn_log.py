@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncrl.core.call_batcher import CallBatcher
 from asyncrl.core.failures import AsyncRLError, BugError
-from asyncrl.core.types import FinishReason, SampleId, Span, Turn
+from asyncrl.core.types import FinishReason, SampleId, Turn
 from asyncrl.storage.array_bytes import Blob, DamageError, decode, encode
 from asyncrl.storage.run_dir import SAMPLES, disk_error
 from asyncrl.storage.sample_bytes import spans_from_json
@@ -45,28 +45,26 @@ _HEAD_BYTES = 9
 
 
 def log_incarnation(name: str) -> int | None:
-    """The incarnation of the Rollouter that wrote the file; None: it is not the name of a turn log."""
+    """Return the incarnation of the Rollouter that wrote the file; None: it is not the name of a turn log."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
-class RecordedTurn(NamedTuple):
+class TurnFrame(NamedTuple):
     """A turn on disk. A forgotten one stays there until its file is deleted."""
 
-    incarnation: int
-    """Incarnation of the Rollouter that recorded it."""
+    start: int
+    num_bytes: int
+    live: bool
     sample_id: SampleId
     key: str
-    num_tokens: int
-    spans: tuple[Span, ...]
+    turn: Turn
 
 
-def read_turns(run_dir: Path) -> Iterator[RecordedTurn]:
+def read_turns(run_dir: Path) -> Iterator[TurnFrame]:
     """Return every turn on disk in the order of recording; of a damaged file, those before the damage. Blocking."""
     for log in _logs(run_dir / SAMPLES):
-        for frame in _frames(log.path):
-            turn = frame.turn
-            yield RecordedTurn(log.incarnation, frame.sample_id, frame.key, len(turn.response_ids), turn.spans)
+        yield from _frames(log.path)
 
 
 async def forget_old_turns(run_dir: Path, incarnation: int, is_done: Callable[[SampleId], bool]) -> None:
@@ -146,15 +144,6 @@ class _FramePosition(NamedTuple):
     key: str
     start: int
     num_bytes: int
-
-
-class _TurnFrame(NamedTuple):
-    start: int
-    num_bytes: int
-    live: bool
-    sample_id: SampleId
-    key: str
-    turn: Turn
 
 
 class _LogFiles:
@@ -286,7 +275,7 @@ def _logs(directory: Path) -> list[_LogFile]:
     return [_LogFile(path, incarnation) for incarnation, _, path in sorted(found)]
 
 
-def _frames(path: Path) -> Iterator[_TurnFrame]:
+def _frames(path: Path) -> Iterator[TurnFrame]:
     """Read frames up to the first torn or damaged one, which is logged: later ones cannot be found."""
     start = end = num_frames = 0
     try:
@@ -322,7 +311,7 @@ def _encode(sample_id: SampleId, key: str, turn: Turn) -> list[memoryview]:
     return [memoryview(head), *buffers]
 
 
-def _read_frame(file: Any, start: int, end: int) -> _TurnFrame:
+def _read_frame(file: Any, start: int, end: int) -> TurnFrame:
     """Read the frame at `start` of a file that ends at `end`.
 
     Raises:
@@ -342,7 +331,7 @@ def _read_frame(file: Any, start: int, end: int) -> _TurnFrame:
         sample_id, key, turn = _decode(decode(data))
     except (ValueError, RecursionError) as error:
         raise DamageError(f"damaged: {error}") from error
-    return _TurnFrame(start, _HEAD_BYTES + num_bytes, head[:1] == _LIVE, sample_id, key, turn)
+    return TurnFrame(start, _HEAD_BYTES + num_bytes, head[:1] == _LIVE, sample_id, key, turn)
 
 
 def _decode(blob: Blob) -> tuple[SampleId, str, Turn]:

@@ -53,7 +53,10 @@ class TurnKeeper:
     def turns(self) -> list[TurnDone]:
         """Every turn in them, in order."""
         self.look()
-        return [TurnDone(turn.sample_id, turn.key, turn.num_tokens, turn.spans) for turn in read_turns(self._root)]
+        return [
+            TurnDone(one.sample_id, one.key, len(one.turn.response_ids), one.turn.spans)
+            for one in read_turns(self._root)
+        ]
 
 
 class JournalFacts(NamedTuple):
