@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from asyncrl.core.ports import QueueSnapshot
 from asyncrl.core.records import ValidationRecord
 from asyncrl.core.types import Sample, SampleId, Turn
-from asyncrl.queue.state import QueueState
 from asyncrl.storage.checkpoint_manifest import Progress
 from asyncrl.storage.sample_bytes import FileRef
 from benchmarks.chaos.accounts import TurnDone
@@ -38,8 +37,6 @@ class Files:
         self.validations: list[ValidationRecord] = []
         """As the run's metrics have them: those gone back behind are not there."""
         self.num_segments = 0
-        self.shadow = QueueState.begin(setup.num_prompts, keeps_payloads=True)
-        """The journal's rows replayed as they are made."""
 
 
 class CountedTurns(MemoryTurns):

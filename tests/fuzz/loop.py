@@ -1,14 +1,14 @@
-"""An event loop that never waits: time is virtual, and of everything that could run next a seeded die picks one.
+"""An event loop that never waits: time is virtual, and a seeded random choice picks what runs next.
 
     ready callbacks ─▶ in random order        nothing ready ─▶ the clock jumps to the next timer
     nothing ready and no timer ─▶ DeadlockError, with what every task waits on
 
-asyncio promises first come, first served within one loop. The parts of a run are processes, to which nobody promises
-that; so here no order between two callbacks is promised either, and what holds in all of them holds in a run.
+asyncio runs callbacks of one loop in the order in which they become ready. The parts of a run are processes, which have
+no such order; so this loop keeps no order between two callbacks either.
 
 The same seed gives the same run, in any process: tasks and cancel scopes, of which anyio keeps sets, hash by their
-number here and not by their address. What runs here must keep no sets of other such objects, nor of strings, in whose
-order it does anything.
+number here and not by their address. Code that runs here must not depend on the order of sets of other such objects, or
+of strings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import traceback
 from asyncio import base_events
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -28,17 +28,15 @@ from anyio._backends import _asyncio as backend
 
 T = TypeVar("T")
 
-Threads = Literal["error", "inline"]
-
 MAX_VIRTUAL_S = 100_000.0
 MAX_TURNS = 2_000_000
-"""Callbacks of one run: beyond it something goes round in circles."""
+"""Callbacks of one run; a run with more is a livelock."""
 SPIN_TURNS = 10_000
-"""So many callbacks without a moment's pause: time passes all the same, so that a busy wait meets its deadline."""
+"""After so many callbacks without a pause, time passes anyway, so that a busy wait meets its deadline."""
 
 
 class ScheduleError(AssertionError):
-    """A run that does not end. The message has what every task waits on."""
+    """A run that does not end. The message shows where every task waits."""
 
 
 class DeadlockError(ScheduleError):
@@ -46,11 +44,11 @@ class DeadlockError(ScheduleError):
 
 
 class LivelockError(ScheduleError):
-    """The run goes on beyond all limits."""
+    """The run exceeds its limits."""
 
 
 class ThreadError(AssertionError):
-    """Something asked for a thread, whose schedule no seed decides."""
+    """Something asks for a thread, whose schedule no seed decides."""
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -63,7 +61,7 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 class _Shuffled:
-    """What `BaseEventLoop._ready` has to be, but `popleft` takes any."""
+    """Replaces `BaseEventLoop._ready`; `popleft` takes any item."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -88,7 +86,7 @@ class _Shuffled:
 
 
 class _Clock:
-    """What `BaseEventLoop._selector` has to be: its wait takes no time and moves the clock."""
+    """Replaces `BaseEventLoop._selector`: its wait takes no time and moves the clock."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -116,10 +114,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._selector = _Clock(self)
         self._numbers = itertools.count()
         self._broken: BaseException | None = None
-        """What a callback has raised, that nobody waits for."""
+        """Exception of a callback, which no task awaits."""
         self.set_task_factory(self._make_task)
         self.failure: BaseException | None = None
-        """The first one: what is raised while a broken run is taken down counts for less."""
+        """The first failure; later ones are consequences of ending a broken run."""
         self.set_exception_handler(self._on_error)
 
     def time(self) -> float:
@@ -131,7 +129,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         return self._ready.turns
 
     def pause(self, timeout_s: float | None) -> None:
-        """The loop would wait for `timeout_s` now, or for ever."""
+        """Replace a wait of `timeout_s`; None: without a limit."""
         if self._broken is not None:
             (error, self._broken) = (self._broken, None)
             raise error
@@ -155,16 +153,16 @@ class VirtualLoop(base_events.BaseEventLoop):
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
         error = kind(f"{what}, at {self._now_s:.3f} s\n" + "\n".join(map(describe, tasks)))
         self.failure = self.failure or error
-        # What is taken down now may take its time too.
+        # Ending the tasks may take time, too.
         self._max_turns, self._max_virtual_s = self.turns + SPIN_TURNS, self._now_s + 1000.0
         return error
 
     def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "handle" in context:  # a callback has failed; what a task did not hand on is no news
+        if "handle" in context:  # a callback has failed, and not only a task whose exception was never retrieved
             self.failure = self.failure or context.get("exception")
             self._broken = self.failure
 
-    # The parts of a loop that touch the world outside; nothing here does.
+    # A real loop uses these for input and output.
 
     def _process_events(self, event_list: Any) -> None:
         pass
@@ -180,21 +178,18 @@ def run(
     main: Callable[[], Awaitable[T]],
     seed: int,
     *,
-    threads: Threads = "error",
     max_virtual_s: float = MAX_VIRTUAL_S,
     max_turns: int = MAX_TURNS,
 ) -> T:
     """`anyio.run` on a `VirtualLoop`.
 
-    Args:
-        threads: `anyio.to_thread` raises `ThreadError`, or runs the function at once where it is.
-
     Raises:
         DeadlockError, LivelockError: `main` does not end.
+        ThreadError: something asks for a thread.
     """
     loop = VirtualLoop(seed, max_virtual_s=max_virtual_s, max_turns=max_turns)
     try:
-        with _threads(threads), _numbered_scopes():
+        with _no_threads(), _numbered_scopes():
             return anyio.run(main, backend_options={"loop_factory": lambda: loop})
     except BaseException as error:
         if loop.failure is not None and error is not loop.failure:
@@ -203,12 +198,9 @@ def run(
 
 
 @contextmanager
-def _threads(policy: Threads) -> Iterator[None]:
-    async def run_sync(func: Callable[..., Any], args: tuple[Any, ...], *_: Any, **__: Any) -> Any:
-        if policy == "error":
-            raise ThreadError(f"anyio.to_thread({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
-        await anyio.lowlevel.checkpoint()
-        return func(*args)
+def _no_threads() -> Iterator[None]:
+    async def run_sync(func: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        raise ThreadError(f"anyio.to_thread({_name(func)}) under a virtual clock, asked for by\n{_caller()}")
 
     real = backend.AsyncIOBackend.__dict__["run_sync_in_worker_thread"]
     backend.AsyncIOBackend.run_sync_in_worker_thread = staticmethod(run_sync)  # type: ignore[method-assign]
@@ -239,7 +231,7 @@ def _numbered_scopes() -> Iterator[None]:
 
 
 def describe(task: asyncio.Task[Any]) -> str:
-    """A task and where it stands, the innermost frame last."""
+    """Describe a task and where it waits, the innermost frame last."""
     lines = [f"  task {task.get_name()}:"]
     awaited: Any = task.get_coro()
     while awaited is not None:

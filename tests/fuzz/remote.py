@@ -135,11 +135,6 @@ class ActorHost:
         return _Handle(self, gate)
 
     @property
-    def actor(self) -> Any:
-        """The object in the process of now; None: it is being restarted."""
-        return self._actor
-
-    @property
     def number(self) -> int:
         """Of the process that was started last."""
         return self._num_started - 1
