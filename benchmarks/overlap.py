@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.report import arguments, report
+from benchmarks.running import print_progress, run_asyncrl
 
 MINI_BATCH = 16
 AIM = 0.9
@@ -64,22 +63,15 @@ def write_prompts(path: Path, num_prompts: int, *, longest: int, seed: int) -> i
 
 
 def launch(mode: str, prompts: Path, run_dir: Path, steps: int, overrides: Sequence[str]) -> LaunchTimes:
-    """Run a launch in its own process.
-
-    Raises:
-        RuntimeError: the launch failed; the message has the end of its output.
-    """
-    command = [
-        *(sys.executable, "-m", "asyncrl", "launch", mode, f"run_dir={run_dir}"),
+    """Run a launch in its own process. Raises `RuntimeError` if it fails."""
+    run_asyncrl(
+        *("launch", mode, f"run_dir={run_dir}"),
         *(f"data.train_files=[{prompts}]", "data.val_files=[]", "data.shuffle=false"),
         *("reward.function=benchmarks.overlap:reward", "logging.console=plain"),
         *(f"trainer.total_training_steps={steps}", f"trainer.ppo_mini_batch_size={MINI_BATCH}"),
         *("trainer.save_last=false", "trainer.val_before_train=false", "trainer.optim.lr=1e-6"),
         *("logging.sinks=[jsonl]", *overrides),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"launch {mode} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    )
     return measure(run_dir)
 
 
@@ -105,7 +97,7 @@ def overlap_limit(sync: LaunchTimes) -> float:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "overlap")
     parser.add_argument("--rounds", type=int, default=2, help="number of launches of each mode (default 2)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each launch (default 40)")
     parser.add_argument("--longest", type=int, default=128, help="maximum response length in tokens (default 128)")
@@ -119,7 +111,7 @@ def main() -> None:
             for mode in MODES:
                 run_dir = Path(scratch) / f"{mode}-{number}"
                 runs[mode].append(launch(mode, prompts, run_dir, options.steps, options.overrides))
-                sys.stderr.write(f"round {number + 1}: {mode} {runs[mode][-1].wall_s:.1f} s\n")
+                print_progress(f"round {number + 1}: {mode} {runs[mode][-1].wall_s:.1f} s")
     rows = [
         {
             "mode": mode,

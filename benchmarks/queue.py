@@ -36,7 +36,8 @@ from asyncrl.core.types import FinishReason, Row, Sample, SampleId, Span, sample
 from asyncrl.queue.actor import QueueClient, start_queue
 from asyncrl.queue.payloads import FilePayloads, RayPayloads
 from asyncrl.queue.sample_queue import QueueOptions, SampleQueue
-from benchmarks.report import arguments, report
+from benchmarks.report import Table, arguments, report
+from benchmarks.running import alternating, local_ray, ratio
 
 IN_HAND = 64
 LEASE = 64
@@ -302,7 +303,7 @@ AIM = "journal off at 3 times the deque's rate or more, journal on at 0.8 of jou
 
 
 def main() -> None:
-    parser = arguments(str(__doc__))
+    parser = arguments(__doc__, "queue")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each transport and size (default 3)")
     parser.add_argument(
         "--journal", action=argparse.BooleanOptionalAction, default=True, help="also measure with the journal (default)"
@@ -315,23 +316,21 @@ def main() -> None:
     )
     args = parser.parse_args()
     ways = [way for way in WAYS if args.journal or way != "journal on"]
-    ray.init(include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
-    try:
-        with tempfile.TemporaryDirectory(dir=args.dir, prefix="queue-benchmark-") as root:
-            one_round = StreamRunner(Path(root))
-            rows: list[dict[str, Any]] = []
-            ratios: dict[str, dict[str, float]] = {}
-            for size in SIZES:
-                rates, latencies = measure(one_round, size, ways, args.rounds)
-                for way in ways:
-                    row = {"size": size.name, "through": way}
-                    rows.append({**row, **figures(rates[way], latencies[way], size.num_bytes)})
-                for way, other in itertools.pairwise(ways):
-                    pairs = zip(rates[way], rates[other], strict=True)
-                    ratio = round(statistics.median(one / another for one, another in pairs), 2)
-                    ratios.setdefault(f"{way} / {other}", {})[size.name] = ratio
-    finally:
-        ray.shutdown()
+    rows: Table = []
+    ratios: dict[str, dict[str, float]] = {}
+    memory = {"object_store_memory": 3 << 30}
+    with (
+        local_ray("bench-queue", **memory),
+        tempfile.TemporaryDirectory(dir=args.dir, prefix="queue-benchmark-") as root,
+    ):
+        one_round = StreamRunner(Path(root))
+        for size in SIZES:
+            rates, latencies = measure(one_round, size, ways, args.rounds)
+            for way in ways:
+                row = {"size": size.name, "through": way}
+                rows.append({**row, **figures(rates[way], latencies[way], size.num_bytes)})
+            for way, other in itertools.pairwise(ways):
+                ratios.setdefault(f"{way} / {other}", {})[size.name] = round(ratio(rates[way], rates[other]), 2)
     report("queue", rows, args.json, aim=AIM, ratio=ratios)
 
 
@@ -344,13 +343,12 @@ def measure(
     """
     rates: dict[str, list[float]] = {way: [] for way in ways}
     latencies: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way in ways:
-            rate, _ = one_round(way, size.num_bytes, size.num_samples)
-            _, paced = one_round(way, size.num_bytes, size.paced, interval_s=size.interval_s)
-            if number > 0:
-                rates[way].append(rate)
-                latencies[way] += paced
+    for counts, way in alternating(ways, rounds):
+        rate, _ = one_round(way, size.num_bytes, size.num_samples)
+        _, paced = one_round(way, size.num_bytes, size.paced, interval_s=size.interval_s)
+        if counts:
+            rates[way].append(rate)
+            latencies[way] += paced
     return rates, latencies
 
 

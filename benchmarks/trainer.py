@@ -47,7 +47,7 @@ PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "B200": 2250, "L40S": 362,
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "trainer")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default) uses a GPU if there is one"
     )

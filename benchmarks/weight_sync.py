@@ -11,13 +11,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
-import ray
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import GenerateRequest
@@ -25,8 +23,7 @@ from asyncrl.weights.object_store import ObjectStorePublisher, start_store
 from benchmarks.agents.fleets import finished_turns
 from benchmarks.models import SHAPES, make_llama
 from benchmarks.report import arguments, report
-from rollouter.serving.app import start_app, stop_app
-from rollouter.serving.fleet import ServeFleet
+from benchmarks.running import local_ray, serving
 
 NAMESPACE = "bench-weight-sync"
 IN_FLIGHT = 8
@@ -34,7 +31,7 @@ MAX_MODEL_LEN = 1024
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "weight_sync")
     parser.add_argument("--rounds", type=int, default=7, help="weight updates of each model (default 7)")
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(SHAPES), help="default: all")
     options = parser.parse_args()
@@ -46,39 +43,32 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     """Start an engine for the model, update its weights `rounds` times and return the table row."""
     with tempfile.TemporaryDirectory() as directory:
         path = make_llama(Path(directory) / name, SHAPES[name])
-        ray.init(
-            namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=3 << 30
-        )
-        try:
-            return anyio.run(partial(_measure, name, path, rounds))
-        finally:
-            ray.shutdown()
+        with local_ray(NAMESPACE, object_store_memory=3 << 30):
+            return anyio.run(_measure, name, path, rounds)
 
 
 async def _measure(name: str, path: Path, rounds: int) -> dict[str, Any]:
     config = Config.model_validate({"model": {"path": str(path)}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
-    store = start_store(NAMESPACE)
-    started = time.perf_counter()
-    await start_app(config, namespace=NAMESPACE)
-    start_s = time.perf_counter() - started
-    fleet, publisher = ServeFleet(config, namespace=NAMESPACE), ObjectStorePublisher(store, call_s=60)
+    publisher = ObjectStorePublisher(start_store(NAMESPACE), call_s=60)
     weights = _weights(path)
     target = {key: np.empty_like(array) for key, array in weights.items()}
     copies, publishes, applies, pauses, loads = [], [], [], [], []
-    for version in range(1, rounds + 1):
-        copies.append(_copy(weights, target))
-        async with anyio.create_task_group() as group:
-            group.start_soon(finished_turns, fleet.generate(_requests(), session="s"))
-            await anyio.sleep(0.3)
-            started = time.perf_counter()
-            publication = await publisher.publish(version, version, weights, validate=False)
-            publishes.append(time.perf_counter() - started)
-            (applied,) = await fleet.apply(publication)
-            applies.append(time.perf_counter() - started)
-            pauses.append(applied.pause_s)
-            loads.append(applied.load_s)
-            group.cancel_scope.cancel()
-    await stop_app(NAMESPACE)
+    started = time.perf_counter()
+    async with serving(config, NAMESPACE) as fleet:
+        start_s = time.perf_counter() - started
+        for version in range(1, rounds + 1):
+            copies.append(_copy(weights, target))
+            async with anyio.create_task_group() as group:
+                group.start_soon(finished_turns, fleet.generate(_requests(), session="s"))
+                await anyio.sleep(0.3)
+                started = time.perf_counter()
+                publication = await publisher.publish(version, version, weights, validate=False)
+                publishes.append(time.perf_counter() - started)
+                (applied,) = await fleet.apply(publication)
+                applies.append(time.perf_counter() - started)
+                pauses.append(applied.pause_s)
+                loads.append(applied.load_s)
+                group.cancel_scope.cancel()
     copy_s, pause_s = statistics.median(copies), statistics.median(pauses)
     return {
         "model": name,

@@ -24,15 +24,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from benchmarks.report import machine, report
+from benchmarks.report import Table, arguments, positive, report_tables
 
 ASPECTS = ("tools", "lag", "over_sampling", "cost")
 AIMS = {
@@ -47,24 +44,13 @@ COST_ROUNDS = 3
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
-    to_stdout = options.json == Path("-")
-    if options.json is not None and not to_stdout:
-        _writable(options.json)
     # vLLM's parsers are imported into this process and would log to standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     load_before = os.getloadavg()[0]
     with contextlib.redirect_stdout(sys.stderr), _without_warnings():
         tables = measure(options.only, options.rounds, options.jitter)
     facts = {"rounds": options.rounds, "jitter": options.jitter, "load_before": load_before}
-    result = {"name": "agents", **facts, "aims": AIMS, **tables, "machine": machine()}
-    text = json.dumps(result, indent=2) + "\n"
-    if to_stdout:
-        sys.stdout.write(text)
-        return
-    for name, rows in tables.items():
-        report(f"agents, {name}", rows, aim=f"aim: {AIMS[name]}")
-    if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+    report_tables("agents", tables, options.json, aims=AIMS, **facts)
 
 
 @contextlib.contextmanager
@@ -79,9 +65,9 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, list[dict[str, Any]]]:
+def measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
     """Measure the tables named in `only`; Ray and an engine run only if one of them needs them."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, Table] = {}
     if "cost" in only:
         from benchmarks.agents.cost import measure_cost
 
@@ -94,20 +80,8 @@ def measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, list
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
-        metavar="FILE",
-        help="also write the result as JSON; without FILE, print JSON instead of the tables",
-    )
-    parser.add_argument("--rounds", type=_positive, default=3, help="rounds of each measurement (default 3)")
+    parser = arguments(__doc__, "agents", json_to_stdout=True)
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of each measurement (default 3)")
     parser.add_argument(
         "--only", type=_names, default=ASPECTS, metavar="NAME,…", help=f"measure only these of {', '.join(ASPECTS)}"
     )
@@ -121,27 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        _parser().error(f"argument --json: {path} cannot be written: {error.strerror}")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
-
-
 def _share(text: str) -> float:
     try:
         share = float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return share
 
 

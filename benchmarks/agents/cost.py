@@ -19,7 +19,8 @@ from asyncrl.core.ports import ApplyReport, GenerateRequest, GenerationEvent, Pu
 from asyncrl.core.trajectory import Trajectory
 from asyncrl.core.types import FinishReason, Prompt, SampleId, Span, Turn
 from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, TOOL, N, SumPrompts, conversation_settings, make_agent
-from benchmarks.skip.samples import Table, print_progress
+from benchmarks.report import Table
+from benchmarks.running import print_progress
 from rollouter.agent.chat import ChatExtension, ChatTokenizer, Message
 from rollouter.agent.loop import BuiltInAgent
 from rollouter.agent.parsing import ParsedTurn, ToolCallParser

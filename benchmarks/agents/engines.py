@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
-import ray
 
 from asyncrl.config.schema import Config
 from asyncrl.core.ports import EngineFleet, StoreStatus
@@ -18,9 +16,8 @@ from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL
 from benchmarks.agents.lag import measure_lag
 from benchmarks.agents.over_sampling import measure_over_sampling
 from benchmarks.agents.tools import measure_tools
-from benchmarks.skip.samples import Table, print_progress
-from rollouter.serving.app import start_app, stop_app
-from rollouter.serving.fleet import ServeFleet
+from benchmarks.report import Table
+from benchmarks.running import local_ray, print_progress, serving
 
 NAMESPACE = "bench-agents"
 COUNT_S = 30.0
@@ -52,20 +49,14 @@ async def running_engine() -> AsyncIterator[BenchmarkEngine]:
     """Start an engine for the duration of the block; Ray has to be connected."""
     config = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_model_len": MAX_MODEL_LEN}})
     store = start_store(NAMESPACE)
-    await start_app(config, namespace=NAMESPACE)
-    try:
-        yield BenchmarkEngine(ServeFleet(config, namespace=NAMESPACE), store)
-    finally:
-        await stop_app(NAMESPACE)
+    async with serving(config, NAMESPACE) as fleet:
+        yield BenchmarkEngine(fleet, store)
 
 
 def measure_on_engine(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:
     """Start Ray and an engine, and measure the tables of `only` that need one."""
-    ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        return anyio.run(partial(_measure, only, rounds, jitter))
-    finally:
-        ray.shutdown()
+    with local_ray(NAMESPACE):
+        return anyio.run(_measure, only, rounds, jitter)
 
 
 async def _measure(only: Collection[str], rounds: int, jitter: float) -> dict[str, Table]:

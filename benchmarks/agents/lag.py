@@ -26,7 +26,8 @@ from benchmarks.agents.conversations import (
 from benchmarks.agents.fleets import DrawnFleet
 from benchmarks.agents.rollouts import RolloutWork, running_dispatcher
 from benchmarks.agents.tools import IN_FLIGHT
-from benchmarks.skip.samples import Table, print_progress
+from benchmarks.report import Table
+from benchmarks.running import print_progress
 
 TICK_S = 0.002
 LATENCY_S = 0.1

@@ -12,7 +12,8 @@ from asyncrl.core.ports import EngineFleet
 from benchmarks.agents.conversations import MAX_MODEL_LEN, MODEL, N, SumPrompts
 from benchmarks.agents.fleets import DrawnFleet, TurnLengths
 from benchmarks.agents.rollouts import RolloutOutcome, RolloutWork, take
-from benchmarks.skip.samples import Table, print_progress, ratio
+from benchmarks.report import Table
+from benchmarks.running import print_progress, ratio
 
 SAMPLES = 16
 """Samples per version."""

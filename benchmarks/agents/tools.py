@@ -10,7 +10,8 @@ from asyncrl.core.ports import EngineFleet
 from benchmarks.agents.conversations import MODEL, TURN_LENGTHS, TURNS, N, SumPrompts, conversation_settings, make_agent
 from benchmarks.agents.fleets import BarrierFleet, DrawnFleet, TurnLengths
 from benchmarks.agents.rollouts import RolloutOutcome, RolloutWork, take
-from benchmarks.skip.samples import Table, print_progress, ratio
+from benchmarks.report import Table
+from benchmarks.running import print_progress, ratio
 from rollouter.agent.loop import BuiltInAgent
 
 IN_FLIGHT = 64

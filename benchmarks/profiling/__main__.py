@@ -8,17 +8,14 @@ report     seconds and peak memory of `asyncrl report` on a synthetic run with 1
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.profiling.launches import measure_launches
 from benchmarks.profiling.reports import measure_report
 from benchmarks.profiling.spans import measure_spans
-from benchmarks.report import arguments, machine, report
+from benchmarks.report import Table, arguments, positive, report_tables
 
 AIMS = {
     "spans": "less than 5 us in summary, 15 us in full",
@@ -28,13 +25,13 @@ AIMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "profiling")
     parser.add_argument("--only", choices=list(AIMS), help="measure only this")
-    parser.add_argument("--rounds", type=_positive, default=5, help="pairs of launches (default 5, about 4 min each)")
-    parser.add_argument("--events", type=_positive, default=1_000_000, help="events of the report (default 1,000,000)")
+    parser.add_argument("--rounds", type=positive, default=5, help="pairs of launches (default 5, about 4 min each)")
+    parser.add_argument("--events", type=positive, default=1_000_000, help="events of the report (default 1,000,000)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="configuration overrides of the launches")
     options = parser.parse_args(argv)
-    tables: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, Table] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-profiling-") as scratch:
         directory = Path(scratch)
         # The report's peak memory is that of the largest child so far: before the launches.
@@ -44,18 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tables["spans"] = measure_spans(directory, 10)
         if options.only in (None, "launches"):
             tables["launches"] = measure_launches(directory, options.rounds, options.overrides)
-    for name, rows in tables.items():
-        report(f"profiling, {name}", rows, aim=f"aim: {AIMS[name]}")
-    if options.json is not None:
-        result = {"name": "profiling", "aims": AIMS, **tables, "machine": machine()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
+    report_tables("profiling", tables, options.json, aims=AIMS)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.running import run_asyncrl
 
 LEVELS = ("off", "full")
 
@@ -46,13 +46,8 @@ def measure_launches(directory: Path, rounds: int, overrides: Sequence[str]) -> 
 
 def _launch(run_dir: Path, level: str, overrides: Sequence[str]) -> ProfiledLaunch:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [
-        *(sys.executable, "-m", "asyncrl", "launch", "fully_async", f"run_dir={run_dir}", f"profiler.level={level}"),
-        *("logging.console=plain", "trainer.save_last=false", *overrides),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the launch with profiler.level={level} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    settings = (f"run_dir={run_dir}", f"profiler.level={level}", "logging.console=plain", "trainer.save_last=false")
+    run_asyncrl("launch", "fully_async", *settings, *overrides)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

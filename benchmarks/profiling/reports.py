@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.profiling.synthetic import write_run
+from benchmarks.running import run_asyncrl
 
 
 def measure_report(directory: Path, num_events: int) -> list[dict[str, Any]]:
@@ -18,15 +17,8 @@ def measure_report(directory: Path, num_events: int) -> list[dict[str, Any]]:
     run_dir = directory / "run"
     written = write_run(run_dir, num_events=num_events)
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl", "report", str(run_dir), "--out", str(directory / "report")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run_asyncrl("report", str(run_dir), "--out", str(directory / "report"))
     wall_s = time.perf_counter() - started
-    if done.returncode:
-        raise RuntimeError(f"asyncrl report failed:\n{(done.stdout + done.stderr)[-4000:]}")
     report = json.loads((directory / "report" / "report.json").read_text(encoding="utf-8"))
     page = (directory / "report" / "index.html").stat().st_size
     return [

@@ -19,8 +19,6 @@ and reports the time to create an empty file.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -29,11 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import arguments, machine, report
+from benchmarks.report import Table, arguments, positive, report_tables
 from benchmarks.skip.files import empty_file_us, file_system, measure_files
 from benchmarks.skip.loop import measure_disabled, measure_loop
 from benchmarks.skip.replay import measure_replay
-from benchmarks.skip.samples import SIZES, Table
+from benchmarks.skip.samples import SIZES
 
 FILE_ROUNDS = 8
 """Rounds of `files` for each round of `--rounds`, because they are short."""
@@ -48,9 +46,9 @@ AIMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__, "skip")
     parser.add_argument(
-        "--rounds", type=_positive, default=5, help="rounds of each measurement except the long generation (default 5)"
+        "--rounds", type=positive, default=5, help="rounds of each measurement except the long generation (default 5)"
     )
     parser.add_argument(
         "--no-engine", action="store_true", help="measure only files, loop and annotation, without engines"
@@ -62,14 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="a directory on the disk to measure (default: %(default)s)",
     )
     options = parser.parse_args(argv)
-    try:
-        if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.open("a").close()
-    except OSError as error:
-        parser.error(f"argument --json: {options.json} cannot be written: {error.strerror}")
     if not (options.dir.is_dir() and os.access(options.dir, os.W_OK)):
-        parser.error(f"argument --dir: {options.dir} is no directory that can be written to")
+        parser.error(f"argument --dir: {options.dir} is not a writable directory")
     tables: dict[str, Table] = {}
     with tempfile.TemporaryDirectory(prefix="asyncrl-skip-", dir=options.dir) as scratch:
         directory = Path(scratch)
@@ -85,17 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables["files"] = measure_files(directory, SIZES, FILE_ROUNDS * options.rounds)
         tables["loop"] = measure_loop(directory, SIZES, options.rounds)
     tables["disabled"] = measure_disabled(10 * options.rounds, CALLS)
-    for name, rows in tables.items():
-        report(f"skip, {name}", rows, aim=f"aim: {AIMS[name]}", **(facts if name in ("files", "loop") else {}))
-    if options.json is not None:
-        result = {"name": "skip", "rounds": options.rounds, **facts, "aims": AIMS, **tables, "machine": machine()}
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
-    return int(text)
+    report_tables("skip", tables, options.json, aims=AIMS, rounds=options.rounds, **facts)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import asyncrl
-from benchmarks.skip.samples import (
-    ROLE,
-    SampleSize,
-    Table,
-    array_bytes,
-    make_generated,
-    print_progress,
-    ratio,
-    truncate_files,
-)
+from benchmarks.report import Table
+from benchmarks.running import print_progress, ratio
+from benchmarks.skip.samples import ROLE, SampleSize, array_bytes, make_generated, truncate_files
 from skip.file_thread import file_thread
 from skip.generation import Generated, from_content, to_content
 from skip.record import Content, Origin, Record

@@ -15,7 +15,9 @@ import anyio
 import numpy as np
 
 from asyncrl.core.types import SampleId
-from benchmarks.skip.samples import ROLE, SampleSize, Table, make_generated, print_progress, recording, truncate_files
+from benchmarks.report import Table
+from benchmarks.running import print_progress
+from benchmarks.skip.samples import ROLE, SampleSize, make_generated, recording, truncate_files
 from skip.generation import Generated, SampleRequest
 from skip.manager import SkipManager
 

@@ -20,7 +20,9 @@ from asyncrl.core.ports import EngineFleet
 from asyncrl.core.trajectory import single_turn
 from asyncrl.core.types import Prompt, SampleId, Turn
 from benchmarks.models import SHAPES, make_llama
-from benchmarks.skip.samples import ROLE, Table, print_progress, ratio, recording
+from benchmarks.report import Table
+from benchmarks.running import local_ray, print_progress, ratio, serving
+from benchmarks.skip.samples import ROLE, recording
 from rollouter.group import GroupRequest, generate_group
 from rollouter.loading import load_task
 from rollouter.sample_runner import ask_for
@@ -70,14 +72,9 @@ class ReplayCase(NamedTuple):
 
 def measure_replay(directory: Path, rounds: int) -> Table:
     """Start Ray and return the rows of all cases."""
-    import ray
-
-    ray.init(address="local", namespace=NAMESPACE, num_cpus=4, include_dashboard=False, log_to_driver=False)
-    try:
+    with local_ray(NAMESPACE):
         cases = (_quickstart(directory, rounds), _long(directory))
         return [row for case in cases for row in anyio.run(_replay_rows, case)]
-    finally:
-        ray.shutdown()
 
 
 def _quickstart(directory: Path, rounds: int) -> ReplayCase:
@@ -119,17 +116,10 @@ def _long(directory: Path) -> ReplayCase:
 
 
 async def _replay_rows(case: ReplayCase) -> Table:
-    from rollouter.serving.app import start_app, stop_app
-    from rollouter.serving.fleet import ServeFleet
-
     print_progress(f"replay, {case.name}: starting the engine")
-    await start_app(case.config, namespace=NAMESPACE)
-    try:
-        stage = EngineStage(ServeFleet(case.config, namespace=NAMESPACE))
+    async with serving(case.config, NAMESPACE) as fleet:
         with SkipManager.session(case.config):
-            return await replay_case(case, stage)
-    finally:
-        await stop_app(NAMESPACE)
+            return await replay_case(case, EngineStage(fleet))
 
 
 async def replay_case(case: ReplayCase, stage: EngineStage) -> Table:

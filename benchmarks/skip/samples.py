@@ -1,11 +1,9 @@
-"""Synthetic samples and helpers that the measurements of skip and agents share."""
+"""Synthetic samples, and a configuration that records."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from asyncrl.core.types import FinishReason, Prompt, Span, Turn
 from skip.generation import Generated
 
 ROLE = "async_rollout"
-Table = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,3 @@ def truncate_files(directory: Path) -> None:
     for folder, _, names in os.walk(directory):
         for name in names:
             os.truncate(os.path.join(folder, name), 0)
-
-
-def ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median of the ratios of the same rounds."""
-    return statistics.median(one / other for one, other in zip(values, others, strict=True))
-
-
-def print_progress(what: str) -> None:
-    sys.stderr.write(f"{what}\n")

@@ -269,10 +269,10 @@ def test_tables_for_people_and_a_file(asked: list[Any], tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--rounds", "0"], "--rounds: '0' is no number of 1 or more"),
+        (["--rounds", "0"], "--rounds: '0' is not a number of 1 or more"),
         (["--only", "tools,legs"], "--only: 'legs' is none of tools, lag, over_sampling, cost"),
-        (["--jitter", "2"], "--jitter: '2' is no number from 0 to 1"),
-        (["--jitter", "much"], "--jitter: 'much' is no number from 0 to 1"),
+        (["--jitter", "2"], "--jitter: '2' is not a number from 0 to 1"),
+        (["--jitter", "much"], "--jitter: 'much' is not a number from 0 to 1"),
         (["--json", "/proc/nowhere/x.json"], "--json: /proc/nowhere/x.json cannot be written"),
     ],
 )

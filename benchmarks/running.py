@@ -1,0 +1,73 @@
+"""Helpers that the measurements share: Ray and an engine, commands, alternating rounds."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrl.config.schema import Config
+
+if TYPE_CHECKING:
+    from rollouter.serving.fleet import ServeFleet
+
+Variant = TypeVar("Variant")
+
+
+def alternating(variants: Iterable[Variant], rounds: int) -> Iterator[tuple[bool, Variant]]:
+    """Yield each variant once in every round, after a warm-up round, and whether the round counts."""
+    variants = list(variants)
+    for number in range(rounds + 1):
+        for variant in variants:
+            yield number > 0, variant
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of the ratios of the same rounds."""
+    return statistics.median(one / other for one, other in zip(values, others, strict=True))
+
+
+def print_progress(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def run_asyncrl(*arguments: str) -> None:
+    """Run an `asyncrl` command in its own process.
+
+    Raises:
+        RuntimeError: the command failed; the message has the end of its output.
+    """
+    command = [sys.executable, "-m", "asyncrl", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        output = (done.stdout + done.stderr)[-4000:]
+        raise RuntimeError(f"asyncrl {' '.join(arguments)} exited with {done.returncode}:\n{output}")
+
+
+@contextmanager
+def local_ray(namespace: str, **options: Any) -> Iterator[None]:
+    """Start Ray on 4 cores of this machine for the duration of the block."""
+    import ray
+
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(address="local", namespace=namespace, num_cpus=4, **quiet, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def serving(config: Config, namespace: str) -> AsyncIterator[ServeFleet]:
+    """Serve the model with engines for the duration of the block."""
+    from rollouter.serving.app import start_app, stop_app
+    from rollouter.serving.fleet import ServeFleet
+
+    await start_app(config, namespace=namespace)
+    try:
+        yield ServeFleet(config, namespace=namespace)
+    finally:
+        await stop_app(namespace)
