@@ -1,37 +1,38 @@
-"""Kill, stop, tear and fill whatever a run has, at random, and see that it keeps its promises.
+"""Inject random faults into a run (kill, stop, tear, fill) and check that it keeps its promises.
 
-A small run is launched like a user's (real processes, real vLLM, the quickstart's model), on a Ray cluster of two
-nodes, and faults of every kind are dealt to it: one at a time, a few seconds after it has got over the last. It ends
-with Ctrl-C and one more launch, to a planned last step. Then its journal, the Trainer's own record, the turn log and
-what was seen of the calls to replicas are held against each other:
+A small run is launched as a user would (real processes, real vLLM, the quickstart's model) on a Ray cluster of two
+nodes. Faults of every kind are injected one at a time, each a few seconds after the run has recovered from the last.
+The run ends with Ctrl-C and one more launch to a planned last step. Then its journal, the Trainer's own record, the
+turn log and the observed calls to replicas are compared:
 
-  - every sample that was fed was trained exactly once in the surviving model, or dropped with a reason
+  - every fed sample was trained exactly once in the surviving model, or dropped with a reason
   - the sample counts are consistent, and the records agree
-  - no turn that was complete was generated again
-  - tokens that a replica had told of when it or its engine failed are in the response, and were not asked for again
-  - what was trained was made by versions that there were then, none older than async_training.max_staleness
-  - the launch outlived every fault that is not its own end, nothing hung, and nothing is left running
+  - no completed turn was generated again
+  - tokens that were received before a replica or its engine failed are in the response and were not generated again
+  - trained samples are of versions that existed then, none older than async_training.max_staleness
+  - the launch survived every fault that does not end it by design, nothing hung, and no process is left
 
-The exit code is 1 if a promise was broken, if no fault was dealt, and if fewer were than --faults asks for, because
---minutes were over or the run could not go on. With --aim it is 1 as well if the median recovery of actors was not
-under 20 s, or that of engines not under 60 s; a group with fewer than five faults is not judged, and one has to be.
-These aims are for two cores that nobody else uses, so without --aim they are only told.
+The exit code is 1 if a promise was broken, if no fault was injected, or if there were fewer faults than --faults asks
+for, because --minutes were over or the run could not continue. With --aim it is also 1 if the median recovery of actors
+took 20 s or longer, or that of engines 60 s or longer; groups with fewer than five faults are not judged, and at least
+one group must be. The aims are for two otherwise idle cores, so without --aim they are only reported.
 
 A fault that ends the launch (driver kill, journal, payload, disk) is followed by the same launch with resume=auto; the
-launch has to live through all others. A fault that finds nothing to strike (no payload file, no engine that runs dry)
-does not count: it is tried some times, and then another comes in its place.
+launch has to survive all others. A fault without a target (no payload file, no idle engine) does not count: it is tried
+several times, then another fault takes its place.
 
   python -m benchmarks.chaos --seed 1 --minutes 30 --json chaos.json
   python -m benchmarks.chaos --seed 1 --minutes 75 --faults 100 --aim --json chaos.json --keep records
   python -m benchmarks.chaos --seed 1 --faults 4 --parts queue trainer "engine stop" --one-node --replicas 1
 
-The seed decides which faults, whom and after what pause. What they meet depends on the machine, so two rounds of one
-seed are alike, not equal. With --faults the pauses are the least while the round is behind its plan. On two cores that
-nobody else uses a fault takes some 40 s: a few for an actor, up to a minute for an engine or a launch.
+The seed determines the faults, their targets and the pauses. The state of the run at each fault depends on the
+machine, so two rounds of one seed are similar, not equal. With --faults the pauses are the shortest while the round is
+behind its plan. On two otherwise idle cores a fault takes about 40 s: a few seconds for an actor, up to a minute for an
+engine or a launch.
 
-The table has a line for each kind; below it is how long recovery took, by group. In the JSON `each` has every fault:
-kind, when, whom, recovered after how many seconds (null: never), and what had to be done again (`lost`); `failed` says
-why the exit code is 1.
+The table has a row for each kind of fault; below it are the recovery times by group. In the JSON, `each` lists every
+fault: kind, time, targets, seconds until recovery (null: none), and the work that had to be repeated (`lost`); `failed`
+gives the reasons of exit code 1.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ from benchmarks.chaos import faults
 from benchmarks.chaos.harness import ChaosHarness
 from benchmarks.chaos.outcome import ChaosOptions
 from benchmarks.chaos.summary import report_outcome
+from benchmarks.report import arguments
 
 
 def main() -> int:
     args = _parser().parse_args()
     known = {name for kind in faults.KINDS for name in (kind.target, kind.name)}
     if unknown := sorted(set(args.parts or ()) - known):
-        raise SystemExit(f"--parts {unknown[0]}: there is no such fault; see --help")
+        raise SystemExit(f"--parts {unknown[0]}: there is no such fault; --help lists them")
     signal.signal(signal.SIGTERM, _interrupted)
-    # Ray's sockets have paths of at most some 100 characters.
+    # The path of a Ray socket may have about 100 characters.
     work_dir = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     options = ChaosOptions(
         seed=args.seed,
@@ -87,41 +89,42 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    kinds = "\n".join(f"  {kind.name:<16} {kind.told}" for kind in faults.KINDS)
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos",
-        description=__doc__,
-        epilog=f"faults:\n{kinds}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=0, help="decides the faults (default 0)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no new fault after so many (default 30)")
+    kinds = "\n".join(f"  {kind.name:<16} {kind.description}" for kind in faults.KINDS)
+    parser = arguments(__doc__, "chaos")
+    parser.epilog = f"faults:\n{kinds}"
+    parser.add_argument("--seed", type=int, default=0, help="determines the faults (default 0)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="inject no fault after this time (default 30)")
     parser.add_argument(
-        "--faults", type=int, metavar="K", help="so many faults, or exit code 1 (default: what there is time for)"
+        "--faults",
+        type=int,
+        metavar="K",
+        help="number of faults; fewer: exit code 1 (default: until --minutes)",
     )
     parser.add_argument(
-        "--parts", nargs="+", metavar="FAULT", help="only these: a part (queue) or one fault (queue stop)"
+        "--parts",
+        nargs="+",
+        metavar="FAULT",
+        help="only faults of these parts (queue), or these faults (queue stop)",
     )
-    parser.add_argument("--replicas", type=int, default=2, help="vLLM engines (default 2)")
-    parser.add_argument("--ranks", type=int, default=1, help="training processes (default 1)")
-    parser.add_argument("--one-node", action="store_true", help="a private cluster of the launch, without node faults")
+    parser.add_argument("--replicas", type=int, default=2, help="number of vLLM engines (default 2)")
+    parser.add_argument("--ranks", type=int, default=1, help="number of training processes (default 1)")
+    parser.add_argument(
+        "--one-node", action="store_true", help="let the launch start its own cluster, without node faults"
+    )
     parser.add_argument(
         "--calm",
         nargs=2,
         type=float,
         default=(1.0, 12.0),
         metavar=("LEAST", "MOST"),
-        help="seconds from one recovery to the next fault (default 1 12)",
+        help="range of the seconds between a recovery and the next fault (default 1 12)",
     )
+    parser.add_argument("--aim", action="store_true", help="exit code 1 also if a median recovery time misses its aim")
+    parser.add_argument("--no-finish", action="store_true", help="omit the last launch to a planned end")
     parser.add_argument(
-        "--aim", action="store_true", help="exit code 1 also if the median recoveries are over the aims"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's configuration"
     )
-    parser.add_argument("--no-finish", action="store_true", help="without the last launch to a planned end")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of the run's configuration"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's records and what the launches said")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's records and the launches' output")
     return parser
 
 

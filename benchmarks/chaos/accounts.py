@@ -1,15 +1,15 @@
-"""What a run owes at its end, checked between its own records and what the harness has seen. Pure.
+"""Checks the promises of a run at its end: its own records against each other and the harness's observations. Pure.
 
-journal        what happened to each sample: TRAINED, or DROPPED with a reason; the versions that it was made by
-trained.jsonl  what the Trainer took a gradient on, rewinds applied: what is in the surviving model
-turn log       which turns were completed, by sample and place in its group, and the versions of their tokens
-broken calls   what replicas had told of their responses when they failed, and what was asked for then (`watch`)
+journal        the fate of each sample: TRAINED, or DROPPED with a reason; the versions that generated it
+trained.jsonl  the samples of the Trainer's gradients after rewinds, that is, those in the surviving model
+turn log       the completed turns, by sample and position in its group, and the versions of their tokens
+broken calls   the tokens that had been received when a replica failed, and those of the next attempt (`watch`)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,23 +22,23 @@ MAX_NAMED = 5
 
 
 class Violation(NamedTuple):
-    """A promise that was broken, and how."""
+    """A broken promise."""
 
     promise: str
-    told: str
+    details: str
 
 
 class Fate(NamedTuple):
-    """What the journal says became of one sample."""
+    """The last state of one sample in the journal."""
 
     sample_id: SampleId
     state: str
-    """`trained`, `dropped`, or a state that is no end."""
+    """`trained`, `dropped`, or a state that is not final."""
     reason: str = ""
 
 
 class TurnDone(NamedTuple):
-    """A turn that was completed and written down."""
+    """A completed turn in a turn log."""
 
     sample_id: SampleId
     key: str
@@ -47,44 +47,44 @@ class TurnDone(NamedTuple):
 
 
 class BrokenCall(NamedTuple):
-    """One response whose replica or engine failed while it was made."""
+    """One response whose replica or engine failed while it was generated."""
 
     request: str
-    told: tuple[int, ...]
-    """The tokens that had been told of by then."""
-    asked: tuple[int, ...] | None = None
-    """Those with which it was asked for again; None: it never was."""
+    received: tuple[int, ...]
+    """Tokens that had been received by then."""
+    resumed: tuple[int, ...] | None = None
+    """Tokens with which the next attempt continued; None: there was no other attempt."""
     turn: tuple[int, ...] | None = None
-    """What it came to; None: whoever asked for it has died, or has given it up."""
+    """The complete response; None: its Rollouter died, or the response was abandoned."""
     at: float = 0.0
     """Wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The records of one run that has ended in order."""
+    """The records of one run that has ended."""
 
     fates: Sequence[Fate]
     counts: SampleCounts
     trained: Sequence[Mapping[str, Any]]
     """The lines of trained.jsonl."""
     turns: Sequence[TurnDone] = ()
-    """Every turn that was completed and written down, in order."""
+    """All completed turns, in order."""
     metas: Mapping[SampleId, SampleMeta] = field(default_factory=dict)
-    """What the journal knows of each sample that was READY, as it was made last."""
+    """The journal's last values of each sample that was READY."""
     generated_anew: Collection[SampleId] = field(default_factory=frozenset)
-    """Samples whose finished payload was lost or damaged: their turns are rightly made twice."""
+    """Samples whose finished payload was lost or damaged: generating their turns twice is correct."""
     rewinds: Sequence[WeightsVersion] = ()
-    """What training has gone back to, in the journal's order."""
+    """Versions to which training went back, in the journal's order."""
     broken_calls: Sequence[BrokenCall] = ()
     max_staleness: int | None = None
-    """As configured; None: without a bound."""
+    """The configured bound; None: there is none."""
     completed: bool = True
-    """It went to its end. One that was stopped may have ids that wait to be fed again, which are not fed then."""
+    """The run reached its last step. A stopped run may have `outstanding` samples, which were to be fed again."""
 
 
 def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines of the steps that are in the surviving model, in order."""
+    """Return the lines of the steps that are in the surviving model, in order."""
     steps: list[Mapping[str, Any]] = []
     for line in lines:
         if "rewound_to_step" in line:
@@ -95,127 +95,100 @@ def surviving_steps(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def surviving(lines: Iterable[Mapping[str, Any]]) -> list[SampleId]:
-    """The samples in the surviving model, in the order in which they were trained; one trained twice is there twice."""
+    """Return the samples in the surviving model in training order; a sample that was trained twice appears twice."""
     return [SampleId.parse(name) for step in surviving_steps(lines) for name in step["samples"]]
 
 
 def violations(accounts: Accounts) -> list[Violation]:
-    """Every promise that these records break; none: all were kept."""
-    return [
-        *_ends(accounts),
-        *_trained_once(accounts),
-        *_balanced(accounts),
-        *_turns_once(accounts),
-        *_versions(accounts),
-        *_spans(accounts),
-        *_tokens_outlive(accounts),
-    ]
+    """Return every promise that these records break."""
+    checks = (_samples_end, _trained_once, _counts_agree, _turns_once, _versions, _spans, _tokens_survive)
+    return [violation for check in checks for violation in check(accounts)]
 
 
-def _ends(accounts: Accounts) -> list[Violation]:
-    """Each index from 1 on has exactly one fate, and it is an end."""
-    found = []
+def _named(promise: str, things: Sequence[Any], details: str) -> Iterator[Violation]:
+    """Yield a violation that names the first of `things` in `details`, if there are any."""
+    if things:
+        more = f" and {len(things) - MAX_NAMED} more" if len(things) > MAX_NAMED else ""
+        yield Violation(promise, details.format(", ".join(str(thing) for thing in things[:MAX_NAMED]) + more))
+
+
+def _samples_end(accounts: Accounts) -> Iterator[Violation]:
+    """Each index from 1 on has exactly one fate, and it is final."""
     counts = Counter(fate.sample_id.index for fate in accounts.fates)
-    if twice := [index for index, count in counts.items() if count > 1]:
-        found.append(Violation("each sample once", f"the journal has feed index {_named(twice)} more than once"))
-    if missing := sorted(set(range(1, max(counts, default=0) + 1)) - counts.keys()):
-        found.append(Violation("nothing lost", f"feed index {_named(missing)} was passed over"))
+    twice = [index for index, count in counts.items() if count > 1]
+    yield from _named("each sample once", twice, "the journal has feed index {} more than once")
+    missing = sorted(set(range(1, max(counts, default=0) + 1)) - counts.keys())
+    yield from _named("nothing lost", missing, "feed index {} was skipped")
     ends = ("trained", "dropped") if accounts.completed else ("trained", "dropped", "outstanding")
-    if live := [fate for fate in accounts.fates if fate.state not in ends]:
-        names = _named([f"{fate.sample_id} ({fate.state})" for fate in live])
-        found.append(Violation("nothing lost", f"{names} has reached no end"))
+    live = [f"{fate.sample_id} ({fate.state})" for fate in accounts.fates if fate.state not in ends]
+    yield from _named("nothing lost", live, "{} has not reached a final state")
     reasons = {str(reason) for reason in DropReason}
-    if silent := [fate.sample_id for fate in accounts.fates if fate.state == "dropped" and fate.reason not in reasons]:
-        found.append(Violation("dropped with a reason", f"{_named(silent)} was dropped without one"))
-    return found
+    silent = [fate.sample_id for fate in accounts.fates if fate.state == "dropped" and fate.reason not in reasons]
+    yield from _named("dropped with a reason", silent, "{} was dropped without a reason")
 
 
-def _trained_once(accounts: Accounts) -> list[Violation]:
-    found = []
-    in_model = surviving(accounts.trained)
-    counts = Counter(in_model)
-    if twice := [sample_id for sample_id, count in counts.items() if count > 1]:
-        found.append(Violation("trained once", f"{_named(twice)} is in the surviving model more than once"))
+def _trained_once(accounts: Accounts) -> Iterator[Violation]:
+    counts = Counter(surviving(accounts.trained))
+    twice = [sample_id for sample_id, count in counts.items() if count > 1]
+    yield from _named("trained once", twice, "{} is in the surviving model more than once")
     in_journal = {fate.sample_id for fate in accounts.fates if fate.state == "trained"}
-    if unbooked := [sample_id for sample_id in counts if sample_id not in in_journal]:
-        found.append(
-            Violation("records agree", f"{_named(unbooked)} is in the surviving model, but not TRAINED in the journal")
-        )
-    if untrained := sorted(in_journal - counts.keys()):
-        found.append(
-            Violation("nothing lost", f"{_named(untrained)} is TRAINED in the journal, but not in the surviving model")
-        )
-    return found
+    unrecorded = [sample_id for sample_id in counts if sample_id not in in_journal]
+    yield from _named("records agree", unrecorded, "{} is in the surviving model, but not TRAINED in the journal")
+    untrained = sorted(in_journal - counts.keys())
+    yield from _named("nothing lost", untrained, "{} is TRAINED in the journal, but not in the surviving model")
 
 
-def _balanced(accounts: Accounts) -> list[Violation]:
-    counts, found = accounts.counts, []
+def _counts_agree(accounts: Accounts) -> Iterator[Violation]:
+    counts, states = accounts.counts, Counter(fate.state for fate in accounts.fates)
     total = counts.running + counts.ready + counts.leased + counts.trained + counts.num_dropped
-    if counts.fed != total:
-        found.append(
-            Violation("sample counts are consistent", f"fed {counts.fed}, but the states add up to {total}: {counts}")
-        )
-    states = Counter(fate.state for fate in accounts.fates)
-    if (fed := len(accounts.fates) - states["outstanding"]) != counts.fed:
-        found.append(
-            Violation("sample counts are consistent", f"fed {counts.fed} in the sample counts, {fed} in the journal")
-        )
-    for state, booked in (("trained", counts.trained), ("dropped", counts.num_dropped)):
-        if states[state] != booked:
-            found.append(
-                Violation(
-                    "sample counts are consistent",
-                    f"{booked} {state} in the sample counts, {states[state]} in the journal",
-                )
-            )
+    fed = len(accounts.fates) - states["outstanding"]
     reasons = Counter(fate.reason for fate in accounts.fates if fate.state == "dropped")
-    booked_reasons = Counter({reason: count for reason, count in counts.dropped.items() if count})
-    if reasons != booked_reasons:
-        found.append(
-            Violation(
-                "sample counts are consistent",
-                f"dropped by reason: counts {dict(booked_reasons)}, journal {dict(reasons)}",
-            )
-        )
-    return found
+    counted = Counter({reason: count for reason, count in counts.dropped.items() if count})
+    trained, dropped = counts.trained, counts.num_dropped
+    comparisons = (
+        (counts.fed, total, f"fed {counts.fed}, but the states add up to {total}: {counts}"),
+        (counts.fed, fed, f"fed {counts.fed} in the sample counts, {fed} in the journal"),
+        (trained, states["trained"], f"{trained} trained in the sample counts, {states['trained']} in the journal"),
+        (dropped, states["dropped"], f"{dropped} dropped in the sample counts, {states['dropped']} in the journal"),
+        (counted, reasons, f"dropped by reason: counts {dict(counted)}, journal {dict(reasons)}"),
+    )
+    for one, other, details in comparisons:
+        if one != other:
+            yield Violation("sample counts are consistent", details)
 
 
-def _turns_once(accounts: Accounts) -> list[Violation]:
+def _turns_once(accounts: Accounts) -> Iterator[Violation]:
     turns = ((turn.sample_id, turn.key) for turn in accounts.turns if turn.sample_id not in accounts.generated_anew)
     again = [f"{sample_id}/{key}" for (sample_id, key), count in Counter(turns).items() if count > 1]
-    return [Violation("turns once", f"turn {_named(again)} was generated again")] if again else []
+    yield from _named("turns once", again, "turn {} was generated again")
 
 
-def _versions(accounts: Accounts) -> list[Violation]:
-    """What was trained was made by versions that there were, none of them too old."""
+def _versions(accounts: Accounts) -> Iterator[Violation]:
+    """Trained samples are of versions that existed then, and none was too old."""
     early, late = [], []
     for line in surviving_steps(accounts.trained):
         for name in line["samples"]:
             sample_id = SampleId.parse(name)
             meta = accounts.metas.get(sample_id)
             if meta is None or sample_id in accounts.generated_anew:
-                continue  # that of which the journal knows may have been made after this step
+                continue  # the journal's values may be of a generation after this step
             # After a rewind a sample may be of a version that the Trainer has not reached again.
             if line["lineage"] == 0 and meta.newest_version > line["version"]:
                 early.append(f"{name} (made by version {meta.newest_version}, trained at {line['version']})")
             if accounts.max_staleness is not None and line["version"] - meta.oldest_version > accounts.max_staleness:
                 late.append(f"{name} (made by version {meta.oldest_version}, trained at {line['version']})")
-    found = []
-    if early:
-        found.append(Violation("versions in order", f"{_named(early)} is of a version that was not there yet"))
-    if late:
-        found.append(Violation("staleness bound", f"{_named(late)} was older than {accounts.max_staleness} versions"))
-    return found
+    yield from _named("versions in order", early, "{} is of a version that did not exist yet")
+    yield from _named("staleness bound", late, f"{{}} was older than {accounts.max_staleness} versions")
 
 
-def _spans(accounts: Accounts) -> list[Violation]:
+def _spans(accounts: Accounts) -> Iterator[Violation]:
     """The versions of each turn's tokens are in order, and the journal has a sample under those of its turns."""
     wrong = [
         f"{turn.sample_id}/{turn.key} {[tuple(span) for span in turn.spans]}"
         for turn in accounts.turns
         if not _plausible(turn, accounts.rewinds)
     ]
-    found = [Violation("spans in order", f"turn {_named(wrong)}")] if wrong else []
+    yield from _named("spans in order", wrong, "turn {}")
     by_sample: dict[SampleId, list[TurnDone]] = {}
     for turn in accounts.turns:
         if turn.sample_id not in accounts.generated_anew:
@@ -227,11 +200,9 @@ def _spans(accounts: Accounts) -> list[Violation]:
             continue  # it never was READY
         versions = [span.version for turn in turns for span in turn.spans]
         if (min(versions), max(versions)) != (meta.oldest_version, meta.newest_version):
-            told = f"{meta.oldest_version} to {meta.newest_version}"
-            other.append(f"{sample_id} (journal: versions {told}; turns: {min(versions)} to {max(versions)})")
-    if other:
-        found.append(Violation("records agree", _named(other)))
-    return found
+            recorded = f"{meta.oldest_version} to {meta.newest_version}"
+            other.append(f"{sample_id} (journal: versions {recorded}; turns: {min(versions)} to {max(versions)})")
+    yield from _named("records agree", other, "{}")
 
 
 def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
@@ -241,27 +212,19 @@ def _plausible(turn: TurnDone, rewinds: Sequence[WeightsVersion]) -> bool:
         return turn.num_tokens == 0
     if starts[0] != 0 or starts[-1] >= turn.num_tokens or any(a >= b for a, b in pairwise(starts)):
         return False
-    # Versions go down only where training went back, and then not below where it went back to.
+    # Versions decrease only where training went back, and then not below the version to which it went back.
     downs = [after for before, after in pairwise(versions) if after <= before]
     return all(any(rewind.version <= after for rewind in rewinds) for after in downs)
 
 
-def _tokens_outlive(accounts: Accounts) -> list[Violation]:
-    """Tokens that a replica had told of when it failed are asked for no second time, and are in the response."""
-    found = []
-    again = [call for call in accounts.broken_calls if call.asked is not None and call.asked != call.told]
-    if again:
-        names = [f"{call.request} ({len(call.told)} tokens told, {len(call.asked or ())} kept)" for call in again]
-        found.append(Violation("tokens outlive their engine", f"{_named(names)} was asked for with others"))
-    lost = [
-        call for call in accounts.broken_calls if call.turn is not None and call.turn[: len(call.told)] != call.told
-    ]
-    if lost:
-        names = [f"{call.request} ({len(call.told)} tokens told)" for call in lost]
-        found.append(Violation("tokens outlive their engine", f"{_named(names)} came back with others"))
-    return found
-
-
-def _named(things: Sequence[Any]) -> str:
-    more = f" and {len(things) - MAX_NAMED} more" if len(things) > MAX_NAMED else ""
-    return ", ".join(str(thing) for thing in things[:MAX_NAMED]) + more
+def _tokens_survive(accounts: Accounts) -> Iterator[Violation]:
+    """Tokens that were received before a replica failed are not generated again, and are in the response."""
+    again, lost = [], []
+    for call in accounts.broken_calls:
+        received = len(call.received)
+        if call.resumed is not None and call.resumed != call.received:
+            again.append(f"{call.request} ({received} tokens received, {len(call.resumed)} kept)")
+        if call.turn is not None and call.turn[:received] != call.received:
+            lost.append(f"{call.request} ({received} tokens received)")
+    yield from _named("tokens outlive their engine", again, "the next attempt of {} continued with other tokens")
+    yield from _named("tokens outlive their engine", lost, "the response of {} has other tokens")

@@ -1,4 +1,4 @@
-"""Deals faults to the run, one at a time, and knows when it has got over one that no process id tells of."""
+"""Injects faults one at a time, and detects recoveries that no process id shows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from benchmarks.chaos.outcome import ChaosOptions
 from benchmarks.chaos.subject import POLL_S, Subject
 
 IDLE_PROBES = 0.7
-"""A stopped Trainer that goes on after so many times `timeouts.probe_s` has missed no probe."""
+"""A Trainer stopped for this multiple of `timeouts.probe_s` misses no probe."""
 STOPPED_PROBES = (1.2, 2.5)
-"""So many times `timeouts.probe_s` a driver is stopped for. What it asked is overdue then; beyond two of them so is
-what replicas report, if it counts its own standstill."""
+"""A driver is stopped for a multiple of `timeouts.probe_s` in this range. Its probes are overdue then; above 2, so are
+the replicas' reports, unless the driver discounts its own pause."""
 WRITERS = ("queue", "rollouter")
-"""Who makes and deletes what is torn and damaged."""
+"""Parts that write and delete the damaged files."""
 
 
 class NotDealtError(Exception):
-    """There is nothing to strike just now. The message says why."""
+    """The fault has no target now; the message gives the reason."""
 
 
 class Dealer:
@@ -38,21 +38,22 @@ class Dealer:
         self._nodes = nodes
         self._probe_s = float(str(options.settings.get("timeouts.probe_s", task.PROBE_S)))
         self._well_at = 0.0
-        """Wall clock at which the reward function is well again."""
+        """Wall clock at which the reward function works again."""
         self._met_before = 0
         self._untouched: dict[int, str] = {}
-        """Pids and names of what must outlive a driver that is stopped."""
+        """Pids and names of processes that must survive a stopped driver."""
         self._back_at: float | None = None
-        """Wall clock at which that driver knew again how everything stands."""
+        """Wall clock at which that driver had fresh reports of all parts."""
 
     def deal(self, kind: Kind, number: int) -> Strike:
-        """
+        """Inject a fault of this kind.
+
         Raises:
-            NotDealtError: nothing has been done to the run.
+            NotDealtError: there is no target, and the run is unchanged.
         """
         before = self._subject.state()
         if before is None:
-            raise NotDealtError("the launch tells no state")
+            raise NotDealtError("the launch has written no state")
         strike = Strike(number, kind, time.time(), before=before)
         if kind.target == "reward":
             self._met_before = task.num_met(self._subject.reward_file)
@@ -70,7 +71,7 @@ class Dealer:
         return strike
 
     def over(self, strike: Strike, state: RunState) -> float | None:
-        """Wall clock at which the run had got over it; None: not yet."""
+        """Return the wall clock at which the run had recovered; None: not yet."""
         assert strike.before is not None
         if strike.kind.target == "reward":
             return self._over_reward(strike, state)
@@ -80,7 +81,7 @@ class Dealer:
         return at if at is not None and _has_moved(strike.before, state) else None
 
     def sweep(self) -> None:
-        """Take away what faults have left of nodes."""
+        """Remove the processes that lost nodes have left."""
         if self._nodes is not None:
             self._nodes.sweep()
 
@@ -89,7 +90,7 @@ class Dealer:
     def _choose(self, kind: Kind, before: RunState) -> ProcessInfo:
         candidates = sorted(faults.victims(before.processes, kind.target))
         if not candidates:
-            raise NotDealtError(f"there is no {kind.target} just now")
+            raise NotDealtError(f"there is no {kind.target} now")
         return self._rng.choice(candidates)
 
     def _strike_process(self, strike: Strike, struck: ProcessInfo, before: RunState) -> None:
@@ -101,13 +102,13 @@ class Dealer:
         strike.note = f"pid {struck.pid} ({struck.name})"
 
     def _strike_idle_engine(self, strike: Strike, before: RunState) -> None:
-        """While the Trainer is stopped for some seconds no version is published: the gate shuts, engines run dry."""
+        """Stop the Trainer for some seconds, so that pacing admits no samples and the engines become idle."""
         struck, idle_limit_s = self._choose(strike.kind, before), IDLE_PROBES * self._probe_s
         with _stopped(faults.victims(before.processes, "trainer")):
             since, limit = time.time(), time.monotonic() + idle_limit_s
             while (state := self._subject.state()) is None or not faults.is_idle(struck, state, since):
                 if time.monotonic() > limit:
-                    raise NotDealtError(f"{struck.name} had work for {idle_limit_s:g} s")
+                    raise NotDealtError(f"{struck.name} was busy for {idle_limit_s:g} s")
                 time.sleep(POLL_S)
             self._strike_process(strike, struck, before)
 
@@ -116,13 +117,13 @@ class Dealer:
         struck = faults.victims(before.processes, "node", self._nodes.second_id)
         strike.pids = frozenset(process.pid for process in struck)
         strike.parts = frozenset((process.part, process.name) for process in struck)
-        strike.note = "with " + (", ".join(sorted(process.name for process in struck)) or "nothing of the run on it")
+        strike.note = "with " + (", ".join(sorted(process.name for process in struck)) or "no process of the run")
         self._nodes.lose(_signal(strike.kind))
 
     # ------------------------------------------------------------------------------------------------ launches
 
     def _stop_driver(self, strike: Strike, before: RunState) -> None:
-        """Nobody else is stopped, so that nothing may be replaced. The fault counts from where the driver goes on."""
+        """Stop only the driver, so no part may be replaced. The fault's time is that at which the driver continues."""
         stopped_s = self._rng.uniform(*STOPPED_PROBES) * self._probe_s
         driver = self._choose(strike.kind, before)
         strike.pids, strike.parts = frozenset({driver.pid}), frozenset({(driver.part, driver.name)})
@@ -136,7 +137,7 @@ class Dealer:
         strike.note = f"for {stopped_s:.1f} s"
 
     def _over_stopped_driver(self, strike: Strike, state: RunState) -> float | None:
-        """Seen only after `timeouts.probe_s`: by then whatever the driver had asked is answered or given up."""
+        """Judge after `timeouts.probe_s`: by then the driver's probes have been answered or have timed out."""
         assert strike.before is not None
         at = faults.driver_back_at(strike, state)
         if at is None or not _has_moved(strike.before, state):
@@ -146,8 +147,8 @@ class Dealer:
             return None
         gone = [f"{name} (pid {pid}) is gone" for pid, name in self._untouched.items() if not launches.lives(pid)]
         if harmed := [*faults.replaced(strike.before, state), *gone]:
-            told = f"#{strike.number} {strike.kind.name}: {'; '.join(harmed)}"
-            self._subject.broke("nothing is replaced for a driver that was stopped", told)
+            details = f"#{strike.number} {strike.kind.name}: {'; '.join(harmed)}"
+            self._subject.broke("nothing is replaced for a driver that was stopped", details)
         return self._back_at
 
     def _end_launch(self, strike: Strike, before: RunState) -> None:
@@ -164,60 +165,60 @@ class Dealer:
             launch.kill()
 
     def _crash(self, before: RunState, damage: Callable[[Path, random.Random], str]) -> str:
-        """As when the machine crashes: no process that writes to what is damaged goes on after that. Returns what was
-        done. Where there is nothing to damage the run goes on."""
+        """Damage files as a machine crash does: their writers do not continue. Return a description of the damage. If
+        there is nothing to damage, the run continues."""
         writers = [process for process in before.processes if process.part in WRITERS]
         with _stopped(writers):
             try:
-                told = damage(self._subject.run_dir, self._rng)
+                description = damage(self._subject.run_dir, self._rng)
             except disk.NothingThereError as error:
                 raise NotDealtError(str(error)) from None
             self._subject.launch.kill()
             for process in writers:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-        return told
+        return description
 
     def _fill_disk(self, strike: Strike) -> None:
-        """Until the launch has ended, which it has to by itself, and say why."""
+        """Keep the disk full until the launch has ended by itself with an error that names the cause."""
         subject = self._subject
         disk.fill(subject.disk)
         limit = time.monotonic() + self._options.recover_limit_s
         try:
             while (code := subject.launch.ended()) is None and time.monotonic() < limit:
-                disk.fill(subject.disk)  # what the run itself has freed meanwhile
+                disk.fill(subject.disk)  # space that the run itself has freed
                 time.sleep(POLL_S)
         finally:
             disk.unfill(subject.disk)
-        said = subject.launch.tail(60)
+        output = subject.launch.tail(60)
         if code is None:
-            subject.hung("the run went on with a full disk")
-        elif not any(word in said for word in ("No space", "full", "space left")):
-            subject.broke("failures named", f"a full disk ended the launch, which said:\n{said}")
+            subject.hung("the run continued with a full disk")
+        elif not any(word in output for word in ("No space", "full", "space left")):
+            subject.broke("failures named", f"a full disk ended the launch with this output:\n{output}")
         strike.note = f"the launch ended with {code}"
 
     # ------------------------------------------------------------------------------------------------ reward
 
     def _over_reward(self, strike: Strike, state: RunState) -> float | None:
-        """Calls have met it, and the run has moved and taken a step since it is well again."""
+        """Return the time of recovery: calls have failed, and the run took a step after the failure ended."""
         assert strike.before is not None
         if time.time() < self._well_at:
             return None
         met = task.num_met(self._subject.reward_file) - self._met_before
-        if met == 0:  # nothing was scored meanwhile: it goes wrong for longer
+        if met == 0:  # nothing was scored: the failure lasts longer
             self._well_at = task.go_wrong(self._subject.reward_file, strike.kind.how)
             return None
-        strike.note = f"{met} calls met it"
+        strike.note = f"{met} calls failed"
         moved = state.step > strike.before.step and state.last_progress_at > self._well_at
         return state.written_at if state.written_at > self._well_at and moved else None
 
 
 @contextmanager
 def _stopped(processes: Iterable[ProcessInfo]) -> Iterator[None]:
-    """SIGSTOP to these processes, for the time of the block.
+    """Stop these processes for the duration of the block.
 
     Raises:
-        NotDealtError: one of them has ended; the others go on.
+        NotDealtError: one of them has ended; the others continue.
     """
     stopped: list[int] = []
     try:
@@ -239,7 +240,7 @@ def _send(process: ProcessInfo, number: signal.Signals) -> None:
 
 
 def _has_moved(before: RunState, state: RunState) -> bool:
-    """A step was taken that had not been before; or training has gone back."""
+    """Return whether a new step was taken, or training went back."""
     return state.step > before.step or state.lineage != before.lineage
 
 

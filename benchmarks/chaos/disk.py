@@ -1,4 +1,4 @@
-"""A disk that can be filled, and files that are torn or damaged as a crash of the machine might."""
+"""A disk that can be filled, and damage to files as a machine crash may cause it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FRAME_HEADER = 24
 
 
 class NothingThereError(Exception):
-    """There is nothing to damage. The message says what is missing."""
+    """There is nothing to damage; the message names the missing file."""
 
 
 @contextmanager
 def small_disk(where: Path, size_mib: int = SIZE_MIB) -> Iterator[bool]:
-    """A file system of its own at `where`, for the time of the block. Yields False if this user may not mount one; then
+    """Mount a file system at `where` for the duration of the block. Yield False if this user may not mount one; then
     `where` is a plain directory.
     """
     where.mkdir(parents=True, exist_ok=True)
@@ -35,12 +35,12 @@ def small_disk(where: Path, size_mib: int = SIZE_MIB) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            # Lazily: a process that is about to go may still have a file open.
+            # Lazily: a process that is ending may still have a file open.
             subprocess.run(["umount", "--lazy", str(where)], capture_output=True, check=False)
 
 
 def fill(disk: Path) -> int:
-    """Take every free byte. Returns how many."""
+    """Fill every free byte and return their number."""
     taken = 0
     with (disk / BALLAST).open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -57,14 +57,13 @@ def unfill(disk: Path) -> None:
 
 
 def tear_journal(run_dir: Path, rng: random.Random) -> str:
-    """Tear the end of SQLite's write-ahead log, as a write that was never finished leaves it: a part of a frame is
-    behind the last whole one. Returns what was done.
+    """Append a partial frame to SQLite's write-ahead log, as an unfinished write does, and return a description.
 
-    Whole frames stay. They may have been acknowledged, and a disk that takes them back has not honoured fsync: nothing
-    is promised then but that it is noticed, and turns of samples that were READY are generated again.
+    Whole frames stay, because they may have been acknowledged: a disk that loses them has not honoured fsync, which
+    asyncrl only promises to detect.
 
     Raises:
-        NothingThereError: the log is empty, or there is none.
+        NothingThereError: the log is empty or missing.
     """
     log = run_dir / "journal.db-wal"
     content = log.read_bytes() if log.exists() else b""
@@ -78,7 +77,7 @@ def tear_journal(run_dir: Path, rng: random.Random) -> str:
 
 
 def _frames(log: bytes) -> tuple[int, int]:
-    """Whole frames of a write-ahead log since it began anew, and the bytes of each (sqlite.org/fileformat2.html)."""
+    """Return the number of whole frames since the log was reset, and their size (sqlite.org/fileformat2.html)."""
     if len(log) < WAL_HEADER:
         return 0, 0
     size = FRAME_HEADER + int.from_bytes(log[8:12], "big")
@@ -89,7 +88,7 @@ def _frames(log: bytes) -> tuple[int, int]:
 
 
 def flip_payload(run_dir: Path, rng: random.Random) -> str:
-    """Flip a few bits of a payload segment, or cut it short. Returns what was done.
+    """Flip a few bits of a payload segment, or cut it short, and return a description.
 
     Raises:
         NothingThereError: there is no segment.

@@ -1,4 +1,4 @@
-"""The faults there are, which comes next and when, and when the run has got over one. Pure."""
+"""The kinds of faults, their order and pauses, and the signs that a run has recovered from one. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ How = Literal["kill", "stop", "stop idle", "tear", "flip", "fill", "raise", "han
 class Kind(NamedTuple):
     target: Target
     how: How
-    told: str
-    """For people."""
+    description: str
     weight: int = 1
-    """Of so many rounds through the deck it is in."""
+    """Number of times in each pass through the deck."""
     ends_launch: bool = False
-    """Another launch has to follow."""
+    """The fault ends the launch, and another one follows."""
 
     @property
     def name(self) -> str:
@@ -34,7 +33,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("engine", "kill", "SIGKILL to vLLM's engine core", 2),
     Kind("engine", "stop", "SIGSTOP to vLLM's engine core", 2),
-    Kind("engine", "stop idle", "SIGSTOP to vLLM's engine core while it has nothing to do: the staleness gate is shut"),
+    Kind("engine", "stop idle", "SIGSTOP to vLLM's engine core while it is idle because pacing admits no samples"),
     Kind("replica", "kill", "SIGKILL to a Serve replica"),
     Kind("replica", "stop", "SIGSTOP to a Serve replica"),
     Kind("rollouter", "kill", "SIGKILL to the Rollouter", 2),
@@ -47,30 +46,30 @@ KINDS = (
     Kind("queue", "stop", "SIGSTOP to the queue actor", 2),
     Kind("store", "kill", "SIGKILL to the weight store", 2),
     Kind("store", "stop", "SIGSTOP to the weight store", 2),
-    Kind("node", "kill", "SIGKILL to the raylet of the second node; another node comes in its place"),
-    Kind("node", "stop", "SIGSTOP to the raylet of the second node; another node comes in its place"),
-    Kind("driver", "kill", "SIGKILL to the launch; it is launched again with resume=auto", ends_launch=True),
-    Kind("driver", "stop", "SIGSTOP to the launch for longer than timeouts.probe_s; nothing may be replaced over it"),
-    Kind("journal", "tear", "the tail of the journal's log is torn off, SIGKILL to the launch", ends_launch=True),
-    Kind("payload", "flip", "bits of a payload file are flipped, SIGKILL to the launch", ends_launch=True),
-    Kind("disk", "fill", "the run's disk is full until the launch has ended; then launched again", ends_launch=True),
-    Kind("reward", "raise", "the reward function raises until a call has met it, and for a while"),
-    Kind("reward", "hang", "the reward function hangs until a call has met it, and for a while"),
-    Kind("reward", "nan", "the reward function returns NaN until a call has met it, and for a while"),
+    Kind("node", "kill", "SIGKILL to the raylet of the second node, which is replaced by another node"),
+    Kind("node", "stop", "SIGSTOP to the raylet of the second node, which is replaced by another node"),
+    Kind("driver", "kill", "SIGKILL to the launch, then a launch with resume=auto", ends_launch=True),
+    Kind("driver", "stop", "SIGSTOP to the launch for longer than timeouts.probe_s; no part may be replaced"),
+    Kind("journal", "tear", "a partial frame at the end of the journal's log, SIGKILL to the launch", ends_launch=True),
+    Kind("payload", "flip", "flipped bits in a payload file, SIGKILL to the launch", ends_launch=True),
+    Kind("disk", "fill", "a full disk until the launch has ended, then a launch with resume=auto", ends_launch=True),
+    Kind("reward", "raise", "the reward function raises for some seconds, at least once"),
+    Kind("reward", "hang", "the reward function hangs for some seconds, at least once"),
+    Kind("reward", "nan", "the reward function returns NaN for some seconds, at least once"),
 )
 
 ACTORS: frozenset[Target] = frozenset({"rollouter", "trainer", "rank", "queue", "store"})
 ENGINES: frozenset[Target] = frozenset({"engine", "replica", "node"})
 FRESH_S = 5.0
-"""A replica whose last report is older is not counted on."""
+"""Older reports of replicas are ignored."""
 
 
 def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> tuple[Kind, ...]:
-    """The kinds to draw from.
+    """Return the kinds to draw from.
 
     Args:
-        targets: of these targets, or with these whole names (`engine stop`); None: all.
-        without: targets that cannot be had here.
+        targets: targets, or full names (`engine stop`); None: all.
+        without: targets that are not available.
     """
     return tuple(
         kind
@@ -80,8 +79,8 @@ def kinds(targets: Collection[str] | None, *, without: Collection[str] = ()) -> 
 
 
 def deck(available: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
-    """Kinds without end: every one comes once, in random order, before any comes again; then those of weight 2 once
-    more, so that faults of actors and engines are in the majority.
+    """Yield kinds endlessly: first each one once, in random order, then those of weight 2 once more, so that most
+    faults hit actors and engines.
     """
     rounds = range(max(kind.weight for kind in available))
     while True:
@@ -92,8 +91,8 @@ def deck(available: Sequence[Kind], rng: random.Random) -> Iterator[Kind]:
 def gap_s(
     rng: random.Random, calm_s: tuple[float, float], *, dealt: int, wanted: int | None, elapsed_s: float, limit_s: float
 ) -> float:
-    """Seconds from one recovery to the next fault: any within `calm_s`, and the least while the round is behind its
-    plan of `wanted` faults in `limit_s`.
+    """Return the seconds between a recovery and the next fault: drawn from `calm_s`, or its minimum while the round is
+    behind its plan of `wanted` faults in `limit_s`.
     """
     drawn = rng.uniform(*calm_s)
     behind = wanted is not None and elapsed_s * wanted > limit_s * dealt
@@ -102,37 +101,37 @@ def gap_s(
 
 @dataclass(slots=True)
 class Strike:
-    """A fault that was dealt, and what became of it."""
+    """An injected fault and its outcome."""
 
     number: int
     kind: Kind
     at: float
     """Wall clock."""
     pids: frozenset[int] = frozenset()
-    """What was struck, with all that dies with it."""
+    """The target processes, and those that end with them."""
     parts: frozenset[tuple[str, str]] = frozenset()
     """`(part, name)` of those processes."""
     before: RunState | None = None
     recovered_s: float | None = None
-    """Until what was struck was at work again; None: it has not been."""
+    """Seconds until the target worked again; None: it did not."""
     lived: bool = True
-    """The launch went on by itself; False of the faults that end it."""
+    """The launch continued by itself; False for faults that end it."""
     note: str = ""
     lost: tuple[str, ...] = ()
-    """What has to be done again, as the run tells it."""
+    """The work that had to be repeated, as the run reports it."""
     steps_lost: int = 0
-    """Optimizer steps that training went back by."""
+    """Optimizer steps that a rewind discarded."""
 
 
 def victims(processes: Iterable[ProcessInfo], target: Target, node_id: str = "") -> list[ProcessInfo]:
-    """Processes that a fault of `target` may strike; those of a node come all."""
+    """Return the processes that a fault of `target` may hit; for a node, all of its processes are hit."""
     if target == "node":
         return [process for process in processes if process.node_id == node_id]
     return [process for process in processes if process.part == target]
 
 
 def with_its_own(processes: Iterable[ProcessInfo], struck: ProcessInfo, before: RunState) -> list[ProcessInfo]:
-    """`struck` and what is replaced with it: a replica and its engine, the Trainer and its ranks."""
+    """Return `struck` and the processes replaced with it: a replica and its engine, the Trainer and its ranks."""
     together: dict[str, tuple[str, ...]] = {"trainer": ("trainer", "rank"), "rank": ("trainer", "rank")}
     if struck.part in together:
         return [process for process in processes if process.part in together[struck.part]]
@@ -145,7 +144,7 @@ def with_its_own(processes: Iterable[ProcessInfo], struck: ProcessInfo, before: 
 
 
 def is_idle(engine: ProcessInfo, state: RunState, since: float) -> bool:
-    """The replica of this engine has said after `since` (wall clock) that it serves and has no request."""
+    """Return whether the engine's replica has reported after `since` (wall clock) that it serves and is idle."""
     return any(
         engine.pid in report.engine_pids
         and report.reported_at > since
@@ -156,7 +155,7 @@ def is_idle(engine: ProcessInfo, state: RunState, since: float) -> bool:
 
 
 def recovered_at(strike: Strike, state: RunState) -> float | None:
-    """When what was struck was at work again, as `state` tells; None: not yet. Wall clock."""
+    """Return the wall clock at which the target worked again, according to `state`; None: not yet."""
     if state.written_at <= strike.at or state.phase not in ("running", "stopping"):
         return None
     times = [strike.at]
@@ -173,14 +172,14 @@ def recovered_at(strike: Strike, state: RunState) -> float | None:
 
 
 def driver_back_at(strike: Strike, state: RunState) -> float | None:
-    """When a driver that was stopped until `strike.at` knew again how everything stands; None: not yet. Wall clock."""
+    """Return the wall clock at which a driver stopped until `strike.at` had fresh reports again; None: not yet."""
     if state.written_at <= strike.at or state.phase != "running" or state.silent_s or state.restarting:
         return None
     return None if _replicas_back(strike, state) is None else state.written_at
 
 
 def at_work(state: RunState) -> list[ProcessInfo]:
-    """The processes of the run but for the driver, without those of replicas that have not been heard of lately."""
+    """Return the processes of the run without the driver and without replicas whose last report is old."""
     heard = [report for report in state.replicas if report.reported_at > state.written_at - FRESH_S]
     pids = {pid for report in heard for pid in (report.pid, *report.engine_pids)}
     return [
@@ -191,13 +190,13 @@ def at_work(state: RunState) -> list[ProcessInfo]:
 
 
 def replaced(before: RunState, state: RunState) -> list[str]:
-    """What has been replaced, or begun to be, between the two, and why."""
+    """Return the parts whose replacement began between the two states, with causes."""
     known = {(restart.part, restart.incarnation) for restart in before.restarts}
     return [f"{one.part}: {one.cause}" for one in state.restarts if (one.part, one.incarnation) not in known]
 
 
-def told_of_loss(strike: Strike, state: RunState) -> tuple[str, ...]:
-    """What the restarts since the strike have given back or gone back to, as they tell it."""
+def reported_losses(strike: Strike, state: RunState) -> tuple[str, ...]:
+    """Return the details of the restarts since the fault: requeued samples, rewound steps."""
     return tuple(
         f"{restart.part}: {restart.detail}"
         for restart in state.restarts
@@ -219,7 +218,7 @@ def _part_back(strike: Strike, part: str, state: RunState) -> float | None:
 
 
 def _replicas_back(strike: Strike, state: RunState) -> float | None:
-    """As many replicas as configured serve, none of them a process that was struck."""
+    """Return when as many replicas as configured served, none of them a target; None: not yet."""
     serving = [
         report
         for report in state.replicas

@@ -1,4 +1,4 @@
-"""One run under fire, from its first launch to the last check.
+"""One round: a run with faults, from its first launch to the last check.
 
 launch ─▶ at work ─▶ strike ─▶ recovered? ─▶ strike ─▶ … ─▶ Ctrl-C ─▶ launch to its end ─▶ accounts
              ▲                    │ the launch has ended
@@ -27,16 +27,16 @@ from benchmarks.chaos.watch import read_broken_calls
 
 STOP_LIMIT_S = 90.0
 FINAL_STEPS = 4
-"""Steps of the last launch, which is to end by itself."""
+"""Steps of the last launch."""
 GONE_LIMIT_S = 20.0
 RETRY_S = 2.0
-"""Until a fault is tried again that could not be dealt."""
+"""Seconds until a fault that could not be injected is tried again."""
 MAX_TRIES = 5
 OURS = (
     "::RolloutActor", "::TrainerActor", "::Rank", "::QueueActor", "::WeightStoreActor", "EngineCore", "::ServeReplica",
     "asyncrl",
 )  # fmt: skip
-"""In the titles of the run's own processes on a shared cluster."""
+"""Parts of the titles of the run's own processes on a shared cluster."""
 
 
 class ChaosHarness:
@@ -52,13 +52,13 @@ class ChaosHarness:
         self._subject = Subject(options, self.outcome, say)
 
     def run(self) -> ChaosOutcome:
-        """All of it. Nothing is left running, whatever happens."""
+        """Run the whole round. No process is left, even after an error."""
         work = self._options.work_dir
         (work / "r").mkdir(parents=True, exist_ok=True)
         os.environ.update(
             {
                 launches.MARK: self._mark,
-                # A place of its own for Ray: nobody else's cluster is found there, and nobody finds this one.
+                # Ray's own directory, so that this cluster and others do not find each other.
                 "RAY_TMPDIR": str(work / "r"),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "HF_HUB_OFFLINE": "1",
@@ -66,7 +66,7 @@ class ChaosHarness:
         )
         try:
             with ExitStack() as stack:
-                # Last of all, when nothing runs: the records outlive the disk they were on.
+                # These callbacks run in reverse: processes end, records are copied, the disk is unmounted.
                 can_fill = stack.enter_context(disk.small_disk(self._subject.disk))
                 stack.callback(self._subject.keep_records)
                 stack.callback(launches.end_marked, self._mark)
@@ -92,9 +92,9 @@ class ChaosHarness:
             without.add("node")
         available = faults.kinds(self._options.targets, without=without)
         for target in sorted(without):
-            self._say(f"no faults of the {target} here")
+            self._say(f"faults of the {target} are not available")
         if not available:
-            raise SystemExit("--parts: none of these faults can be had here")
+            raise SystemExit("--parts: none of these faults is available on this machine")
         return faults.deck(available, self._rng)
 
     # ------------------------------------------------------------------------------------------------ faults
@@ -102,7 +102,7 @@ class ChaosHarness:
     def _strike_until_done(self, kinds: Iterator[Kind]) -> None:
         self._say("launching the run")
         state = self._subject.at_work()
-        self._say(f"at work {self._now():.0f} s after the start")
+        self._say(f"training {self._now():.0f} s after the start")
         while state is not None and not self._enough():
             state = self._next(next(kinds))
         self.outcome.gave_up = state is None
@@ -122,7 +122,7 @@ class ChaosHarness:
                 continue
             self.outcome.strikes.append(strike)
             of = f"/{self._options.num_faults}" if self._options.num_faults is not None else ""
-            self._say(f"#{strike.number}{of} {kind.told}{strike.note and ': ' + strike.note}")
+            self._say(f"#{strike.number}{of} {kind.description}{strike.note and ': ' + strike.note}")
             return self._follow(strike)
         return self._subject.state() or self._subject.at_work()
 
@@ -143,14 +143,14 @@ class ChaosHarness:
         return dealt or self._now() > options.limit_s
 
     def _follow(self, strike: Strike) -> RunState | None:
-        """Until it has recovered. Returns the state then, or that of the launch that had to be started instead."""
+        """Wait for recovery. Return the state then, or that of the launch that had to be started instead."""
         given_up = steps_given_up(self._subject.run_dir)
         state = self._until_over(strike)
         strike.steps_lost = steps_given_up(self._subject.run_dir) - given_up
         if state is not None and strike.recovered_s is not None:
-            strike.lost = faults.told_of_loss(strike, state)
+            strike.lost = faults.reported_losses(strike, state)
             self._dealer.sweep()
-            self._say(f"   over after {strike.recovered_s:.1f} s{strike.note and '; ' + strike.note}")
+            self._say(f"   recovered after {strike.recovered_s:.1f} s{strike.note and '; ' + strike.note}")
             if strike.number % 10 == 0:
                 self._say_progress()
         return state
@@ -174,13 +174,13 @@ class ChaosHarness:
                 return state
             subject.look()
         strike.lived = False
-        subject.hung(f"#{strike.number} {strike.kind.name} was not got over in {limit_s:g} s")
+        subject.hung(f"#{strike.number} {strike.kind.name} did not recover within {limit_s:g} s")
         return subject.at_work()
 
     def _say_progress(self) -> None:
         times = [strike.recovered_s for strike in self.outcome.strikes if strike.recovered_s is not None]
         self._say(
-            f"== {len(self.outcome.strikes)} faults in {self._now() / 60:.0f} min, {len(times)} got over, median "
+            f"== {len(self.outcome.strikes)} faults in {self._now() / 60:.0f} min, {len(times)} recoveries, median "
             f"{statistics.median(times):.1f} s, {len(self.outcome.violations)} promises broken, "
             f"step {self._subject.last_step}"
         )
@@ -188,7 +188,7 @@ class ChaosHarness:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _end(self) -> None:
-        """Ctrl-C, and one more launch that ends by itself."""
+        """Press Ctrl-C, and launch once more to a planned end."""
         subject = self._subject
         if not subject.was_launched:
             return
@@ -197,7 +197,7 @@ class ChaosHarness:
             subject.state()
             subject.launch.interrupt()
             if (code := subject.launch.wait(STOP_LIMIT_S)) is None:
-                subject.hung(f"it did not stop within {STOP_LIMIT_S:g} s of Ctrl-C")
+                subject.hung(f"the launch did not stop within {STOP_LIMIT_S:g} s of Ctrl-C")
             elif code not in (0, 130):
                 subject.died()
                 subject.broke("an orderly end", f"after Ctrl-C the launch ended with {code}")
@@ -223,7 +223,7 @@ class ChaosHarness:
 
     def _check(self) -> None:
         subject, outcome = self._subject, self.outcome
-        self._say("checking the accounts")
+        self._say("checking the records")
         self._nothing_left()
         turns = subject.turns.turns()
         outcome.broken_calls = read_broken_calls(subject.watched)
@@ -232,12 +232,12 @@ class ChaosHarness:
         outcome.samples, outcome.num_turns = figures.samples, len(turns)
         outcome.steps, outcome.lineages = figures.steps, figures.lineages
         if accounts.counts.trained and not turns:
-            subject.broke("turns once", "no turn log was seen, so that nothing can be said of turns")
+            subject.broke("turns once", "there is no turn log, so turns cannot be checked")
         if accounts.counts.trained and not list(subject.watched.iterdir()):
             subject.broke("tokens outlive their engine", "no Rollouter has loaded the watch of its calls to replicas")
 
     def _nothing_left(self) -> None:
-        """What the run started is gone; of a shared cluster, its own processes stay."""
+        """Check that the run's processes have ended; those of a shared cluster stay."""
 
         def left() -> list[launches.psutil.Process]:
             found = launches.marked(self._mark)

@@ -1,4 +1,4 @@
-"""`asyncrl launch` in a process of its own, and every process that belongs to it, wherever it ended up."""
+"""`asyncrl launch` in its own process, and the search for all processes that belong to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 MARK = "ASYNCRL_CHAOS"
-"""Environment variable by which all processes of one harness are known, whoever their parent is now."""
+"""Environment variable that marks all processes of one harness, also after their parents have ended."""
 
 
 @dataclass
@@ -31,11 +31,11 @@ class ChaosLaunch:
         return self.process.pid
 
     def ended(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         return self.process.poll()
 
     def wait(self, limit_s: float) -> int | None:
-        """Its exit code; None: it did not end within `limit_s`."""
+        """Return the exit code; None: it did not end within `limit_s`."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -49,13 +49,13 @@ class ChaosLaunch:
         self.process.send_signal(signal.SIGINT)
 
     def tail(self, num_lines: int = 30) -> str:
-        """What it said last."""
+        """Return the end of its output."""
         lines = self.output_file.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
 
 def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str, str]) -> ChaosLaunch:
-    """Start `asyncrl launch fully_async` with these arguments; what it says goes to `output_file`."""
+    """Start `asyncrl launch fully_async` with these arguments and write its output to `output_file`."""
     with output_file.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "launch", "fully_async", *arguments],
@@ -63,22 +63,22 @@ def start(arguments: Sequence[str], output_file: Path, environment: Mapping[str,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            # Of its own group: a Ctrl-C at the harness is the harness's to hand on.
+            # In its own group: the harness forwards a Ctrl-C.
             start_new_session=True,
         )
     return ChaosLaunch(process, output_file)
 
 
 def explain(run_dir: Path, target: Path) -> None:
-    """`asyncrl why RUN`, kept in a file."""
-    told = subprocess.run(
+    """Write the output of `asyncrl why RUN` to a file."""
+    done = subprocess.run(
         [sys.executable, "-m", "asyncrl", "why", str(run_dir)], capture_output=True, text=True, timeout=60, check=False
     )
-    target.write_text(told.stdout + told.stderr, encoding="utf-8")
+    target.write_text(done.stdout + done.stderr, encoding="utf-8")
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Living processes that carry the mark in the environment that they were started with; so not this one."""
+    """Return the living processes that were started with the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -90,7 +90,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def lives(pid: int) -> bool:
-    """There is such a process, and it has not ended."""
+    """Return whether the process exists and has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -98,7 +98,7 @@ def lives(pid: int) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line, empty if it has gone."""
+    """Return the command line; empty: the process has ended."""
     try:
         return " ".join(process.cmdline()) or process.name()
     except psutil.Error:
@@ -106,7 +106,7 @@ def title(process: psutil.Process) -> str:
 
 
 def gone(find: Callable[[], Iterable[psutil.Process]], limit_s: float) -> list[str]:
-    """Wait until `find` finds none; the titles of those still there after `limit_s`."""
+    """Wait until `find` returns no process; return the titles of those that remain after `limit_s`."""
     limit = time.monotonic() + limit_s
     while True:
         left = [name for process in find() if (name := title(process))]
@@ -116,7 +116,7 @@ def gone(find: Callable[[], Iterable[psutil.Process]], limit_s: float) -> list[s
 
 
 def end_marked(mark: str) -> int:
-    """SIGKILL whatever carries the mark, until nobody does. Returns how many."""
+    """Kill marked processes until there are none, and return their number."""
     ended = 0
     for _ in range(20):
         found = marked(mark)

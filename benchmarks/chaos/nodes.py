@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, the second of which can be lost and replaced."""
+"""A Ray cluster of two nodes on this machine, whose second node can be lost and replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 SYSTEM = {"health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
-"""A lost node is noticed within seconds, not a minute."""
+"""Ray notices a lost node within seconds instead of a minute."""
 STORE_BYTES = 300 << 20
 
 
 class Nodes:
-    """The head and a second node. Ray must not be imported before this is made: it reads the environment then."""
+    """The head and a second node. Create it before Ray is imported, because the import reads the environment."""
 
     def __init__(self, cpus: int) -> None:
-        """`cpus`: logical ones of each node, one engine worker each."""
+        """`cpus`: logical CPUs of each node, one for each engine worker."""
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus
@@ -44,12 +44,12 @@ class Nodes:
         return str(self._second.node_id)
 
     def add(self) -> None:
-        """Another second node."""
+        """Add another second node."""
         self._second = self._cluster.add_node(num_cpus=self._cpus, object_store_memory=STORE_BYTES)
 
     def lose(self, number: signal.Signals) -> None:
-        """Strike the second node's raylet, and bring up another second node. A raylet that is killed is reaped, or its
-        workers would not notice; one that is stopped stays as it is, until `sweep`.
+        """Send a signal to the second node's raylet, and start another second node. A killed raylet is reaped, so that
+        its workers notice; a stopped one stays stopped until `sweep`.
         """
         raylet = self._second.all_processes["raylet"][0].process
         os.kill(raylet.pid, number)
@@ -59,7 +59,7 @@ class Nodes:
         self.add()
 
     def sweep(self) -> None:
-        """Take away what is left of lost nodes."""
+        """Remove the remaining processes of lost nodes."""
         while self._lost:
             self._cluster.remove_node(self._lost.pop(), allow_graceful=False)
 
@@ -70,7 +70,7 @@ class Nodes:
 
 @contextmanager
 def nodes(cpus: int) -> Iterator[Nodes]:
-    """A `Nodes` for the time of the block."""
+    """Run a cluster for the duration of the block."""
     both = Nodes(cpus)
     try:
         yield both

@@ -1,4 +1,4 @@
-"""What a round of chaos is asked for, and what it has seen."""
+"""The options of a round of chaos, and its observations."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ class ChaosOptions:
     limit_s: float
     """No new fault after this."""
     num_faults: int | None
-    """None: as many as there is time for."""
+    """None: as many as fit into `limit_s`."""
     targets: tuple[str, ...] | None
     """See `faults.kinds`."""
     work_dir: Path
-    """Short: Ray's sockets lie in it."""
+    """A short path, because Ray's sockets are in it."""
     replicas: int = 2
     ranks: int = 1
     two_nodes: bool = True
     calm_s: tuple[float, float] = (1.0, 12.0)
-    """From one recovery to the next fault, at least and at most."""
+    """Minimum and maximum time between a recovery and the next fault."""
     recover_limit_s: float = 240.0
-    """A fault that has not been got over by then is `hung`."""
+    """After this time without recovery, a run counts as hung."""
     start_limit_s: float = 300.0
     finish: bool = True
-    """One more launch at the end, to a planned last step."""
+    """Launch once more at the end, to a planned last step."""
     aim: bool = False
-    """The medians are held against `summary.AIM_S`."""
+    """Compare the medians with `summary.AIM_S`."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Overrides of the configuration, by key."""
+    """Configuration overrides by key."""
 
 
 @dataclass(slots=True)
 class ChaosOutcome:
-    """What the harness has seen."""
+    """The observations of the harness."""
 
     strikes: list[Strike] = field(default_factory=list)
     not_dealt: Counter[str] = field(default_factory=Counter)
-    """Why a fault that was due could not be dealt, and how often: `kind: reason`."""
+    """Number of faults that could not be injected, by `kind: reason`."""
     violations: list[Violation] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
-    """Launches that ended unasked, with what they said last."""
+    """Launches that ended unexpectedly, with the end of their output."""
     launches: int = 0
     gave_up: bool = False
-    """The run could not be brought to work any more, so that no further fault was dealt."""
+    """The run could not be restarted, so no further fault was injected."""
     wall_s: float = 0.0
     samples: dict[str, int] = field(default_factory=dict)
     steps: int = 0
@@ -59,4 +59,4 @@ class ChaosOutcome:
     """Complete turns whose versions and uniqueness were checked."""
     broken_calls: Sequence[BrokenCall] = ()
     finished: str = ""
-    """How the last launch ended."""
+    """The end of the last launch."""

@@ -1,4 +1,4 @@
-"""What a run has left on disk, as `accounts` want it. Blocking."""
+"""Read the records of a run from disk, for `accounts`. Blocking."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from trainer.trained_steps import read_trained
 
 class RunFigures(NamedTuple):
     samples: dict[str, int]
-    """By state, and of the dropped by reason."""
+    """Counts by state; of dropped samples by reason."""
     steps: int
-    """Optimizer steps taken, those that were given up included."""
+    """Optimizer steps, including those that were rewound."""
     lineages: int
 
 
 class TurnKeeper:
-    """Keeps turn logs that the run deletes once it does not need them: by a second name for the same file."""
+    """Keeps turn logs that the run deletes, by linking them under a second name."""
 
     def __init__(self, run_dir: Path, keep_in: Path) -> None:
-        """`keep_in`: on the same file system."""
+        """`keep_in`: a directory on the same file system."""
         self._run_dir = run_dir
         self._root = keep_in
         self._kept: dict[int, str] = {}
-        """By inode: a name is used again only after a new incarnation."""
+        """Names by inode: only a new incarnation uses a name again."""
 
     def look(self) -> None:
-        """Take note of the logs that are there now."""
+        """Link the logs that exist now."""
         target = self._root / SAMPLES
         with suppress(FileNotFoundError), os.scandir(self._run_dir / SAMPLES) as entries:
             for entry in entries:
@@ -51,7 +51,7 @@ class TurnKeeper:
                         self._kept[entry.inode()] = entry.name
 
     def turns(self) -> list[TurnDone]:
-        """Every turn in them, in order."""
+        """Return all of their turns, in order."""
         self.look()
         return [
             TurnDone(one.sample_id, one.key, len(one.turn.response_ids), one.turn.spans)
@@ -60,7 +60,7 @@ class TurnKeeper:
 
 
 class JournalFacts(NamedTuple):
-    """What a journal's operations say besides the samples' fates; see `Accounts`."""
+    """Values from a journal's operations other than the samples' fates; see `Accounts`."""
 
     metas: dict[SampleId, SampleMeta]
     anew: set[SampleId]
@@ -68,26 +68,26 @@ class JournalFacts(NamedTuple):
 
 
 def journal_facts(operations: Iterable[Operation]) -> JournalFacts:
-    """In the journal's order."""
-    told = JournalFacts({}, set(), [])
+    """Collect the values in the journal's order."""
+    facts = JournalFacts({}, set(), [])
     for operation in operations:
         if isinstance(operation, OfferSamples):
-            told.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
+            facts.metas.update((sample.meta.sample_id, sample.meta) for sample in operation.samples)
         elif isinstance(operation, RequeueSample):
-            told.anew.add(operation.sample_id)
+            facts.anew.add(operation.sample_id)
         elif isinstance(operation, RewindTraining):
-            told.anew.update(operation.trained_since)
-            told.rewinds.append(WeightsVersion(operation.lineage, operation.version))
-    return told
+            facts.anew.update(operation.trained_since)
+            facts.rewinds.append(WeightsVersion(operation.lineage, operation.version))
+    return facts
 
 
 def read_accounts(
     run_dir: Path, turns: Sequence[TurnDone], broken_calls: Sequence[BrokenCall]
 ) -> tuple[Accounts, RunFigures]:
-    """Of a run that has ended.
+    """Read the records of a run that has ended.
 
     Raises:
-        ConfigError: its journal is damaged, or there is none.
+        ConfigError: its journal is damaged or missing.
     """
     fates = [Fate(record.sample_id, record.state, record.reason) for record in read_samples(run_dir)]
     trained = list(read_trained(run_dir))
@@ -101,7 +101,7 @@ def read_accounts(
         steps=sum("step" in line for line in trained),
         lineages=max((line["lineage"] for line in trained), default=0) + 1,
     )
-    told = journal_facts(operation for _, operation in read_operations(run_dir))
+    facts = journal_facts(operation for _, operation in read_operations(run_dir))
     completed = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] == "completed"
     drift = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["async_training"]
     accounts = Accounts(
@@ -109,9 +109,9 @@ def read_accounts(
         counts=counts,
         trained=trained,
         turns=turns,
-        metas=told.metas,
-        generated_anew=told.anew,
-        rewinds=told.rewinds,
+        metas=facts.metas,
+        generated_anew=facts.anew,
+        rewinds=facts.rewinds,
         broken_calls=broken_calls,
         max_staleness=drift["max_staleness"] if drift["stale_action"] == "drop" else None,
         completed=completed,
@@ -120,7 +120,7 @@ def read_accounts(
 
 
 def steps_taken(run_dir: Path) -> int:
-    """The last step in the surviving model, as the Trainer's own record has it."""
+    """Return the last step in the surviving model, according to the Trainer's record."""
     step = 0
     for line in read_trained(run_dir):
         step = line["rewound_to_step"] if "rewound_to_step" in line else line["step"]
@@ -128,7 +128,7 @@ def steps_taken(run_dir: Path) -> int:
 
 
 def steps_given_up(run_dir: Path) -> int:
-    """Optimizer steps that rewinds have taken back, in all."""
+    """Return the number of optimizer steps that all rewinds have discarded."""
     step = given_up = 0
     for line in read_trained(run_dir):
         if "rewound_to_step" in line:

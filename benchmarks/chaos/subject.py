@@ -1,6 +1,4 @@
-"""The run that is struck: launch after launch of it, looked at as anybody could, through `state.json`, exit codes and
-process ids.
-"""
+"""The run under test: its launches, observed from outside through `state.json`, exit codes and process ids."""
 
 from __future__ import annotations
 
@@ -20,32 +18,32 @@ from benchmarks.chaos.records import TurnKeeper
 
 POLL_S = 0.25
 MAX_DEATHS = 5
-"""Launches in a row that end unasked before they are at work: the run is given up."""
+"""After so many consecutive launches that end before they train, the run is abandoned."""
 
 
 class Subject:
-    """The run, and what is held against it: what it breaks goes into the outcome."""
+    """The run under test; broken promises are added to the outcome."""
 
     def __init__(self, options: ChaosOptions, outcome: ChaosOutcome, say: Callable[[str], None]) -> None:
         self._options = options
         self._outcome = outcome
         self._say = say
         self.disk = options.work_dir / "disk"
-        """The file system that the run is on, and nothing else."""
+        """The file system of the run alone."""
         self.run_dir = self.disk / "run"
         self.reward_file = options.work_dir / "reward.py"
         self.watched = options.work_dir / "watched"
-        """See `watch`."""
+        """Directory of the records of `watch`."""
         self.address: str | None = None
-        """Of the Ray cluster; None: the launch has one of its own."""
+        """Address of the Ray cluster; None: the launch starts its own."""
         self.turns = TurnKeeper(self.run_dir, self.disk / "turns")
         self.last_step = 0
-        """The highest that any launch has told."""
+        """The highest step of any launch."""
         self._config_file = options.work_dir / "config.yaml"
         self._launch: ChaosLaunch | None = None
 
     def prepare(self) -> None:
-        """Write what a launch needs."""
+        """Write the files that a launch needs."""
         options = self._options
         self.watched.mkdir(parents=True, exist_ok=True)
         task.write_reward(self.reward_file, self.watched)
@@ -55,7 +53,7 @@ class Subject:
         task.write_configuration(self._config_file, content)
 
     def start(self, *overrides: str) -> None:
-        """Launch it, with resume=auto."""
+        """Launch the run with resume=auto."""
         number = self._outcome.launches = self._outcome.launches + 1
         settings = [f"{key}={value}" for key, value in self._options.settings.items()]
         address = [f"ray.address={self.address}"] if self.address is not None else []
@@ -64,7 +62,7 @@ class Subject:
 
     @property
     def launch(self) -> ChaosLaunch:
-        """The present one, or the last."""
+        """The current launch, or the last one."""
         assert self._launch is not None
         return self._launch
 
@@ -73,7 +71,7 @@ class Subject:
         return self._launch is not None
 
     def state(self) -> RunState | None:
-        """What the present launch has told last."""
+        """Return the last state of the current launch; None: it has written none."""
         with suppress(AsyncRLError):
             state = read_state(self.run_dir)
             if state is not None and state.pid == self.launch.pid:
@@ -82,21 +80,21 @@ class Subject:
         return None
 
     def look(self) -> None:
-        """Wait for a moment, and take note of what will be gone later."""
+        """Wait for a moment, and keep files that the run deletes later."""
         self.turns.look()
         time.sleep(POLL_S)
 
     def at_work(self) -> RunState | None:
-        """Launch it and wait until it trains. None: it could not be brought to it."""
+        """Launch the run and wait until it trains. None: it does not."""
         for _ in range(MAX_DEATHS):
             self.start()
             if (state := self._until_at_work()) is not None:
                 return state
-        self.broke("no hang", f"{MAX_DEATHS} launches in a row did not get to work")
+        self.broke("no hang", f"{MAX_DEATHS} consecutive launches did not start to train")
         return None
 
     def calm(self, seconds: float) -> bool:
-        """Let the run be for so long. False: the launch has ended."""
+        """Wait without a fault. False: the launch has ended."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if self.launch.ended() is not None:
@@ -118,33 +116,33 @@ class Subject:
                 if state.step > first_step:
                     return state
             self.look()
-        self.hung(f"the launch was not at work {self._options.start_limit_s:g} s after its start")
+        self.hung(f"the launch did not train within {self._options.start_limit_s:g} s of its start")
         return None
 
     # ------------------------------------------------------------------------------------------------ broken promises
 
     def died(self) -> None:
-        """A launch has ended unasked, which a fault of one part must not bring about."""
-        told = f"launch {self._outcome.launches} ended with {self.launch.ended()}:\n{self.launch.tail()}"
-        self._outcome.deaths.append(told)
-        self.broke("the rest lives on", f"launch {self._outcome.launches} ended unasked")
-        self._say(f"   {told}")
+        """Record that a launch has ended unexpectedly, which a fault of one part must not cause."""
+        details = f"launch {self._outcome.launches} ended with {self.launch.ended()}:\n{self.launch.tail()}"
+        self._outcome.deaths.append(details)
+        self.broke("the rest lives on", f"launch {self._outcome.launches} ended unexpectedly")
+        self._say(f"   {details}")
 
-    def hung(self, told: str) -> None:
-        """Nothing moves: say why, and end it."""
+    def hung(self, details: str) -> None:
+        """Record a hang with the output of `asyncrl why`, and kill the launch."""
         target = self._options.work_dir / f"why-{self._outcome.launches}.txt"
         with suppress(OSError, ValueError):
             launches.explain(self.run_dir, target)
-        self.broke("no hang", f"{told}; see {target.name}")
+        self.broke("no hang", f"{details}; see {target.name}")
         if self.launch.ended() is None:
             self.launch.kill()
 
-    def broke(self, promise: str, told: str) -> None:
-        self._outcome.violations.append(Violation(promise, told))
-        self._say(f"   BROKEN: {promise}: {told}")
+    def broke(self, promise: str, details: str) -> None:
+        self._outcome.violations.append(Violation(promise, details))
+        self._say(f"   BROKEN: {promise}: {details}")
 
     def keep_records(self) -> Path:
-        """Off the disk that goes away, without checkpoints."""
+        """Copy the records, without checkpoints, from the disk that will be unmounted."""
         target = self._options.work_dir / "run"
         if self.run_dir.exists():
             shutil.copytree(

@@ -1,4 +1,4 @@
-"""What a round of chaos came to: tables for people, JSON for whoever compares rounds."""
+"""The result of a round of chaos, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.console import Console
 from benchmarks.chaos.accounts import BrokenCall
 from benchmarks.chaos.faults import ACTORS, ENGINES, KINDS, Kind, Strike
 from benchmarks.chaos.outcome import ChaosOptions, ChaosOutcome
-from benchmarks.report import report
+from benchmarks.report import report, write_json
 
 Group = Literal["actors", "engines", "launches", "drivers", "rewards"]
 Verdict = Literal["kept", "broken", "short", "slow"]
 
-AIM = "none lost, none doubled, none hung; median recovery under 20 s for an actor and 60 s for an engine, on two cores"
+AIM = "no sample lost or doubled, no hang; median recovery under 20 s (actors) and 60 s (engines) on two cores"
 AIM_S: dict[Group, float] = {"actors": 20.0, "engines": 60.0}
 ENOUGH = 5
-"""Faults of a group from which on its median says something."""
+"""Faults of a group for which its median is judged."""
 GROUPS: tuple[Group, ...] = ("actors", "engines", "launches", "drivers", "rewards")
-"""What can be compared: a launch that follows one that has ended, or a driver that goes on after it was stopped."""
+"""Groups of comparable recoveries; `launches`: faults that end a launch, `drivers`: a stopped driver."""
 BOUNDS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 BAR_CELLS = 40
 
 
 def report_outcome(outcome: ChaosOutcome, options: ChaosOptions, json_path: Path | None) -> bool:
-    """Print the tables and write the JSON. Returns whether the round has shown what was asked of it."""
+    """Print the tables, write the JSON, and return whether the round passed."""
     found, why = verdict(outcome, options)
     strikes = outcome.strikes
     unasked = [strike for strike in strikes if not strike.lived and not strike.kind.ends_launch]
@@ -56,7 +56,7 @@ def report_outcome(outcome: ChaosOutcome, options: ChaosOptions, json_path: Path
         turns_checked=outcome.num_turns,
         broken_calls=tokens_of(outcome.broken_calls),
         wall_s=outcome.wall_s,
-        violations=_told(outcome),
+        violations=_broken(outcome),
         verdict=found,
     )
     console = Console(highlight=False)
@@ -64,27 +64,26 @@ def report_outcome(outcome: ChaosOutcome, options: ChaosOptions, json_path: Path
         console.print(line, markup=False)
     for line in why:
         console.print(f"FAILED: {line}", markup=False)
-    if json_path is not None:  # with what is too long for people
-        told = json.loads(json_path.read_text(encoding="utf-8"))
-        told |= {"groups": groups, "each": each(strikes, outcome.broken_calls), "deaths": outcome.deaths}
-        told["failed"] = why
-        json_path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    if json_path is not None:  # with details that are too long for the console
+        result = json.loads(json_path.read_text(encoding="utf-8"))
+        result |= {"groups": groups, "each": each(strikes, outcome.broken_calls), "deaths": outcome.deaths}
+        write_json(json_path, result | {"failed": why})
     return found == "kept"
 
 
 def verdict(outcome: ChaosOutcome, options: ChaosOptions) -> tuple[Verdict, list[str]]:
-    """What the round has come to, and why it is not `kept`, in sentences.
+    """Return the verdict, and the reasons why it is not `kept`.
 
-    `broken`: a promise was. `short`: fewer faults than asked for were dealt, or none. `slow`: the aims were to be held
-    and were not, or no group had faults enough to judge. Of several the first; the sentences are of all.
+    `broken`: a promise was broken. `short`: fewer faults than requested were injected, or none. `slow`: with --aim, an
+    aim was missed, or no group had enough faults. The first one that applies is returned, with the reasons of all.
     """
-    broken, short, slow = _told(outcome), _short(outcome, options), _slow(outcome.strikes) if options.aim else []
+    broken, short, slow = _broken(outcome), _short(outcome, options), _slow(outcome.strikes) if options.aim else []
     found: Verdict = "broken" if broken else "short" if short else "slow" if slow else "kept"
     return found, [*broken, *short, *slow]
 
 
-def _told(outcome: ChaosOutcome) -> list[str]:
-    return [f"{violation.promise}: {violation.told}" for violation in outcome.violations]
+def _broken(outcome: ChaosOutcome) -> list[str]:
+    return [f"{violation.promise}: {violation.details}" for violation in outcome.violations]
 
 
 def _short(outcome: ChaosOutcome, options: ChaosOptions) -> list[str]:
@@ -92,10 +91,10 @@ def _short(outcome: ChaosOutcome, options: ChaosOptions) -> list[str]:
     if dealt and (options.num_faults is None or dealt >= options.num_faults):
         return []
     limit = f"the limit of {options.limit_s / 60:g} minutes (--minutes) was reached"
-    why = "the run could not be brought to work any more" if outcome.gave_up else limit
+    why = "the run could not be restarted" if outcome.gave_up else limit
     if not dealt:
-        return [f"no fault was dealt, so that nothing was put to the test: {why}"]
-    return [f"{dealt} of {options.num_faults} faults (--faults) were dealt: {why}"]
+        return [f"no fault was injected, so nothing was tested: {why}"]
+    return [f"{dealt} of {options.num_faults} faults (--faults) were injected: {why}"]
 
 
 def _slow(strikes: Sequence[Strike]) -> list[str]:
@@ -104,14 +103,14 @@ def _slow(strikes: Sequence[Strike]) -> list[str]:
         return [f"the aims cannot be judged (--aim): neither {' nor '.join(AIM_S)} had {ENOUGH} faults"]
     return [
         f"median recovery of {name} was not under {AIM_S[name]:g} s (--aim): of {group['dealt']} faults "
-        f"{group['not_recovered']} were never got over, the others with a median of {group['median_s']} s"
+        f"{group['not_recovered']} did not recover, and the others have a median of {group['median_s']} s"
         for name, group in groups.items()
         if met.get(name) is False
     ]
 
 
 def group_of(kind: Kind) -> Group:
-    """The one of `GROUPS` that faults of this kind count to."""
+    """Return the one of `GROUPS` to which faults of this kind belong."""
     if kind.ends_launch:
         return "launches"
     if kind.target == "driver":
@@ -143,7 +142,7 @@ def rows(strikes: Sequence[Strike]) -> list[dict[str, Any]]:
 
 
 def by_group(strikes: Sequence[Strike]) -> dict[Group, dict[str, Any]]:
-    """Of each group: faults dealt, those not recovered from, seconds of the others (None: there are none)."""
+    """Return, by group, the faults, those without recovery, and the seconds of the others (None: no others)."""
     found: dict[Group, dict[str, Any]] = {}
     for name in GROUPS:
         dealt = [strike for strike in strikes if group_of(strike.kind) == name]
@@ -158,8 +157,8 @@ def by_group(strikes: Sequence[Strike]) -> dict[Group, dict[str, Any]]:
 
 
 def aim_met(strikes: Sequence[Strike]) -> dict[Group, bool | None]:
-    """Of each group with an aim, whether the median of its recoveries is within it, those that never came counted as
-    infinitely long. None: fewer than `ENOUGH` faults of it were dealt, so that its median says nothing."""
+    """Return, by group with an aim, whether its median recovery meets the aim; a fault without recovery counts as
+    infinitely long. None: the group has fewer than `ENOUGH` faults."""
     met: dict[Group, bool | None] = {}
     for name, aim_s in AIM_S.items():
         dealt = [strike for strike in strikes if group_of(strike.kind) == name]
@@ -169,7 +168,7 @@ def aim_met(strikes: Sequence[Strike]) -> dict[Group, bool | None]:
 
 
 def histogram(strikes: Sequence[Strike]) -> list[str]:
-    """How long recovery took, by group, as lines of text."""
+    """Return histograms of the recovery times by group, as lines of text."""
     lines = []
     for name in GROUPS:
         dealt = [strike for strike in strikes if group_of(strike.kind) == name]
@@ -187,18 +186,18 @@ def histogram(strikes: Sequence[Strike]) -> list[str]:
 
 
 def tokens_of(calls: Sequence[BrokenCall]) -> dict[str, int]:
-    """Of responses whose replica failed while they were made: how many, how many tokens they had by then, and how many
-    of these are in complete responses. The rest went with the Rollouter, or with samples that were dropped."""
-    whole = [call for call in calls if call.turn is not None and call.turn[: len(call.told)] == call.told]
+    """Return the number of responses whose replica failed, of the tokens they had then, and of those tokens that are
+    in complete responses. The other tokens were lost with the Rollouter or with dropped samples."""
+    whole = [call for call in calls if call.turn is not None and call.turn[: len(call.received)] == call.received]
     return {
         "responses": len(calls),
-        "tokens_told": sum(len(call.told) for call in calls),
-        "tokens_kept": sum(len(call.told) for call in whole),
+        "tokens_told": sum(len(call.received) for call in calls),
+        "tokens_kept": sum(len(call.received) for call in whole),
     }
 
 
 def each(strikes: Sequence[Strike], calls: Sequence[BrokenCall]) -> list[dict[str, Any]]:
-    """Every fault, as plain values. Broken calls count to the fault before them."""
+    """Return every fault as plain values; broken calls belong to the fault before them."""
     found = []
     ends = [*(strike.at for strike in strikes[1:]), float("inf")]
     for strike, end in zip(strikes, ends, strict=False):

@@ -1,4 +1,4 @@
-"""What the run does that is struck: the quickstart in small, and a reward function that goes wrong when told to."""
+"""The configuration of the run under test, and a reward function that fails on demand."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import yaml
 
 REWARD_TIMEOUT_S = 2.0
 WRONG_S = 4.0
-"""How long the reward function goes wrong when it is told to."""
+"""Seconds for which the reward function fails."""
 PROBE_S = 10.0
 """`timeouts.probe_s` of the run."""
 MAX_STALENESS = 4
 
 REWARD = '''\
-"""Exact match, which goes wrong while the file beside it says so: {"how": "raise" | "hang" | "nan", "until": time}.
+"""Exact match that fails as the JSON file beside it demands: {"how": "raise" | "hang" | "nan", "until": time}.
 
-Each call that did leaves a byte in the other file beside it.
+Each failed call appends a byte to the `.met` file beside it.
 """
 
 import json
@@ -36,12 +36,12 @@ def score(data_source, solution_str, ground_truth, extra_info):
         orders = json.loads(ORDERS.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         orders = {"until": 0.0}
-    # One in four: the rest of the run goes on.
+    # One call in four fails, so that the run continues.
     if time.time() < orders["until"] and hash(solution_str) % 4 == 0:
         with MET.open("ab") as met:
             met.write(b".")
         if orders["how"] == "raise":
-            raise RuntimeError("told to")
+            raise RuntimeError("a planned failure")
         if orders["how"] == "nan":
             return float("nan")
         time.sleep(orders["hang_s"])
@@ -49,7 +49,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 '''
 WATCHED = """
 
-# What replicas tell, and what becomes of it when one fails, is written down in the process that loads this.
+# Records the tokens from replicas that fail, in the process that loads this module.
 import sys  # noqa: E402
 
 sys.path.insert(0, {root!r})
@@ -60,7 +60,7 @@ watch.install(Path({directory!r}))
 
 
 def go_wrong(reward_file: Path, how: str) -> float:
-    """Tell the reward function to go wrong for `WRONG_S`. Returns the wall clock at which it is well again."""
+    """Make the reward function fail for `WRONG_S`, and return the wall clock at which it works again."""
     until = time.time() + WRONG_S
     orders = {"how": how, "until": until, "hang_s": REWARD_TIMEOUT_S + 3.0}
     temporary = reward_file.with_suffix(".tmp")
@@ -70,13 +70,13 @@ def go_wrong(reward_file: Path, how: str) -> float:
 
 
 def num_met(reward_file: Path) -> int:
-    """Calls so far in which the reward function has gone wrong."""
+    """Return the number of failed calls of the reward function."""
     met = reward_file.with_suffix(".met")
     return met.stat().st_size if met.exists() else 0
 
 
 def write_reward(path: Path, watched: Path | None = None) -> None:
-    """`watched`: where the process that loads it writes down what `watch` sees; None: it watches nothing."""
+    """Write the reward module; `watched`: directory of the records of `watch`, None: nothing is watched."""
     text = REWARD
     if watched is not None:
         text += WATCHED.format(root=str(Path(__file__).parents[2]), directory=str(watched))
@@ -84,7 +84,7 @@ def write_reward(path: Path, watched: Path | None = None) -> None:
 
 
 def configuration(reward_file: Path, *, replicas: int, ranks: int, seed: int) -> Mapping[str, Any]:
-    """The quickstart with small steps, frequent checkpoints, short deadlines and no end of restarts."""
+    """Return the quickstart with small steps, frequent checkpoints, short timeouts and almost unlimited restarts."""
     return {
         "defaults": ["quickstart"],
         "experiment_name": "chaos",

@@ -1,10 +1,10 @@
-"""Written down between the client and the replicas: what was told of each response when a call failed, and what became
-of it. The reward module loads this into the Rollouter's process; the run itself knows nothing of it.
+"""Records, between the client and the replicas, the tokens of each response whose call failed, and its outcome. The
+reward module loads this into the Rollouter's process, without the run's knowledge.
 
-    a call fails            {"request": name, "at": wall clock, "told": tokens}
-    it is asked for again   {"request": name, "asked": tokens sent along}
-    it is complete          {"request": name, "turn": tokens}
-    it is given up          {"request": name, "turn": null}
+    a call fails               {"request": name, "at": wall clock, "received": tokens}
+    the next attempt begins    {"request": name, "resumed": tokens that were sent with it}
+    the response is complete   {"request": name, "turn": tokens}
+    the response is abandoned  {"request": name, "turn": null}
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.chaos.accounts import BrokenCall
 from rollouter.serving.client import EventBatch, ReplicaStream
 
 Line = Mapping[str, Any]
-"""See the module."""
+"""A line as in the module's docstring."""
 
 
 def install(directory: Path) -> None:
@@ -32,7 +32,7 @@ def install(directory: Path) -> None:
     from rollouter.serving.fleet import ServeFleet
 
     path = directory / f"{os.getpid()}.jsonl"
-    path.touch()  # so that it can be seen that somebody watches
+    path.touch()  # shows that this process is watched
 
     def put(line: Line) -> None:
         with path.open("a", encoding="utf-8") as file:
@@ -54,39 +54,39 @@ def install(directory: Path) -> None:
 
 
 class CallWatch:
-    """Of one process."""
+    """Watches the calls of one process."""
 
     def __init__(self, put: Callable[[Line], None]) -> None:
-        """`put`: writes down a line; they are of responses only of which a call has failed."""
+        """`put`: records a line; only responses with a failed call have lines."""
         self._put = put
         self._broken: set[str] = set()
-        """Responses that are not complete since a call failed."""
+        """Responses with a failed call that are not complete yet."""
 
     async def calling(self, call: ReplicaStream, requests: Sequence[GenerateRequest]) -> ReplicaStream:
-        """`call`, with what it tells noted."""
-        # The client gives every try an id of its own.
+        """Return the events of `call`, and record a failure."""
+        # The client gives every attempt its own id.
         names = [request.request_id.rpartition("-")[0] for request in requests]
         have = [_tokens(request.so_far) for request in requests]
         for name, ids in zip(names, have, strict=True):
             if name in self._broken:
-                self._put({"request": name, "asked": list(ids)})
+                self._put({"request": name, "resumed": list(ids)})
         async with aclosing(call):
             try:
-                async for news in call:
-                    for piece in () if isinstance(news, (Accepted, EventBatch)) else news:
-                        have[piece.number] += _tokens(piece.turn)
-                    yield news
+                async for event in call:
+                    for delta in () if isinstance(event, (Accepted, EventBatch)) else event:
+                        have[delta.number] += _tokens(delta.turn)
+                    yield event
             except InfraError:
                 at = time.time()
                 for name, ids in zip(names, have, strict=True):
-                    self._put({"request": name, "at": at, "told": ids})
+                    self._put({"request": name, "at": at, "received": ids})
                 self._broken.update(names)
                 raise
 
     async def generating(
         self, events: AsyncGenerator[GenerationEvent, None], requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """`events` of a whole generate call, with its turns noted, or that it was given up."""
+        """Return the events of a whole generate call, and record its turns, or that it was abandoned."""
         turns: dict[str, list[int] | None] = {
             request.request_id: None if request.so_far is None else _tokens(request.so_far) for request in requests
         }
@@ -109,28 +109,28 @@ class CallWatch:
 
 
 def read_broken_calls(directory: Path) -> list[BrokenCall]:
-    """What the watches of all Rollouters have written down. Blocking."""
+    """Return the records of all Rollouters. Blocking."""
     found: list[BrokenCall] = []
     for path in sorted(directory.glob("*.jsonl")):
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # The last line is not whole if its process was killed while it wrote.
+        # The last line is torn if its process was killed while it wrote.
         found += broken_calls(json.loads(text) for text in texts if text.endswith("\n"))
     return found
 
 
 def broken_calls(lines: Iterable[Line]) -> list[BrokenCall]:
-    """What one watch has seen. A response that was hit twice is there twice."""
+    """Return the broken calls of one process; a response with two failures appears twice."""
     found: list[BrokenCall] = []
     hits: dict[str, list[int]] = {}
     for line in lines:
-        of = hits.setdefault(line["request"], [])
-        if "told" in line:
-            of.append(len(found))
-            found.append(BrokenCall(line["request"], tuple(line["told"]), at=line["at"]))
-        elif "asked" in line:
-            # Of a later try, which no crash preceded (a weight sync), there may be more tokens.
-            if of and found[of[-1]].asked is None:
-                found[of[-1]] = found[of[-1]]._replace(asked=tuple(line["asked"]))
+        numbers = hits.setdefault(line["request"], [])
+        if "received" in line:
+            numbers.append(len(found))
+            found.append(BrokenCall(line["request"], tuple(line["received"]), at=line["at"]))
+        elif "resumed" in line:
+            # A later attempt after a weight sync, without a crash, may have more tokens.
+            if numbers and found[numbers[-1]].resumed is None:
+                found[numbers[-1]] = found[numbers[-1]]._replace(resumed=tuple(line["resumed"]))
         else:
             for number in hits.pop(line["request"]):
                 turn = None if line["turn"] is None else tuple(line["turn"])

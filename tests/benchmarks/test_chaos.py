@@ -1,4 +1,4 @@
-"""The chaos harness where it needs no run: broken promises are found, faults are dealt and judged, logs are torn."""
+"""Tests of the chaos harness without a run: broken promises, faults and recoveries, damaged files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def turn(index: int, place: int, *spans: tuple[int, int]) -> TurnDone:
 
 
 def good() -> Accounts:
-    """Four samples: 1 to 3 trained, after 2 and 3 were trained in vain once; 4 dropped."""
+    """Four samples: 1 to 3 trained, 2 and 3 of them again after a rewind; 4 dropped."""
     return Accounts(
         fates=[*(Fate(sample_id, "trained") for sample_id in ids(1, 2, 3)), Fate(SampleId(0, 4), "dropped", "failed")],
         counts=SampleCounts(fed=4, trained=3, dropped={"failed": 1, "stale": 0}),
@@ -95,7 +95,7 @@ def test_rewound_steps_are_not_in_the_surviving_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planted", "promise", "told"),
+    ("planted", "promise", "details"),
     [
         ({"trained": [step(1, 1), step(2, 2, 3), step(3, 2)]}, "trained once", "sample_0_2"),
         ({"trained": [step(1, 1), step(2, 2)]}, "nothing lost", "sample_0_3"),
@@ -128,7 +128,7 @@ def test_rewound_steps_are_not_in_the_surviving_model() -> None:
         ({"turns": [turn(1, 0, (1, 0))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (4, 1))]}, "spans in order", "sample_0_1/0"),
         ({"turns": [turn(1, 0, (0, 0), (2, 0))], "rewinds": []}, "spans in order", "sample_0_1/0"),
-        ({"broken_calls": [BrokenCall("x/0", (7, 8), ())]}, "tokens outlive their engine", "2 tokens told, 0 kept"),
+        ({"broken_calls": [BrokenCall("x/0", (7, 8), ())]}, "tokens outlive their engine", "2 tokens received, 0 kept"),
         (
             {"broken_calls": [BrokenCall("x/0", (7, 8), None, (7, 9, 8))]},
             "tokens outlive their engine",
@@ -136,10 +136,10 @@ def test_rewound_steps_are_not_in_the_surviving_model() -> None:
         ),
     ],
 )
-def test_a_broken_promise_is_found_and_named(planted: Mapping[str, Any], promise: str, told: str) -> None:
+def test_a_broken_promise_is_found_and_named(planted: Mapping[str, Any], promise: str, details: str) -> None:
     found = [one for one in violations(replace(good(), **planted)) if one.promise == promise]
     assert found, violations(replace(good(), **planted))
-    assert told in found[0].told
+    assert details in found[0].details
 
 
 def test_a_lost_payload_may_be_generated_again() -> None:
@@ -161,8 +161,8 @@ def noted() -> tuple[Callable[[Any], None], list[Any]]:
     return lines.append, lines
 
 
-async def call(*told: Accepted | Delta, error: Exception | None = None) -> ReplicaStream:
-    for one in told:
+async def call(*events: Accepted | Delta, error: Exception | None = None) -> ReplicaStream:
+    for one in events:
         yield one if isinstance(one, Accepted) else [one]
     if error is not None:
         raise error
@@ -197,7 +197,7 @@ async def test_tokens_reported_before_a_crash_are_compared_with_the_final_turn()
 async def test_an_abandoned_call_owes_no_tokens(tmp_path: Path) -> None:
     put, lines = noted()
     watch = CallWatch(put)
-    for _ in range(2):  # fed again, its payload lost: under the same name
+    for _ in range(2):  # requeued under the same name
         with pytest.raises(InfraError):
             died = call(Accepted("replica-0"), Delta(0, make_turn(3, 2), False), error=InfraError("gone"))
             async for _ in watch.calling(died, [request("a/0-1")]):
@@ -281,7 +281,7 @@ def test_most_faults_hit_actors_and_engines() -> None:
 
 
 def test_a_hundred_faults_fit_into_a_planned_round() -> None:
-    """With the recoveries that two quiet cores take, in seconds."""
+    """Uses the recovery times in seconds of two idle cores."""
     takes: dict[str, float] = {
         **dict.fromkeys(faults.ACTORS, 15.0), **dict.fromkeys(faults.ENGINES, 55.0),
         **dict.fromkeys({kind.target for kind in KINDS if kind.ends_launch}, 70.0), "reward": 12.0,
@@ -312,7 +312,7 @@ def test_an_engine_is_idle_once_its_replica_reports_no_requests() -> None:
     dry, other = replica("a", 6, 7, at=20.0), replica("b", 66, 77, at=20.0)
     busy = replace(dry, in_flight=1)
     assert not faults.is_idle(engine, running(21.0, replicas=(busy, other)), since=10.0)
-    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), "it says so of an earlier time"
+    assert not faults.is_idle(engine, running(21.0, replicas=(dry,)), since=20.5), "an earlier report"
     assert faults.is_idle(engine, running(21.0, replicas=(dry,)), since=10.0)
 
 
@@ -332,7 +332,7 @@ def test_parts_that_are_replaced_together_count_as_one() -> None:
 def test_an_actor_has_recovered_once_its_successor_works() -> None:
     strike = struck("trainer kill", "trainer", "rank")
     begun = Restart("trainer", 2, 11.0, "killed")
-    assert faults.recovered_at(strike, running(10.2)) is None, "told before the strike"
+    assert faults.recovered_at(strike, running(10.2)) is None, "written before the fault"
     assert faults.recovered_at(strike, running(11.0)) is None, "the old process is still listed"
     new = moved(running(0.0), trainer=44, rank=55)
     assert faults.recovered_at(strike, running(12.0, processes=new, restarts=(begun,))) is None
@@ -350,7 +350,7 @@ def test_the_queue_has_recovered_once_its_successor_answers() -> None:
 
 def test_an_engine_has_recovered_once_enough_replicas_serve() -> None:
     strike = struck("engine kill", "replica", "engine")
-    assert faults.recovered_at(strike, running(12.0)) is None, "its last report is of the old engine"
+    assert faults.recovered_at(strike, running(12.0)) is None, "the last report is that of the old engine"
     coming = replica("b", 66, 77, at=20.0, phase="starting")
     assert faults.recovered_at(strike, running(20.0, replicas=(coming,))) is None
     up = replica("b", 66, 77, at=30.0)
@@ -361,7 +361,7 @@ def test_an_engine_has_recovered_once_enough_replicas_serve() -> None:
 def test_a_stopped_driver_has_recovered_once_it_knows_every_part() -> None:
     strike = struck("driver stop", "driver")
     stale = (replica("a", 6, 7, at=10.2),)
-    assert faults.driver_back_at(strike, running(10.2)) is None, "told before it went on"
+    assert faults.driver_back_at(strike, running(10.2)) is None, "written before it continued"
     assert faults.driver_back_at(strike, running(12.0, replicas=stale)) is None
     assert faults.driver_back_at(strike, running(12.0, silent_s={"queue": 9.0})) is None
     assert faults.driver_back_at(strike, running(12.0, restarting={"trainer": 11.0})) is None

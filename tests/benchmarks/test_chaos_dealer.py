@@ -1,4 +1,4 @@
-"""How the chaos harness deals what takes more than a signal, with plain processes in the place of a run's."""
+"""Tests of faults that need more than a signal, with plain processes instead of a run's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS = ("driver", "queue", "rollouter", "trainer")
 
 
 class Standing(Subject):
-    """A run that is at work, and stays so."""
+    """A run that trains until the test ends."""
 
     def __init__(self, path: Path, outcome: ChaosOutcome, processes: dict[str, subprocess.Popen[bytes]]) -> None:
         super().__init__(ChaosOptions(0, 60.0, None, None, path), outcome, lambda line: None)
@@ -37,7 +37,7 @@ class Standing(Subject):
         self._processes = processes
         self._standing = ChaosLaunch(processes["driver"], path / "launch.txt")
         self.was_stopped: set[str] = set()
-        """Parts that were seen to be."""
+        """Parts that have been seen in this state."""
 
     @property
     def launch(self) -> ChaosLaunch:
@@ -51,7 +51,7 @@ class Standing(Subject):
         )
 
     def look(self) -> None:
-        """Until somebody is seen to be stopped: on a busy machine that takes a while."""
+        """Wait until a process is seen to be stopped, which takes a while on a busy machine."""
         limit = time.monotonic() + LIMIT_S
         while not self.was_stopped and time.monotonic() < limit:
             time.sleep(0.01)
@@ -114,7 +114,7 @@ def test_the_journal_writer_is_killed_before_its_journal_is_torn(
     connection.close()
     assert "journal.db-wal" in strike.note and not strike.lived
     assert [processes[part].wait(LIMIT_S) for part in ("driver", "queue", "rollouter")] == [-signal.SIGKILL] * 3
-    assert lives(processes["trainer"].pid), "the launch's end is its end, not the fault"
+    assert lives(processes["trainer"].pid), "the Trainer ends with the launch, not by the fault"
 
 
 def test_no_process_stays_stopped_when_the_journal_writer_has_gone(
@@ -131,7 +131,7 @@ def test_no_process_stays_stopped_when_the_journal_writer_has_gone(
 
 
 def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
-    """A driver was stopped, and goes on. The last is a state that it tells after everything is settled."""
+    """Stop a driver. The last value is a state that it writes after all probes are answered."""
     by = dealer(subject)
     began = time.time()
     strike = by.deal(kind("driver stop"), 1)
@@ -142,7 +142,7 @@ def stopped(subject: Standing) -> tuple[Dealer, Strike, RunState]:
 
 
 def over(by: Dealer, strike: Strike, settled: RunState, **changes: Any) -> float | None:
-    """What is made of a state that comes soon, and then of the settled one."""
+    """Judge a state that the driver writes soon, and then the settled one."""
     assert by.over(strike, replace(settled, written_at=strike.at + PROBE_S / 2, **changes)) is None, "it may yet come"
     return by.over(strike, replace(settled, **changes))
 
@@ -160,7 +160,7 @@ def test_a_replacement_after_a_stopped_driver_is_a_broken_promise(subject: Stand
     assert over(by, strike, settled, restarts=(restart,)) is not None
     (found,) = subject.outcome.violations
     assert found.promise == "nothing is replaced for a driver that was stopped"
-    assert "trainer: it did not answer" in found.told
+    assert "trainer: it did not answer" in found.details
 
 
 def test_an_unreported_kill_after_a_stopped_driver_is_found(
@@ -171,4 +171,4 @@ def test_an_unreported_kill_after_a_stopped_driver_is_found(
     processes["queue"].wait()
     assert over(by, strike, settled) is not None
     (found,) = subject.outcome.violations
-    assert f"queue (pid {processes['queue'].pid}) is gone" in found.told
+    assert f"queue (pid {processes['queue'].pid}) is gone" in found.details

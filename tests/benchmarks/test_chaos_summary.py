@@ -1,4 +1,4 @@
-"""What a round of chaos comes to: its figures, its verdict, its exit code."""
+"""Tests of a round's result: its figures, its verdict, its exit code."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def test_every_fault_is_listed_with_its_cost() -> None:
         BrokenCall("b/0", (7,), None, None, at=402.0),
         BrokenCall("c/0", (7,), None, None, at=99.0),
     ]
-    told = {one["fault"]: one for one in summary.each(round_of_five(), calls)}
-    assert told["trainer kill"]["lost"]["steps"] == 3 and told["trainer kill"]["lost"]["told"]
-    assert told["trainer kill"]["recovered_s"] == 9.0 and told["trainer kill"]["at_s"] == 100.0
-    engine = told["engine kill"]["lost"]
+    found = {one["fault"]: one for one in summary.each(round_of_five(), calls)}
+    assert found["trainer kill"]["lost"]["steps"] == 3 and found["trainer kill"]["lost"]["told"]
+    assert found["trainer kill"]["recovered_s"] == 9.0 and found["trainer kill"]["at_s"] == 100.0
+    engine = found["engine kill"]["lost"]
     assert (engine["responses"], engine["tokens_told"], engine["tokens_kept"]) == (2, 3, 2)
-    assert told["queue stop"]["recovered_s"] is None
+    assert found["queue stop"]["recovered_s"] is None
 
 
-def told(strikes: list[Strike], path: Path, **asked: Any) -> dict[str, Any]:
-    """What the JSON of a round says of which this was asked."""
+def result(strikes: list[Strike], path: Path, **asked: Any) -> dict[str, Any]:
+    """Return the JSON of a round with these options."""
     options = ChaosOptions(1, 1800.0, asked.pop("num_faults", None), None, path, aim=asked.pop("aim", False))
-    kept = summary.report_outcome(ChaosOutcome(strikes=strikes, **asked), options, path / "told.json")
-    found: dict[str, Any] = json.loads((path / "told.json").read_text())
+    kept = summary.report_outcome(ChaosOutcome(strikes=strikes, **asked), options, path / "result.json")
+    found: dict[str, Any] = json.loads((path / "result.json").read_text())
     assert kept == (found["verdict"] == "kept") == (not found["failed"])
     return found
 
@@ -77,12 +77,12 @@ def test_every_kind_is_in_a_group() -> None:
 
 def test_a_round_passes_when_every_requested_fault_was_injected(tmp_path: Path) -> None:
     for num_faults in (None, 5):
-        found = told(round_of_five(), tmp_path, num_faults=num_faults)
+        found = result(round_of_five(), tmp_path, num_faults=num_faults)
         assert found["verdict"] == "kept" and len(found["each"]) == 5
 
 
 def test_a_broken_promise_outranks_every_other_verdict(tmp_path: Path) -> None:
-    found = told(round_of_five(), tmp_path, num_faults=6, violations=[Violation("trained once", "sample_0_2")])
+    found = result(round_of_five(), tmp_path, num_faults=6, violations=[Violation("trained once", "sample_0_2")])
     assert found["verdict"] == "broken" and found["violations"] == found["failed"][:1] == ["trained once: sample_0_2"]
     assert len(found["failed"]) == 2
 
@@ -90,9 +90,9 @@ def test_a_broken_promise_outranks_every_other_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_dealt", "num_faults", "gave_up", "why"),
     [
-        (5, 6, False, "5 of 6 faults (--faults) were dealt: the limit of 30 minutes (--minutes) was reached"),
-        (5, 6, True, "5 of 6 faults (--faults) were dealt: the run could not be brought to work any more"),
-        (0, None, False, "no fault was dealt, so that nothing was put to the test: the limit of 30 minutes"),
+        (5, 6, False, "5 of 6 faults (--faults) were injected: the limit of 30 minutes (--minutes) was reached"),
+        (5, 6, True, "5 of 6 faults (--faults) were injected: the run could not be restarted"),
+        (0, None, False, "no fault was injected, so nothing was tested: the limit of 30 minutes"),
     ],
 )
 def test_a_round_with_fewer_faults_than_asked_for_fails_and_says_why(
@@ -103,7 +103,7 @@ def test_a_round_with_fewer_faults_than_asked_for_fails_and_says_why(
     gave_up: bool,
     why: str,
 ) -> None:
-    found = told(round_of_five()[:num_dealt], tmp_path, num_faults=num_faults, gave_up=gave_up)
+    found = result(round_of_five()[:num_dealt], tmp_path, num_faults=num_faults, gave_up=gave_up)
     assert found["verdict"] == "short" and found["failed"][0].startswith(why)
     assert f"FAILED: {why}" in " ".join(capsys.readouterr().out.split())
 
@@ -113,12 +113,12 @@ def test_a_median_is_judged_from_five_faults_on(tmp_path: Path) -> None:
     fast = [dealt(number, "queue kill", 1.0) for number in range(6, 11)]
     assert summary.aim_met([*slow, *fast]) == {"engines": False, "actors": True}
     assert summary.aim_met([*slow[:4], *fast]) == {"engines": None, "actors": True}
-    assert told([*slow, *fast], tmp_path)["verdict"] == "kept", "nobody asked for it"
-    found = told([*slow, *fast], tmp_path, aim=True)
+    assert result([*slow, *fast], tmp_path)["verdict"] == "kept", "without --aim"
+    found = result([*slow, *fast], tmp_path, aim=True)
     assert found["verdict"] == "slow" and found["aim_met"] == {"engines": False, "actors": True}
     assert found["failed"][0].startswith("median recovery of engines was not under 60 s (--aim)")
-    assert told([*slow[:4], *fast], tmp_path, aim=True)["verdict"] == "kept"
-    assert "cannot be judged" in told(slow[:4], tmp_path, aim=True)["failed"][0]
+    assert result([*slow[:4], *fast], tmp_path, aim=True)["verdict"] == "kept"
+    assert "cannot be judged" in result(slow[:4], tmp_path, aim=True)["failed"][0]
 
 
 def test_a_fault_without_recovery_misses_every_aim() -> None:

@@ -19,7 +19,7 @@ def check(world: FuzzWorld) -> None:
     operations = files.journal.operations()
     histories = SampleHistories(QueueState.begin(setup.num_prompts, keeps_payloads=True))
     state = QueueState.begin(setup.num_prompts, keeps_payloads=True)
-    told = journal_facts(operations)
+    facts = journal_facts(operations)
     drift = setup.config.async_training
     over_sampled = setup.config.rollout.over_sample.samples > 0
     for operation in operations:
@@ -30,16 +30,16 @@ def check(world: FuzzWorld) -> None:
         counts=state.counts(),
         trained=files.trained,
         turns=files.turns.log,
-        metas=told.metas,
-        generated_anew=told.anew | world.let_go,
-        rewinds=told.rewinds,
+        metas=facts.metas,
+        generated_anew=facts.anew | world.let_go,
+        rewinds=facts.rewinds,
         broken_calls=[call for lines in world.watched for call in broken_calls(lines)],
         # Of more samples than are needed, one that was given back may not be needed again.
         completed=not over_sampled,
         max_staleness=drift.max_staleness if drift.stale_action == "drop" else None,
     )
     broken = violations(accounts)
-    assert not broken, "\n".join(f"{one.promise}: {one.told}" for one in broken)
+    assert not broken, "\n".join(f"{one.promise}: {one.details}" for one in broken)
     assert not world.broken, "\n".join(world.broken)
     _check_model(world)
     _check_validations(world)
