@@ -1,4 +1,4 @@
-"""`asyncrl skip diff`: the first step in which two runs part."""
+"""Tests of `asyncrl skip diff`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asked(capsys: pytest.CaptureFixture[str], one: Path, other: Path, tolerance:
     return code, json.loads(capsys.readouterr().out)["difference"]
 
 
-def test_equal_runs_are_equal_whatever_the_time_they_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_are_equal_although_their_timings_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "one", step(), step(0.25))
     other = write(tmp_path / "other", step(**{"timing/step_s": 9}), step(0.25), step(0.1), tail='{"kind": "st')
     assert asked(capsys, one, other) == (0, None)
@@ -63,7 +63,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"empty/metrics\.jsonl has no step yet"):
         compare.diff(one, empty, 0.0, as_json=False)
-    (empty / "metrics.jsonl").write_text("nonsense\n")
+    (empty / "metrics.jsonl").write_text("no JSON\n")
     with pytest.raises(ConfigError, match="is damaged"):
         compare.diff(one, empty, 0.0, as_json=False)
     (empty / "metrics.jsonl").unlink()
