@@ -107,7 +107,7 @@ class _Generation(BaseSkip):
 
 @register_skip("async_rollout")
 class AsyncRolloutSkip(_Generation):
-    """Around a function of `request: SampleRequest` that returns `Generated`; the step is the sample's feed index."""
+    """The role of a function of `request: SampleRequest` that returns `Generated`. The step is the feed index."""
 
     support_online_step = True
 
@@ -130,8 +130,8 @@ class AsyncRolloutSkip(_Generation):
 
 @register_skip("rollout")
 class RolloutSkip(_Generation):
-    """Around a function of `batch: Sequence[SampleRequest]` that returns `Generated` for each; the step is
-    `set_step`'s."""
+    """The role of a function of `batch: Sequence[SampleRequest]` that returns `Generated` for each. The step is that of
+    `set_step`."""
 
     def fingerprint(self, call: Call) -> Fingerprint:
         batch: Sequence[SampleRequest] = call["batch"]

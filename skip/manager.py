@@ -7,18 +7,16 @@ async def generate(request): ...
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from asyncrl.config.import_path import import_module
 from asyncrl.config.schema import Config
-from asyncrl.core.failures import ConfigError, UserCodeError
+from asyncrl.core.failures import ConfigError
 from skip.role import BaseSkip, Waiting, registered_roles
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,7 +44,7 @@ class SkipManager:
 
         settings = config.skip
         for module in settings.modules:
-            _import(module)
+            import_module(module, "skip.modules")
         known = registered_roles()
         skips: dict[str, BaseSkip] = {}
         for role, section in settings.by_role().items():
@@ -164,21 +162,3 @@ class SkipManager:
             return run  # type: ignore[return-value]
 
         return decorate
-
-
-def _import(module: str) -> None:
-    # A console script, unlike `python`, does not search the working directory.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"skip.modules: there is no module {module}; give its dotted name, and put it on the Python path"
-            ) from error
-        raise UserCodeError.wrap(f"skip.modules: {module} cannot be imported: {error}", error) from error
-    except ConfigError:
-        raise
-    except Exception as error:  # a user's module may raise anything
-        raise UserCodeError.wrap(f"skip.modules: {module} cannot be imported: {error}", error) from error

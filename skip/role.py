@@ -96,14 +96,6 @@ class Served(NamedTuple):
         return bool(self.differs) or self.record.step != self.step
 
 
-class Lookup(NamedTuple):
-    """The record for a call, if there is one."""
-
-    request: RecordRequest | None
-    """None: the call is neither replayed nor recorded."""
-    served: Served | None = None
-
-
 class BaseSkip(ABC):
     """One role of one run in one process."""
 
@@ -222,15 +214,16 @@ class BaseSkip(ABC):
             async def run_async(*args: Any, **kwargs: Any) -> Any:
                 call, step = make_call(args, kwargs), self.current_step()
                 with profile.span("skip.read", role=self.role) as span:
-                    lookup = await self.in_file_thread("read", lambda: self.look_up(call, step))
-                    span.add(found=int(lookup is not None and lookup.served is not None))
-                if lookup is None:
+                    found = await self.in_file_thread("read", lambda: self.look_up(call, step))
+                    span.add(found=int(found is not None and found[1] is not None))
+                if found is None:
                     self.count("late")
                     return await function(*args, **kwargs)
-                if lookup.served is not None:
-                    return self._counted(lookup.served)
+                request, served = found
+                if served is not None:
+                    return self._counted(served)
                 result = await function(*args, **kwargs)
-                if (request := lookup.request) is not None:
+                if request is not None:
                     with profile.span("skip.write", role=self.role):
                         written = await self.in_file_thread("write", lambda: self.write_record(request, result))
                     self.count("late" if written is None else "recorded" if written else "unrecorded")
@@ -241,14 +234,14 @@ class BaseSkip(ABC):
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with profile.span("skip.read", role=self.role) as span:
-                lookup = self.look_up(make_call(args, kwargs), self.current_step())
-                span.add(found=int(lookup.served is not None))
-            if lookup.served is not None:
-                return self._counted(lookup.served)
+                request, served = self.look_up(make_call(args, kwargs), self.current_step())
+                span.add(found=int(served is not None))
+            if served is not None:
+                return self._counted(served)
             result = function(*args, **kwargs)
-            if lookup.request is not None:
+            if request is not None:
                 with profile.span("skip.write", role=self.role):
-                    written = self.write_record(lookup.request, result)
+                    written = self.write_record(request, result)
                 self.count("recorded" if written else "unrecorded")
             return result
 
@@ -262,10 +255,10 @@ class BaseSkip(ABC):
         self.warn_once(f"late {name}", message)
         return None
 
-    def look_up(self, call: Call, current_step: int | None) -> Lookup:
-        """Return the request for `call` and the record that answers it. Raises as `request` and `meet_precondition`."""
+    def look_up(self, call: Call, current_step: int | None) -> tuple[RecordRequest | None, Served | None]:
+        """Return the request for `call`, and the record for it. Raises as `request` and `meet_precondition`."""
         request = self.request(call, current_step)
-        return Lookup(request, None if request is None else self.meet_precondition(request))
+        return request, None if request is None else self.meet_precondition(request)
 
     def request(self, call: Call, current_step: int | None) -> RecordRequest | None:
         """Return the request for `call`; None: its step is not recorded, or it has no fingerprint.
@@ -288,7 +281,7 @@ class BaseSkip(ABC):
             return None
 
     def may_serve(self, served: Served) -> bool:
-        """By default, with `cache` a record with the same fingerprint, and with `repeat` any."""
+        """Return whether the record may be served: with `repeat` any, with `cache` one with the same fingerprint."""
         return not served.differs or self.action is Action.REPEAT
 
     def meet_precondition(self, request: RecordRequest) -> Served | None:

@@ -33,7 +33,7 @@ CODE = "1"
 
 @register_skip("reward")
 class RewardSkip(BaseSkip):
-    """Around a function or method with these arguments by name:
+    """The role of a function or method with these arguments by name:
 
         async def score(sample_id: SampleId, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Score]
 
@@ -105,7 +105,7 @@ class RewardSkip(BaseSkip):
 
 @register_skip("ref_log_prob")
 class RefLogProbSkip(BaseSkip):
-    """Around `async _ref_log_probs(self, request: TensorDict) -> Tensor`.
+    """The role of `async _ref_log_probs(self, request: TensorDict) -> Tensor`.
 
     The result is float32 and has the shape of `request["response_mask"]`. The step is `SkipManager.set_step`'s: the
     first optimizer step that the Trainer takes with these rows.
@@ -175,7 +175,7 @@ class ToolOutcome(NamedTuple):
 
 @register_skip("tool")
 class ToolSkip(BaseSkip):
-    """Around one call to a tool, a function or method with these arguments by name:
+    """The role of one call to a tool, a function or method with these arguments by name:
 
         async def call(
             sample_id: SampleId, trajectory: int, turn: int, name: str, arguments: Any, background: Mapping[str, Any]

@@ -27,7 +27,7 @@ def load_object(reference: str, key: str) -> Any:
     location, colon, path = reference.rpartition(":")
     if not (colon and location and path):
         raise ConfigError(f"{key}: {reference!r} names nothing; write module:name or path/file.py:name")
-    target: Any = _import_file(location, key) if location.endswith(".py") else _import_module(location, key)
+    target: Any = _import_file(location, key) if location.endswith(".py") else import_module(location, key)
     for part in path.split("."):
         if not hasattr(target, part):
             names = [name for name in vars(target) if not name.startswith("_")] if hasattr(target, "__dict__") else []
@@ -42,7 +42,13 @@ def nearest(name: str, names: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(sorted(names)[:8])}" if names else ""
 
 
-def _import_module(name: str, key: str) -> ModuleType:
+def import_module(name: str, key: str) -> ModuleType:
+    """Import the module that a configuration names under `key`, also from the working directory.
+
+    Raises:
+        ConfigError: there is no such module, or the module raised this error.
+        UserCodeError: the module raised another error when it was imported.
+    """
     # A console script does not look into the directory it is started in; `python` does.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -56,6 +62,8 @@ def _import_module(name: str, key: str) -> ModuleType:
             f"{key}: there is no module {error.name!r}{nearest(error.name, siblings)}; looked in {here} and the "
             "installed packages"
         ) from error
+    except ConfigError:
+        raise
     except Exception as error:
         raise UserCodeError.wrap(f"{key}: importing {name} failed: {error}", error) from error
 

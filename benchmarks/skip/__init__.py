@@ -1,1 +1,1 @@
-"""What records cost, and what they save: `python -m benchmarks.skip`."""
+"""The benchmark of records and replay: `python -m benchmarks.skip`."""

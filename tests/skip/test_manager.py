@@ -25,7 +25,7 @@ from skip import BaseSkip, Call, Content, Fingerprint, Served, SkipManager, fiel
 from skip import role as role_module
 from skip.file_thread import file_thread
 from skip.record import MANIFEST, TENSORS
-from skip.role import Action, Lookup
+from skip.role import Action
 
 
 @register_skip("double")
@@ -360,9 +360,9 @@ def test_a_role_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("module", "source", "kind", "message"),
     [
-        ("no_such_module_here", None, ConfigError, "there is no module no_such_module_here"),
-        ("raises_on_import", "1 / 0", UserCodeError, "raises_on_import cannot be imported: division by zero"),
-        ("imports_nothing", "import no_such_thing", UserCodeError, "cannot be imported: No module named"),
+        ("no_such_module_here", None, ConfigError, "skip.modules: there is no module 'no_such_module_here'"),
+        ("raises_on_import", "1 / 0", UserCodeError, "importing raises_on_import failed: division by zero"),
+        ("imports_nothing", "import no_such_thing", UserCodeError, "importing imports_nothing failed: No module named"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_an_error(
@@ -499,7 +499,7 @@ async def test_waits_for_files_are_on_the_wait_board(tmp_path: Path, monkeypatch
     with SkipManager.session(configure(tmp_path)):
         SkipManager.watch(waits.waiting)
         made = double()
-        monkeypatch.setattr(made, "look_up", lambda *_: seen.extend(waits.snapshot()) or Lookup(None))
+        monkeypatch.setattr(made, "look_up", lambda *_: seen.extend(waits.snapshot()) or (None, None))
         await Stage().arun(1)
     assert [(wait.edge, wait.bounded) for wait in seen] == [("records", True)]
 
