@@ -180,8 +180,8 @@ def driver_back_at(strike: Strike, state: RunState) -> float | None:
 
 def at_work(state: RunState) -> list[ProcessInfo]:
     """Return the processes of the run without the driver and without replicas whose last report is old."""
-    heard = [report for report in state.replicas if report.reported_at > state.written_at - FRESH_S]
-    pids = {pid for report in heard for pid in (report.pid, *report.engine_pids)}
+    recent = [report for report in state.replicas if report.reported_at > state.written_at - FRESH_S]
+    pids = {pid for report in recent for pid in (report.pid, *report.engine_pids)}
     return [
         process
         for process in state.processes

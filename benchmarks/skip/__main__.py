@@ -5,7 +5,7 @@
                tokens
     files      writing and reading records, from `Generated` to `Generated`, against torch.save and
                torch.load(weights_only=True) of tensors and of the same samples: called directly, and from an event
-               loop through a `skip.file_thread.FileThread` as the role does it (`lane`)
+               loop through a `skip.file_thread.FileThread` as the role does it (`file thread`)
     loop       how late a 1 ms timer is on the event loop, idle and while 64 samples are recorded continuously
     disabled   nanoseconds that `SkipManager.annotate` adds to a call while no role is enabled
 

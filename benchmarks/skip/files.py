@@ -108,7 +108,7 @@ def measure_files(directory: Path, sizes: Sequence[SampleSize], rounds: int) -> 
     for size in sizes:
         samples = [make_generated(size, seed) for seed in range(size.records)]
         megabytes = statistics.fmean(map(array_bytes, samples)) / 1e6
-        for by, timed in DOERS.items():
+        for by, timed in CALLERS.items():
             print_progress(f"files, {size.name}, by the {by}")
             times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(OPS, WAYS)}
             for number in range(-1, rounds):  # the first round is a warm-up
@@ -135,7 +135,7 @@ def _by_caller(op: str, one: Callable[[int], None], count: int) -> float:
     return time.perf_counter() - started
 
 
-def _by_lane(op: str, one: Callable[[int], None], count: int) -> float:
+def _by_file_thread(op: str, one: Callable[[int], None], count: int) -> float:
     """Return the seconds of `count` concurrent calls through a file thread."""
 
     async def run() -> float:
@@ -147,7 +147,7 @@ def _by_lane(op: str, one: Callable[[int], None], count: int) -> float:
     return asyncio.run(run())
 
 
-DOERS = {"caller": _by_caller, "lane": _by_lane}
+CALLERS = {"caller": _by_caller, "file thread": _by_file_thread}
 
 
 def file_system(path: Path) -> str:

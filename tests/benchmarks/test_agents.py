@@ -1,4 +1,4 @@
-"""The benchmark of agents on engines that are none: what is compared is what it says, and its tables are complete."""
+"""Tests of the agents benchmark on fake engines: fair comparisons and complete tables."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LENGTHS = TurnLengths(median=20, sigma=0.6, longest=100, prompt_sigma=0.6)
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parser takes seconds to load, and what it reads is of no interest."""
+    """Replaces vLLM's parser, which takes seconds to load."""
     monkeypatch.setattr(conversations, "FORMAT", NO_TOOLS)
 
 
 def fleet(**settings: Any) -> FakeFleet:
-    """Answers with as many tokens as it is asked for."""
+    """Return engines that answer with the maximum number of tokens."""
     return FakeFleet(answer=lambda request: [5] * request.sampling["max_tokens"], **settings)
 
 
@@ -137,7 +137,7 @@ async def test_versions_are_consumed_in_order() -> None:
     outcome = await take(make_work(engines), 2)
     assert len(outcome.samples) == 6 and outcome.trajectories == 12
     assert outcome.sampled_tokens == engines.generated_tokens
-    assert engines.max_in_flight <= 3, "the next version's wait for it"
+    assert engines.max_in_flight <= 3, "the samples of the next version wait"
     assert {str(sample.sample_id) for sample in outcome.samples[:3]} == {f"sample_0_{k}" for k in (1, 2, 3)}
 
 
@@ -172,7 +172,7 @@ async def test_the_barrier_makes_one_call_per_turn_and_streaming_one_per_convers
 
 
 @pytest.mark.usefixtures("no_vllm")
-async def test_conversations_that_end_early_are_not_compared() -> None:
+async def test_conversations_that_end_early_stop_the_benchmark() -> None:
     with pytest.raises(SystemExit, match=r"conversations of .* turns"):
         await measure_tools(fleet(), 1, latency_s=0.0, batches=1, lengths=TurnLengths(500, 0.0, 500))
 
@@ -210,7 +210,7 @@ async def test_over_sampling_discards_tokens_and_takes_as_many_samples() -> None
     assert (none["wasted"], none["wasted %"], none["faster"]) == (0, 0, 1)
     for row in (samples, trajectories):
         assert row["wasted"] > 0 and 0 < row["wasted %"] < 60
-    assert trajectories["tokens"] < none["tokens"], "the longest are those that are thrown away"
+    assert trajectories["tokens"] < none["tokens"], "the longest ones are discarded"
 
 
 def test_cost_of_calls_that_the_parser_understands() -> None:
@@ -234,40 +234,42 @@ def complete(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Nothing is measured; what would have been."""
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace the measurement, and return the arguments of its calls."""
     calls: list[Any] = []
 
     def measure(only: Sequence[str], *args: Any) -> dict[str, list[dict[str, Any]]]:
         calls.append((tuple(only), *args))
-        print("something that a library says")  # noqa: T201
+        print("output of a library")  # noqa: T201
         return {name: [{"way": "one", "figure": 1.5}] for name in benchmark.ASPECTS if name in only}
 
     monkeypatch.setattr(benchmark, "measure", measure)
     return calls
 
 
-def test_json_on_stdout_is_printed_alone(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_on_stdout_is_printed_alone(measured: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--only", "lag,tools", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert asked == [(("lag", "tools"), 3, 0.0)]
-    assert told["tools"] == told["lag"] == [{"way": "one", "figure": 1.5}]
-    assert "cost" not in told and told["aims"] == benchmark.AIMS and told["machine"]["cores"] > 0
-    assert told["load_before"] >= 0
-    assert logging.getLogger("rollouter.agent.loop").level == logging.NOTSET  # for whoever comes after it
+    result = json.loads(capsys.readouterr().out)
+    assert measured == [(("lag", "tools"), 3, 0.0)]
+    assert result["tools"] == result["lag"] == [{"way": "one", "figure": 1.5}]
+    assert "cost" not in result and result["aims"] == benchmark.AIMS and result["machine"]["cores"] > 0
+    assert result["load_before"] >= 0
+    assert logging.getLogger("rollouter.agent.loop").level == logging.NOTSET
 
 
-def test_tables_for_people_and_a_file(asked: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_are_printed_and_written_to_a_file(
+    measured: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "deeper" / "agents.json"
     benchmark.main(["--rounds", "2", "--jitter", "0.5", "--json", str(target)])
-    assert asked == [(benchmark.ASPECTS, 2, 0.5)]
+    assert measured == [(benchmark.ASPECTS, 2, 0.5)]
     out = " ".join(capsys.readouterr().out.split())  # titles of narrow tables have two lines
-    assert all(f"agents, {name}" in out for name in benchmark.ASPECTS) and "a library" not in out
+    assert all(f"agents, {name}" in out for name in benchmark.ASPECTS) and "of a library" not in out
     assert set(benchmark.ASPECTS) < set(json.loads(target.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--rounds", "0"], "--rounds: '0' is not a number of 1 or more"),
         (["--only", "tools,legs"], "--only: 'legs' is none of tools, lag, over_sampling, cost"),
@@ -276,10 +278,10 @@ def test_tables_for_people_and_a_file(asked: list[Any], tmp_path: Path, capsys: 
         (["--json", "/proc/nowhere/x.json"], "--json: /proc/nowhere/x.json cannot be written"),
     ],
 )
-def test_bad_options_are_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(options)
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_tool_configuration_loads() -> None:

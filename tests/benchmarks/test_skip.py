@@ -1,4 +1,4 @@
-"""The skip benchmark at tiny sizes: its tables are complete, its samples come back, bad options are refused."""
+"""Tests of the skip benchmark at small sizes: complete tables, equal samples, refused options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = (
     SampleSize("long", 2, (50, 50), records=3, loop_s=0.3),
 )
 AT_ZERO = {("nothing", "records/s"), ("nothing", "p99 added ms")}
-"""By definition; what recording adds may come out below zero in so short a time."""
+"""These figures are 0 by definition. The time that recording adds may be negative in such a short run."""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
@@ -38,21 +38,26 @@ def test_the_result_has_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(benchmark, "CALLS", 10)
     target = tmp_path / "deeper" / "skip.json"
     benchmark.main(["--no-engine", "--rounds", "1", "--json", str(target), "--dir", str(tmp_path)])
-    told = json.loads(target.read_text())
-    assert (told["name"], told["rounds"], told["aims"], told["directory"]) == ("skip", 1, benchmark.AIMS, str(tmp_path))
-    assert told["file_system"] and told["empty_file_us"] > 0 and told["machine"]["cores"] > 0
-    assert [(row["sample"], row["by"], row["what"], row["way"]) for row in told["files"]] == [
+    result = json.loads(target.read_text())
+    assert (result["name"], result["rounds"], result["aims"], result["directory"]) == (
+        "skip",
+        1,
+        benchmark.AIMS,
+        str(tmp_path),
+    )
+    assert result["file_system"] and result["empty_file_us"] > 0 and result["machine"]["cores"] > 0
+    assert [(row["sample"], row["by"], row["what"], row["way"]) for row in result["files"]] == [
         (size.name, by, what, way)
         for size in TINY
-        for by in ("caller", "lane")
+        for by in ("caller", "file thread")
         for what in ("write", "read")
         for way in ("skip", "torch arrays", "torch samples")
     ]
-    assert [(row["sample"], row["beside"]) for row in told["loop"]] == [
+    assert [(row["sample"], row["beside"]) for row in result["loop"]] == [
         (size.name, beside) for size in TINY for beside in ("nothing", "recording")
     ]
-    assert [row["function"] for row in told["disabled"]] == ["def", "async def"]
-    for row in [*told["files"], *told["loop"], *told["disabled"]]:
+    assert [row["function"] for row in result["disabled"]] == ["def", "async def"]
+    for row in [*result["files"], *result["loop"], *result["disabled"]]:
         for name, value in figures(row).items():
             if (row.get("beside"), name) in AT_ZERO:
                 assert value == 0
@@ -91,7 +96,7 @@ def make_case(directory: Path) -> ReplayCase:
 async def test_replayed_samples_were_generated_in_the_same_round(tmp_path: Path) -> None:
     case, fleet = make_case(tmp_path), Fleet()
     with SkipManager.session(case.config):
-        rows = await replay_case(case, EngineStage(fleet))  # type: ignore[arg-type]  # it has what is asked of it
+        rows = await replay_case(case, EngineStage(fleet))  # type: ignore[arg-type]
         assert SkipManager.status()["async_rollout"] == {"recorded": 6, "replayed": 12}
     assert [(row["from"], row["samples"], row["n"], row["tokens"]) for row in rows] == [
         ("engines", 6, 2, 1.5),
@@ -127,7 +132,7 @@ def test_the_samples_differ_and_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--rounds", "0"], "--rounds: '0' is not a number of 1 or more"),
         (["--rounds", "few"], "--rounds: 'few' is not a number of 1 or more"),
@@ -136,7 +141,7 @@ def test_the_samples_differ_and_come_back() -> None:
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
 )
-def test_bad_options_are_refused(tmp_path: Path, capsys: Any, options: list[str], told: str) -> None:
+def test_bad_options_are_refused(tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(["--no-engine", *(option.format(tmp_path) for option in options)])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
