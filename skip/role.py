@@ -84,7 +84,7 @@ class Served(NamedTuple):
 
     record: Record
     step: int
-    """Fingerprint of the call."""
+    """Step of the call."""
     differs: tuple[str, ...]
     """Fields in which the fingerprints differ; only `repeat` serves such a record."""
     result: Any = None
@@ -111,22 +111,13 @@ class BaseSkip(ABC):
             run: of the whole run, whose names determine the directory of the records.
 
         Raises:
-            ConfigError: the configuration of this role cannot work.
+            ConfigError: the role does not support the action. The configuration's rules have checked the steps.
         """
-        key = f"skip.{role}"
-        try:
-            self.steps = StepSet.parse(config.steps)
-        except ValueError as error:
-            raise ConfigError(f"{key}.steps={config.steps!r}: {error}") from None
+        self.steps = StepSet.parse(config.steps)
         self.action = Action(config.action)
-        if config.enable and not self.steps:
-            raise ConfigError(
-                f"{key}.steps={config.steps!r}: {key}.enable=true with no steps would record and replay nothing; give "
-                f"steps, e.g. {key}.steps=all, or set {key}.enable=false"
-            )
         if self.action not in self.support_actions:
-            able = " or ".join(sorted(self.support_actions))
-            raise ConfigError(f"{key}.action={self.action}: this role can only {able}; set {key}.action={able}")
+            able, key = " or ".join(sorted(self.support_actions)), f"skip.{role}.action"
+            raise ConfigError(f"{key}={self.action}: this role can only {able}; set {key}={able}")
         self.role = role
         self.config = config
         self.run = run

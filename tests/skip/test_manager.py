@@ -325,8 +325,6 @@ async def test_a_call_can_be_cancelled_while_the_disk_hangs(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("role", "section", "message"),
     [
-        ("double", {"steps": []}, r"skip\.double\.steps=\[\]: .*with no steps would record and replay nothing"),
-        ("double", {"steps": "1,x"}, r"skip\.double\.steps='1,x': 'x' is no step"),
         ("looped", {"action": "repeat"}, r"skip\.looped\.action=repeat: this role can only cache"),
         ("doubel", {}, r"skip\.roles\.doubel: no module has registered this role.*did you mean double\?"),
         ("another_name", {}, r"name the module that registers it in skip\.modules"),
