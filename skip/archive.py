@@ -56,10 +56,10 @@ def export(directory: Path, archive: Path) -> Transfer:
                     continue
                 name = stored.path.relative_to(base).as_posix()
                 parts = {TENSORS: b"".join(buffers), MANIFEST: manifest}
-                if note := stored.files.read_note(stored.entry.name):
+                if note := stored.files.read_note(stored.name):
                     parts = {NOTE: json.dumps(note, ensure_ascii=False).encode(), **parts}
                 for part, data in parts.items():
-                    _add(tar, f"{name}/{part}", data, stored.entry.modified_at)
+                    _add(tar, f"{name}/{part}", data, stored.modified_at)
                     num_bytes += len(data)
                 num_records += 1
             _add(tar, LAST, json.dumps({"records": num_records}).encode())

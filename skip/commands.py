@@ -65,7 +65,7 @@ def show(directory: Path, tokenizer: str | None, as_json: bool) -> int:
         record = stored.read()
     except DamageError as error:
         raise ConfigError(f"{directory}: the record counts as absent: {error}; see asyncrl skip verify") from error
-    content = {**_describe(record, _decoder(tokenizer, record)), "note": stored.files.read_note(stored.entry.name)}
+    content = {**_describe(record, _decoder(tokenizer, record)), "note": stored.files.read_note(stored.name)}
     if as_json:
         _print_json(content)
     else:
@@ -78,7 +78,7 @@ def verify(directory: Path, as_json: bool) -> int:
     found = _find(directory)
     wrong = {str(one.path): reason for one in found if (reason := one.damage())}
     if as_json:
-        _print_json({"records": len(found), "bytes": sum(one.entry.num_bytes for one in found), "damaged": wrong})
+        _print_json({"records": len(found), "bytes": sum(one.num_bytes for one in found), "damaged": wrong})
     else:
         for path, reason in wrong.items():
             click.echo(f"{path}: {reason}")
@@ -114,13 +114,13 @@ def collect(
     if not dry_run:
         for one in selected:
             try:
-                one.files.remove(one.entry.name)
+                one.files.remove(one.name)
             except OSError as error:
                 raise ConfigError(f"{one.path}: it cannot be removed: {error.strerror}") from error
         if damaged:
             for files in find_roles(_place(directory)):
                 files.sweep()
-    num_bytes = sum(one.entry.num_bytes for one in selected)
+    num_bytes = sum(one.num_bytes for one in selected)
     if as_json:
         _print_json({"removed": [str(one.path) for one in selected], "bytes": num_bytes, "dry_run": dry_run})
     else:
@@ -167,14 +167,13 @@ def _brief(steps: str) -> str:
 
 
 def _summarize(root: Path, records: Sequence[StoredRecord]) -> dict[str, Any]:
-    entries = [record.entry for record in records]
     return {
         "path": str(root),
-        "steps": str(StepSet((entry.step, entry.step) for entry in entries)),
-        "records": len(entries),
-        "bytes": sum(entry.num_bytes for entry in entries),
-        "oldest_at": min(entry.modified_at for entry in entries),
-        "newest_at": max(entry.modified_at for entry in entries),
+        "steps": str(StepSet((record.step, record.step) for record in records)),
+        "records": len(records),
+        "bytes": sum(record.num_bytes for record in records),
+        "oldest_at": min(record.modified_at for record in records),
+        "newest_at": max(record.modified_at for record in records),
     }
 
 

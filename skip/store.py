@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +48,29 @@ DEPTH = 4
 """Depth of a record below `dump_dir`: project, experiment, role, step."""
 
 
-class RecordEntry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
     """A directory with the name of a record, intact or not."""
 
+    files: RecordFiles
+    """Directory of its role."""
     name: str
     step: int
     num_bytes: int
     modified_at: float
     """Unix seconds."""
+
+    @property
+    def path(self) -> Path:
+        return self.files.root / self.name
+
+    def read(self) -> Record:
+        """See `RecordFiles.read`."""
+        return self.files.read(self.name)
+
+    def damage(self) -> str:
+        """Return why the record cannot be read; empty: it is intact."""
+        return self.files.damage(self.name)
 
 
 def record_name(step: int, call: str = "") -> str:
@@ -205,7 +220,7 @@ class RecordFiles:
         if (old := self._set_aside(name)) is not None:
             shutil.rmtree(old)
 
-    def entries(self) -> list[RecordEntry]:
+    def entries(self) -> list[StoredRecord]:
         """Return everything with the name of a record, intact or not, by step and name."""
         found = []
         with suppress(FileNotFoundError), os.scandir(self.root) as inside:
@@ -213,7 +228,7 @@ class RecordFiles:
                 if (step := step_of(entry.name)) is not None and (files := _files_in(entry.path)) is not None:
                     with suppress(FileNotFoundError):  # another process removes it meanwhile
                         modified_at = entry.stat(follow_symlinks=False).st_mtime
-                        found.append(RecordEntry(entry.name, step, _total_bytes(files), modified_at))
+                        found.append(StoredRecord(self, entry.name, step, _total_bytes(files), modified_at))
         return sorted(found, key=lambda entry: (entry.step, entry.name))
 
     def names(self) -> list[str]:
@@ -336,27 +351,6 @@ def parse_note(data: bytes) -> Mapping[str, Any]:
 # ---------------------------------------------------------------------------------------------- catalog
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRecord:
-    """One record in a catalog, intact or not."""
-
-    files: RecordFiles
-    """Directory of its role."""
-    entry: RecordEntry
-
-    @property
-    def path(self) -> Path:
-        return self.files.root / self.entry.name
-
-    def read(self) -> Record:
-        """See `RecordFiles.read`."""
-        return self.files.read(self.entry.name)
-
-    def damage(self) -> str:
-        """See `RecordFiles.damage`."""
-        return self.files.damage(self.entry.name)
-
-
 def find(directory: Path) -> list[StoredRecord]:
     """Return all records at or below `directory`, by role and step.
 
@@ -366,7 +360,7 @@ def find(directory: Path) -> list[StoredRecord]:
     Raises:
         ConfigError: there is no such directory.
     """
-    records = [StoredRecord(files, entry) for files in find_roles(directory) for entry in files.entries()]
+    records = [record for files in find_roles(directory) for record in files.entries()]
     return [record for record in records if record.path == directory] if is_record(directory) else records
 
 
@@ -420,17 +414,17 @@ def select_for_removal(
         record.path
         for record in records
         if record.path in damaged_paths
-        or (older_than_s is not None and now - record.entry.modified_at > older_than_s)
-        or (steps is not None and record.entry.step in steps)
+        or (older_than_s is not None and now - record.modified_at > older_than_s)
+        or (steps is not None and record.step in steps)
     }
     if max_bytes is not None:
         oldest_first = sorted(
-            (record for record in records if record.path not in selected), key=lambda record: record.entry.modified_at
+            (record for record in records if record.path not in selected), key=lambda record: record.modified_at
         )
-        left = sum(record.entry.num_bytes for record in oldest_first)
+        left = sum(record.num_bytes for record in oldest_first)
         for record in oldest_first:
             if left <= max_bytes:
                 break
             selected.add(record.path)
-            left -= record.entry.num_bytes
+            left -= record.num_bytes
     return [record for record in records if record.path in selected]

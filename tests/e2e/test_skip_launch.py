@@ -116,7 +116,7 @@ def test_a_recorded_run_completes(recorded: LaunchedRun, dump_dir: Path) -> None
     assert summary["weight_sync"]["count"] == STEPS
     assert [point["version"] for point in summary["validation"]["points"]] == [0, STEPS]
     assert recorded.survivors() == []
-    assert {one.entry.step for one in find(dump_dir)} >= set(range(1, 16 * STEPS + 1))
+    assert {one.step for one in find(dump_dir)} >= set(range(1, 16 * STEPS + 1))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_synchronous_run_is_recorded_and_replayed_batch_by_batch(tmp_path: Pat
     short = ("trainer.total_training_steps=4", "data.val_files=[]")
     recorded = launch(tmp_path / "recorded", dump_dir, *short, role="rollout", mode="sync")
     assert recorded.wait() == 0, recorded.output()
-    assert [one.entry.step for one in find(dump_dir)] == [1, 2, 3, 4]
+    assert [one.step for one in find(dump_dir)] == [1, 2, 3, 4]
     replayed = launch(tmp_path / "replayed", dump_dir, *short, role="rollout", mode="sync")
     assert replayed.wait() == 0, replayed.output()
     assert (replayed.summary()["samples"]["replayed"], replayed.summary()["tokens"]["generated"]) == (64, 0)
@@ -184,7 +184,7 @@ def test_a_missing_record_starts_the_engines(tmp_path: Path) -> None:
     dump_dir, short = tmp_path / "dump", ("trainer.total_training_steps=2", "data.val_files=[]")
     recorded = launch(tmp_path / "recorded", dump_dir, *short)
     assert recorded.wait() == 0, recorded.output()
-    (lost,) = [one for one in find(dump_dir) if one.entry.step == 7]
+    (lost,) = [one for one in find(dump_dir) if one.step == 7]
     (lost.path / "tensors.safetensors").unlink()
     again = launch(tmp_path / "again", dump_dir, *short, "skip.async_rollout.engines=auto")
     assert again.wait() == 0, again.output()

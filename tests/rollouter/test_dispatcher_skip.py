@@ -120,7 +120,7 @@ async def test_a_substitute_brings_its_own_prompt_and_is_marked(tmp_path: Path) 
 async def test_unlisted_steps_are_generated_and_not_recorded(tmp_path: Path) -> None:
     skip = recording(tmp_path, steps=[2])
     await run(fast(tmp_path, 3, skip=skip), 3)
-    assert [one.entry.name for one in find(tmp_path)] == ["2"]
+    assert [one.name for one in find(tmp_path)] == ["2"]
     again = fast(tmp_path, 3, skip=skip)
     await run(again, 3)
     assert sorted(again.fleet.sessions) == ["sample_0_1", "sample_0_3"]
@@ -139,14 +139,14 @@ async def test_epochs_have_records_of_their_own(tmp_path: Path) -> None:
     prompts = [make_prompt(1, 2), make_prompt(3, 4)]
     recorded = await run(fast(tmp_path, 4, prompts=prompts), 4)
     assert [str(sample.sample_id) for sample in recorded] == ["sample_0_1", "sample_0_2", "sample_1_3", "sample_1_4"]
-    assert [one.entry.step for one in find(tmp_path)] == [1, 2, 3, 4]
+    assert [one.step for one in find(tmp_path)] == [1, 2, 3, 4]
     assert_same_tokens(recorded, await run(idle(tmp_path, 4, prompts=prompts), 4))
 
 
 async def test_the_rewards_are_noted_beside_the_record(tmp_path: Path) -> None:
     recorded = await run(fast(tmp_path, 1), 1)
     [one] = find(tmp_path)
-    assert one.files.read_note(one.entry.name) == {"rewards": [row.reward for row in recorded[0].rows]}
+    assert one.files.read_note(one.name) == {"rewards": [row.reward for row in recorded[0].rows]}
     assert one.read().step == 1
 
 
@@ -198,7 +198,7 @@ async def two_steps(rig: DispatcherRig) -> list[Sample]:
 
 async def test_a_batch_is_recorded_and_replayed_under_its_step(tmp_path: Path) -> None:
     recorded = await two_steps(batched(tmp_path, FakeFleet(), max_concurrent_samples=2))
-    assert [(one.entry.step, one.read().role) for one in find(tmp_path)] == [(1, "rollout"), (2, "rollout")]
+    assert [(one.step, one.read().role) for one in find(tmp_path)] == [(1, "rollout"), (2, "rollout")]
     fleet = FakeFleet(hold=True)
     again = await two_steps(batched(tmp_path, fleet))
     assert fleet.sessions == []
@@ -225,7 +225,7 @@ async def test_an_overlong_prompt_is_left_out_of_a_recorded_batch(tmp_path: Path
 
 async def test_the_rest_of_an_interrupted_batch_is_generated_and_not_recorded(tmp_path: Path) -> None:
     await two_steps(batched(tmp_path, FakeFleet()))
-    before = [(one.entry.step, one.read().origin) for one in find(tmp_path)]
+    before = [(one.step, one.read().origin) for one in find(tmp_path)]
     fleet = FakeFleet()
     rig = batched(tmp_path, fleet)
     ids = (await rig.queue.admit(4, timeout_s=0)).sample_ids
@@ -235,7 +235,7 @@ async def test_the_rest_of_an_interrupted_batch_is_generated_and_not_recorded(tm
         async with rig.running():
             await rig.fleet.until(lambda fleet: len(fleet.sessions) == 2)
     assert sorted(fleet.sessions) == ["sample_0_5", "sample_0_6"]
-    assert [(one.entry.step, one.read().origin) for one in find(tmp_path)] == before
+    assert [(one.step, one.read().origin) for one in find(tmp_path)] == before
 
 
 # ------------------------------------------------------------------------------------------------ slow files
