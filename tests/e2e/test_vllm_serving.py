@@ -65,9 +65,15 @@ async def publish(engine: EngineProcess, scale: float = 0.02) -> Publication:
     return await publisher.publish(engine.version, engine.version, engine.perturb(scale), validate=False)
 
 
+async def until_idle(engine: EngineProcess) -> None:
+    """Ray cancels calls in the background, so requests of an earlier call may still be leaving the engine."""
+    started = time.time()
+    while (last := (await replicas(engine))[-1]).load is None or last.reported_at < started or last.load.running:  # noqa: ASYNC110
+        await anyio.sleep(0.1)
+
+
 async def until_generating(engine: EngineProcess, placed: anyio.Event) -> None:
-    """Requests that a replica has are under way and far from done: each has made about as many tokens as one that the
-    engine got behind them and has completed."""
+    """Wait until the accepted requests have about as many tokens as a later, short request that is complete."""
     await placed.wait()
     (request,) = requests(1, 20)
     await finished_turns(fleet_of(engine).generate([replace(request, request_id="behind")], session="behind"))
@@ -83,6 +89,7 @@ async def apply_in_flight(engine: EngineProcess, fleet: Any, count: int) -> tupl
             await finished_turns(fleet.generate(requests(count, LONG), session="s"), lambda event: placed.set())
         )
 
+    await until_idle(engine)
     old = replace(engine, model=copy.deepcopy(engine.model))
     async with anyio.create_task_group() as group:
         group.start_soon(generate)
@@ -121,18 +128,18 @@ async def test_a_replica_reports_its_load_and_health(engine: EngineProcess) -> N
     async with anyio.create_task_group() as group:
         group.start_soon(keep_busy)
         await until_generating(engine, placed)
-        told = (await replicas(engine))[-1]
-        while told.load is None or not told.load.running:
+        last = (await replicas(engine))[-1]
+        while last.load is None or not last.load.running:
             await anyio.sleep(0.1)
-            told = (await replicas(engine))[-1]
-        assert 1 <= told.load.running <= 5 and 0 < told.load.kv_cache_usage < 1 and told.load.preemptions == 0
-        assert told.health is not None and told.health.rss_bytes > 1 << 26 and told.health.lag_s is not None
-        assert told.engine_health is not None and told.engine_health.rss_bytes > 1 << 26
+            last = (await replicas(engine))[-1]
+        assert 1 <= last.load.running <= 5 and 0 < last.load.kv_cache_usage < 1 and last.load.preemptions == 0
+        assert last.health is not None and last.health.rss_bytes > 1 << 26 and last.health.lag_s is not None
+        assert last.engine_health is not None and last.engine_health.rss_bytes > 1 << 26
         group.cancel_scope.cancel()
-    while told.load is None or told.load.running or told.load.kv_cache_usage:
+    while last.load is None or last.load.running or last.load.kv_cache_usage:
         await anyio.sleep(0.1)
-        told = (await replicas(engine))[-1]
-    assert told.load.waiting == 0
+        last = (await replicas(engine))[-1]
+    assert last.load.waiting == 0
 
 
 async def test_generation_ends_at_a_stop_string(engine: EngineProcess) -> None:
@@ -154,16 +161,13 @@ async def test_kept_requests_continue_under_the_new_weights(engine: EngineProces
         np.testing.assert_allclose(turn.rollout_log_probs[~new], under_old[~new], atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[new], engine.log_probs(PROMPT, turn)[new], atol=1e-3)
         assert np.abs(under_old[new] - turn.rollout_log_probs[new]).max() > 0.01
-    ended = time.time()
-    told = (await replicas(engine))[-1]
-    while told.reported_at < ended:
-        await anyio.sleep(0.1)
-        told = (await replicas(engine))[-1]
-    assert told.load is not None and told.load.preemptions == 0, "to compute the cache anew is no want of room"
+    await until_idle(engine)
+    load = (await replicas(engine))[-1].load
+    assert load is not None and load.preemptions == 0, "a KV cache cleared for a new version is no lack of memory"
 
 
 async def test_each_request_records_the_duration_of_its_phases(engine: EngineProcess, tmp_path: Path) -> None:
-    """Told by the replica along with its answers, and written by the Rollouter."""
+    """The replica sends them with its answers, and the Rollouter writes them."""
     profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
     profile.set_position(step=5, version=engine.version)
     fleet = fleet_of(engine)
@@ -178,13 +182,14 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
         group.start_soon(generate)
         await until_generating(engine, placed)
         (report,) = await fleet.apply(await publish(engine))
-    assert report.events == (), "they are taken out"
-    async with anyio.create_task_group() as group:  # cut by its caller: it is told of with the next answer
+    assert report.events == (), "the fleet takes them out"
+    async with anyio.create_task_group() as group:  # cancelled by its caller: its event comes with the next answer
         placed = anyio.Event()
         cut_off = replace(named[0], request_id="sample_0_8/0")
         group.start_soon(finished_turns, fleet.generate([cut_off], session="s"), lambda event: placed.set())
         await until_generating(engine, placed)
         group.cancel_scope.cancel()
+    await until_idle(engine)
     (short,) = requests(1, 5)
     await finished_turns(fleet.generate([replace(short, request_id="sample_0_9/0")], session="s"))
     profile.flush()
@@ -214,7 +219,7 @@ async def test_each_request_records_the_duration_of_its_phases(engine: EnginePro
 
 
 def assert_adds_up(one: dict[str, Any]) -> None:
-    """To no more than the whole: there are ways in and out of the engine besides."""
+    """The phases add up to at most the whole duration, which includes the ways in and out of the engine."""
     assert (
         sum(one[f"{phase}_s"] for phase in ("gate", "queued", "prefill", "decode", "paused"))
         <= one["duration_s"] + 1e-5
@@ -244,7 +249,7 @@ async def test_aborted_requests_resume_with_their_tokens_and_budget(engine: Engi
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 async def test_a_pause_reports_the_requests_in_flight(engine: EngineProcess, tmp_path: Path, mode: str) -> None:
-    """Those modes leave none; the report says how many there were when it was asked for."""
+    """Those modes pause an empty engine; the report says how many requests ran when the update began."""
     profile.configure("rollouter", ProfilerSettings("summary", tmp_path / "events"))
     fleet = fleet_of(engine, partial=mode == "abort", mode="abort")
     _, report, _ = await apply_in_flight(engine, fleet, 4)
@@ -291,7 +296,7 @@ async def test_refused_requests_are_data_errors(engine: EngineProcess) -> None:
 
 @pytest.mark.slow
 async def test_verification_detects_a_corrupt_version_and_the_replica_is_replaced(engine: EngineProcess) -> None:
-    """Costs a restart of the engine, which then serves what the store has before it takes a request."""
+    """The engine restarts, and serves the store's version before it takes a request."""
     fleet = fleet_of(engine)
     publication = await publish(engine)
     lying = replace(publication, checksums=publication.checksums | {"layers.1": 7})
@@ -315,10 +320,10 @@ async def test_replicas_follow_training_back_to_a_checkpoint(engine: EngineProce
 
 
 class Calls:
-    """What a fleet's calls have told, besides what comes of it: by request, over all of them."""
+    """Observes a fleet's calls: the tokens of each request, over all calls."""
 
     def __init__(self, fleet: Any, count: int) -> None:
-        self.told: list[Turn | None] = [None] * count
+        self.received: list[Turn | None] = [None] * count
         self.crashes: list[EngineCrashError] = []
         self.at_crash: list[Turn | None] = []
         self.completed: list[int] = []
@@ -328,10 +333,11 @@ class Calls:
 
     async def call(self, batch: Sequence[GenerateRequest], *, session: str) -> AsyncGenerator[Any, None]:
         numbers = [int(request.request_id[1:].partition("-")[0]) for request in batch]
-        async for news in self._call(batch, session=session):
-            for piece in () if isinstance(news, Accepted | EventBatch) else news:
-                self.told[numbers[piece.number]] = join_turns(self.told[numbers[piece.number]], piece.turn)
-            yield news
+        async for item in self._call(batch, session=session):
+            for delta in () if isinstance(item, Accepted | EventBatch) else item:
+                number = numbers[delta.number]
+                self.received[number] = join_turns(self.received[number], delta.turn)
+            yield item
 
     def observe(self, event: GenerationEvent) -> None:
         match event:
@@ -339,7 +345,7 @@ class Calls:
                 self.placed.set()
             case EngineCrashed(error):
                 self.crashes.append(error)
-                self.at_crash = list(self.told)
+                self.at_crash = list(self.received)
             case TurnFinished(number):
                 self.completed.append(number)
 
@@ -349,7 +355,7 @@ async def replicas(engine: EngineProcess) -> tuple[ReplicaReport, ...]:
 
 
 class WeightsTrainer:
-    """Stands for the Trainer: what it has published dies with it."""
+    """Stands for the Trainer: the versions that it has published die with it."""
 
     def __init__(self, store: Any, lineage: int) -> None:
         self._publisher = ObjectStorePublisher(store, call_s=30, lineage=lineage)
@@ -383,7 +389,7 @@ async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for
         assert replica.phase == "serving"
         ray.kill(trainer)
         os.kill(replica.engine_pids[0], signal.SIGKILL)
-        # The next one is up but for its weights, which nobody has any more.
+        # The next engine is up except for its weights, which no process has any more.
         while (last := (await replicas(engine))[-1]).replica == replica.replica or not last.engine_pids:  # noqa: ASYNC110
             await anyio.sleep(0.1)
         assert last.phase in ("starting", "fetching")
@@ -391,15 +397,15 @@ async def test_tokens_of_a_dead_engine_continue_on_its_successor_which_waits_for
         await publish(engine)
     assert sorted(calls.completed) == [0, 1, 2, 3]
     assert len(calls.crashes) == 1
-    for turn, told in zip(turns, calls.at_crash, strict=True):
-        assert told is not None
-        count = len(told.response_ids)
+    for turn, partial in zip(turns, calls.at_crash, strict=True):
+        assert partial is not None
+        count = len(partial.response_ids)
         assert 0 < count < LONG
         assert len(turn.response_ids) == LONG
-        assert turn.response_ids[:count].tolist() == told.response_ids.tolist()
-        assert turn.rollout_log_probs[:count].tolist() == told.rollout_log_probs.tolist()
+        assert turn.response_ids[:count].tolist() == partial.response_ids.tolist()
+        assert turn.rollout_log_probs[:count].tolist() == partial.rollout_log_probs.tolist()
         assert turn.spans == (Span(0, before), Span(count, engine.version))
-        np.testing.assert_allclose(told.rollout_log_probs, old.log_probs(PROMPT, told), atol=1e-3)
+        np.testing.assert_allclose(partial.rollout_log_probs, old.log_probs(PROMPT, partial), atol=1e-3)
         np.testing.assert_allclose(turn.rollout_log_probs[count:], engine.log_probs(PROMPT, turn)[count:], atol=1e-3)
 
 
@@ -419,9 +425,9 @@ async def test_an_engine_that_hangs_is_replaced(engine: EngineProcess) -> None:
         os.kill(replica.engine_pids[0], signal.SIGSTOP)
     (crash,) = calls.crashes
     assert "has 2 requests and made no token for 30 s" in crash.message
-    for turn, told in zip(turns, calls.at_crash, strict=True):
-        assert told is not None
-        assert turn.response_ids[: len(told.response_ids)].tolist() == told.response_ids.tolist()
+    for turn, partial in zip(turns, calls.at_crash, strict=True):
+        assert partial is not None
+        assert turn.response_ids[: len(partial.response_ids)].tolist() == partial.response_ids.tolist()
         assert turn.spans == (Span(0, engine.version),)
         assert len(turn.response_ids) == LONG
     with pytest.raises(ProcessLookupError):
@@ -431,7 +437,7 @@ async def test_an_engine_that_hangs_is_replaced(engine: EngineProcess) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("applying", [False, True])
 async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: EngineProcess, applying: bool) -> None:
-    """Nothing is asked of it in the one case, a version in the other."""
+    """It is idle, or the fleet asks it to apply a version."""
     fleet = fleet_of(engine)
     await finished_turns(fleet.generate(requests(1, 8), session="s"))
     replica = (await replicas(engine))[-1]
@@ -442,8 +448,8 @@ async def test_an_engine_that_hangs_while_it_is_idle_is_replaced(engine: EngineP
             assert report.replica != replica.replica
         while (last := (await replicas(engine))[-1]).replica == replica.replica or last.phase != "serving":  # noqa: ASYNC110
             await anyio.sleep(0.1)
-    (told,) = [one.told for one in await replicas(engine) if one.replica == replica.replica]
-    assert "its engine did not answer for 30 s (timeouts.engine_s)" in told
+    (error,) = [one.error for one in await replicas(engine) if one.replica == replica.replica]
+    assert "its engine did not answer for 30 s (timeouts.engine_s)" in error
     with pytest.raises(ProcessLookupError):
         os.kill(replica.engine_pids[0], 0)
     (turn,) = await finished_turns(fleet.generate(requests(1, 20), session="s"))
