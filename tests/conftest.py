@@ -1,4 +1,4 @@
-"""For every test: no network, one thread a library, quiet Ray. Set before any of them is imported."""
+"""Every test runs without network, with one thread per library and a quiet Ray; set before these are imported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tests/e2e/" not in item.path.as_posix())
 
 
-# How long an example takes says something of the machine, and nothing of the code.
+# The time that an example takes depends on the machine.
 settings.register_profile("asyncrl", deadline=None)
 settings.load_profile("asyncrl")
 
@@ -61,7 +61,7 @@ def nothing_skipped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_profiled() -> Iterator[None]:
-    """What a test records ends with it."""
+    """Stop recording events when the test ends."""
     yield
     if profile.enabled:
         profile.close()

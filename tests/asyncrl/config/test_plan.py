@@ -15,6 +15,7 @@ from asyncrl.config.model_files import num_parameters as count_parameters
 from asyncrl.config.plan import (
     GIB,
     MachineResources,
+    ResourcePlan,
     make_plan,
     process_rows,
     quantity_rows,
@@ -23,21 +24,26 @@ from asyncrl.config.plan import (
     training_steps,
     validation_due,
 )
+from asyncrl.config.schema import Config
 from asyncrl.core.failures import ConfigError
 from tests.fakes.configurations import config_with, single
 
 LAPTOP = MachineResources(cpus=2, gpus=0, memory_bytes=16 * GIB)
+STEPS, SIZE, PASSES = "trainer.total_training_steps", "trainer.ppo_mini_batch_size", "trainer.ppo_epochs"
+
+
+def plan_of(
+    config: Config, machine: MachineResources = LAPTOP, *, num_parameters: int | None = 1000, prompts: int | None = None
+) -> ResourcePlan:
+    return make_plan(config, machine, num_parameters=num_parameters, num_prompts=prompts)
 
 
 def test_counts_follow_from_the_config() -> None:
-    config = load_config(
-        None,
-        ["trainer.ppo_mini_batch_size=4", "async_training.require_batches=3",
-         "async_training.trigger_parameter_sync_step=2",
-         "async_training.staleness_threshold=0.5", "trainer.total_training_steps=27", "rollout.n=5",
-         "rollout.max_concurrent_samples=7"],
+    config = config_with(
+        {SIZE: 4, STEPS: 27, "async_training.require_batches": 3, "async_training.trigger_parameter_sync_step": 2,
+         "async_training.staleness_threshold": 0.5, "rollout.n": 5, "rollout.max_concurrent_samples": 7}
     )  # fmt: skip
-    plan = make_plan(config, LAPTOP, num_parameters=1000, num_prompts=100)
+    plan = plan_of(config, prompts=100)
     assert (plan.samples_per_step, plan.samples_per_lease, plan.samples_per_version) == (4, 12, 24)
     assert (plan.total_steps, plan.total_samples) == (27, 108)
     assert plan.total_versions == 5  # 27 steps are 9 leases: four versions of two, and the last one of one
@@ -47,30 +53,21 @@ def test_counts_follow_from_the_config() -> None:
 
 
 def test_passes_over_a_lease_are_steps_on_the_same_samples() -> None:
-    config = load_config(
-        None,
-        ["trainer.ppo_mini_batch_size=4", "async_training.require_batches=3", "trainer.ppo_epochs=2",
-         "trainer.total_training_steps=30"],
-    )  # fmt: skip
-    plan = make_plan(config, LAPTOP, num_parameters=1000, num_prompts=100)
+    plan = plan_of(config_with({SIZE: 4, PASSES: 2, STEPS: 30, "async_training.require_batches": 3}), prompts=100)
     assert (plan.total_samples, plan.samples_per_lease, plan.total_versions) == (60, 12, 5)
-    epochs = load_config(
-        None,
-        ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=null",
-         "trainer.total_epochs=3"],
-    )  # fmt: skip
+    epochs = config_with({SIZE: 4, PASSES: 2, STEPS: None, "trainer.total_epochs": 3})
     assert training_steps(epochs, 8) == 3 * 2 * 2
 
 
 def memory(overrides: list[str]) -> dict[str, tuple[int, float]]:
     """Return the number of training processes and their bytes per parameter."""
-    plan = make_plan(load_config(None, overrides), LAPTOP, num_parameters=1000, num_prompts=None)
+    plan = plan_of(load_config(None, overrides))
     return {part.name: (part.count, (part.memory_bytes or 0) / 1000) for part in plan.parts if "rank" in part.name}
 
 
 def test_memory_is_weights_optimizer_and_cache() -> None:
     config = load_config(None, ["algorithm=grpo_kl", "rollout.dtype=bfloat16"])
-    parts = {part.name: part for part in make_plan(config, LAPTOP, num_parameters=1000, num_prompts=None).parts}
+    parts = {part.name: part for part in plan_of(config).parts}
     assert parts["policy + ref rank"].memory_bytes == 1000 * (16 + 4)
     assert parts["engine (vLLM)"].memory_bytes == GIB + 2000
     ranks = ["trainer.num_workers=2", "trainer.strategy=fsdp2"]
@@ -95,13 +92,13 @@ EPOCHS = ("trainer.total_training_steps=null", "trainer.total_epochs=2", "async_
 )
 def test_epochs_are_trained_to_the_last_prompt(num_prompts: int, steps: int, samples: int) -> None:
     config = load_config(None, [*EPOCHS])
-    plan = make_plan(config, LAPTOP, num_parameters=None, num_prompts=num_prompts)
+    plan = plan_of(config, num_parameters=None, prompts=num_prompts)
     assert (plan.total_steps, plan.total_samples) == (steps, samples)
     assert plan.total_versions == math.ceil(samples / config.samples_per_version)
     rest = f" (the last one with {samples % 8} of 8 samples)" if samples % 8 else ""
     assert dict(quantity_rows(plan))["optimizer steps"] == f"{steps}{rest}"
     assert training_steps(load_config(None, [*EPOCHS, "trainer.ppo_epochs=3"]), num_prompts) == 3 * steps
-    assert make_plan(config, LAPTOP, num_parameters=None, num_prompts=None).total_samples is None
+    assert plan_of(config, num_parameters=None).total_samples is None
     with pytest.raises(ConfigError, match="no prompt to train on"):
         training_steps(config, 0)
 
@@ -117,25 +114,18 @@ def test_epochs_give_whole_leases_if_the_rest_is_dropped() -> None:
 
 
 def test_a_resumed_run_trains_on_other_samples_instead_of_skipped_passes() -> None:
-    steps = load_config(
-        None, ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=8"]
-    )
+    steps = config_with({SIZE: 4, PASSES: 2, STEPS: 8})
     assert total_samples(steps, 8, None) == 16
     assert total_samples(steps, 8, None, step=2, trained_samples=4) == 16
     assert total_samples(steps, 8, None, step=1, trained_samples=4) == 20, "seven steps left, two for a mini-batch"
-    epochs = load_config(
-        None, ["trainer.ppo_mini_batch_size=4", "trainer.ppo_epochs=2", "trainer.total_training_steps=null"]
-    )
+    epochs = config_with({SIZE: 4, PASSES: 2, STEPS: None})
     assert training_steps(epochs, 15) == 8
     assert total_samples(epochs, 8, 15) == 15
     assert total_samples(epochs, 8, 15, step=1, trained_samples=4) == 15, "an epoch has no more"
 
 
 def test_too_few_prompts_for_the_critics_warm_up_are_refused() -> None:
-    config = load_config(
-        None,
-        ["algorithm=ppo", "critic.warmup_steps=5", "trainer.total_training_steps=null", "trainer.total_epochs=1"],
-    )
+    config = load_config(None, ["algorithm=ppo", "critic.warmup_steps=5", f"{STEPS}=null", "trainer.total_epochs=1"])
     size = config.samples_per_lease
     assert training_steps(config, 6 * size) == 6
     with pytest.raises(ConfigError, match=r"critic\.warmup_steps = 5.*\n.*the run has 5 steps"):
@@ -145,15 +135,14 @@ def test_too_few_prompts_for_the_critics_warm_up_are_refused() -> None:
 def test_shortages_are_warnings() -> None:
     config = config_with({"rollout.num_replicas": 4, "trainer.device": "cuda"})
     two = MachineResources(cpus=64, gpus=2, memory_bytes=None)
-    problem = single(shortages(make_plan(config, two, num_parameters=None, num_prompts=None)))
+    problem = single(shortages(plan_of(config, two)))
     assert (problem.value, problem.severity) == ("5 GPUs", "warning")
     scored = {"reward_model.placement": "serve", "reward_model.num_replicas": 3, "reward_model.path": "rm"}
     config = config_with(scored | {"trainer.device": "cuda"})
-    problem = single(shortages(make_plan(config, two, num_parameters=None, num_prompts=None)))
+    problem = single(shortages(plan_of(config, two)))
     assert problem.value == "5 GPUs", "an engine, a rank, and a GPU for each replica of the reward model"
     small = dataclasses.replace(LAPTOP, memory_bytes=GIB)
-    config = load_config(None, ["rollout.num_replicas=4"])
-    found = shortages(make_plan(config, small, num_parameters=10**9, num_prompts=None))
+    found = shortages(plan_of(config_with({"rollout.num_replicas": 4}), small, num_parameters=10**9))
     assert [problem.value.rpartition(" ")[2] for problem in found] == ["threads", "GiB"]
 
 
@@ -162,7 +151,7 @@ def test_parameters_and_prompts_are_counted_without_libraries() -> None:
     parameters, prompts = count_parameters(config.model.path), count_prompts(config)
     assert parameters is not None and 500_000 < parameters < 2_000_000
     assert prompts is not None and prompts > 100
-    plan = make_plan(config, LAPTOP, num_parameters=parameters, num_prompts=prompts)
+    plan = plan_of(config, num_parameters=parameters, prompts=prompts)
     assert len(quantity_rows(plan)) == 10
     assert {row[0] for row in process_rows(plan)} >= {"rollouter", "trainer", "sample queue"}
 
