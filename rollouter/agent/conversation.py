@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -212,38 +212,38 @@ class TrajectoryStateMachine:
             )
 
 
+@dataclass(slots=True)
 class _OpenRow:
-    def __init__(self, prompt_ids: TokenIds) -> None:
-        self.prompt_ids = prompt_ids
-        self.ids: list[NDArray[np.int32]] = []
-        self.log_probs: list[NDArray[np.float32]] = []
-        self.sampled: list[bool] = []
-        self.spans: tuple[Span, ...] = ()
-        self.num_tokens = 0
+    prompt_ids: TokenIds
+    pieces: list[_Piece] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
 
-    def add(self, ids: NDArray[np.int32], log_probs: NDArray[np.float32], *, sampled: bool) -> None:
-        self.ids.append(ids)
-        self.log_probs.append(log_probs)
-        self.sampled.append(sampled)
-        self.num_tokens += len(ids)
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.ids) for piece in self.pieces)
 
     def trim(self) -> None:
         """Drop the answers after the last turn."""
-        while self.sampled and not self.sampled[-1]:
-            self.num_tokens -= len(self.ids.pop())
-            self.log_probs.pop()
-            self.sampled.pop()
+        while self.pieces and not self.pieces[-1].sampled:
+            self.pieces.pop()
 
     def closed(self) -> TokenRow:
+        ids, log_probs, sampled = zip(*self.pieces, strict=True)
         return TokenRow(
             prompt_ids=self.prompt_ids,
-            response_ids=np.concatenate(self.ids),
-            response_mask=np.concatenate(
-                [np.full(len(ids), sampled) for ids, sampled in zip(self.ids, self.sampled, strict=True)]
-            ),
-            rollout_log_probs=np.concatenate(self.log_probs),
+            response_ids=np.concatenate(ids),
+            response_mask=np.repeat(sampled, [len(one) for one in ids]),
+            rollout_log_probs=np.concatenate(log_probs),
             spans=self.spans,
         )
+
+
+class _Piece(NamedTuple):
+    """Tokens that the policy has sampled, or those between two of its turns."""
+
+    ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    sampled: bool
 
 
 class ConversationTokens:
@@ -256,19 +256,20 @@ class ConversationTokens:
     def context(self) -> TokenIds:
         """int32: the tokens that precede the next turn."""
         row = self._rows[-1]
-        return np.concatenate([row.prompt_ids, *row.ids], dtype=np.int32)
+        return np.concatenate([row.prompt_ids, *(piece.ids for piece in row.pieces)], dtype=np.int32)
 
     def add_turn(self, turn: Turn) -> tuple[int, int]:
         """Add a sampled turn. Return its row, and the position of its first token in that row's response."""
         row = self._rows[-1]
         first = row.num_tokens
         row.spans = merge_spans(row.spans, first, turn.spans)
-        row.add(turn.response_ids, turn.rollout_log_probs, sampled=True)
+        row.pieces.append(_Piece(turn.response_ids, turn.rollout_log_probs, True))
         return len(self._rows) - 1, first
 
     def add_unsampled(self, ids: Sequence[int]) -> None:
         """Add tokens that were not sampled: masked, with log-probs of 0, in the span of the tokens before them."""
-        self._rows[-1].add(np.asarray(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), sampled=False)
+        piece = _Piece(np.asarray(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), False)
+        self._rows[-1].pieces.append(piece)
 
     def fork(self, prompt_ids: Sequence[int]) -> None:
         """Continue behind another prompt, because the template has rewritten history."""

@@ -29,13 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSet:
-    """All interactions of a run; without any, a turn that calls no tool ends its conversation."""
+    """The interactions of a run, at least one."""
 
     def __init__(self, interactions: Sequence[ConfiguredInteraction]) -> None:
         self._by_name = {interaction.config.name: interaction for interaction in interactions}
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,11 +45,8 @@ class InteractionSet:
         None values there are dropped: parquet stores them for missing keys.
 
         Raises:
-            ConfigError: there are no interactions.
             DataError: none has that name, or `interaction_kwargs` is no mapping.
         """
-        if not self._by_name:
-            raise ConfigError("rollout.multi_turn.interactions: there are none to answer the assistant")
         given = context.extra_info.get("interaction_kwargs")
         if given is not None and not isinstance(given, Mapping):
             raise DataError(f"extra_info.interaction_kwargs: {given!r} is no mapping")

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import anyio
 
 from asyncrl.config.sections.rollout import InteractionConfig
-from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, DataError
+from asyncrl.core.failures import AsyncRLError, ConfigError, DataError
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Environment, EpisodeContext, Message, Reply
 from rollouter.user_code import call_problem, describe, finite, shown
@@ -53,7 +53,7 @@ class InteractionSession:
         self._interaction = interaction
         self._context = context
         self._kwargs = kwargs
-        self._environment: Environment | None = None
+        self._environment: Environment
 
     @property
     def name(self) -> str:
@@ -79,12 +79,10 @@ class InteractionSession:
         Raises:
             ToolFailedError: `close` failed without an earlier failure; otherwise its failure is only logged.
         """
-        environment, self._environment = self._environment, None
-        if environment is None:
-            raise BugError(f"the session of interaction {self.name!r} was left twice")
+        timeout_s = min(CLOSE_S, self._interaction.config.timeout_s)
         try:
             with anyio.CancelScope(shield=True):
-                await self._within(min(CLOSE_S, self._interaction.config.timeout_s), "close", environment.close)
+                await self._within(timeout_s, "close", self._environment.close)
         except AsyncRLError as failure:
             if error is None:
                 raise
@@ -97,13 +95,13 @@ class InteractionSession:
             DataError: `reset` does not take the row's `interaction_kwargs`.
             ToolFailedError: it raised, took too long or returned no messages.
         """
-        environment = self._entered()
-        if problem := call_problem(environment.reset, self._context, **self._kwargs):
+        reset = self._environment.reset
+        if problem := call_problem(reset, self._context, **self._kwargs):
             raise DataError(
                 f"extra_info.interaction_kwargs: {dict(self._kwargs)!r} does not fit interaction {self.name!r}, "
                 f"{problem}"
             )
-        result = await self._call("reset", lambda: environment.reset(self._context, **self._kwargs))
+        result = await self._call("reset", lambda: reset(self._context, **self._kwargs))
         return self._messages(result)
 
     async def step(self, text: str, messages: Sequence[Message]) -> Reply:
@@ -112,8 +110,7 @@ class InteractionSession:
         Raises:
             ToolFailedError: it raised, took too long or returned no proper `Reply`.
         """
-        environment = self._entered()
-        return self._reply(await self._call("step", lambda: environment.step(text, messages)))
+        return self._reply(await self._call("step", lambda: self._environment.step(text, messages)))
 
     async def score(self) -> float | None:
         """Return the finite score of the whole trajectory, or None if the environment gives none.
@@ -121,18 +118,13 @@ class InteractionSession:
         Raises:
             ToolFailedError: it raised, took too long or returned something else.
         """
-        result = await self._call("score", self._entered().score)
+        result = await self._call("score", self._environment.score)
         if result is None:
             return None
         number = finite(result)
         if number is None:
             raise self._failed("score", f"returned {result!r}; expected a finite number or None")
         return number
-
-    def _entered(self) -> Environment:
-        if self._environment is None:
-            raise BugError(f"the session of interaction {self.name!r} is not entered")
-        return self._environment
 
     async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         # The deadline starts once the limiter lets the call run.
@@ -171,16 +163,13 @@ class InteractionSession:
             raise self._failed("reset", f"returned {shown(result)}; expected a list of messages")
         for message in result:
             if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-                raise self._failed(
-                    "reset",
-                    f"returned the message {shown(message)}; expected a mapping with a role of {sorted(ROLES)}",
-                )
+                what = f"returned the message {shown(message)}; expected a mapping with a role of {sorted(ROLES)}"
+                raise self._failed("reset", what)
             content = message.get("content")
             parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
             if not (isinstance(content, str) or parts):
-                raise self._failed(
-                    "reset", f"returned the message {shown(message)}; its content must be a text or a list of parts"
-                )
+                what = f"returned the message {shown(message)}; its content must be a text or a list of parts"
+                raise self._failed("reset", what)
         return tuple(result)
 
     def _reply(self, result: Any) -> Reply:

@@ -80,7 +80,6 @@ def extract(
         DataError: a medium is malformed, unreadable, too large or on the network, or the number of placeholders in
             the text is not that of the columns.
     """
-    reader = _MediaReader(directory, checked)
     columns = {kind: iter(_items(row, f"{kind}s", where)) for kind in ("image", "video")}
     media: list[Media] = []
 
@@ -114,13 +113,15 @@ def extract(
 
     def add(kind: Kind, value: Any, at: str) -> Mapping[str, Any]:
         try:
-            one, name = reader.read(kind, value)
+            one, name = _read(kind, value, directory)
+            if not checked and len(one.data) <= MAX_MEDIA_BYTES:
+                frames_of(one)
         except (ValueError, TypeError, OSError) as error:
             raise DataError(f"{at}: no {kind} can be made of it: {error}") from error
         media.append(one)
         if (total := sum(len(each.data) for each in media)) > MAX_MEDIA_BYTES:
             raise DataError(f"{at}: the row's media have {total} bytes by now; {MAX_MEDIA_BYTES} are allowed")
-        return {"type": kind, kind: name}
+        return {"type": kind, kind: name or f"blake2b:{digest(one)}"}
 
     given = any(_is_some(row.get(column)) for column in ("images", "videos"))
     found = tuple(
@@ -146,48 +147,36 @@ def _items(row: Mapping[str, Any], column: str, where: str) -> Sequence[Any]:
     return list(value)
 
 
-class _MediaReader:
-    """Converts the values of a row to bytes that pillow reads."""
+def _read(kind: Kind, value: Any, directory: Path | None) -> tuple[Media, str]:
+    """Return the medium and its name: its path as written, or "".
 
-    def __init__(self, directory: Path | None, checked: bool) -> None:
-        self._directory = directory
-        self._checked = checked
+    Raises:
+        ValueError, TypeError, OSError: the value contains none.
+    """
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "url", "path", kind) if value.get(key) is not None), None)
+    data, name = _of_text(value, directory) if isinstance(value, str) else (_of_object(kind, value), "")
+    if kind == "video" and data.startswith(_NPY):
+        data = video_bytes(_images_of(np.load(io.BytesIO(data), allow_pickle=False)))
+    return Media(kind, data), name
 
-    def read(self, kind: Kind, value: Any) -> tuple[Media, str]:
-        """Return the medium and its name: its path as written, or its digest.
 
-        Raises:
-            ValueError, TypeError, OSError: the value contains none.
-        """
-        if isinstance(value, Mapping):
-            value = next((value[key] for key in ("bytes", "url", "path", kind) if value.get(key) is not None), None)
-        if isinstance(value, str):
-            data, name = self._of_text(value)
-        else:
-            data, name = _of_object(kind, value), ""
-        if kind == "video" and data.startswith(_NPY):
-            data = _of_frames(data)
-        media = Media(kind, data)
-        if not self._checked and len(data) <= MAX_MEDIA_BYTES:
-            frames_of(media)
-        return media, name or f"blake2b:{digest(media)}"
-
-    def _of_text(self, text: str) -> tuple[bytes, str]:
-        scheme = text.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text) else ""
-        if scheme == "data":
-            head, comma, body = text.partition(",")
-            if not comma or not head.endswith(";base64"):
-                raise ValueError("a data URL has to be data:…;base64,…")
-            try:
-                return base64.b64decode(body, validate=True), ""
-            except binascii.Error as error:
-                raise ValueError(f"its base64 is damaged: {error}") from error
-        if scheme not in ("", "file"):
-            raise ValueError(f"{text[:80]!r} lies on the network, and nothing is fetched; give a file or its bytes")
-        path = Path(text.removeprefix("file://"))
-        path = path if path.is_absolute() or self._directory is None else self._directory / path
-        with path.open("rb") as file:
-            return file.read(MAX_MEDIA_BYTES + 1), text
+def _of_text(text: str, directory: Path | None) -> tuple[bytes, str]:
+    scheme = text.partition(":")[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text) else ""
+    if scheme == "data":
+        head, comma, body = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("a data URL has to be data:…;base64,…")
+        try:
+            return base64.b64decode(body, validate=True), ""
+        except binascii.Error as error:
+            raise ValueError(f"its base64 is damaged: {error}") from error
+    if scheme not in ("", "file"):
+        raise ValueError(f"{text[:80]!r} lies on the network, and nothing is fetched; give a file or its bytes")
+    path = Path(text.removeprefix("file://"))
+    path = path if path.is_absolute() or directory is None else directory / path
+    with path.open("rb") as file:
+        return file.read(MAX_MEDIA_BYTES + 1), text
 
 
 def _of_object(kind: Kind, value: Any) -> bytes:
@@ -209,10 +198,6 @@ def _frame(frame: Any) -> Image:
     if isinstance(frame, np.ndarray):
         return _images_of(frame[None])[0]
     return frames_of(Media("image", _of_object("image", frame)))[0]
-
-
-def _of_frames(npy: bytes) -> bytes:
-    return video_bytes(_images_of(np.load(io.BytesIO(npy), allow_pickle=False)))
 
 
 def _images_of(frames: np.ndarray) -> list[Image]:

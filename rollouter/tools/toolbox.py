@@ -86,22 +86,18 @@ class ToolSession:
             raise BugError(f"{self._context.sample_id}: {name} is called after its trajectory has ended")
         refusal = self._refusal(name, arguments)
         outcome = refusal or await self._outcome(name, arguments, turn)
-        if refusal is not None or outcome.replayed:
-            _note_not_executed(name, outcome)
-        return ToolCallResult(self._recorded_call(name, arguments, outcome), outcome.done)
+        record = self._not_executed if refusal is not None or outcome.replayed else self._recorded_call
+        return ToolCallResult(record(name, arguments, outcome), outcome.done)
 
     def malformed(self, text: str) -> ToolCall:
         """Return the call that stands for text which could not be parsed as one."""
         outcome = ToolOutcome(f"Error: this is no tool call: {shorten(text)}", status="bad_json")
-        _note_not_executed("", outcome)
-        return self._recorded_call("", text, outcome)
+        return self._not_executed("", text, outcome)
 
     def refused(self, name: str, arguments: str, limit: int) -> ToolCall:
         """Return a call that is not executed because its turn has more than `limit` calls."""
         text = f"Error: this call was not made: at most {limit} are made in one turn"
-        outcome = ToolOutcome(text, status="too_many")
-        _note_not_executed(name, outcome)
-        return self._recorded_call(name, arguments, outcome)
+        return self._not_executed(name, arguments, ToolOutcome(text, status="too_many"))
 
     async def scores(self) -> Mapping[str, float]:
         """Return the `calc_reward` of each tool that the trajectory has used, unless its state could not be created.
@@ -185,6 +181,10 @@ class ToolSession:
         used = self._used[name]
         return await (used.score() if arguments == CALC_REWARD else used.call(arguments))
 
+    def _not_executed(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
+        profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)
+        return self._recorded_call(name, arguments, outcome)
+
     def _recorded_call(self, name: str, arguments: str, outcome: ToolOutcome) -> ToolCall:
         self._statistics.add(outcome.status, outcome.duration_s)
         # A lone surrogate is valid JSON, but no tokenizer accepts it.
@@ -199,11 +199,6 @@ class ToolSession:
             wait_s=outcome.wait_s,
             metrics=outcome.metrics,
         )
-
-
-def _note_not_executed(name: str, outcome: ToolOutcome) -> None:
-    """Emit the event of a call that was not executed."""
-    profile.note("tool.execute", tool=shorten(name), status=outcome.status, wait_s=0.0)
 
 
 def _rows_kwargs(context: ToolContext, name: str) -> Mapping[str, Mapping[str, Any]]:

@@ -31,7 +31,7 @@ def turn(ids: list[int], *spans: tuple[int, int]) -> Turn:
     )
 
 
-def test_turns_and_what_is_said_between_them_make_one_row() -> None:
+def test_turns_and_the_answers_between_them_make_one_row() -> None:
     tokens = ConversationTokens(np.array([1, 2], dtype=np.int32))
     assert tokens.add_turn(turn([3, 4], (0, 7))) == (0, 0)
     tokens.add_unsampled([5, 6, 7])
@@ -46,14 +46,6 @@ def test_turns_and_what_is_said_between_them_make_one_row() -> None:
     assert (row.response_ids.dtype, row.response_mask.dtype, row.rollout_log_probs.dtype) == ("int32", "bool", "f4")
 
 
-def test_a_row_ends_with_its_last_turn() -> None:
-    tokens = ConversationTokens(np.array([1], dtype=np.int32))
-    tokens.add_turn(turn([2], (0, 0)))
-    tokens.add_unsampled([3, 4])
-    (row,) = tokens.rows()
-    assert row.response_ids.tolist() == [2]
-
-
 def test_rewritten_history_begins_another_row() -> None:
     tokens = ConversationTokens(np.array([1], dtype=np.int32))
     tokens.add_turn(turn([2, 3], (0, 4)))
@@ -65,18 +57,11 @@ def test_rewritten_history_begins_another_row() -> None:
     assert (second.prompt_ids.tolist(), second.response_ids.tolist(), second.spans) == ([1, 9], [5], (Span(0, 6),))
 
 
-def test_a_row_without_sampled_tokens_is_dropped() -> None:
-    tokens = ConversationTokens(np.array([1], dtype=np.int32))
-    tokens.add_turn(turn([2], (0, 0)))
-    tokens.fork([1, 9])
-    assert len(tokens.rows()) == 1
-
-
 pieces = st.tuples(st.sampled_from(["turn", "message", "fork"]), st.lists(st.integers(0, 99), min_size=1, max_size=5))
 
 
 @given(st.lists(pieces, max_size=8))
-def test_every_sampled_token_is_found_where_it_was_said_to_be(course: list[tuple[str, list[int]]]) -> None:
+def test_every_sampled_token_is_at_its_reported_place(course: list[tuple[str, list[int]]]) -> None:
     tokens = ConversationTokens(np.array([1], dtype=np.int32))
     places = []
     for version, (what, ids) in enumerate([("turn", [0]), *course]):
@@ -85,7 +70,7 @@ def test_every_sampled_token_is_found_where_it_was_said_to_be(course: list[tuple
                 places.append((tokens.add_turn(turn(ids, (0, version))), ids, version))
             case "message":
                 tokens.add_unsampled(ids)
-            case "fork" if places[-1][0][0] == len(tokens._rows) - 1:  # a turn lies between two of them
+            case "fork" if places[-1][0][0] == len(tokens._rows) - 1:  # at most one row without a turn, the last
                 tokens.fork(ids)
     rows = tokens.rows()
     assert sum(int(row.response_mask.sum()) for row in rows) == sum(len(ids) for _, ids, _ in places)
@@ -258,7 +243,7 @@ def test_max_user_turns_ends_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize("answer", [lambda m: m.answered(1), lambda m: m.end()])
-def test_a_turn_that_was_cut_is_judged_and_then_it_is_over(answer: Callable[[TrajectoryStateMachine], object]) -> None:
+def test_a_truncated_turn_is_judged_and_ends_the_trajectory(answer: Callable[[TrajectoryStateMachine], object]) -> None:
     machine = running(PLAYED)
     machine.sampled(50, FinishReason.LENGTH, num_calls=0)
     assert not answer(machine)
@@ -280,7 +265,7 @@ def test_a_timeout_keeps_completed_turns(made: Callable[[], TrajectoryStateMachi
 
 
 class AnyCourse(RuleBasedStateMachine):
-    """Whatever happens in whatever order: budgets hold, and what has ended stays so."""
+    """Events in any order: budgets hold, and a trajectory that has ended stays so."""
 
     def __init__(self) -> None:
         super().__init__()

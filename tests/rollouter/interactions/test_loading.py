@@ -17,7 +17,7 @@ KEY = r"rollout\.multi_turn\.interactions\[0\]"
 
 def test_rows_choose_by_name_and_the_first_is_for_the_others() -> None:
     loaded = load(interaction("scripted", name="tutor"), interaction("scripted", name="child"))
-    assert (len(loaded), loaded.names) == (2, ("tutor", "child"))
+    assert loaded.names == ("tutor", "child")
 
     def chosen(**interaction_kwargs: Any) -> str:
         return loaded.session(context(extra_info={"interaction_kwargs": interaction_kwargs})).name
@@ -41,13 +41,6 @@ async def test_none_values_of_parquet_are_dropped() -> None:
     async with loaded.session(context(extra_info={"interaction_kwargs": row})) as session:
         await session.reset()
     assert calls[0] == ("reset", "cross", {"more": {"b": 1}})
-
-
-def test_a_set_without_interactions_refuses_sessions() -> None:
-    loaded = load()
-    assert not loaded
-    with pytest.raises(ConfigError, match="there are none"):
-        loaded.session(context())
 
 
 def test_an_environment_from_a_file(tmp_path: Path) -> None:
@@ -111,7 +104,7 @@ async def test_shared_resources_are_closed_with_the_run(caplog: pytest.LogCaptur
         interaction(name="c"),
     )
     async with loaded.session(context()) as one, loaded.session(context()) as other:
-        assert one._entered().shared is other._entered().shared  # type: ignore[attr-defined]
+        assert one._environment.shared is other._environment.shared  # type: ignore[attr-defined]
     Shared.closed = 0
     with caplog.at_level(logging.WARNING):
         await loaded.aclose()

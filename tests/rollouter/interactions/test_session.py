@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from asyncrl.core.failures import BugError, ConfigError, DataError, InfraError
+from asyncrl.core.failures import ConfigError, DataError, InfraError
 from rollouter.drop_policy import ToolFailedError
 from rollouter.interactions.base import Reply
 from tests.fakes.environments import assistant, context, interaction, load
@@ -249,15 +249,3 @@ async def test_a_failed_close_is_raised_unless_something_failed_before(caplog: p
         async with make() as session:
             await session.step(*assistant("22"))
     assert "close raised OSError: second" in caplog.text
-
-
-async def test_use_outside_of_its_block_is_a_bug() -> None:
-    session = sessions()()
-    with pytest.raises(BugError, match="is not entered"):
-        await session.reset()
-    async with session:
-        pass
-    with pytest.raises(BugError, match="is not entered"):
-        await session.score()
-    with pytest.raises(BugError, match="was left twice"):
-        await session.__aexit__(None, None, None)
