@@ -16,6 +16,7 @@ from asyncrl.assets import resolve
 from asyncrl.core.failures import DataError
 from rollouter.agent.chat import ChatTokenizer, cut_text
 from rollouter.agent.parsing import call_id, tool_message
+from tests.fakes.tools import schema_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKUP = {
@@ -32,12 +33,7 @@ MARKUP = {
     "bare": ("<|endoftext|>", []),
 }
 """The end of sequence of each template, and its other special tokens."""
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+TOOLS = [schema_of("add", {"type": "object", "properties": {}})]
 USER = {"role": "user", "content": "What is 1 + 2?"}
 TEXT = "user assistant system tool What is the sum? It is 3. {'name': 'add', 'arguments': {}} <think> hello there\n"
 
@@ -140,23 +136,13 @@ def test_answers_to_parallel_calls_share_a_turn(name: str) -> None:
     assert message.count("<|im_start|>") == 2 and message.count("<tool_response>") == 2
 
 
-def test_a_template_of_single_calls_gets_several_as_the_model_wrote_them() -> None:
+def test_several_calls_are_text_for_a_template_of_single_calls() -> None:
     two = calls({"a": 1}, {"a": 2}, text='{"name": "add"}; {"name": "add"}')
     llama = chat("llama3", tools=True)
     more = llama.extend([USER, two], answers("3", "4"), ids("llama3", '{"name": "add"}; {"name": "add"}<|eot_id|>'))
     assert not more.rewritten
     assert text("llama3", more.ids).count("ipython") == 2
     assert '\n\n{"name": "add"}; {"name": "add"}<|eot_id|>' in text("llama3", llama.retokenized([USER, two]))
-
-
-@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "llama3", "gemma", "sealed"])
-def test_delta_of_a_users_turn(name: str) -> None:
-    talk = chat(name, end_ids=tokenizer(name).convert_tokens_to_ids(MARKUP[name][1][-1:]))
-    before, new = [USER, says("It is 3.")], [{"role": "user", "content": "And twice?"}]
-    first, full = talk.prompt([USER]), talk.prompt([*before, *new])
-    end = {"gemma": "<end_of_turn>", "sealed": "<|im_end|>"}.get(name, MARKUP[name][0])
-    sampled = ids(name, f"It is 3.{end}")
-    assert full == [*first, *sampled, *talk.extend(before, new, sampled).ids]
 
 
 def test_a_template_without_special_tokens_is_continued_as_text() -> None:
@@ -177,7 +163,7 @@ def test_a_turn_may_end_with_the_token_that_begins_the_next_one() -> None:
             assert [*talk.prompt([USER]), *sampled, *more.ids] == whole and not more.rewritten
 
 
-def test_a_token_after_the_last_turn_is_no_rewriting() -> None:
+def test_a_token_after_the_last_turn_does_not_count_as_rewriting() -> None:
     talk = chat("sealed")
     more = talk.extend([USER, says("3")], [USER], ids("sealed", "3<|im_end|>"))
     assert text("sealed", more.ids).startswith("\n<|im_start|>user") and not more.rewritten
@@ -190,7 +176,7 @@ class TestRewriting:
 
     thought = says("It is 3.", reasoning_content="\n1 + 2\n", text="<think>\n1 + 2\n</think>\n\nIt is 3.")
 
-    def test_reasoning_is_kept_while_tools_run_and_left_out_when_the_user_goes_on(self) -> None:
+    def test_reasoning_is_kept_for_tool_results_and_dropped_for_a_user_turn(self) -> None:
         talk = chat("qwen3", tools=True)
         before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n")]
         more = talk.extend(before, answers("3"), ids("qwen3", "…<|im_end|>"))
@@ -201,7 +187,7 @@ class TestRewriting:
         assert again.rewritten and again.ids == talk.prompt([*before, *new])
         assert "<think>" not in text("qwen3", again.ids)
 
-    def test_a_header_that_history_does_not_have(self) -> None:
+    def test_a_generation_header_that_history_lacks(self) -> None:
         talk = chat("qwen3", template_kwargs={"enable_thinking": False})
         assert text("qwen3", talk.prompt([USER])).endswith("<think>\n\n</think>\n\n")
         assert talk.extend([USER, says("3")], [USER], ids("qwen3", "3<|im_end|>")).rewritten
@@ -216,11 +202,11 @@ class TestRewriting:
         assert talk.extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
         assert not chat("mistral").extend([USER, says("3")], [USER], ids("mistral", "3</s>")).rewritten
 
-    def test_words_that_the_template_leaves_out_beside_a_call(self) -> None:
+    def test_text_beside_a_call_that_the_template_drops(self) -> None:
         before = [USER, calls({"a": 1}, content="I shall add.")]
         assert chat("llama3", tools=True).extend(before, answers("3"), ids("llama3", "…<|eot_id|>")).rewritten
 
-    def test_reasoning_and_calls_that_a_template_does_not_know_become_text(self) -> None:
+    def test_unsupported_reasoning_and_calls_become_text(self) -> None:
         written = f"<think>\nI add.\n</think>\n\n{HERMES}"
         before = [USER, calls({"a": 1}, reasoning_content="\nI add.\n", text=written)]
         talk = chat("chatml")
@@ -235,7 +221,7 @@ class TestRewriting:
 
 @pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "qwen3", "llama3", "mistral"])
 @pytest.mark.parametrize("kind", ["bytes", "greedy", "metaspace"])
-def test_special_tokens_in_what_a_tool_says_stay_text(name: str, kind: str) -> None:
+def test_special_tokens_in_tool_results_stay_text(name: str, kind: str) -> None:
     eos, others = MARKUP[name]
     odd = f"{eos}{others[0]}{eos[0]}{eos}{eos[1:]}</tool_response> é\n{eos}"
     made = tokenizer(name, kind)
@@ -264,14 +250,14 @@ def test_special_tokens_in_the_data_sets_own_messages_are_special() -> None:
     assert chat("chatml").prompt([USER, says("x"), *given]).count(eos) == 4  # the system's, and one per message
 
 
-def test_what_the_assistant_types_does_not_end_its_turn() -> None:
+def test_an_end_token_written_as_text_does_not_end_a_turn() -> None:
     talk = chat("chatml")
     before = [USER, says("I end it: <|im_end|>", tool_calls=[])]
     more = talk.extend(before, [USER], ids("chatml", "…<|im_end|>"))
     assert not more.rewritten and text("chatml", more.ids).startswith("\n<|im_start|>user")
 
 
-def test_the_error_of_a_template_has_its_own_message() -> None:
+def test_a_refusal_of_the_template_is_a_data_error() -> None:
     talk = chat("gemma")
     with pytest.raises(DataError, match="the chat template refuses the messages: Conversation roles must alternate"):
         talk.extend([USER, says("3")], answers("3"), ids("gemma", "3<end_of_turn>"))
@@ -285,12 +271,12 @@ TURN = st.tuples(st.none() | WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_si
 
 
 @pytest.mark.parametrize("kind", ["bytes", "greedy", "metaspace"])
-@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "sealed", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["chatml", "hermes", "qwen25", "sealed", "llama3", "mistral", "gemma"])
 @settings(max_examples=15)
 @given(rounds=st.lists(TURN, min_size=1, max_size=3))
 def test_rows_equal_a_full_tokenization(name: str, kind: str, rounds: list[Any]) -> None:
     """If the model writes what the template writes, prompt, turns and deltas are the tokens of all messages."""
-    takes_calls = name not in ("chatml", "sealed")
+    takes_calls = name not in ("chatml", "sealed", "gemma")
     talk = ChatTokenizer(tokenizer(name, kind), tools=TOOLS if name in ("hermes", "qwen25", "llama3") else ())
     messages: list[dict[str, Any]] = [USER]
     row = talk.prompt(messages)
@@ -354,7 +340,7 @@ class TestDifference:
         assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a b")) is not None
         assert talk.first_difference(ids("chatml", "a"), ids("chatml", "a<|im_end|>\n")) is None
 
-    def test_any_end_of_turn_will_do(self) -> None:
+    def test_all_end_tokens_are_equal(self) -> None:
         eom = tokenizer("llama3").convert_tokens_to_ids("<|eom_id|>")
         talk = chat("llama3", end_ids=[eom])
         row = [*talk.prompt([USER]), *ids("llama3", "3<|eom_id|>")]
@@ -388,7 +374,7 @@ class TestCut:
         assert chat("chatml").cut("short", 5, "middle") == "short"
         assert chat("chatml").cut("", 1, "left") == ""
 
-    def test_counts_lookalikes_as_the_text_that_they_become(self) -> None:
+    def test_lookalikes_count_as_plain_text(self) -> None:
         talk = chat("chatml")
         lookalikes = "<|im_end|>" * 20
         sampled = ids("chatml", "x<|im_end|>")
@@ -401,5 +387,5 @@ class TestCut:
         cut = ChatTokenizer(made).cut("1+2=3" * 20, 10, "left")
         assert len(made(cut, add_special_tokens=False)["input_ids"]) <= 10 and cut.endswith("=3")
 
-    def test_no_text_at_all_for_no_tokens(self) -> None:
+    def test_no_tokens_hold_no_text(self) -> None:
         assert cut_text("abc", 0, "left", encode=lambda part: list(part.encode()), decode=lambda _: "") == ""

@@ -1,8 +1,7 @@
-"""What models write, read by vLLM's parsers."""
+"""Turns of models, parsed by vLLM's parsers."""
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -26,21 +25,10 @@ from rollouter.agent.parsing import (
     known_formats,
     tool_message,
 )
+from tests.fakes.tools import schema_of
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a"],
-            },
-        },
-    }
-]
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+TOOLS = [schema_of("add", {"type": "object", "properties": NUMBERS, "required": ["a"]})]
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|eom|>", "<|python_tag|>", "[TOOL_CALLS]"]
 PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
@@ -83,14 +71,14 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eom|>", ""])
-def test_one_call(name: str, end: str) -> None:
+def test_a_call_in_each_format(name: str, end: str) -> None:
     parsed = parse(name, WRITTEN[name] + end)
     assert (called(parsed), parsed.content, parsed.malformed) == (ONE, "", False)
     assert parsed.text == WRITTEN[name]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_an_answer(name: str) -> None:
+def test_text_without_a_call_is_content(name: str) -> None:
     for text in ("It is 3: \\frac{6}{2} [1], é…", 'In JSON: {"a": 3}', ""):
         assert parse(name, text + "<|im_end|>") == ParsedTurn(text, text=text)
 
@@ -112,12 +100,12 @@ def test_broken_calls_are_malformed(name: str, text: str) -> None:
     assert parse(name, text + "<|im_end|>") == ParsedTurn(text, malformed=True, text=text)
 
 
-def test_calls_beside_words_and_one_twice() -> None:
+def test_text_beside_calls_and_a_repeated_call() -> None:
     parsed = parse("hermes", f"I add.\n{WRITTEN['hermes']}\n{WRITTEN['hermes']}<|im_end|>")
     assert (parsed.content, called(parsed)) == ("I add.", ONE * 2)
 
 
-def test_turns_do_not_disturb_each_other() -> None:
+def test_parsing_a_turn_does_not_change_later_ones() -> None:
     """vLLM's parsers keep state."""
     for _ in range(2):
         for name in WRITTEN:
@@ -187,21 +175,18 @@ class TestFormats:
             ToolCallParser("openai", tokenizer(), TOOLS)
 
 
+def says(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
 class TestMessages:
     def test_all_of_a_turn(self) -> None:
         parsed = ParsedTurn("So:", (ParsedCall("add", '{"a": 1}'),), reasoning="well", text="…")
-        assert assistant_message(parsed, turn=2) == {
-            "role": "assistant",
-            "content": "So:",
-            "reasoning_content": "well",
-            "tool_calls": [
-                {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
-            ],
-            "text": "…",
-        }
+        call = {"type": "function", "id": call_id(2, 0), "function": {"name": "add", "arguments": {"a": 1}}}
+        assert assistant_message(parsed, turn=2) == says("So:", reasoning_content="well", tool_calls=[call], text="…")
 
-    def test_an_answer_is_no_more_than_that(self) -> None:
-        assert assistant_message(ParsedTurn("3", text="3")) == {"role": "assistant", "content": "3"}
+    def test_a_plain_answer_has_only_content(self) -> None:
+        assert assistant_message(ParsedTurn("3", text="3")) == says("3")
 
     @pytest.mark.parametrize("arguments", ["[1]", "1", "{", ""])
     def test_arguments_that_are_no_object_stay_text(self, arguments: str) -> None:
@@ -210,16 +195,11 @@ class TestMessages:
         assert message["content"] == f'{{"name": "add", "arguments": {arguments}}}'
         assert [call["id"] for call in message["tool_calls"]] == [call_id(0, 1)]
 
-    def test_ids_are_nine_letters_and_digits_each_its_own(self) -> None:
+    def test_ids_are_unique_with_nine_letters_and_digits(self) -> None:
         made = {call_id(turn, number) for turn in range(20) for number in range(20)}
         assert len(made) == 400 and all(len(one) == 9 and one.isalnum() for one in made)
         assert call_id(3, 1) == call_id(3, 1)
 
     def test_an_answer_of_a_tool(self) -> None:
-        message = tool_message("abc123def", "add", "3")
-        assert json.loads(json.dumps(message)) == {
-            "role": "tool",
-            "tool_call_id": "abc123def",
-            "name": "add",
-            "content": "3",
-        }
+        message = {"role": "tool", "tool_call_id": "abc123def", "name": "add", "content": "3"}
+        assert tool_message("abc123def", "add", "3") == message

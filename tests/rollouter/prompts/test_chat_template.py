@@ -1,4 +1,4 @@
-"""Prompts through the chat template, with what the configuration gives it."""
+"""Prompts through the configured chat template."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_template_gets_its_arguments_and_the_tools(model: ModelConfig, tmp_p
     assert ids == tokenizer("add\n1+2 (briefly)", add_special_tokens=False)["input_ids"]
 
 
-def test_a_refusal_names_the_row_and_gives_the_templates_words(model: ModelConfig) -> None:
+def test_a_refusal_names_the_row_and_quotes_the_template(model: ModelConfig) -> None:
     tokenizer = load_tokenizer(model)
     with pytest.raises(DataError, match=r"rows\[3\]: the chat template refuses field 'prompt': nothing of"):
         encode(tokenizer, [{"role": "user", "content": "no"}], "rows[3]")

@@ -96,7 +96,7 @@ def test_several_files_of_different_kinds_are_one_set(tmp_path: Path, tokenizer:
     assert sorted(file.name for file in data.iterdir()) == ["a.jsonl", "b.parquet"], "caches are elsewhere"
 
 
-def test_messages_of_parquet_lose_the_columns_they_never_had(tmp_path: Path) -> None:
+def test_messages_from_parquet_have_no_null_keys(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "calc"}]}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     rows = FileRows([str(tmp_path / "a.parquet")], key="data.train_files", cache_dir=tmp_path / "cache")
@@ -120,7 +120,7 @@ def test_messages_of_parquet_lose_the_columns_they_never_had(tmp_path: Path) -> 
         ("[1]", "not a JSON object"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, expected: str) -> None:
+def test_errors_name_the_malformed_row(tmp_path: Path, tokenizer: Any, row: Any, expected: str) -> None:
     path = write_jsonl(tmp_path / "bad.jsonl", question("1"), "", row)
     with pytest.raises(DataError) as caught:
         load(tmp_path, tokenizer, path)
@@ -137,7 +137,7 @@ def test_a_malformed_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, expe
         ([], ConfigError, "set one of the two"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(
+def test_errors_name_unreadable_files(
     tmp_path: Path, tokenizer: Any, files: list[str], error: type[Exception], message: str
 ) -> None:
     for name in ("a.csv", "a.parquet"):
@@ -199,7 +199,7 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert epoch_order(4, 0, 7, shuffle=False).tolist() == [0, 1, 2, 3]
 
 
-def test_a_cursor_is_one_integer(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_feed_index_alone_determines_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
     """A new source yields the same prompts from any index, in any order of access."""
     path = write_jsonl(tmp_path / "a.jsonl", *(question(str(n)) for n in range(7)))
     rows = FileRows([path], key="data.train_files", cache_dir=tmp_path / "cache")
@@ -238,7 +238,7 @@ def test_reasoning_gym_splits_and_seeds_do_not_overlap() -> None:
     assert len(set.union(*questions)) == sum(map(len, questions))
 
 
-def test_reasoning_gym_mistakes_are_named() -> None:
+def test_errors_name_wrong_reasoning_gym_settings() -> None:
     with pytest.raises(ConfigError, match="did you mean 'chain_sum'"):
         GymRows(ReasoningGymConfig(task="chain_sums"), split="train", seed=0)
     with pytest.raises(ConfigError, match=r"data\.reasoning_gym\.kwargs: task 'chain_sum' refuses"):
@@ -248,21 +248,8 @@ def test_reasoning_gym_mistakes_are_named() -> None:
 # ------------------------------------------------------------------------------------------------ template
 
 
-def test_tokenizer_mistakes_are_named(tmp_path: Path) -> None:
+def test_errors_name_a_missing_tokenizer_or_template(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: no tokenizer can be loaded from"):
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"model\.chat_template: .* cannot be read"):
         load_tokenizer(ModelConfig(path=QUICKSTART, chat_template=str(tmp_path / "none.jinja")))
-
-
-def test_own_template_and_its_refusal(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}7"
-    )
-    tokenizer = load_tokenizer(ModelConfig(path=QUICKSTART, chat_template=str(tmp_path / "t.jinja")))
-    path = write_jsonl(tmp_path / "a.jsonl", question("1"))
-    ids = load(tmp_path, tokenizer, path).train.at(SampleId(0, 1)).prompt_ids
-    assert ids.tolist() == tokenizer("7", add_special_tokens=False)["input_ids"]
-    path = write_jsonl(tmp_path / "b.jsonl", {"prompt": [{"role": "system", "content": "x"}]})
-    with pytest.raises(DataError, match=r"b\.jsonl, line 1: the chat template refuses .*no system messages"):
-        load(tmp_path, tokenizer, path)

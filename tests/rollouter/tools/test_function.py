@@ -1,4 +1,4 @@
-"""Functions as tools: the schema that is made of them, and the arguments that they are given."""
+"""Functions as tools: their schemas, and the arguments that they get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def toolbox_of(tool: BaseTool[Any], **limits: Any) -> Toolbox:
 
 
 async def answer(tool: BaseTool[Any], context: ToolContext | None = None, /, **arguments: Any) -> tuple[str, str]:
-    """Status and text of one call."""
+    """Return status and text of one call."""
     toolbox = toolbox_of(tool)
     name = toolbox.schemas[0]["function"]["name"]
     async with toolbox, toolbox.session(context or ToolContext("val", 3)) as tools:
@@ -38,7 +38,7 @@ async def answer(tool: BaseTool[Any], context: ToolContext | None = None, /, **a
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
     """The weather to come.
 
-    Of the last year it knows nothing.
+    It has no data of the last year.
 
     Args:
         city: Its English name,
@@ -51,12 +51,12 @@ def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
     return f"{city} {days!r} {unit}"
 
 
-def test_the_schema_is_made_of_hints_and_docstring() -> None:
+def test_the_schema_is_derived_from_hints_and_docstring() -> None:
     assert forecast.function_schema() == {
         "type": "function",
         "function": {
             "name": "forecast",
-            "description": "The weather to come.\n\nOf the last year it knows nothing.",
+            "description": "The weather to come.\n\nIt has no data of the last year.",
             "parameters": {
                 "type": "object",
                 "properties": {
@@ -71,7 +71,7 @@ def test_the_schema_is_made_of_hints_and_docstring() -> None:
     }
 
 
-def test_it_can_still_be_called() -> None:
+def test_a_tool_can_be_called_like_its_function() -> None:
     assert forecast("Oslo", days=2) == "Oslo 2 C"
     assert forecast.__name__ == "forecast"
 
@@ -114,12 +114,12 @@ async def test_sync_functions_run_in_a_thread_and_async_ones_on_the_loop() -> No
 async def test_the_context_is_given_and_not_in_the_schema() -> None:
     @function_tool
     def whose(context: ToolContext, what: str = "it") -> str:
-        """Tells who asks."""
+        """Returns the caller."""
         return f"{what}: {context.sample_id}, {context.trajectory}, {context.ground_truth}"
 
     @function_tool
     async def perhaps(context: ToolContext | None = None) -> str:
-        """Tells who asks."""
+        """Returns the caller."""
         return repr(context and context.sample_id)
 
     assert list(whose.function_schema()["function"]["parameters"]["properties"]) == ["what"]
@@ -140,7 +140,7 @@ class Range:
     last: int
 
 
-async def test_arguments_come_as_the_types_that_are_hinted_at() -> None:
+async def test_arguments_are_converted_to_the_hinted_types() -> None:
     @function_tool
     def typed(
         day: datetime.date,
@@ -172,7 +172,7 @@ async def test_arguments_come_as_the_types_that_are_hinted_at() -> None:
     assert status == "bad_arguments" and "at_most: 0 is less than the minimum of 1" in text
 
 
-async def test_a_default_that_json_has_not_is_the_functions_own() -> None:
+async def test_a_default_that_json_cannot_represent_is_kept() -> None:
     nothing = object()
 
     @function_tool
@@ -217,7 +217,7 @@ async def test_responses_and_errors_are_those_of_any_tool() -> None:
 
 def test_the_hints_of_a_callable_object_and_of_a_partial_are_found() -> None:
     class Scale:
-        """Not what is told."""
+        """Not the description."""
 
         async def __call__(self, value: float) -> float:
             return 2 * value
@@ -234,52 +234,20 @@ def test_the_hints_of_a_callable_object_and_of_a_partial_are_found() -> None:
     assert made.function_schema()["function"]["parameters"]["required"] == ["a"]
 
 
-def _untyped(city) -> str:  # type: ignore[no-untyped-def]
-    """Tells."""
-    return str(city)
-
-
-def _silent(city: str) -> str:
-    return city
-
-
-def _variadic(*cities: str) -> str:
-    """Tells."""
-    return cities[0]
-
-
-def _open(**cities: str) -> str:
-    """Tells."""
-    return cities["a"]
-
-
-def _nameless(city: str, /) -> str:
-    """Tells."""
-    return city
-
-
-def _schemaless(lock: threading.Thread) -> str:
-    """Tells."""
-    return str(lock)
-
-
-def _unresolved(city: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
-    """Tells."""
-    return str(city)
-
-
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("parameters", "docstring", "message"),
     [
-        (_untyped, "'city' has no type hint"),
-        (_silent, "no docstring"),
-        (_variadic, r"`\*cities: 'str'` cannot be used"),
-        (_open, r"`\*\*cities: 'str'` cannot be used"),
-        (_nameless, "cannot be used"),
-        (_schemaless, "no JSON schema"),
-        (_unresolved, "Nowhere.*TYPE_CHECKING"),
+        ("city", "Returns the city.", "'city' has no type hint"),
+        ("city: str", "", "no docstring"),
+        ("*cities: str", "Returns the city.", r"`\*cities: 'str'` cannot be used"),
+        ("**cities: str", "Returns the city.", r"`\*\*cities: 'str'` cannot be used"),
+        ("city: str, /", "Returns the city.", "cannot be used"),
+        ("lock: threading.Thread", "Returns the lock.", "no JSON schema"),
+        ("city: Nowhere", "Returns the city.", "Nowhere.*TYPE_CHECKING"),
     ],
 )
-def test_functions_without_a_schema_are_configuration_errors(function: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"tool function {function.__name__}: .*{message}"):
-        as_tool(function)
+def test_functions_without_a_schema_are_configuration_errors(parameters: str, docstring: str, message: str) -> None:
+    made: dict[str, Any] = {"threading": threading}
+    exec(f"def lookup({parameters}):\n    {docstring!r}\n", made)
+    with pytest.raises(ConfigError, match=f"tool function lookup: .*{message}"):
+        as_tool(made["lookup"])

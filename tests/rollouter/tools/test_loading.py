@@ -1,4 +1,4 @@
-"""From the configuration to tools; what cannot be one is told with its key."""
+"""From the configuration to tools; errors name the key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ number = 3
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file with tools, that is a module `tools_of_a_test` too."""
+    """A file with tools, which is also the module `tools_of_a_test`."""
     (tmp_path / "tools_of_a_test.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     return str(tmp_path / "tools_of_a_test.py")
@@ -80,7 +80,7 @@ def test_a_class_without_execute_is_refused(source: str) -> None:
         load(class_name=f"{source}:Idle")
 
 
-def test_functions_are_found_whether_they_are_tools_already_or_not(source: str) -> None:
+def test_plain_functions_and_function_tools_are_found(source: str) -> None:
     assert load(function=f"{source}:add").name == "add"
     assert load(function="tools_of_a_test:double").name == "twice"
 
@@ -97,7 +97,7 @@ def test_servers_are_started_by_the_toolbox() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_what_is_built_in_has_a_short_name(name: str) -> None:
+def test_built_in_tools_have_short_names(name: str) -> None:
     assert load_object(BUILT_IN[name], "tools.0.class_name")
 
 
@@ -135,7 +135,7 @@ def test_invalid_tools_name_the_key(source: str, config: dict[str, Any], message
         load(**config)
 
 
-def test_what_a_class_raises_is_the_users(source: str) -> None:
+def test_an_exception_of_a_constructor_is_a_user_error(source: str) -> None:
     with pytest.raises(UserCodeError, match=r"making .*:Search failed: ZeroDivisionError: no depth") as caught:
         load(class_name="tools_of_a_test:Search", config={"depth": -1})
     assert "__init__" in caught.value.cause
@@ -144,12 +144,8 @@ def test_what_a_class_raises_is_the_users(source: str) -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'calculator', like that of .*tools\.0"):
         load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator")])
-    assert (
-        len(
-            load_tools([ToolConfig(class_name="calculator"), ToolConfig(class_name="calculator", config={"name": "c"})])
-        )
-        == 2
-    )
+    other = ToolConfig(class_name="calculator", config={"name": "c"})
+    assert len(load_tools([ToolConfig(class_name="calculator"), other])) == 2
 
 
 def function(**changes: Any) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def function(**changes: Any) -> dict[str, Any]:
         (function(parameters={"default": {1, 2}}), "not made of JSON values"),
     ],
 )
-def test_what_is_no_function_schema(schema: Mapping[str, Any], message: str) -> None:
+def test_invalid_function_schemas_are_refused(schema: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FunctionSchema(schema)
 

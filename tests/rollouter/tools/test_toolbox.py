@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 import anyio
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 from anyio import to_thread
 
+from asyncrl.config.sections.rollout import ToolConfig
 from asyncrl.core.failures import BugError, ConfigError, DataError, UserCodeError
 from asyncrl.core.trajectory import CallStatus
 from asyncrl.core.types import SampleId
 from rollouter.drop_policy import ToolFailedError
 from rollouter.tools import BadArgumentsError, BaseTool, ToolContext, ToolError, ToolResponse, execution
-from rollouter.tools.toolbox import Toolbox, ToolCallResult
-from tests.fakes.tools import RememberingTool, toolbox_of
+from rollouter.tools.loading import FunctionSchema, LoadedTool
+from rollouter.tools.toolbox import Toolbox, ToolCallResult, ToolSession
+from tests.fakes.tools import RememberingTool, schema_of, toolbox_of
 from tests.fuzz.loop import run as run_virtually
 
 CONTEXT = ToolContext(SampleId(0, 7), 0)
@@ -36,6 +39,14 @@ async def once(
 ) -> ToolCallResult:
     async with toolbox, toolbox.session(context) as tools:
         return await tools.call(name, arguments, turn=0)
+
+
+@asynccontextmanager
+async def opened(*tools: BaseTool[Any], **limits: Any) -> AsyncIterator[ToolSession]:
+    """A trajectory's session with these tools."""
+    toolbox = toolbox_of(*tools, **limits)
+    async with toolbox, toolbox.session(CONTEXT) as session:
+        yield session
 
 
 # ------------------------------------------------------------------------------------------------ outcomes
@@ -195,10 +206,6 @@ async def test_refused_calls_are_counted() -> None:
 
 
 async def test_a_schema_that_refers_elsewhere_is_not_fetched() -> None:
-    from asyncrl.config.sections.rollout import ToolConfig
-    from rollouter.tools.loading import FunctionSchema, LoadedTool
-    from tests.fakes.tools import schema_of
-
     parameters = {"type": "object", "properties": {"query": {"$ref": "http://localhost:9/x.json"}}}
     loaded = LoadedTool(RememberingTool(), FunctionSchema(schema_of("search", parameters)), ToolConfig(), "tools.0")
     with pytest.raises(UserCodeError, match="the schema of tool search cannot be used"):
@@ -210,8 +217,7 @@ async def test_a_schema_that_refers_elsewhere_is_not_fetched() -> None:
 
 async def test_the_state_lives_from_call_to_call_and_is_scored() -> None:
     tool, other = RememberingTool(), RememberingTool()
-    toolbox = toolbox_of(tool, other)
-    async with toolbox, toolbox.session(CONTEXT) as tools:
+    async with opened(tool, other) as tools:
         for turn, query in enumerate("abc"):
             await tools.call("search", json.dumps({"query": query}), turn=turn)
         assert await tools.scores() == {"search": 1.5}, "only used tools have scores"
@@ -235,8 +241,7 @@ def test_calls_of_one_turn_share_one_create(seed: int) -> None:
     async def main() -> None:
         gate = anyio.Event()
         tool = RememberingTool(gates={"create": gate})
-        toolbox = toolbox_of(tool)
-        async with toolbox, toolbox.session(CONTEXT) as tools, anyio.create_task_group() as group:
+        async with opened(tool) as tools, anyio.create_task_group() as group:
             for query in "abcd":
                 group.start_soon(lambda query=query: tools.call("search", json.dumps({"query": query}), turn=0))
             await anyio.sleep(1.0)
@@ -281,8 +286,7 @@ def test_a_waiting_call_retries_a_cancelled_create() -> None:
     async def main() -> None:
         gate = anyio.Event()
         tool = RememberingTool(gates={"create": gate})
-        toolbox = toolbox_of(tool)
-        async with toolbox, toolbox.session(CONTEXT) as tools:
+        async with opened(tool) as tools:
             async with anyio.create_task_group() as others:
                 with anyio.move_on_after(1.0):
                     async with anyio.create_task_group() as first:
@@ -351,8 +355,7 @@ async def test_a_tool_without_state_needs_no_create() -> None:
         async def execute(self, state: None, arguments: Mapping[str, Any], **kwargs: Any) -> str:
             return repr(state)
 
-    toolbox = toolbox_of(Plain())
-    async with toolbox, toolbox.session(CONTEXT) as tools:
+    async with opened(Plain()) as tools:
         assert (await tools.call("search", ASK, turn=0)).call.result == "None"
         assert await tools.scores() == {"search": 0.0}
 
@@ -531,11 +534,15 @@ async def test_a_sync_method_may_return_an_awaitable() -> None:
     assert (await once(toolbox_of(Half()))).call.result == "later"
 
 
-async def test_a_state_that_a_thread_creates_too_late_is_released() -> None:
+@pytest.mark.parametrize("ends", ["timeout", "cancellation"])
+async def test_a_state_that_a_thread_creates_too_late_is_released(ends: str) -> None:
     tool = Blocking("create")
-    async with toolbox_of(tool, timeout_s=0.05) as toolbox:
-        async with toolbox.session(CONTEXT) as tools:
-            assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
+    async with toolbox_of(tool, timeout_s=0.05 if ends == "timeout" else 60.0) as toolbox:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_converse, toolbox)
+            if ends == "cancellation":
+                await begun(tool)
+                group.cancel_scope.cancel()
         assert tool.log == ["create"], "the session does not wait for the late state"
         tool.go.set()
     assert tool.log == ["create", "release "]
@@ -543,7 +550,7 @@ async def test_a_state_that_a_thread_creates_too_late_is_released() -> None:
 
 async def test_release_waits_for_a_thread_that_uses_the_state() -> None:
     tool = Blocking("execute")
-    async with toolbox_of(tool, timeout_s=0.05) as toolbox, toolbox.session(CONTEXT) as tools:
+    async with opened(tool, timeout_s=0.05) as tools:
         assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
         threading.Timer(0.1, tool.go.set).start()
     assert tool.log == ["create", "execute", "release a"]
@@ -555,7 +562,7 @@ async def test_a_stuck_thread_delays_neither_release_nor_toolbox(
     monkeypatch.setattr(execution, "RELEASE_S", 0.1)
     tool = Blocking("execute")
     with anyio.fail_after(10):
-        async with toolbox_of(tool, timeout_s=0.05) as toolbox, toolbox.session(CONTEXT) as tools:
+        async with opened(tool, timeout_s=0.05) as tools:
             assert (await tools.call("search", ASK, turn=0)).call.status == "timeout"
     assert tool.log == ["create", "execute", "release "]
     tool.go.set()
@@ -578,18 +585,6 @@ async def test_a_stuck_release_of_a_late_state_does_not_delay_the_toolbox(monkey
             threading.Timer(0.1, held.set).start()
     assert tool.log == ["create", "release"]
     tool.go.set()
-
-
-async def test_a_sync_create_whose_trajectory_is_cancelled_has_its_state_released() -> None:
-    tool = Blocking("create")
-    async with toolbox_of(tool) as toolbox:
-        async with anyio.create_task_group() as group:
-            group.start_soon(_converse, toolbox)
-            await begun(tool)
-            group.cancel_scope.cancel()
-        assert tool.log == ["create"]
-        tool.go.set()
-    assert tool.log == ["create", "release "]
 
 
 # ------------------------------------------------------------------------------------------------ limits
@@ -655,8 +650,7 @@ def test_a_cancelled_waiter_uses_up_no_start() -> None:
     starts: list[float] = []
 
     async def main() -> None:
-        toolbox = toolbox_of(RememberingTool(lambda _: starts.append(anyio.current_time()) or ""), max_per_s=1.0)
-        async with toolbox, toolbox.session(CONTEXT) as tools:
+        async with opened(RememberingTool(lambda _: starts.append(anyio.current_time()) or ""), max_per_s=1.0) as tools:
             await tools.call("search", ASK, turn=0)
             async with anyio.create_task_group() as line:
                 for _ in range(50):
@@ -690,9 +684,3 @@ def test_a_slow_tool_does_not_delay_others() -> None:
 async def test_a_toolbox_must_be_entered_before_use() -> None:
     with pytest.raises(BugError, match="must be entered"):
         toolbox_of(RememberingTool()).session(CONTEXT)
-
-
-def test_schemas_are_in_the_order_of_the_configuration() -> None:
-    toolbox = toolbox_of(RememberingTool(), RememberingTool())
-    assert [schema["function"]["name"] for schema in toolbox.schemas] == ["search", "search_1"]
-    assert Toolbox(()).schemas == ()
