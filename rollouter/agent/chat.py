@@ -93,7 +93,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[st
 class SpecialTokenEscaper:
     """Escapes the names of special tokens in messages, so that they stay plain text.
 
-    A tool's answer may contain `<|im_end|>`. Templates paste it unchanged, and a tokenizer would make of it the very
+    A tool's answer may contain `<|im_end|>`. Templates paste it unchanged, and a tokenizer would turn it into the very
     token that ends a turn. So a mark that no tokenizer knows is put behind the first character of every lookalike
     before the template renders the message, and `TemplateTextEncoder` encodes the text piece by piece between the
     marks: no piece contains a lookalike.

@@ -288,7 +288,7 @@ class _Conversation:
         ids = turn.response_ids.tolist()
         with profile.span("turn.parse", tokens=len(ids)):
             parsed = await agent.off_loop(len(ids), lambda: agent.parser.parse(ids))
-        # No await from here on: a conversation that runs out of time has all of a turn, or nothing of it.
+        # No await from here on: a conversation that runs out of time contains a whole turn or none.
         row, first = self.tokens.add_turn(turn)
         self.messages.append(assistant_message(parsed, turn=number))
         machine.sampled(len(ids), turn.finish_reason, num_calls=len(parsed.calls) + parsed.malformed)

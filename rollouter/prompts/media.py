@@ -117,7 +117,7 @@ def extract(
             if not checked and len(one.data) <= MAX_MEDIA_BYTES:
                 frames_of(one)
         except (ValueError, TypeError, OSError) as error:
-            raise DataError(f"{at}: no {kind} can be made of it: {error}") from error
+            raise DataError(f"{at}: its value is no {kind}: {error}") from error
         media.append(one)
         if (total := sum(len(each.data) for each in media)) > MAX_MEDIA_BYTES:
             raise DataError(f"{at}: the row's media have {total} bytes by now; {MAX_MEDIA_BYTES} are allowed")

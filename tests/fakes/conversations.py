@@ -1,4 +1,4 @@
-"""Trajectories for those who score them: about a sum, with calls of a calculator or without. A token a character."""
+"""Trajectories for tests of scores: a sum, with or without calls of a calculator. One token per character."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def dialogue(
         reward = rewards[number] if rewards else 0.0
         turns.append(TurnInfo(0, len(tokens), len(text), finish, calls=calls, reward=reward))
         messages += [{"role": "assistant", "content": text}] if is_last else [CALL, RESULT]
-        told = "" if is_last else "=22;"
-        tokens += text + told
-        mask += [True] * len(text) + [False] * len(told)
+        between = "" if is_last else "=22;"
+        tokens += text + between
+        mask += [True] * len(text) + [False] * len(between)
     row = TokenRow(
         prompt_ids=prompt().prompt_ids,
         response_ids=ids(tokens),

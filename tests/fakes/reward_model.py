@@ -31,7 +31,7 @@ def make_classifier(path: Path, *, num_labels: int = 1, pad_token_id: int | None
 
 
 def make_pair_classifier(path: Path) -> str:
-    """A small BERT classifier with random weights, whose tokenizer tells the two parts of a pair apart."""
+    """A small BERT classifier with random weights, whose tokenizer marks the two parts of a pair."""
     import torch
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification

@@ -1,4 +1,4 @@
-"""Tools that remember what was done with them, and boxes to put them in."""
+"""A tool that logs its calls, and toolboxes of such tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def schema_of(name: str, parameters: Mapping[str, Any] = QUERY) -> dict[str, Any
 
 
 class RememberingTool(BaseTool[list[str]]):
-    """Its state is what it was asked; `log` has what was done with it, over all trajectories.
+    """Its state are its queries; `log` lists the calls of its methods over all trajectories.
 
     `act` makes the answer of the query, and may raise or wait; each `gates` entry holds that method up until it is set.
     """
@@ -33,7 +33,7 @@ class RememberingTool(BaseTool[list[str]]):
     def __init__(self, act: Callable[[str], Any] = str.upper, gates: Mapping[str, anyio.Event] | None = None) -> None:
         self.log: list[str] = []
         self.begun = anyio.Event()
-        """Some method has come to its gate."""
+        """Set when a method waits at its gate."""
         self._act = act
         self._gates = gates or {}
 

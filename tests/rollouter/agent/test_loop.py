@@ -1,4 +1,4 @@
-"""Conversations on a fake engine: contexts, rows, rewards, and every way in which they end."""
+"""Conversations on a fake engine: contexts, rows, rewards, and their ends."""
 
 from __future__ import annotations
 

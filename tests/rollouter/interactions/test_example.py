@@ -1,4 +1,4 @@
-"""examples/interactions: as it is told to be run, and named as in its README."""
+"""examples/interactions runs as its README shows."""
 
 from __future__ import annotations
 

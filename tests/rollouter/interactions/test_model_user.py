@@ -64,7 +64,7 @@ async def test_a_dialogue_until_the_stop_phrase() -> None:
     assert first["messages"] == [part, *conversation[:3]]
 
 
-async def test_the_part_is_filled_in_once() -> None:
+async def test_the_system_prompt_is_filled_in_one_pass() -> None:
     """Braces in a question are the question's."""
     template = "{instruction}|{question}|{ground_truth}|{stop_phrase}|{ no }"
     given = row("what is {ground_truth}?", instruction="be brief", name=None)
@@ -81,7 +81,7 @@ async def test_the_part_is_filled_in_once() -> None:
         ("{ground_truth}", context()),
     ],
 )
-async def test_a_row_that_lacks_what_the_part_wants(template: str, given: EpisodeContext) -> None:
+async def test_a_row_without_a_value_for_the_system_prompt_is_refused(template: str, given: EpisodeContext) -> None:
     async with talking([], given, system_prompt=template) as (session, _):
         with pytest.raises(DataError, match=r"the row has nothing for it"):
             await session.reset()

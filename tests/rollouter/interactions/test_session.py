@@ -61,9 +61,9 @@ async def test_the_order_of_a_trajectory() -> None:
     async with sessions(calls, does=does)() as session:
         assert session.name == "tutor"
         assert await session.reset() == ({"role": "user", "content": "hello"},)
-        told = await session.step(*assistant("22"))
-        assert told == Reply("why?", reward=0.25, metrics={"anger": 0.5, "turns": 2.0})
-        assert [type(value) for value in (told.reward, *told.metrics.values())] == [float] * 3
+        answer = await session.step(*assistant("22"))
+        assert answer == Reply("why?", reward=0.25, metrics={"anger": 0.5, "turns": 2.0})
+        assert [type(value) for value in (answer.reward, *answer.metrics.values())] == [float] * 3
         assert await session.score() == 1.0
     assert calls == [("reset", "calm", {}), ("step", "22"), "score", "close"]
 

@@ -1,4 +1,4 @@
-"""An environment of `verifiers` that is driven turn by turn: with a stand-in of the package, and with itself.
+"""Environments of `verifiers`, turn by turn, with a stand-in for the package and with the package itself.
 
 The stand-in (verifiers_stand_in.py) has the same public interface as far as it is used. Where the package is installed,
 which is not the case with the project's own requirements, every test runs against it, too.
@@ -185,7 +185,7 @@ async def test_a_single_turn(game: Any) -> None:
 
 
 async def test_an_end_that_is_not_its_own(game: Any) -> None:
-    """The loop's limits end a trajectory: it is scored, and cleaned up after, once."""
+    """If limits of the loop end a trajectory, it is scored and cleaned up once."""
     async with started() as session:
         await session.step("5", conversation("5"))
         assert await session.score() == pytest.approx(-0.1)
@@ -212,7 +212,7 @@ async def test_parts_are_one_message(game: Any) -> None:
         ("slow", "text", r"did not return within 0\.5 s"),
     ],
 )
-async def test_what_fails_in_it_fails_the_interaction(game: Any, said: str, form: str, message: str) -> None:
+async def test_errors_of_the_environment_fail_the_interaction(game: Any, said: str, form: str, message: str) -> None:
     async with started(form=form) as session:
         with pytest.raises(ToolFailedError, match=rf"VerifiersEnvironment\.step {message}") as raised:
             await session.step(said, conversation(said))
@@ -227,7 +227,7 @@ async def test_cancellation_cleans_up(game: Any) -> None:
     assert game.EVENTS[-1] == "cleanup"
 
 
-def test_its_data_set_as_rows(game: Any) -> None:
+def test_the_data_set_becomes_rows(game: Any) -> None:
     (made,) = json.loads(json.dumps(list(rows("guess_game", {}))))
     assert made == {
         "prompt": [PROMPT],
@@ -239,7 +239,7 @@ def test_its_data_set_as_rows(game: Any) -> None:
 
 
 def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
-    """Where signal handlers cannot be set at all."""
+    """Other threads cannot set signal handlers."""
     loaded: list[Any] = []
     thread = threading.Thread(target=lambda: loaded.append(guessing()))
     thread.start()
@@ -257,7 +257,7 @@ def test_it_can_be_loaded_beside_the_main_thread(game: Any) -> None:
         ({"kind": "raises"}, "no board"),
     ],
 )
-def test_environments_that_cannot_be_driven(game: Any, env_args: dict[str, Any], message: str) -> None:
+def test_unsupported_environments_are_refused(game: Any, env_args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"{KEY}: .*{message}"):
         guessing(**env_args)
 

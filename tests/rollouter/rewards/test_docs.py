@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md do what it says of them."""
+"""The examples of docs/rewards.md work as described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions: finding them, calling them, checking what they return, bounding what they do."""
+"""Reward functions: loading, calls, checks of results, and deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge, against a real server that plays an OpenAI endpoint: what it is asked, how it is read, how it fails."""
+"""The judge on a local server that plays an OpenAI endpoint: requests, ratings and failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_the_judge_gets_question_truth_and_answer() -> None:
             assert part in asked
 
 
-async def test_the_judge_may_get_the_conversation() -> None:
+async def test_a_prompt_may_contain_the_conversation() -> None:
     async with judging([said("score: 10")], prompt='{conversation} -- {"json": {}} {truth}') as setup:
         assert await setup.judge.score(prompt(), [dialogue("add", "#22")]) == [Score(1.0)]
         assert setup.asked == [
@@ -86,14 +86,14 @@ async def test_an_answer_without_a_rating_is_retried(first: Script) -> None:
         assert len(set(setup.asked)) == 1 and len(setup.asked) == 2
 
 
-async def test_without_a_number_in_the_end_it_is_the_users_error() -> None:
+async def test_no_rating_in_any_attempt_is_a_user_error() -> None:
     async with judging(lambda request: said("I cannot say."), max_attempts=2) as setup:
         with pytest.raises(UserCodeError, match=r"no rating from 0 to 10, asked 2 times .*'I cannot say\.'"):
             await setup.judge.score(prompt(), [answer("22")])
         assert len(setup.asked) == 2
 
 
-async def test_an_endpoint_that_fails_is_the_users_error() -> None:
+async def test_a_failing_endpoint_is_a_user_error() -> None:
     async with judging([failed(500, "boom")], max_attempts=1) as setup:
         with pytest.raises(UserCodeError, match=r"reward\.judge: model 'judge-1' at .* failed once.*boom"):
             await setup.judge.score(prompt(), [answer("22")])
@@ -111,7 +111,7 @@ async def test_a_missing_model_stops_the_run() -> None:
             await setup.judge.score(prompt(), [answer("22")])
 
 
-async def test_no_more_requests_at_once_than_configured() -> None:
+async def test_concurrent_requests_are_limited() -> None:
     def script(request: Mapping[str, Any]) -> Script:
         return said(f"score: {len(request['messages'][0]['content']) - 1}")
 
@@ -137,7 +137,7 @@ def test_invalid_endpoints_are_refused_at_the_start(changes: dict[str, Any], mes
         JudgeScorer(JudgeConfig.model_validate(settings), decode)
 
 
-async def test_it_joins_the_function() -> None:
+async def test_a_judge_adds_to_the_reward_function() -> None:
     async with openai_server([said("score: 5")]) as server:
         judge = {"model": "judge-1", "base_url": server.base_url, "weight": 0.5}
         config = Config.model_validate({"reward": {"judge": judge, "weight": 2.0}})

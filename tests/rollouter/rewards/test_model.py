@@ -1,4 +1,4 @@
-"""The reward model: what it gives conversations, alone and in batches, and how it fails."""
+"""The reward model: scores of single conversations and batches, and failures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_pair_model_gets_token_type_ids(tmp_path: Path) -> None:
     assert load(path).score(CONVERSATIONS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_what_cannot_be_scored_is_an_error_in_its_place(path: str) -> None:
+def test_a_conversation_that_cannot_be_scored_gets_an_error(path: str) -> None:
     too_long, odd = user("1" * CONTEXT, "3"), ScoredConversation(({"role": "user", "content": None},), "3")
     classifier = load(path)
     scores = classifier.score([CONVERSATIONS[0], too_long, CONVERSATIONS[1], odd])
@@ -99,7 +99,7 @@ def test_what_cannot_be_scored_is_an_error_in_its_place(path: str) -> None:
     assert isinstance(scores[3], DataError)
 
 
-def test_a_score_that_is_no_number_is_an_error(path: str) -> None:
+def test_a_score_that_is_not_finite_is_an_error(path: str) -> None:
     classifier = load(path)
     with torch.no_grad():
         classifier._model.score.weight.fill_(torch.nan)
@@ -131,7 +131,7 @@ def pickled(path: str) -> None:
         (1, lambda path: (Path(path) / "config.json").write_text(json.dumps({"model_type": "lama"})), "lama"),
     ],
 )
-def test_a_model_that_is_no_reward_model_is_refused(tmp_path: Path, num_labels: int, spoil: Any, expected: str) -> None:
+def test_invalid_reward_models_are_refused(tmp_path: Path, num_labels: int, spoil: Any, expected: str) -> None:
     path = make_classifier(tmp_path / "model", num_labels=num_labels)
     spoil(path)
     with pytest.raises(ConfigError) as caught:
@@ -139,7 +139,7 @@ def test_a_model_that_is_no_reward_model_is_refused(tmp_path: Path, num_labels: 
     assert caught.value.message.startswith(f"reward_model.path={path}: ")
     assert expected in caught.value.message
     assert "name a sequence-classification model with one label" in caught.value.message
-    # Serve tells of a constructor's error by the last line of its text.
+    # Serve reports the error of a constructor by the last line of its text.
     assert "\n" not in str(caught.value)
 
 
@@ -232,7 +232,7 @@ async def test_a_model_that_does_not_answer_fails_within_its_deadline(monkeypatc
 
 
 async def test_while_a_replica_is_replaced_calls_have_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve holds calls back while no replica is up: that is no slow model. A call from before the death waits too."""
+    """Serve delays calls while no replica is up, which is no slow model; a call from before the death waits too."""
     first, third = anyio.Event(), anyio.Event()
     handle = Handle(first, ray.exceptions.ActorDiedError(), third)
     model, _ = served(monkeypatch, handle, timeout_s=0.5, start_s=30.0)

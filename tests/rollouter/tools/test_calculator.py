@@ -1,4 +1,4 @@
-"""Sums: what is exact, what is shown, and what is refused before it costs anything."""
+"""Arithmetic: exact values, their format, and expressions that are refused before they cost time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_integers_are_exact() -> None:
         ("-" * 199 + "1", None),
     ],
 )
-def test_what_is_refused(expression: str, message: str | None) -> None:
+def test_invalid_and_costly_expressions_are_refused(expression: str, message: str | None) -> None:
     if message is None:
         assert calculate(expression) in ("1", "-1")
         return
@@ -106,7 +106,7 @@ def test_the_largest_integers_have_a_value(expression: str) -> None:
     assert calculate(expression) == str(eval(expression))
 
 
-async def test_it_is_a_tool_with_names_of_the_users_choice() -> None:
+async def test_names_of_tool_and_argument_are_configurable() -> None:
     configs = [
         ToolConfig(class_name="calculator"),
         ToolConfig(class_name="calculator", config={"name": "c", "argument": "x"}),

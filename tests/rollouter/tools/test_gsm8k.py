@@ -1,4 +1,4 @@
-"""The GSM8K tool: what counts as a number, and what answers earn."""
+"""The GSM8K tool: numbers in answers, and their rewards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_numbers(text: str, number: int | Decimal | None) -> None:
     assert parse_answer(text) == number
 
 
-async def test_answers_earn_what_they_improve() -> None:
+async def test_only_a_better_answer_escapes_the_penalty() -> None:
     tool = Gsm8kTool()
     state = await tool.create(context("72"))
     earned = [await tool.execute(state, {"answer": answer}) for answer in ("70", "#### 72", "72", "1")]
@@ -69,7 +69,7 @@ async def test_answers_earn_what_they_improve() -> None:
     assert (await gentle.execute(await gentle.create(context(72)), {"answer": "1"})).reward == 0.0
 
 
-async def test_trajectories_do_not_share_anything() -> None:
+async def test_trajectories_have_separate_states() -> None:
     (loaded,) = load_tools([ToolConfig(class_name="gsm8k")])
     async with Toolbox([loaded]) as toolbox:
         right, wrong = (
@@ -87,11 +87,11 @@ async def test_trajectories_do_not_share_anything() -> None:
 @pytest.mark.parametrize(
     ("truth", "message"), [(None, r"neither its reward_model\.ground_truth nor"), ("none", "'none' is no number")]
 )
-async def test_a_row_without_a_number_is_no_wrong_answer(truth: Any, message: str) -> None:
+async def test_a_row_without_a_number_is_an_error(truth: Any, message: str) -> None:
     with pytest.raises(UserCodeError, match=message):
         await Gsm8kTool().create(context(truth))
 
 
-def test_it_does_not_pay_to_be_wrong() -> None:
+def test_a_positive_penalty_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"penalty = 0\.05: .* write -0\.05"):
         Gsm8kTool(penalty=0.05)

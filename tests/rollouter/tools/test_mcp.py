@@ -1,4 +1,4 @@
-"""Servers of tools: real ones, as processes over their standard streams and over HTTP on this machine."""
+"""Real tool servers: processes on their standard streams, and servers over HTTP on this machine."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ for line in sys.stdin:
     answer = {"error": {"code": -32601, "message": "there is no such method"}}
     if method == "initialize":
         info = {"name": "quick", "version": "1"}
-        told = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
-        answer = {"result": told}
+        result = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+        answer = {"result": result}
     elif method == "tools/list" and not params.get("cursor"):
         answer = {"result": {"tools": [{"name": "who.is", "inputSchema": schema}], "nextCursor": "more"}}
     elif method == "tools/list":
@@ -79,7 +79,7 @@ for line in sys.stdin:
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
 """
-"""The same over the same protocol, by hand: it starts in no time, and knows of nothing new."""
+"""A hand-written server of the same protocol, which starts in milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ async def test_a_server_process_gets_its_environment_and_ends_with_the_toolbox(q
     assert children() == before
 
 
-async def test_only_the_tools_that_are_named_are_offered(quick: str) -> None:
+async def test_only_configured_tools_are_offered(quick: str) -> None:
     async with box_of(stdio(quick, tools=["wait", "who.is"])) as toolbox:
         assert names(toolbox) == ["wait", "who_is"]
         assert (await call(toolbox, "die"))[0] == "unknown_tool"
@@ -230,7 +230,7 @@ async def test_a_failed_restart_of_a_server_is_reported_to_the_model(tmp_path: P
         assert await who(toolbox), "each call tries once"
 
 
-async def test_nothing_is_left_when_the_run_is_cancelled_or_fails(quick: str) -> None:
+async def test_no_process_remains_when_the_run_is_cancelled_or_fails(quick: str) -> None:
     before = children()
     with anyio.CancelScope() as scope:
         async with box_of(stdio(quick)) as toolbox, anyio.create_task_group() as group:
@@ -260,7 +260,7 @@ async def test_nothing_is_left_when_the_run_is_cancelled_or_fails(quick: str) ->
         ),
         ({"url": "http://127.0.0.1:9/mcp"}, InfraError, "the server at http://127.0.0.1:9/mcp"),
     ],
-    ids=["unknown", "ends", "hangs", "nobody"],
+    ids=["unknown", "ends", "hangs", "unreachable"],
 )
 async def test_a_server_that_does_not_start_is_reported_at_once(
     server: dict[str, Any], kind: type[Exception], message: str
@@ -272,13 +272,13 @@ async def test_a_server_that_does_not_start_is_reported_at_once(
     assert children() == before
 
 
-async def test_a_tool_that_the_server_has_not_is_a_mistake(quick: str) -> None:
+async def test_a_configured_tool_that_the_server_lacks_is_an_error(quick: str) -> None:
     with pytest.raises(ConfigError, match=r"tools\.0\.mcp\.tools: .* has no tool 'whois'; did you mean 'who\.is'"):
         async with box_of(stdio(quick, tools=["whois"])):
             raise AssertionError("it is open")
 
 
-async def test_a_name_that_another_tool_has_is_a_mistake(quick: str) -> None:
+async def test_two_tools_with_the_same_name_are_an_error(quick: str) -> None:
     configs = [{"class_name": "calculator", "config": {"name": "who_is"}}, {"mcp": stdio(quick)}]
     before = children()
     with pytest.raises(ConfigError, match=r"tools\.1: its tool is called 'who_is', like that of .*tools\.0"):

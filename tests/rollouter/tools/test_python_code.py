@@ -1,4 +1,4 @@
-"""Code of a model: what it prints, what it may use, and what it must not reach. All with real processes."""
+"""Code of a model in real processes: its output, its limits, and the walls around it."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def names(directory: Path | str, pattern: str = "*") -> set[str]:
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _OTHERS: set[int] = set()
-"""Processes of the tests before: Ray, which starts workers when it likes, the resource tracker of multiprocessing."""
+"""Processes of earlier tests, such as Ray's workers and the resource tracker of multiprocessing."""
 
 
 @pytest.fixture(autouse=True)
 def others() -> Iterator[None]:
-    """Orphans come to this process while a test runs, so that it sees those that are left when their parent is gone."""
+    """Make this process the parent of orphans while a test runs, so that it sees them."""
     before = ctypes.c_int()
     kernel.LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -102,7 +102,7 @@ def others() -> Iterator[None]:
 
 
 async def gone(before: Set[int] = frozenset()) -> bool:
-    """Whether nothing but `before` is left. A process that has been killed needs a moment to be gone."""
+    """Return whether only `before` is left, once killed processes have ended."""
     with anyio.move_on_after(5):
         while descendants() - before:  # noqa: ASYNC110
             await anyio.sleep(0.01)
@@ -110,7 +110,7 @@ async def gone(before: Set[int] = frozenset()) -> bool:
 
 
 def descendants() -> set[int]:
-    """Processes that this one, or one it has started, is the parent of, but for the others and what they start."""
+    """Return the pids of all descendants, except those of earlier tests."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -118,7 +118,7 @@ def descendants() -> set[int]:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            # Nobody reaps the orphans that come to this process.
+            # Orphans of this process are never reaped.
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
     found: set[int] = set()
@@ -211,7 +211,7 @@ async def test_a_session_keeps_its_variables(session_tool: PythonTool) -> None:
 # ------------------------------------------------------------------------------------------------ limits
 
 
-async def test_time(tool: PythonTool) -> None:
+async def test_time_is_bounded(tool: PythonTool) -> None:
     spins = await call(tool, "print('spins')\nwhile True: pass")
     assert spins.text == "spins\nStopped: the code used more than 1 s of processor time."
     assert spins.metrics == {"error": 0.0, "stopped": 1.0}
@@ -220,7 +220,7 @@ async def test_time(tool: PythonTool) -> None:
     assert sleeps.text == "sleeps\nStopped: the code took longer than 0.5 s."
 
 
-async def test_memory(level: CodeSandbox) -> None:
+async def test_memory_is_bounded(level: CodeSandbox) -> None:
     outcome = await run(level, "x = bytearray(10 ** 12)")
     assert outcome.ending == "error"
     assert outcome.output.endswith("MemoryError\nThe code may use at most 256 MiB of memory.\n")
@@ -265,7 +265,7 @@ async def test_a_process_that_dies_is_reported(tool: PythonTool, code: str, text
     assert (await call(tool, code)).text == text
 
 
-async def test_processes_and_threads(level: CodeSandbox) -> None:
+async def test_processes_are_refused_and_threads_work(level: CodeSandbox) -> None:
     before = descendants()
     filtered = "seccomp" in level.walls.stands["processes"]
     if filtered or os.geteuid() != 0 or "user" not in level.walls.missing:  # else time alone bounds it
@@ -283,7 +283,7 @@ async def test_processes_and_threads(level: CodeSandbox) -> None:
     assert threads.output == "in\n"
 
 
-async def test_nothing_of_a_fork_bomb_is_left() -> None:
+async def test_no_process_of_a_fork_bomb_remains() -> None:
     sandbox = sandbox_or_skip(CodeLimits(wall_s=0.5), "namespaces", "root")
     before = descendants()
     code = """
@@ -302,7 +302,7 @@ time.sleep(60)
 # ------------------------------------------------------------------------------------------------ out of reach
 
 
-async def test_environment_is_its_own(level: CodeSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_parents_environment_is_out_of_reach(level: CodeSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "do-not-tell")
     code = f"""
 import os
@@ -415,7 +415,7 @@ len(open("/dev/urandom", "rb").read(4))
     assert names(tmp_path) == {"secret.txt"}
 
 
-async def test_what_may_be_read_is_not_written(tmp_path: Path) -> None:
+async def test_read_paths_are_read_only(tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("42")
     tool = PythonTool(read_paths=[str(tmp_path)])
@@ -426,7 +426,7 @@ async def test_what_may_be_read_is_not_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """A port on the loopback and a socket in the file system, that take whoever comes."""
+    """A port on the loopback and a socket in the file system that accept all connections."""
     with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
         path = str(tmp_path / "s")
         unix.bind(path)
@@ -481,7 +481,9 @@ def existing(paths: list[str]) -> list[str]:
     return [path for path in paths if Path(path).exists()]
 
 
-async def test_nothing_is_left_after_a_cancelled_call(tool: PythonTool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_process_or_directory_remains_after_a_cancelled_call(
+    tool: PythonTool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = descendants()
     directories: list[str] = []
     make = tempfile.mkdtemp
@@ -499,7 +501,7 @@ async def test_nothing_is_left_after_a_cancelled_call(tool: PythonTool, monkeypa
     assert directories and not existing(directories)
 
 
-async def test_the_working_directory_is_removed_whatever_is_in_it() -> None:
+async def test_the_working_directory_is_removed_with_odd_entries() -> None:
     process = await sandbox_or_skip(FAST, "landlock", "seccomp").start()
     code = """
 import os
@@ -535,7 +537,7 @@ anyio.run(main)
         assert ended.poll(10_000)
 
 
-async def test_many_at_once_do_not_hold_the_event_loop(tool: PythonTool) -> None:
+async def test_many_processes_do_not_block_the_event_loop(tool: PythonTool) -> None:
     texts = []
 
     async def one(number: int) -> None:
@@ -602,7 +604,7 @@ def test_a_wall_that_cannot_be_built_is_refused(mechanisms: tuple[str, ...], mes
         CodeSandbox(CodeLimits(), mechanisms=mechanisms)
 
 
-async def test_what_may_be_missing_can_be_accepted() -> None:
+async def test_shared_files_can_be_accepted() -> None:
     sandbox = CodeSandbox(FAST, mechanisms=("seccomp",), shared_files=True)
     assert sandbox.walls.stands["files"] == []
     assert (await run(sandbox, "len(open('/etc/passwd').read()) > 0")).output == "True\n"

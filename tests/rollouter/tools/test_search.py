@@ -1,4 +1,4 @@
-"""The search tool: BM25 against a plain reference, passages, and files that are none."""
+"""The search tool: BM25 against a plain reference, passages, and invalid files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_scores_are_those_of_the_formula(k1: float, b: float) -> None:
         np.testing.assert_allclose([expected[hit.number] for hit in hits], best, rtol=1e-5)
 
 
-def test_equals_come_in_order_and_strangers_not_at_all() -> None:
+def test_equal_scores_keep_their_order() -> None:
     index = Bm25Index(["x y", "x z", "q", "x y"])
     assert [hit.number for hit in index.search(["x"], 2)] == [0, 1]
     assert [hit.number for hit in index.search(["x"], 9)] == [0, 1, 3]
@@ -91,13 +91,13 @@ def test_a_search_shows_rank_title_and_passage(path: str) -> None:
         tool.execute(None, {"query": " ?! "})
 
 
-def test_more_than_the_limit_are_not_shown(path: str) -> None:
+def test_the_number_of_results_is_limited(path: str) -> None:
     tool = SearchTool(path=path, top_k=1, max_top_k=2)
     assert tool.execute(None, {"query": "is"}).metrics == {"hits": 1.0}
     assert tool.execute(None, {"query": "is", "top_k": 50}).metrics == {"hits": 2.0}
 
 
-def test_a_passage_is_where_the_rarest_words_are() -> None:
+def test_a_passage_contains_the_rarest_words() -> None:
     text = "common " + "filler " * 50 + "rare common " + "filler " * 50 + "end."
     passage = snippet(text, {"common": 0.1, "rare": 3.0}, 10)
     assert "rare common" in passage and passage.startswith("… filler") and passage.endswith("filler …")
@@ -109,7 +109,7 @@ def test_a_passage_is_where_the_rarest_words_are() -> None:
     assert snippet(" ?! ", {"a": 1.0}, 5) == "?!"
 
 
-def test_both_kinds_of_file_give_the_same(path: str, tmp_path: Path) -> None:
+def test_jsonl_and_parquet_give_the_same_results(path: str, tmp_path: Path) -> None:
     file = tmp_path / "documents.parquet"
     pq.write_table(pa.Table.from_pylist([{**row, "more": 1} for row in DOCUMENTS]), file)
     query = {"query": "largest fish"}

@@ -1,4 +1,4 @@
-"""Recorded calls to tools: what is replayed runs nothing of them, and what is not runs as if nothing were."""
+"""Recorded tool calls: a replay does not run the tool, and later calls find the state as without records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def act(query: str) -> ToolResponse:
 async def converse(
     toolbox: Toolbox, *turns: str, sample_id: SampleId | str = TRAINED, **context: Any
 ) -> tuple[list[Any], dict[str, float]]:
-    """One call a turn; what it came to, without its times, and the scores."""
+    """Make one call per turn; return the outcomes without times, and the scores."""
     found: list[Any] = []
     async with toolbox, toolbox.session(ToolContext(sample_id, 0, **context)) as tools:
         for turn, query in enumerate(turns):
@@ -69,7 +69,7 @@ async def test_a_replayed_call_does_not_run_the_tool(tmp_path: Path) -> None:
     assert (toolbox.counts()["calls"], toolbox.counts()["refused"], toolbox.tool_s) == (4, 1, 0.0)
 
 
-async def test_the_models_mistakes_need_no_record(tmp_path: Path) -> None:
+async def test_invalid_calls_are_not_recorded(tmp_path: Path) -> None:
     toolbox = toolbox_of(RememberingTool())
     with SkipManager.session(configure(tmp_path)):
         async with toolbox, toolbox.session(ToolContext(SampleId(0, 7), 0)) as tools:
@@ -78,7 +78,7 @@ async def test_the_models_mistakes_need_no_record(tmp_path: Path) -> None:
         assert SkipManager.status() == {"tool": {}}
 
 
-async def test_a_conversation_that_goes_on_differently_has_the_state_that_it_would_have_had(tmp_path: Path) -> None:
+async def test_a_diverging_conversation_has_the_state_of_all_its_calls(tmp_path: Path) -> None:
     first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
         await converse(toolbox_of(first), "a", "broken", "c")
@@ -90,7 +90,7 @@ async def test_a_conversation_that_goes_on_differently_has_the_state_that_it_wou
     assert second.log == ["create", *made_up, "execute d", "calc_reward a,broken,d", "release a,broken,d"]
 
 
-async def test_a_score_without_a_record_is_had_from_the_state_that_the_calls_would_have_made(tmp_path: Path) -> None:
+async def test_a_score_without_a_record_comes_from_repeated_calls(tmp_path: Path) -> None:
     first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
         await converse(toolbox_of(first), "a", "b")
@@ -98,7 +98,7 @@ async def test_a_score_without_a_record_is_had_from_the_state_that_the_calls_wou
     assert second.log == ["create", "execute a", "calc_reward a", "release a"]
 
 
-async def test_the_same_call_after_others_is_another_one(tmp_path: Path) -> None:
+async def test_a_record_depends_on_earlier_calls(tmp_path: Path) -> None:
     tool = RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
         await converse(toolbox_of(tool), "a", "b")
@@ -108,7 +108,7 @@ async def test_the_same_call_after_others_is_another_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("changed", [{"ground_truth": "6"}, {"extra_info": {"tools_kwargs": {"search": None}}}])
-async def test_another_prompt_is_another_question(tmp_path: Path, changed: dict[str, Any]) -> None:
+async def test_a_record_depends_on_the_prompt(tmp_path: Path, changed: dict[str, Any]) -> None:
     first, second = RememberingTool(act), RememberingTool(act)
     with SkipManager.session(configure(tmp_path)):
         await converse(toolbox_of(first), "a", ground_truth="5")
@@ -116,7 +116,7 @@ async def test_another_prompt_is_another_question(tmp_path: Path, changed: dict[
     assert first.log == second.log != []
 
 
-async def test_a_tool_whose_state_cannot_be_made_has_no_score_then_and_later(tmp_path: Path) -> None:
+async def test_a_tool_without_a_state_has_no_score_in_run_and_replay(tmp_path: Path) -> None:
     class Broken(RememberingTool):
         async def create(self, context: ToolContext, **kwargs: Any) -> list[str]:
             self.log.append("create")
