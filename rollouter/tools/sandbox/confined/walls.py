@@ -16,6 +16,10 @@ import sys
 
 from . import kernel, landlock, namespaces, seccomp
 
+TYPE_CHECKING = False  # importing `typing` would delay the start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class ConfinementSettings:
     """The command line of a confined process, with the limits of `rollouter.tools.sandbox.pool.CodeLimits`.
@@ -85,6 +89,14 @@ class ConfinementReport:
         """Return what the process writes before it runs code: a Python literal in one line."""
         return repr((self.stands, self.missing))
 
+    def attempt(self, mechanism: str, build: Callable[..., int | None], *args: object, **options: object) -> int:
+        """Build a wall. Return the result of `build`, 1 in place of None, or 0 if this machine does not support it."""
+        try:
+            return build(*args, **options) or 1
+        except OSError as error:
+            self.missing[mechanism] = str(error)
+            return 0
+
     def stand(self, mechanism: str, *walls: str) -> None:
         for wall in walls:
             self.stands[wall].append(mechanism)
@@ -98,26 +110,36 @@ def confine(settings: ConfinementSettings) -> ConfinementReport:
     outer_pid = os.getpid()
     read_paths = readable(settings)
     work_dir, own_root, own_user, counts_alone = settings.work_dir, False, False, False
+    network = () if settings.network else ("network",)
     if "namespaces" in mechanisms:
         try:
             counts_alone = namespaces.enter(network=settings.network) and _kernel() >= _PROCESSES_PER_NAMESPACE
             report.stand("namespaces", "processes")
-            if "root" in mechanisms and _change_root(settings, read_paths, report):
+            disk_bytes = settings.disk_mib << 20
+            if "root" in mechanisms and report.attempt(
+                "root", namespaces.own_root, settings.work_dir, read_paths, disk_bytes
+            ):
                 work_dir, own_root = namespaces.WORK_DIR, True
+                # Sockets in the file system lead out of a network namespace, but not out of this root.
+                report.stand("root", "files", *network)
             namespaces.descend()
         except OSError as error:
             report.missing["namespaces"] = str(error)
     if os.geteuid() == 0 and "user" in mechanisms:
-        try:
-            _become_nobody(outer_pid, [*settings.import_paths, *settings.read_paths])
-            own_user = counts_alone = True
-        except OSError as error:
-            report.missing["user"] = str(error)
+        paths = [*settings.import_paths, *settings.read_paths]
+        own_user = bool(report.attempt("user", _become_nobody, outer_pid, paths))
+        counts_alone = counts_alone or own_user
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)  # a fork and a change of user forget it
     _set_limits(settings, counts_alone=counts_alone)
     kernel.drop_capabilities()
-    abi = _restrict_files(settings, work_dir, read_paths, report) if "landlock" in mechanisms else 0
-    filtered = "seccomp" in mechanisms and _filter_calls(settings, report, attributes=own_root)
+    abi = 0
+    if "landlock" in mechanisms:
+        abi = report.attempt("landlock", landlock.restrict, work_dir, read_paths, network=settings.network)
+    filtered = "seccomp" in mechanisms and report.attempt(
+        "seccomp", seccomp.install, os.getpid(), network=settings.network, attributes=own_root
+    )
+    if filtered:
+        report.stand("seccomp", "processes", *network)
     if abi and (own_user or (abi >= landlock.TRUNCATE_ABI and filtered)):
         report.stand("landlock", "files")
     os.environ["HOME"] = os.environ["TMPDIR"] = work_dir
@@ -134,17 +156,6 @@ def readable(settings: ConfinementSettings) -> list[str]:
         if not any(path == outer or path.startswith(f"{outer}/") for outer in paths):
             paths.append(path)
     return paths
-
-
-def _change_root(settings: ConfinementSettings, read_paths: list[str], report: ConfinementReport) -> bool:
-    try:
-        namespaces.own_root(settings.work_dir, read_paths, settings.disk_mib << 20)
-    except OSError as error:
-        report.missing["root"] = str(error)
-        return False
-    # Sockets in the file system lead out of a network namespace, but not out of this root.
-    report.stand("root", "files", *(() if settings.network else ("network",)))
-    return True
 
 
 def _become_nobody(outer_pid: int, paths: list[str]) -> None:
@@ -196,27 +207,6 @@ def _limit(kind: int, soft: int, hard: int) -> None:
     if highest != resource.RLIM_INFINITY:
         soft, hard = min(soft, highest), min(hard, highest)
     resource.setrlimit(kind, (soft, hard))
-
-
-def _restrict_files(
-    settings: ConfinementSettings, work_dir: str, read_paths: list[str], report: ConfinementReport
-) -> int:
-    """Return the ABI of the kernel's Landlock, or 0 without Landlock."""
-    try:
-        return landlock.restrict(work_dir, read_paths, network=settings.network)
-    except OSError as error:
-        report.missing["landlock"] = str(error)
-        return 0
-
-
-def _filter_calls(settings: ConfinementSettings, report: ConfinementReport, *, attributes: bool) -> bool:
-    try:
-        seccomp.install(os.getpid(), network=settings.network, attributes=attributes)
-    except OSError as error:
-        report.missing["seccomp"] = str(error)
-        return False
-    report.stand("seccomp", "processes", *(() if settings.network else ("network",)))
-    return True
 
 
 def _kernel() -> tuple[int, int]:
