@@ -20,6 +20,7 @@ from asyncrl.config.sections.rollout import AgentConfig
 from asyncrl.core.failures import AsyncRLError, BugError, ConfigError, UserCodeError
 from rollouter.gateway.protocol import PostedReward, checked_reward
 from rollouter.gateway.task import AgentTask
+from rollouter.user_code import call_problem, describe, is_async
 
 KEY = "rollout.agent.program"
 
@@ -49,15 +50,8 @@ def load_program(settings: AgentConfig) -> AgentProgram:
     function = load_object(settings.program, KEY)
     if not callable(function):
         raise ConfigError(f"{KEY}: {settings.program} is {type(function).__name__}; expected a function")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"{KEY}: {settings.program}{inspect.signature(function)} does not suit; it is called with one AgentTask: "
-            f"{error}"
-        ) from error
-    except ValueError:  # there is no signature, for example because it is written in C
-        pass
+    if problem := call_problem(function, None):
+        raise ConfigError(f"{KEY}: {settings.program} is called with one AgentTask, and does not fit: {problem}")
     return FunctionProgram(settings.program, function, settings.max_concurrency)
 
 
@@ -67,8 +61,7 @@ class FunctionProgram:
     def __init__(self, name: str, function: Callable[[AgentTask], Any], max_concurrency: int) -> None:
         self._name = name
         self._function = function
-        called = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
-        self._is_async = inspect.iscoroutinefunction(called)
+        self._is_async = is_async(function)
         self._threads = anyio.CapacityLimiter(max_concurrency)
 
     async def run(self, task: AgentTask) -> Any:
@@ -85,7 +78,7 @@ class FunctionProgram:
         except AsyncRLError:
             raise
         except Exception as error:
-            raise UserCodeError.wrap(f"{KEY}: {self._name} raised {type(error).__name__}: {error}", error) from error
+            raise UserCodeError.wrap(f"{KEY}: {self._name} raised {describe(error)}", error) from error
 
 
 def read_result(result: Any) -> PostedReward:

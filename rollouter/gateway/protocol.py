@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from asyncrl.config.sections.rollout import SamplingConfig
 from asyncrl.core.types import FinishReason, Turn
 from rollouter.requests import SHAPING
+from rollouter.user_code import finite, shorten
 
 NO_ROOM = "context_length_exceeded"
 
@@ -332,12 +332,8 @@ def checked_reward(reward: Any, metrics: Mapping[str, Any], done: Any) -> Posted
 
 
 def _finite(value: Any, what: str) -> float:
-    """Convert a number of Python or numpy, a bool, or a tensor of one element."""
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite(value)
+    if number is None:
         raise ValueError(f"{what} is {_shown(value)}; expected a finite number")
     return number
 
@@ -375,8 +371,7 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(json.dumps(value, default=str), 80)
 
 
 Body = dict[str, Any]
