@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,9 +55,6 @@ PROBES = 4
 """Number of health checks within the time after which an unresponsive rank counts as hung."""
 AGAIN = "the Trainer has to be restarted from its last checkpoint"
 
-Send = Callable[[Any], Any]
-"""A call on the actor of a rank; it returns a reference to the result."""
-
 
 class WorkerGroup:
     """The ranks of a group and their roles, created by `start`. One call runs at a time and others wait. Everything
@@ -67,6 +64,7 @@ class WorkerGroup:
         self.plan = processes.plan
         self._processes = processes
         self._timeouts = timeouts
+        self._ranks = range(self.plan.num_ranks)
         self._lock = anyio.Lock()
         self._health_lock = anyio.Lock()
         """Acquired during a health check, and while ranks cannot answer one."""
@@ -76,8 +74,8 @@ class WorkerGroup:
         """References to the results of a call whose caller was cancelled."""
         self._failure: AsyncRLError | None = None
         """Why the group was killed."""
-        self._statuses: Sequence[Mapping[str, Any]] = ()
-        """The newest `Rank.status` of each rank."""
+        self.health: Sequence[Any] = [None] * self.plan.num_ranks
+        """`ProcessHealth` of each rank at the last check of `watch`; None before the first."""
 
     @classmethod
     async def start(
@@ -120,11 +118,6 @@ class WorkerGroup:
     def locations(self) -> Sequence[RankLocation]:
         return tuple(self._locations)
 
-    @property
-    def health(self) -> Sequence[Any]:
-        """`ProcessHealth` of each rank at the last check of `watch`; None before the first."""
-        return [status["health"] for status in self._statuses] or [None] * len(self._locations)
-
     async def call(self, role: Role, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of `TrainingWorker` on the ranks, as its dispatch declares.
 
@@ -136,26 +129,23 @@ class WorkerGroup:
         mode, layouts = dispatch_of(TrainingWorker, method), self._layouts[role]
         calls, shares = await anyio.to_thread.run_sync(scatter, mode, layouts, RankCall(args, kwargs))
         payloads = await self._put_calls(calls)
-        limit_s = self._timeouts.call_s if method in QUICK else self._timeouts.train_s
-
-        def send(rank: int) -> Any:
-            return self._processes.actors[rank].call_at.remote(profile.place, role, method, payloads[rank])
-
-        values = await self._call_ranks(f"{role}.{method}", send, calls, limit_s, changes_model=method not in READING)
+        values = await self._call_ranks(
+            f"{role}.{method}",
+            "call_at",
+            {rank: (profile.place, role, method, payload) for rank, payload in payloads.items()},
+            limit_s=self._timeouts.call_s if method in QUICK else self._timeouts.train_s,
+            changes_model=method not in READING,
+        )
         return await anyio.to_thread.run_sync(
             lambda: collect(mode, layouts, shares, {rank: from_wire(value) for rank, value in values.items()})
         )
 
     async def publish(self, role: Role, dtype: str, version: int, step: int, validate: bool) -> Published:
         """See `RoleGroup.publish`."""
-
-        def send(rank: int) -> Any:
-            actor = self._processes.actors[rank]
-            return actor.publish_at.remote(profile.place, role, dtype, version, step, validate)
-
-        ranks, limit_s = range(self.plan.num_ranks), self._timeouts.train_s
-        values = await self._call_ranks(f"publishing version {version}", send, ranks, limit_s, changes_model=False)
-        return values[0]
+        calls = dict.fromkeys(self._ranks, (profile.place, role, dtype, version, step, validate))
+        limit_s = self._timeouts.train_s
+        what = f"publishing version {version}"
+        return (await self._call_ranks(what, "publish_at", calls, limit_s=limit_s, changes_model=False))[0]
 
     async def republish(self) -> None:
         """See `RoleGroup.republish`.
@@ -177,16 +167,12 @@ class WorkerGroup:
         Raises:
             InfraError: a rank died. DeadlineError: it was not done in time.
         """
-        traced = [rank for rank in range(self.plan.num_ranks) if rank in ranks]
-        if not traced:
+        calls = {rank: (step,) for rank in self._ranks if rank in ranks}
+        if not calls:
             return
-
-        def send(rank: int) -> Any:
-            return self._processes.actors[rank].end_trace.remote(step)
-
         what, limit_s = f"the trace of step {step}", self._timeouts.train_s
         async with self._health_lock:
-            problems = await self._call_ranks(what, send, traced, limit_s, changes_model=False)
+            problems = await self._call_ranks(what, "end_trace", calls, limit_s=limit_s, changes_model=False)
         for problem in problems.values():
             if problem:
                 logger.warning("%s", problem)
@@ -200,34 +186,24 @@ class WorkerGroup:
         """
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._check_health, "training", lambda actor: actor.wait_forever.remote(), math.inf)
+                tasks.start_soon(self._check_health, "training", "wait_forever", math.inf)
                 while self._failure is None:
                     await anyio.sleep(probe_s / PROBES)
                     async with self._health_lock:
-                        found = await self._check_health("a health check", lambda actor: actor.status.remote(), probe_s)
-                    self._statuses = found or self._statuses
+                        self.health = await self._check_health("a health check", "health", probe_s) or self.health
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
 
-    async def _check_health(self, what: str, send: Send, limit_s: float) -> Sequence[Any]:
+    async def _check_health(self, what: str, method: str, limit_s: float) -> Sequence[Any]:
         """Query every rank, and kill the group if one fails."""
         try:
-            return await self._query_ranks(what, send, limit_s)
+            return await self._query_ranks(what, method, limit_s=limit_s)
         except AsyncRLError as error:
             if self._failure is None:
                 await self._fail(error)
                 raise
             return ()  # the group was killed meanwhile, by code that raises the failure itself
-
-    async def status(self) -> list[Mapping[str, Any]]:
-        """Return `Rank.status` of each rank, even while it computes.
-
-        Raises:
-            DeadlineError: a rank did not answer within `timeouts.call_s`. InfraError: it is dead.
-        """
-        self._check_alive("status")
-        return await self._query_ranks("status", lambda actor: actor.status.remote(), self._timeouts.call_s)
 
     async def wait_for_files(self, role: Role) -> None:
         """Wait until every rank has written its files of the role's checkpoint; other calls may run meanwhile.
@@ -237,7 +213,7 @@ class WorkerGroup:
         """
         what = "writing the checkpoint"
         self._check_alive(what)
-        await self._query_ranks(what, lambda actor: actor.wait_for_files.remote(role), self._timeouts.train_s)
+        await self._query_ranks(what, "wait_for_files", role, limit_s=self._timeouts.train_s)
 
     async def close(self) -> None:
         """Kill the processes (`Processes.kill`). Running calls are lost, as is an unfinished checkpoint."""
@@ -247,32 +223,21 @@ class WorkerGroup:
 
     async def _join(self, until: float) -> None:
         """Let all ranks join a process group through a store that rank 0 opens on its machine."""
-        limit_s, ranks, actors = self._timeouts.start_s, range(self.plan.num_ranks), self._processes.actors
-        self._locations = await self._query_ranks("start", lambda actor: actor.locate.remote(), limit_s, until=until)
+        limit_s, device = self._timeouts.start_s, self._processes.device
+        self._locations = await self._query_ranks("start", "locate", limit_s=limit_s, until=until)
         host = self._locations[0].address
-
-        def open_store(rank: int) -> Any:
-            return actors[rank].open_store.remote(host, limit_s)
-
-        opened = await self._call_ranks("start", open_store, [0], limit_s, until=until)
-        local = local_ranks(self._locations, self._processes.device)
-        meetings = [Rendezvous(rank, len(ranks), local[rank], host, opened[0]) for rank in ranks]
-        device, collective_s = self._processes.device, self._timeouts.collective_s
-
-        def send(rank: int) -> Any:
-            return actors[rank].join.remote(meetings[rank], device, collective_s)
-
-        await self._call_ranks("joining the process group", send, ranks, limit_s, until=until)
+        opened = await self._call_ranks("start", "open_store", {0: (host, limit_s)}, limit_s=limit_s, until=until)
+        calls = {
+            rank: (Rendezvous(rank, len(self._ranks), local, host, opened[0]), device, self._timeouts.collective_s)
+            for rank, local in enumerate(local_ranks(self._locations, device))
+        }
+        await self._call_ranks("joining the process group", "join", calls, limit_s=limit_s, until=until)
 
     async def _load(self, until: float) -> None:
         device, collective_s = self._processes.device, self._timeouts.collective_s
         specs = {plan.role: engine_spec(plan, device=device, collective_s=collective_s) for plan in self.plan.roles}
-
-        def send(rank: int) -> Any:
-            return self._processes.actors[rank].load.remote(specs)
-
-        ranks, limit_s = range(self.plan.num_ranks), self._timeouts.start_s
-        loaded = await self._call_ranks("loading", send, ranks, limit_s, until=until)
+        calls = dict.fromkeys(self._ranks, (specs,))
+        loaded = await self._call_ranks("loading", "load", calls, limit_s=self._timeouts.start_s, until=until)
         for plan in self.plan.roles:
             self._layouts[plan.role] = [loaded[rank][plan.role] for rank in sorted(loaded)]
 
@@ -299,23 +264,25 @@ class WorkerGroup:
     async def _call_ranks(
         self,
         what: str,
-        send: Callable[[int], Any],
-        ranks: Collection[int],
-        limit_s: float,
+        method: str,
+        calls: Mapping[int, tuple[Any, ...]],
         *,
+        limit_s: float,
         until: float | None = None,
         changes_model: bool = True,
     ) -> dict[int, Any]:
-        """Make a call on `ranks` after the earlier calls, and return each rank's value. The first failure is raised
+        """Call a method of ranks after the earlier calls, and return each rank's value. The first failure is raised
         as soon as its cause is known.
 
         Args:
+            calls: the arguments for each rank.
             until: when `limit_s` ends, by `anyio.current_time`; None: `limit_s` from now.
         """
         async with self._lock:
             await self._finish_abandoned()
             self._check_alive(what)
-            refs = {rank: send(rank) for rank in ranks}
+            actors = self._processes.actors
+            refs = {rank: getattr(actors[rank], method).remote(*args) for rank, args in calls.items()}
             try:
                 outcomes = await self._gather(
                     {rank: _outcome(ref) for rank, ref in refs.items()}, _time_left(limit_s, until)
@@ -323,17 +290,20 @@ class WorkerGroup:
             except anyio.get_cancelled_exc_class():
                 self._abandoned = refs
                 raise
-            error = find_failure(self.plan.name, what, ranks, outcomes, limit_s)
+            error = find_failure(self.plan.name, what, calls, outcomes, limit_s)
             if error is not None and self._failure is not None:
                 raise self._failure  # the group was killed meanwhile, which is why the ranks failed
             if error is not None:
-                await self._fail_unless_usable(error, ranks, outcomes, changes_model=changes_model)
+                await self._fail_unless_usable(error, calls, outcomes, changes_model=changes_model)
                 raise error
             return values_of(outcomes)
 
-    async def _query_ranks(self, what: str, send: Send, limit_s: float, *, until: float | None = None) -> list[Any]:
-        """Query every rank while its calls run."""
-        answers = {rank: _outcome(send(actor), plain=True) for rank, actor in enumerate(self._processes.actors)}
+    async def _query_ranks(
+        self, what: str, method: str, *args: Any, limit_s: float, until: float | None = None
+    ) -> list[Any]:
+        """Call a method of every rank while its other calls run."""
+        refs = [getattr(actor, method).remote(*args) for actor in self._processes.actors]
+        answers = {rank: _outcome(ref, plain=True) for rank, ref in enumerate(refs)}
         outcomes = await gather_outcomes(answers, _time_left(limit_s, until))
         error = find_failure(self.plan.name, what, answers, outcomes, limit_s)
         if error is not None:
@@ -452,10 +422,6 @@ class TrainerGroups:
         if step in self._profiling.steps:
             for group in self.groups:
                 await group.end_traces(step, self._profiling.ranks)
-
-    async def status(self) -> dict[str, list[Mapping[str, Any]]]:
-        """`Rank.status` of each rank, by group."""
-        return {group.plan.name: await group.status() for group in self.groups}
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from asyncrl.config.sections.base import Dtype
 from asyncrl.core.failures import AsyncRLError, BugError, DeadlineError, InfraError
 from asyncrl.core.ports import Publication, WeightPublisher
 from asyncrl.profiling import profile
-from asyncrl.profiling.process_usage import ProcessMonitor
+from asyncrl.profiling.process_usage import ProcessHealth, ProcessMonitor
 from trainer.engines.base import EngineSpec, Layout
 from trainer.engines.dist import BACKENDS, guarded, leave
 from trainer.workers.outcomes import Answer
@@ -58,7 +58,7 @@ class Rendezvous(NamedTuple):
 
 
 class Rank:
-    """Runs calls one at a time, in order. `status`, `wait_forever`, `wait_for_files` and `republish` run
+    """Runs calls one at a time, in order. `health`, `wait_forever`, `wait_for_files` and `republish` run
     concurrently on the event loop, even while the rank computes.
 
     An answer contains the events of its call, unless this process writes events itself.
@@ -84,8 +84,6 @@ class Rank:
         self._workers: dict[Role, TrainingWorker] = {}
         self._store: dist.TCPStore | None = None
         self._rendezvous = Rendezvous(0, 1, 0, "", 0)
-        self._current_call = ""
-        self._call_began = time.monotonic()
         self._health: ProcessMonitor | None = None
 
     async def open_store(self, host: str, timeout_s: float) -> Answer:
@@ -168,18 +166,10 @@ class Rank:
         """Wait until this rank has written its files of the role's checkpoint; other calls may run meanwhile."""
         await anyio.to_thread.run_sync(self._workers[role].engine.wait_for_files, abandon_on_cancel=True)
 
-    async def status(self) -> dict[str, Any]:
-        """Return `rank`, `pid`, `doing` (the running call, or empty), `for_s` (its duration until now) and `health`
-        (`ProcessHealth`)."""
+    async def health(self) -> ProcessHealth | None:
         if self._health is None:
             self._health = ProcessMonitor(f"rank-{self._group}-{self._rendezvous.rank}")
-        return {
-            "rank": self._rendezvous.rank,
-            "pid": os.getpid(),
-            "doing": self._current_call,
-            "for_s": time.monotonic() - self._call_began,
-            "health": self._health.measure(),
-        }
+        return self._health.measure()
 
     async def close(self) -> Answer:
         """Close every worker, leave the process group and end the thread, even if one of these fails. Answers with the
@@ -240,12 +230,8 @@ class Rank:
         call at a time."""
 
         def run() -> T:
-            self._current_call, self._call_began = what, time.monotonic()
-            try:
-                with guarded(what):
-                    return function(*args)
-            finally:
-                self._current_call, self._call_began = "", time.monotonic()
+            with guarded(what):
+                return function(*args)
 
         future = asyncio.wrap_future(self._thread.submit(run))
         with anyio.CancelScope(shield=True):

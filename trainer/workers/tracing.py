@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch.cuda import nvtx
@@ -92,23 +92,8 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class _Tool(Protocol):
-    def has(self, step: int) -> bool:
-        """Return whether the trace of `step` exists, or was attempted."""
-
-    def start(self) -> None: ...
-
-    def push(self, what: str) -> None:
-        """Begin a range."""
-
-    def pop(self) -> None: ...
-
-    def stop(self, step: int) -> None:
-        """Write the trace since `start`."""
-
-
 class TorchTool:
-    """torch.profiler, one trace for each step."""
+    """torch.profiler, which writes one trace for each step: `start`, a range for each call, `stop`."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self._run_dir = run_dir
@@ -117,6 +102,7 @@ class TorchTool:
         self._ranges: list[Any] = []
 
     def has(self, step: int) -> bool:
+        """Return whether the trace of `step` exists, or was attempted."""
         return any(os.path.exists(path) for path in self._paths(step))  # which, unlike Path.exists, never raises
 
     def start(self) -> None:
@@ -183,7 +169,7 @@ class Tracer:
     def __init__(self, profiling: RankProfiling, group: str, rank: int) -> None:
         self._label = f"rank {rank} of the {group} group"
         self._steps = profiling.steps if rank in profiling.ranks else frozenset()
-        self._tool: _Tool | None = None
+        self._tool: TorchTool | NsysTool | None = None
         if self._steps and profiling.run_dir is not None:
             torchs = profiling.tool == "torch"
             self._tool = TorchTool(profiling.run_dir, f"rank-{group}-{rank}") if torchs else NsysTool()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import psutil
 import pytest
@@ -218,7 +219,6 @@ async def test_ranks_return_the_same_events_as_one_process(
     assert len(ours) == 7
     for theirs in found.values():
         assert sorted(theirs, key=str) == sorted(ours, key=str)
-    await groups.status()  # which carries none
     assert profile.status()["dropped"] == 0
 
 
@@ -267,19 +267,6 @@ async def test_a_cancelled_call_does_not_disturb_the_next(groups: TrainerGroups,
     assert (await actor.train_batch(BATCH))["loss"] > 0
 
 
-async def test_status_shows_the_running_call(groups: TrainerGroups, actor: Any) -> None:
-    await actor.set_loss_fn(TakesTime(1.0))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(actor.train_batch, BATCH)
-        while True:
-            ranks = (await groups.status())["actor"]
-            assert [rank["rank"] for rank in ranks] == [0, 1]
-            assert {rank["pid"] for rank in ranks} == {place.pid for place in groups.groups[0].locations}
-            assert all(rank["health"].rss_bytes > 1 << 20 and rank["health"].lag_s is not None for rank in ranks)
-            if any(rank["doing"] == "actor.train_batch" for rank in ranks):
-                break
-
-
 async def test_a_rank_that_dies_in_a_step_fails_the_call_at_once(model: Path) -> None:
     async with running(configure(model, timeouts={"collective_s": 100}), reserve_cpus=True) as group:
         assert await bundles("CREATED") == [[{"CPU": 1.0}] * 2]
@@ -290,7 +277,7 @@ async def test_a_rank_that_dies_in_a_step_fails_the_call_at_once(model: Path) ->
             pytest.raises(InfraError, match=DIED),
         ):
             await actor.train_batch(BATCH)
-        for call in (actor.step(), actor.train_batch(BATCH), group.status()):
+        for call in (actor.step(), actor.train_batch(BATCH), actor.wait_for_files()):
             with pytest.raises(InfraError, match=f"the actor group is gone; {AGAIN}"):
                 await call
     assert await bundles("CREATED") == []
@@ -378,8 +365,8 @@ async def test_a_stopped_rank_fails_a_step_before_its_deadline(model: Path) -> N
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(group.watch, 1.0)
                 tasks.start_soon(step)
-                while not (await group.status())[0]["doing"]:
-                    pass
+                while not group._lock.statistics().locked:
+                    await anyio.lowlevel.checkpoint()
                 os.kill(group.locations[0].pid, signal.SIGSTOP)
         (error,) = caught.value.exceptions
         assert failed == [error]
@@ -396,6 +383,7 @@ async def test_computing_ranks_answer_health_checks(groups: TrainerGroups, actor
         tasks.cancel_scope.cancel()
     assert {(rank["group"], rank["rank"]) for rank in groups.ranks} == {("actor", 0), ("actor", 1)}
     assert {rank["pid"] for rank in groups.ranks} == {place.pid for place in groups.groups[0].locations}
+    assert all(rank["health"].rss_bytes > 1 << 20 and rank["health"].lag_s is not None for rank in groups.ranks)
 
 
 @pytest.mark.slow

@@ -184,15 +184,14 @@ class SilentRank:
         self.asked, self.wrote = anyio.Event(), anyio.Event()
         self.log: list[str] = []
         self.wait_forever = SimpleNamespace(remote=anyio.sleep_forever)
-        self.status = SimpleNamespace(remote=self._status)
+        self.health = SimpleNamespace(remote=self._measure)
         self.end_trace = SimpleNamespace(remote=self._end_trace)
 
-    async def _status(self) -> dict[str, Any]:
+    async def _measure(self) -> None:
         self.log.append("asked")
         self.asked.set()
         await self._free.wait()
         self.log.append("answered")
-        return {"health": None}
 
     async def _end_trace(self, step: int) -> Answer:
         self.log.append("writes")
