@@ -31,9 +31,12 @@ row's whole trajectory, so that a mean over trajectories counts it once
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -47,51 +50,46 @@ MEDIA_KEYS = ("media",)
 
 def to_batch(rows: Sequence[TrainRow]) -> TensorDict:
     """Lay out `rows`, which are checked (`trainer.batches.check_row`) and grouped by sample."""
-    prompts = np.array([len(row.prompt_ids) for row in rows])
-    responses = np.array([len(row.response_ids) for row in rows])
-    size, longest = len(rows), int(responses.max())
-    # Filled as NumPy arrays: those of a payload are read-only maps of its file, which torch warns of.
-    input_ids = np.zeros((size, int((prompts + responses).max())), dtype=np.int64)
-    response_mask, loss_mask = np.zeros((size, longest), dtype=np.bool_), np.zeros((size, longest), dtype=np.bool_)
-    rollout_log_probs = np.zeros((size, longest), dtype=np.float32)
-    versions = np.zeros((size, longest), dtype=np.int64)
-    groups, trajectories = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    for index, row in enumerate(rows):
-        prompt, response = len(row.prompt_ids), len(row.response_ids)
-        input_ids[index, :prompt] = row.prompt_ids
-        input_ids[index, prompt : prompt + response] = row.response_ids
-        response_mask[index, :response] = row.response_mask
-        loss_mask[index, :response] = row.loss_mask
-        rollout_log_probs[index, :response] = row.rollout_log_probs
-        versions[index, :response] = row.versions
-        if index:
-            before = rows[index - 1]
-            same_sample = row.sample_id == before.sample_id
-            same_trajectory = same_sample and row.trajectory == before.trajectory
-            groups[index] = groups[index - 1] + int(not same_sample)
-            trajectories[index] = trajectories[index - 1] + int(not same_trajectory)
+    same_sample = [row.sample_id == before.sample_id for before, row in pairwise(rows)]
+    same_trajectory = [
+        same and row.trajectory == before.trajectory
+        for same, (before, row) in zip(same_sample, pairwise(rows), strict=True)
+    ]
     batch = TensorDict(
         {
-            "input_ids": torch.from_numpy(input_ids),
-            "prompt_lens": torch.from_numpy(prompts),
-            "response_lens": torch.from_numpy(responses),
-            "response_mask": torch.from_numpy(response_mask),
-            "loss_mask": torch.from_numpy(loss_mask),
-            "rollout_log_probs": torch.from_numpy(rollout_log_probs),
-            "versions": torch.from_numpy(versions),
-            "groups": torch.from_numpy(groups),
-            "trajectories": torch.from_numpy(trajectories),
+            "input_ids": _padded([np.concatenate([row.prompt_ids, row.response_ids]) for row in rows], np.int64),
+            "prompt_lens": torch.tensor([len(row.prompt_ids) for row in rows]),
+            "response_lens": torch.tensor([len(row.response_ids) for row in rows]),
+            "response_mask": _padded([row.response_mask for row in rows], np.bool_),
+            "loss_mask": _padded([row.loss_mask for row in rows], np.bool_),
+            "rollout_log_probs": _padded([row.rollout_log_probs for row in rows], np.float32),
+            "versions": _padded([row.versions for row in rows], np.int64),
+            "groups": _numbered(same_sample),
+            "trajectories": _numbered(same_trajectory),
             "rewards": torch.tensor([row.reward for row in rows], dtype=torch.float64),
         },
-        batch_size=[size],
+        batch_size=[len(rows)],
     )
     if any(row.turn_rewards for row in rows):
-        batch["turn_rewards"] = _turn_rewards(rows, longest)
+        batch["turn_rewards"] = _turn_rewards(rows, batch["response_mask"].shape[1])
     if rows[0].baseline_reward is not None:
         batch["baseline_rewards"] = torch.tensor([row.baseline_reward for row in rows], dtype=torch.float64)
     if any(row.media for row in rows):
         batch["media"] = _media(rows)
     return batch
+
+
+def _padded(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+    """Return a copy `[B, longest]`: arrays of a payload are read-only maps of its file, which torch warns of."""
+    table = np.zeros((len(parts), max(len(part) for part in parts)), dtype=dtype)
+    for index, part in enumerate(parts):
+        table[index, : len(part)] = part
+    return torch.from_numpy(table)
+
+
+def _numbered(same: Sequence[bool]) -> Tensor:
+    """Return the number of each row's group, from 0. `same`: whether each later row belongs to the group before."""
+    return torch.tensor([0, *accumulate(not one for one in same)], dtype=torch.int64)
 
 
 def _media(rows: Sequence[TrainRow]) -> Tensor:
