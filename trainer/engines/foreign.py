@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +18,8 @@ from asyncrl.core.failures import ConfigError
 from trainer.engines.base import EngineSpec
 
 INNER = "inner."
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+"""Values of the Hugging Face configuration, where it has these keys, that the backends' own models imply."""
 
 
 class ForeignModel(PreTrainedModel):
@@ -86,16 +88,15 @@ class Attention(nn.Module):
     """Causal attention with the function that the model's configuration names (`attn_implementation`).
 
     Args:
-        config: of the Hugging Face model.
-        queries_per_key: heads that share one key and value head.
+        config: the configuration of the Hugging Face model.
     """
 
     is_causal = True
 
-    def __init__(self, config: PretrainedConfig, queries_per_key: int, layer_idx: int = 0) -> None:
+    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        self.num_key_value_groups = queries_per_key
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.layer_idx = layer_idx
         self.arguments: dict[str, Any] = {}
 
@@ -112,16 +113,18 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check_settings(config: PretrainedConfig, backend: str, wanted: Mapping[str, Any]) -> None:
+def check_settings(config: PretrainedConfig, backend: str, model_types: Sequence[str]) -> None:
     """Check that a model has nothing that a backend's version of it would leave out.
 
-    Args:
-        wanted: values that keys of `config` must have, where it has them.
-
     Raises:
-        ConfigError: names the key.
+        ConfigError: the model is of another type, or a key of its configuration is not as in `FIXED`.
     """
-    for key, value in wanted.items():
+    if config.model_type not in model_types:
+        raise ConfigError(
+            f"trainer.strategy={backend}: runs models of type {', '.join(model_types)}, not {config.model_type}; use "
+            "trainer.strategy=fsdp2"
+        )
+    for key, value in FIXED.items():
         if (found := getattr(config, key, value)) != value:
             raise ConfigError(
                 f"trainer.strategy={backend}: its {config.model_type} has no {key}={found!r} (only {value!r}), so it "

@@ -23,8 +23,6 @@ from trainer.engines.replicated import DdpEngine
 
 BACKEND = "megatron"
 MODELS = ("llama", "qwen2", "qwen3")
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-"""What is built here, where a Hugging Face configuration leaves a choice."""
 NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
@@ -78,12 +76,7 @@ class MegatronModel(ForeignModel):
 
     def __init__(self, source: PreTrainedModel) -> None:
         config = source.config
-        if config.model_type not in MODELS:
-            raise ConfigError(
-                f"trainer.strategy={BACKEND}: runs models of type {', '.join(MODELS)}, not {config.model_type}; use "
-                "trainer.strategy=fsdp2"
-            )
-        check_settings(config, BACKEND, FIXED)
+        check_settings(config, BACKEND, MODELS)
         super().__init__(config)
         self._joined = _Joined(config)
         with torch.device("meta"):
@@ -194,9 +187,6 @@ class _Rotary(nn.Module):
 
 class _CoreAttention(Attention):
     """In place of Megatron-Core's, which masks on GPUs only."""
-
-    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, config.num_attention_heads // config.num_key_value_heads, layer_idx)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""

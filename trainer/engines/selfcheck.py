@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{failure}\n")
     elif dist.rank() == 0:
         sys.stdout.write(_document(results, skipped, device.type) if options.json else _table(results, skipped))
-    with suppress(RuntimeError):  # the ranks may not hear each other any more
+    with suppress(RuntimeError):  # the ranks may have lost their connection
         torch.distributed.barrier()  # torchrun ends all ranks as soon as one fails: not before rank 0 has written
     dist.leave()
     return 2 if failure else 0 if all(result.passed for result in results) else 1

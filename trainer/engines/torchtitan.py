@@ -18,8 +18,7 @@ from trainer.engines.registry import EngineRegistry
 from trainer.engines.sharded import Fsdp2Engine, sum_gradients
 
 BACKEND = "torchtitan"
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-"""What torchtitan's two models are, where a Hugging Face configuration leaves a choice."""
+MODELS = ("llama", "qwen3")
 
 
 @EngineRegistry.register("language_model", backend=BACKEND, device=("cpu", "cuda"))
@@ -94,9 +93,6 @@ class TitanModel(ForeignModel):
 class _InnerAttention(Attention):
     """In place of torchtitan's, which masks only on GPUs."""
 
-    def __init__(self, config: PretrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, config.num_attention_heads // config.num_key_value_heads, layer_idx)
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """All `[B, T, heads, head_dim]`."""
         return self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -114,21 +110,16 @@ class _Parts(NamedTuple):
 def _parts(config: PretrainedConfig) -> _Parts:
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-    check_settings(config, BACKEND, FIXED)
+    check_settings(config, BACKEND, MODELS)
     if config.model_type == "llama":
         from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
         from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
         return _Parts(Llama3Model, Llama3TransformerBlock, ComplexRoPE, Llama3StateDictAdapter)
-    if config.model_type == "qwen3":
-        from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-        from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+    from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-        return _Parts(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
-    raise ConfigError(
-        f"trainer.strategy={BACKEND}: runs models of type llama and qwen3, this one is {config.model_type}; "
-        "use trainer.strategy=fsdp2"
-    )
+    return _Parts(Qwen3Model, Qwen3TransformerBlock, CosSinRoPE, Qwen3StateDictAdapter)
 
 
 def _decoder_settings(config: PretrainedConfig, parts: _Parts) -> Any:

@@ -179,7 +179,7 @@ class Twin(ForeignModel):
 
 class _Seen(Attention):
     def __init__(self, source: nn.Module, config: PretrainedConfig, layer_idx: int) -> None:
-        super().__init__(config, 2, layer_idx)
+        super().__init__(config, layer_idx)
         self.source = source
 
     def forward(self, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -227,9 +227,12 @@ def test_weights_without_a_counterpart_and_other_settings_are_named(twin: tuple[
     model.inner.norm.register_parameter("bias", nn.Parameter(torch.zeros(32)))
     with pytest.raises(ConfigError, match=r"strategy=theirs: 1 weights of this llama .*model\.norm\.bias"):
         check_weights(model, source, "theirs")
-    check_settings(source.config, "theirs", {"hidden_act": "silu", "unknown_to_llama": 3})
-    with pytest.raises(ConfigError, match="no hidden_act='silu'"):
-        check_settings(source.config, "theirs", {"hidden_act": "gelu"})
+    check_settings(source.config, "theirs", ["llama"])
+    with pytest.raises(ConfigError, match=r"runs models of type qwen3, not llama"):
+        check_settings(source.config, "theirs", ["qwen3"])
+    source.config.hidden_act = "gelu"
+    with pytest.raises(ConfigError, match="no hidden_act='gelu'"):
+        check_settings(source.config, "theirs", ["llama"])
 
 
 def _random(config: PretrainedConfig) -> Any:
