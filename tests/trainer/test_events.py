@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from asyncrl.core.failures import DataError, DivergenceError
+from asyncrl.core.failures import DivergenceError
 from asyncrl.core.types import Sample, SampleId, Span
 from asyncrl.observe.metrics.registry import describe
 from asyncrl.profiling import ProfilerSettings, profile
@@ -243,27 +243,6 @@ async def test_events_of_calls_to_a_rank(recorded: Recorded, spec: EngineSpec) -
     gathered, put = recorded.one("sync.gather"), recorded.one("sync.put")
     assert (gathered["version"], put["version"], put["step"], put["bytes"]) == (1, 1, 1, 0)
     assert gathered["timestamp"] + gathered["duration_s"] <= put["timestamp"] + CLOCKS_S
-
-
-async def test_ranks_elsewhere_record_the_same_and_send_it(spec: EngineSpec, recorded: Recorded) -> None:
-    """A rank in its own process writes no events: they arrive with its answers."""
-    await run_some_calls(spec)
-    at_home = [event["event"] for event in recorded.all()]
-    profile.configure("rank", ProfilerSettings("full", None))
-    rank = (await InlineGroup.start(spec, publisher=CopyingPublisher()))._rank
-    sent: list[str] = []
-    for method, args in (("plan", [10]), ("set_loss_fn", [Likelihood()]), ("infer_batch", [BATCH])):
-        sent += [event["event"] for event in (await rank.call("actor", method, args, {})).events]
-    sent += [event["event"] for event in (await rank.call("actor", "train_batch", [BATCH], {})).events]
-    sent += [event["event"] for event in (await rank.publish("actor", "float32", 1, 1, False)).events]
-    for method, args in (("forward_backward", [BATCH]), ("optim_step", [])):
-        sent += [event["event"] for event in (await rank.call("actor", method, args, {})).events]
-    failed = await rank.call("actor", "train_batch", [BATCH.exclude("loss_mask")], {})
-    await rank.close()
-    assert Counter(sent) == Counter(at_home)
-    assert isinstance(failed.error, DataError)
-    [event] = failed.events
-    assert (event["event"], event["error"]) == ("rank.call", "DataError")
 
 
 async def test_every_event_of_trainer_and_ranks_is_recorded_somewhere(recorded: Recorded, spec: EngineSpec) -> None:

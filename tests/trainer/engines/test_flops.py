@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,11 @@ from transformers import (
 
 from tests.fakes.losses import Likelihood
 from tests.fakes.token_batch import make_batch
-from tests.fakes.trainer_model import SHAPE, VOCAB, make_config, write_model
+from tests.fakes.trainer_model import SHAPE, VOCAB, write_model
 from trainer.engines import torch_engine
+from trainer.engines.base import EngineSpec
 from trainer.engines.compute.flops import ModelShape, Utilization, peak_flops
-from trainer.workers.placement import plan_groups
-from trainer.workers.worker import TrainingWorker, engine_spec
+from trainer.workers.worker import TrainingWorker
 
 CONFIG = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, hidden_size=32, head_dim=None)
 
@@ -135,9 +136,8 @@ def test_a_model_of_another_kind_has_no_shape() -> None:
     assert ModelShape.of_model(MambaForCausalLM(config)) is None
 
 
-def test_an_engine_without_a_shape_has_no_meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(write_model(tmp_path), trainer={"strategy": "local", "dtype": "bfloat16"})
-    spec = engine_spec(plan_groups(config)[0].roles[0], device="cuda", collective_s=10)
+def test_an_engine_without_a_shape_has_no_meter(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(spec, engine=spec.engine.model_copy(update={"dtype": "bfloat16", "device": "cuda"}))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, state_size=2))
     llama = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -186,13 +186,13 @@ def test_utilization() -> None:
 # ------------------------------------------------------------------------------------------------ engines
 
 
-def test_on_cpu_there_is_none(tmp_path: Path) -> None:
-    worker = _worker(tmp_path)
+def test_on_cpu_there_is_none(spec: EngineSpec) -> None:
+    worker = _worker(spec)
     assert "mfu" not in worker.train_batch(BATCH)
     worker.close()
 
 
-def test_rows_count_by_the_passes_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_count_by_the_passes_they_take(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose peak is known."""
     shapes: list[ModelShape] = []
 
@@ -204,7 +204,7 @@ def test_rows_count_by_the_passes_they_take(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.synchronize", lambda *args: None)
     monkeypatch.setattr("trainer.workers.worker.time", SimpleNamespace(perf_counter=lambda: 5.0))
     monkeypatch.setattr("trainer.engines.torch_engine.time", SimpleNamespace(perf_counter=lambda: 7.0))
-    worker = _worker(tmp_path)
+    worker = _worker(spec)
     batch = BATCH.clone()
     batch["loss_mask"][0] = False
     for _ in range(2):  # the second step begins anew
@@ -218,9 +218,7 @@ LENGTHS = [3, 5, 1, 4, 2], [4, 2, 6, 1, 5]
 BATCH = make_batch(*LENGTHS, vocab=VOCAB)
 
 
-def _worker(directory: Path) -> TrainingWorker:
-    config = make_config(write_model(directory), trainer={"strategy": "local"})
-    spec = engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10)
+def _worker(spec: EngineSpec) -> TrainingWorker:
     worker = TrainingWorker(spec)
     worker.plan(10)
     worker.set_loss_fn(Likelihood())

@@ -41,17 +41,14 @@ async def group(spec: EngineSpec, publisher: CopyingPublisher) -> AsyncIterator[
     await group.close()
 
 
-async def test_it_learns(group: InlineGroup) -> None:
+async def test_reset_restores_the_model_files(group: InlineGroup) -> None:
     before = await group.infer_batch(BATCH)
-    losses = [(await group.train_batch(BATCH))["loss"] for _ in range(8)]
-    assert losses[-1] < losses[0]
-    after = await group.infer_batch(BATCH)
-    mask = BATCH["loss_mask"]
-    assert after["log_probs"][mask].mean() > before["log_probs"][mask].mean()
-    assert await group.step() == 8
+    await group.train_batch(BATCH)
     await group.forward_backward(BATCH)
     assert set(await group.optim_step()) == {"grad_norm", "lr"}
+    assert await group.step() == 2
     await group.reset()
+    assert await group.step() == 0
     torch.testing.assert_close((await group.infer_batch(BATCH))["log_probs"], before["log_probs"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,23 @@ import torch
 from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError
 from tests.fakes.losses import Likelihood, NotFinite
 from tests.fakes.token_batch import make_batch
-from tests.fakes.trainer_model import VOCAB, make_config, write_model
-from trainer.workers.placement import plan_groups
-from trainer.workers.worker import TrainingWorker, engine_spec
+from tests.fakes.trainer_model import VOCAB
+from trainer.engines.base import EngineSpec
+from trainer.workers.worker import TrainingWorker
 
 BATCH = make_batch([3, 5, 1, 4, 2], [4, 2, 6, 1, 5], vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def test_a_spec_has_the_key_of_its_model(model: Path) -> None:
-    config = make_config(model, algorithm={"adv_estimator": "gae"}, critic={"path": str(model)})
-    specs = [engine_spec(plan, device="cpu", collective_s=10) for plan in plan_groups(config)[0].roles]
-    assert [spec.path_key for spec in specs] == ["model.path", "critic.path"]
-
-
-def make_worker(path: Path, **sections: Any) -> TrainingWorker:
-    config = make_config(path, trainer={"strategy": "local", "optim": {"lr": 1e-2}}).model_copy(update=sections)
-    worker = TrainingWorker(engine_spec(plan_groups(config)[0].roles[0], device="cpu", collective_s=10))
+def make_worker(spec: EngineSpec) -> TrainingWorker:
+    worker = TrainingWorker(spec)
     worker.plan(10)
     worker.set_loss_fn(Likelihood())
     return worker
 
 
 @pytest.fixture
-def worker(model: Path) -> Iterator[TrainingWorker]:
-    worker = make_worker(model)
+def worker(spec: EngineSpec) -> Iterator[TrainingWorker]:
+    worker = make_worker(spec)
     yield worker
     worker.close()
 
@@ -54,9 +43,9 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
-def test_a_step_is_a_pass_and_an_update(model: Path, worker: TrainingWorker) -> None:
+def test_a_step_is_a_pass_and_an_update(spec: EngineSpec, worker: TrainingWorker) -> None:
     metrics = worker.train_batch(BATCH)
-    other = make_worker(model)
+    other = make_worker(spec)
     assert metrics == other.forward_backward(BATCH) | other.optim_step()
     assert worker.step() == other.step() == 1
     assert same(state(worker), state(other))
@@ -85,7 +74,7 @@ def test_incomplete_batches_are_refused(worker: TrainingWorker) -> None:
         worker.infer_batch(BATCH[:0])
 
 
-def test_a_failed_step_leaves_no_trace(model: Path, worker: TrainingWorker) -> None:
+def test_a_failed_step_leaves_no_trace(spec: EngineSpec, worker: TrainingWorker) -> None:
     worker.train_batch(BATCH)
     before = state(worker)
     worker.set_loss_fn(NotFinite())
@@ -97,7 +86,7 @@ def test_a_failed_step_leaves_no_trace(model: Path, worker: TrainingWorker) -> N
         worker.train_batch(BATCH)
     worker.set_loss_fn(Likelihood())
     after = worker.train_batch(BATCH)
-    untroubled = make_worker(model)
+    untroubled = make_worker(spec)
     untroubled.train_batch(BATCH)
     assert after == untroubled.train_batch(BATCH)
     assert same(state(worker), state(untroubled))
@@ -112,7 +101,7 @@ class Raises(Likelihood):
         raise ZeroDivisionError
 
 
-def test_a_load_discards_the_gradient(model: Path, worker: TrainingWorker, tmp_path: Path) -> None:
+def test_a_load_discards_the_gradient(spec: EngineSpec, worker: TrainingWorker, tmp_path: Path) -> None:
     worker.train_batch(BATCH)
     worker.save_checkpoint(tmp_path)
     worker.finish_checkpoint()
@@ -130,12 +119,8 @@ def test_a_load_discards_the_gradient(model: Path, worker: TrainingWorker, tmp_p
         worker.optim_step()
 
 
-def test_training_needs_a_loss_and_an_optimizer(model: Path) -> None:
-    config = make_config(model, trainer={"strategy": "local"}, algorithm={"use_kl_loss": True})
-    roles = {plan.role: plan for plan in plan_groups(config)[0].roles}
-    actor, reference = (
-        TrainingWorker(engine_spec(roles[role], device="cpu", collective_s=10)) for role in ("actor", "ref")
-    )
+def test_training_needs_a_loss_and_an_optimizer(spec: EngineSpec) -> None:
+    actor, reference = TrainingWorker(spec), TrainingWorker(replace(spec, optim=None))
     with pytest.raises(BugError, match="before set_loss_fn"):
         actor.train_batch(BATCH)
     reference.set_loss_fn(Likelihood())
