@@ -163,8 +163,8 @@ class RoleCheckpoints:
     async def finish(self) -> Path:
         """Wait until every role has written its part, then give the checkpoint its final name.
 
-        A Trainer that was replaced may not know it yet, and its checkpoint is not part of the run's history. The queue
-        refuses its `confirm` call, so that is made first.
+        The checkpoint of a Trainer that was replaced, which it may not have noticed, is not part of the run's history.
+        The queue refuses its `confirm` call, so that is made first.
 
         Raises:
             FencedError: this Trainer was replaced.

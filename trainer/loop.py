@@ -202,7 +202,7 @@ class TrainLoop:
     def _next_batch_size(self) -> int:
         """Return the number of samples of the next leased batch; 0: the run is over.
 
-        A batch never extends beyond the next version. Pacing admits no more than `samples_per_version` samples until
+        A batch never extends beyond the next version. Pacing admits at most `samples_per_version` samples until
         that version is applied, so a larger batch (after a stop in the middle of a lease) would wait forever.
         """
         settings, progress = self._settings, self.progress

@@ -243,5 +243,5 @@ class BaseEngine(ABC):
 
 
 def missing_methods(engine: type[BaseEngine]) -> list[str]:
-    """Names of the methods that `engine` leaves abstract."""
+    """Return the names of the methods that `engine` leaves abstract."""
     return sorted(name for name in dir(engine) if getattr(getattr(engine, name, None), "__isabstractmethod__", False))

@@ -56,11 +56,11 @@ class ForeignModel(PreTrainedModel):
         return self.to_hf({name.removeprefix(INNER): tensor for name, tensor in weights.items()})
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
-        """`kwargs`: what the attention function wants to know."""
+        """`kwargs`: arguments of the attention function."""
         return CausalLMOutput(logits=self.head(self._hidden(input_ids, position_ids, kwargs)))
 
     def body(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
-        """All but the head."""
+        """Return what `forward` returns before the head."""
         return BaseModelOutput(last_hidden_state=self._hidden(input_ids, position_ids, kwargs))
 
     def get_output_embeddings(self) -> nn.Module:
@@ -76,7 +76,7 @@ class ForeignModel(PreTrainedModel):
         return self.hidden_states(input_ids, position_ids)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Every layer computes again in the backward pass."""
+        """Let every layer compute its activations again in the backward pass."""
         layers = {id(layer) for layer in self.modules() if type(layer).__name__ == self.layer_class}
         for parent in [module for module in self.modules() if not isinstance(module, CheckpointWrapper)]:
             for name, child in list(parent.named_children()):
@@ -148,7 +148,7 @@ def check_weights(model: ForeignModel, source: PreTrainedModel, backend: str) ->
 
 
 def check_ready(spec: EngineSpec, backend: str, package: str, module: str) -> None:
-    """Before anything is loaded.
+    """Check the library and the options before anything is loaded.
 
     Raises:
         ConfigError: the library is not there or is broken, or kernels are asked for that only fit transformers' models.

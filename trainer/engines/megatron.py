@@ -137,7 +137,7 @@ class _Joined:
 
 
 class _Projection(nn.Module):
-    """In place of Megatron-Core's linear layers, which compute in half precision on GPUs only and take no adapters."""
+    """A replacement of Megatron-Core's linear layers, which need GPUs for half precision and take no adapters."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, bias: bool, **_settings: Any) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class _Projection(nn.Module):
 
 
 class _HiddenStates(nn.Module):
-    """In place of Megatron-Core's head: what reaches it, leaves."""
+    """A replacement of Megatron-Core's head that returns its input."""
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         return hidden, None
@@ -186,7 +186,7 @@ class _Rotary(nn.Module):
 
 
 class _CoreAttention(Attention):
-    """In place of Megatron-Core's, which masks on GPUs only."""
+    """A replacement of Megatron-Core's attention, which masks on GPUs only."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[T, B, heads, head_dim]` → `[T, B, heads · head_dim]`."""

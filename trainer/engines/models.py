@@ -45,7 +45,7 @@ def load_model(
     trust_remote_code: bool = False,
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """A model on CPU without dropout: dropout would make the current policy differ from the served one.
+    """Load a model on CPU without dropout: dropout would make the current policy differ from the served one.
 
     A value head that the files lack (they are of a language model) starts at 0.
 
@@ -89,7 +89,7 @@ def load_model(
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The value or reward head of a classification model.
+    """Return the value or reward head of a classification model.
 
     Raises:
         ConfigError: its architecture calls it something unknown.
@@ -116,7 +116,7 @@ def keep_float32(head: nn.Module, device: torch.device) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: what is sharded, compiled and checkpointed one by one.
+    """Return the repeated layers, which are sharded, compiled and checkpointed one by one.
 
     Raises:
         ConfigError: the model does not name them (`_no_split_modules`).
@@ -129,7 +129,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def speed_up(model: PreTrainedModel, engine: EngineConfig, device: torch.device) -> None:
-    """Gradient checkpointing, Liger kernels and compilation, as configured, in place and before the model is wrapped.
+    """Apply gradient checkpointing, Liger kernels and compilation as configured, in place, before the model is wrapped.
 
     Raises:
         ConfigError: Liger kernels without a GPU or without the package.
@@ -154,13 +154,13 @@ def _apply_liger(model: PreTrainedModel, device: torch.device) -> None:
             "trainer.use_liger=false",
             error,
         ) from None
-    # Its fused losses take the whole forward pass over; ours is computed outside of the model.
+    # Its fused losses replace the whole forward pass; ours is computed outside of the model.
     kernels._apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bar and no report of what is missing, which is checked here."""
+    """Suppress progress bars and reports of missing weights, which are checked here."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -173,7 +173,7 @@ def quiet() -> Iterator[None]:
 
 
 def _sees(settings: PretrainedConfig) -> bool:
-    """A vision-language model, which transformers does not count among the language models."""
+    """Whether it is a vision-language model, which transformers does not count among the language models."""
     kind = type(settings)
     return kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 

@@ -60,7 +60,7 @@ class EngineRegistry:
 
     @classmethod
     def new(cls, spec: EngineSpec) -> BaseEngine:
-        """The engine that `spec` describes, on `spec.engine.device`.
+        """Create the engine that `spec` describes, on `spec.engine.device`.
 
         Raises:
             ConfigError: no such backend (the nearest is named), its package is missing or broken, or it does not run
@@ -70,7 +70,7 @@ class EngineRegistry:
 
     @classmethod
     def find(cls, backend: str, model_type: ModelType, device: str) -> type[BaseEngine]:
-        """The engine class. Imports its module if needed. Raises as `new` does."""
+        """Return the engine class. Imports its module if needed. Raises as `new` does."""
         _load(backend)
         combinations = {key[1:]: engine for key, engine in cls._engines.items() if key[0] == backend}
         for key, engine in combinations.items():
@@ -83,13 +83,13 @@ class EngineRegistry:
 
     @classmethod
     def model_types(cls, backend: str, device: str) -> set[ModelType]:
-        """Model types that a backend runs on a device. Imports its module if needed. Raises as `new` does."""
+        """Return the model types of a backend on a device. Imports its module if needed. Raises as `new` does."""
         _load(backend)
         return {key[1] for key in cls._engines if key[0] == backend and key[2] == device}
 
     @classmethod
     def backends(cls) -> list[str]:
-        """Valid values of `trainer.strategy`."""
+        """Return the valid values of `trainer.strategy`."""
         return sorted(BUILT_IN | _entry_points() | {key[0]: "" for key in cls._engines})
 
 

@@ -49,7 +49,7 @@ class Result:
 
 
 def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
-    """All checks of all backends, on every rank of the process group there is. The same result on all ranks.
+    """Run all checks of all backends, on every rank of the process group. All ranks return the same results.
 
     Raises (on every rank):
         ConfigError, InfraError: a backend is unknown or cannot run here; no check was run.
@@ -62,7 +62,7 @@ def run(backends: Sequence[str], device: str, directory: Path) -> list[Result]:
 
 
 def _checks(setting: Setting) -> list[Check]:
-    """Those of a backend, once an engine of it could be made on every rank."""
+    """Return the checks of a backend, after creating one of its engines on every rank."""
     failure: AsyncRLError | None = None
     checks: list[Check] = []
     try:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shared_directory() -> Path:
-    """Made by rank 0, with the models in it; on one machine all ranks see it."""
+    """Return a directory with the models, which rank 0 creates; on one machine all ranks see it."""
     path = [tempfile.mkdtemp(prefix="asyncrl-selfcheck-")] if dist.rank() == 0 else [""]
     if dist.rank() == 0:
         write_models(Path(path[0]))

@@ -91,7 +91,7 @@ class TitanModel(ForeignModel):
 
 
 class _InnerAttention(Attention):
-    """In place of torchtitan's, which masks only on GPUs."""
+    """A replacement of torchtitan's attention, which masks on GPUs only."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """All `[B, T, heads, head_dim]`."""
@@ -99,7 +99,7 @@ class _InnerAttention(Attention):
 
 
 class _Parts(NamedTuple):
-    """What torchtitan makes one architecture of."""
+    """The classes of one of torchtitan's architectures."""
 
     model: Any
     block: Any

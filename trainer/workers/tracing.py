@@ -220,7 +220,7 @@ class Tracer:
     def _try(self, do: Callable[..., None], *args: Any) -> bool:
         try:
             do(*args)
-        except Exception as error:  # noqa: BLE001 - whatever a profiler raises, the call goes on without it
+        except Exception as error:  # noqa: BLE001 - a profiler may raise anything, and the call continues without it
             self._step, self._tool = None, None
             self._problem = self._problem or (
                 f"{self._label} makes no traces any more (profiler.steps): {type(error).__name__}: {error}. The run "

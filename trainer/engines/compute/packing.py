@@ -48,7 +48,7 @@ class MicroBatch:
     media: tuple[tuple[Media, ...], ...] | None = None
     """Padded only: images and videos of each row; None: no row of the batch has any."""
     prompt_lens: Tensor | None = None
-    """With `media`: int64 `[B]`. Behind the prompt there are no placeholders."""
+    """int64 `[B]`, only with `media`: after the prompt there are no placeholders."""
 
 
 def lay_out(
@@ -90,7 +90,7 @@ def unpack(values: Tensor, micro: MicroBatch, width: int) -> Tensor:
 def select_tokens(
     batch: TensorDict, micro: MicroBatch, weights: Tensor, *, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tokens:
-    """What a loss sees of the scored tokens.
+    """Select the inputs of a loss for the scored tokens.
 
     Args:
         weights: `[B]`: what each token of a row weighs, see `token_weights`.
@@ -106,7 +106,7 @@ def select_tokens(
 
 
 def token_weights(batch: TensorDict, totals: tuple[float, float], agg_mode: AggMode, scale: float) -> Tensor:
-    """What one trained token of each row weighs, so that the loss of an optimizer step is a plain sum. float64 `[B]`.
+    """Return the weight of a trained token of each row, float64 `[B]`: the loss of a step is then a plain sum.
 
     Args:
         totals: trained tokens, and trajectories with a trained token, of the whole optimizer step

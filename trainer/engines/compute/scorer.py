@@ -46,7 +46,7 @@ class Scorer:
         model: the Hugging Face model itself, where hooks go; also inside LoRA or another wrapper.
         module: what is called: the wrapped model (DDP, FSDP), or `model`.
         autocast: dtype of the forward pass; None: that of the weights.
-        packed: sequences without padding; only if `attention.enable_packing(model)` said that it can.
+        packed: sequences without padding; only if `attention.enable_packing(model)` has returned True.
         sp_group: ranks that share each sequence (`trainer.engines.compute.attention`); needs `packed`.
         media_encoder: makes features of images and videos; None: rows with media are refused.
 
@@ -169,7 +169,7 @@ class Scorer:
         return {key: value.to(device) for key, value in inputs.items() if value is not None}, positions.to(device)
 
     def _pick_scored(self, _head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before the head: of all hidden states `[B, T, H]` those of scored positions, `[1, N, H]`."""
+        """Before the head, select the hidden states of scored positions: `[B, T, H]` → `[1, N, H]`."""
         if self._pass is None:  # the model is called for all its logits, not by this scorer
             return inputs
         hidden = inputs[0].flatten(0, 1).index_select(0, self._pass.positions).unsqueeze(0)
@@ -179,7 +179,7 @@ class Scorer:
         return (hidden, *inputs[1:])
 
     def _take_scores(self, _head: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """After the head: keep what the model would not pass through, and give it something to go on with."""
+        """After the head, keep the scores, which the model would not pass through, and return a small stand-in."""
         current = self._pass
         if current is None:
             return None
@@ -309,7 +309,7 @@ class _Score(torch.autograd.Function):
 
 
 def behind_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor] | None:
-    """What the architecture does to the logits between its head and its output; None: what this cannot tell.
+    """Return what the architecture does to the logits between its head and its output; None if that is unknown.
 
     The model's own forward method is run around a stub of its body and one of its head, so that no weights are needed.
     """

@@ -450,7 +450,7 @@ def bad_input_is_refused_on_every_rank(setting: Setting) -> None:
 
 @check()
 def a_pass_that_fails_leaves_no_gradient(setting: Setting) -> None:
-    """After zero_grad, that is; the loss fails on every rank, in its second micro-batch."""
+    """The loss fails on every rank in its second micro-batch, and `zero_grad` discards the first one's gradient."""
     engine, batch = setting.engine(float64=True, ppo_max_token_len=1), make_batch(6, 1)
     share = share_of(engine, batch)
     for _ in range(2):
@@ -477,7 +477,7 @@ def a_rank_with_nothing_to_train_keeps_company(setting: Setting) -> None:
     batch = make_batch(6, 1)
     filled = TensorDict.cat([batch, batch[:2]])
     filled["loss_mask"][6:] = False
-    filled["old_log_probs"][6:] = -math.inf  # whatever stands there is never looked at
+    filled["old_log_probs"][6:] = -math.inf  # these values are not used
     same_step(one_step(setting, filled, first=6), one_step(setting))
 
 
@@ -496,7 +496,7 @@ class _FailsLater(PolicyLoss):
 
 
 def checks_of(backend: str, device: str, num_ranks: int) -> list[Check]:
-    """Those that apply to a backend: of the model types it runs.
+    """Return the checks that apply to a backend, which are those of the model types that it runs.
 
     Raises:
         ConfigError: there is no such backend, or its package is missing.

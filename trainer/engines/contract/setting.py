@@ -145,7 +145,7 @@ class Reference:
 
 
 def plain_model(path: Path, model_type: ModelType, dtype: torch.dtype) -> PreTrainedModel:
-    """As transformers loads it, in eval mode; a value model's head at 0."""
+    """Load a model as transformers does, in eval mode. The head of a value model is 0."""
     with quiet():
         if model_type == "language_model":
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()

@@ -62,8 +62,8 @@ Index = Mapping[str, Entry]
 def damaged(path: Path, detail: object) -> ConfigError:
     """Return an error that names the damaged file, the consequence and the fix."""
     return ConfigError(
-        f"{path}: the checkpoint is damaged ({detail}), so the run cannot go on from it; nothing was loaded. If the "
-        "run has an earlier one, delete this one to go on from that; else start anew with resume=none"
+        f"{path}: the checkpoint is damaged ({detail}), so the run cannot continue from it; nothing was loaded. If "
+        "the run has an earlier one, delete this one to continue from that; else start anew with resume=none"
     )
 
 
@@ -201,7 +201,7 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
     try:
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
-        error.filename = str(path)  # a failing write, unlike a failing open, does not know it
+        error.filename = str(path)  # a failing write, unlike a failing open, does not name it
         raise
 
 

@@ -215,7 +215,7 @@ def _own(
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """The whole of it on rank 0, nothing elsewhere. Collective if it is sharded."""
+    """Return the whole tensor on rank 0 and an empty one elsewhere. Collective if it is sharded."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach() if rank() == 0 else tensor.new_empty([0] * tensor.ndim)
@@ -318,7 +318,7 @@ class _PlainState(LiveState):
 
 
 class _FlatState(LiveState):
-    """FSDP keeps flat parameters; torch's own functions know what is where; given a mesh, they make DTensors."""
+    """FSDP keeps flat parameters, which torch's own functions convert to DTensors, given a mesh."""
 
     def tensors(self) -> dict[str, Tensor]:
         return self._weights() | (self._moments() if self._stepped else {})
@@ -372,7 +372,7 @@ class _FlatState(LiveState):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a warning for each weight left alone on purpose: frozen ones, and the second name of tied ones."""
+    """Suppress warnings about weights that are left out on purpose: frozen ones, and second names of tied ones."""
     noisy = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
@@ -383,7 +383,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _like(parameter: Tensor, part: Tensor | None) -> Tensor:
-    """Sharded and placed as `parameter`, holding `part` where this rank has one."""
+    """Return a tensor that is sharded and placed as `parameter` and has the values of `part`, if this rank has one."""
     tensor = torch.zeros_like(parameter, requires_grad=False)
     if part is not None:
         local_part(tensor).copy_(part)
