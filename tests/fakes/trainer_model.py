@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
-from trainer.engines.base import ModelType
+from asyncrl.config.sections.data import ModelConfig
+from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from trainer.engines.base import EngineSpec, ModelType
 
 VOCAB = 24
 SHAPE = {
@@ -71,3 +73,11 @@ def make_config(model: Path, **sections: Any) -> Config:
     trainer |= sections.pop("trainer", {})
     rollout: dict[str, Any] = {"n": 2} | sections.pop("rollout", {})
     return Config.model_validate({"model": {"path": str(model)}, "trainer": trainer, "rollout": rollout, **sections})
+
+
+def make_spec(
+    path: Path | str, *, model_type: ModelType = "language_model", lr: float | None = 1e-2, **engine: Any
+) -> EngineSpec:
+    """A specification of an engine on CPU; without `lr` it is forward only."""
+    settings = EngineConfig(**({"strategy": "local", "device": "cpu"} | engine))
+    return EngineSpec(model_type, ModelConfig(path=str(path)), settings, None if lr is None else OptimConfig(lr=lr))

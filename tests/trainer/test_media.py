@@ -14,16 +14,14 @@ import torch
 from torch import multiprocessing
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import ConfigError, DataError
 from asyncrl.core.types import FinishReason, Media, Row, Sample, SampleId, Span
 from asyncrl.storage.media import join, split
 from tests.fakes.losses import Likelihood
-from tests.fakes.trainer_model import write_model
+from tests.fakes.trainer_model import make_spec, write_model
 from tests.fakes.vision_model import picture, png, write_vision_model
 from trainer.batches import RowRules, TrainRow, prepare_sample
-from trainer.engines.base import BaseEngine, EngineSpec
+from trainer.engines.base import BaseEngine
 from trainer.engines.registry import EngineRegistry
 from trainer.workers.tensors import to_batch
 
@@ -63,10 +61,8 @@ def rows_of(
     return list(prepare_sample(sample, lease_id=1, trainer_version=0, rules=rules).rows)
 
 
-def make_engine(path: Path, **engine: Any) -> BaseEngine:
-    settings = EngineConfig(device="cpu", **({"strategy": "local"} | engine))
-    optim = OptimConfig(lr=1e-2, weight_decay=0.0)
-    return EngineRegistry.new(EngineSpec("language_model", ModelConfig(path=str(path)), settings, optim))
+def make_engine(path: Path, **settings: Any) -> BaseEngine:
+    return EngineRegistry.new(make_spec(path, **settings))
 
 
 @torch.no_grad()
@@ -165,8 +161,7 @@ def test_media_for_a_text_model_are_refused(tmp_path: Path, path: Path) -> None:
 def test_critics_refuse_media(tmp_path: Path, path: Path) -> None:
     batch = to_batch(rows_of(path))
     batch["input_ids"] = torch.zeros_like(batch["input_ids"])
-    model = ModelConfig(path=str(write_model(tmp_path / "critic")))
-    critic = EngineRegistry.new(EngineSpec("value_model", model, EngineConfig(device="cpu", strategy="local")))
+    critic = make_engine(write_model(tmp_path / "critic"), model_type="value_model", lr=None)
     with pytest.raises(DataError, match="value model sees no images"):
         critic.infer(batch)
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
 from asyncrl.core.failures import ConfigError
 from tests.fakes.selfcheck import SELFCHECK_S, selfcheck_document
+from tests.fakes.trainer_model import make_spec
 from trainer.engines import foreign
 from trainer.engines.base import EngineSpec
 from trainer.engines.compute.attention import enable_packing
@@ -39,8 +38,7 @@ def need(backend: str) -> None:
 
 
 def spec(backend: str, path: Path | str = "/nowhere", **engine: Any) -> EngineSpec:
-    settings = EngineConfig(strategy=backend, device="cpu", **engine)
-    return EngineSpec("language_model", ModelConfig(path=str(path)), settings, OptimConfig())
+    return make_spec(path, strategy=backend, **engine)
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)

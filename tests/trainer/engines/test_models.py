@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,10 @@ from transformers import (
 )
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.config.sections.trainer import EngineConfig
 from asyncrl.core.failures import ConfigError
-from tests.fakes.trainer_model import SHAPE, write_model
+from tests.fakes.trainer_model import SHAPE, make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
-from trainer.engines.base import EngineSpec
 from trainer.engines.contract.setting import make_batch, plain_scores
 from trainer.engines.models import decoder_layers, head_of, load_model, speed_up
 from trainer.engines.registry import EngineRegistry
@@ -50,15 +49,10 @@ def write(name: str, directory: Path) -> Path:
     return directory
 
 
-def local(path: Path, **fields: object) -> LocalEngine:
-    engine = EngineConfig(strategy="local", device="cpu", ppo_max_token_len=64)
-    return LocalEngine(EngineSpec("language_model", ModelConfig(path=str(path)), engine, **fields))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_engine_runs_it_as_transformers_does(name: str, tmp_path: Path) -> None:
     path, batch = write(name, tmp_path), make_batch(8, 1)
-    engine = local(path)
+    engine = LocalEngine(make_spec(path, lr=None, ppo_max_token_len=64))
     results = engine.infer(batch)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -117,10 +111,8 @@ def test_a_head_with_two_labels_is_refused_under_the_key_it_was_given(
     kind: Any, model_type: Any, key: str, tmp_path: Path
 ) -> None:
     kind.from_config(LlamaConfig(**SHAPE, num_labels=2)).save_pretrained(tmp_path)
-    engine = EngineConfig(strategy="local", device="cpu")
-    spec = EngineSpec(model_type, ModelConfig(path=str(tmp_path)), engine, path_key=key)
     with pytest.raises(ConfigError) as caught:
-        LocalEngine(spec)
+        LocalEngine(replace(make_spec(tmp_path, model_type=model_type, lr=None), path_key=key))
     assert caught.value.message.startswith(f"{key}={tmp_path}: its head has 2 outputs (score.")
     assert "must have one" in caught.value.message
     assert "num_labels=1" in caught.value.message
@@ -187,8 +179,8 @@ def test_compiled_layers_give_the_same_step(backend: str, tmp_path: Path) -> Non
     path, batch, loss = write_model(tmp_path), make_batch(6, 1), PolicyLoss(AlgorithmConfig(), 20)
     found = []
     for flag in (True, False):
-        config = EngineConfig(strategy=backend, device="cpu", torch_compile=flag, gradient_checkpointing=True)
-        engine = EngineRegistry.new(EngineSpec("language_model", ModelConfig(path=str(path)), config, OptimConfig()))
+        spec = make_spec(path, strategy=backend, torch_compile=flag, gradient_checkpointing=True)
+        engine = EngineRegistry.new(spec)
         log_probs = engine.infer(batch)["log_probs"]
         figures = engine.forward_backward(batch, loss)
         found.append((log_probs, figures["loss"], engine.optim_step(figures["loss"]).grad_norm))

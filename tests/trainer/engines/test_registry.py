@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.trainer import EngineConfig
 from asyncrl.core.failures import ConfigError
+from tests.fakes.trainer_model import make_spec
 from trainer.engines import registry
-from trainer.engines.base import BaseEngine, EngineSpec
+from trainer.engines.base import BaseEngine
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.replicated import LocalEngine
 from trainer.engines.torch_engine import TorchEngine
@@ -22,10 +21,6 @@ from trainer.engines.torch_engine import TorchEngine
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineRegistry, "_engines", dict(EngineRegistry._engines))
-
-
-def spec(backend: str, **fields: Any) -> EngineSpec:
-    return EngineSpec("language_model", ModelConfig(path="/nowhere"), EngineConfig(strategy=backend, **fields))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +37,7 @@ def spec(backend: str, **fields: Any) -> EngineSpec:
 )
 def test_an_unknown_backend_names_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.strategy={wrong}: .*did you mean {near}\? Known: .*fsdp2"):
-        EngineRegistry.new(spec(wrong, device="cpu"))
+        EngineRegistry.new(make_spec("/nowhere", strategy=wrong))
 
 
 def test_an_engine_has_to_be_whole_when_it_is_defined() -> None:

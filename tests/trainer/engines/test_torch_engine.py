@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from asyncrl.config.sections.algorithm import AlgorithmConfig
-from asyncrl.config.sections.data import ModelConfig
-from asyncrl.config.sections.trainer import EngineConfig, OptimConfig
+from asyncrl.config.sections.trainer import OptimConfig
 from asyncrl.core.failures import BugError, ConfigError, DataError, DivergenceError, InfraError
-from tests.fakes.trainer_model import write_model
+from tests.fakes.trainer_model import make_spec, write_model
 from trainer.algorithms.objective import PolicyLoss
 from trainer.engines import dist, torch_engine
-from trainer.engines.base import EngineSpec
 from trainer.engines.contract.setting import make_batch
 from trainer.engines.registry import EngineRegistry
 from trainer.engines.replicated import DdpEngine, LocalEngine
@@ -35,35 +34,30 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def spec(path: Path, *, optim: OptimConfig | None = OptimConfig(lr=1e-2), **engine: Any) -> EngineSpec:  # noqa: B008
-    config = EngineConfig(**({"strategy": "local", "device": "cpu"} | engine))
-    return EngineSpec("language_model", ModelConfig(path=str(path)), config, optim)
-
-
 def test_local_is_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"strategy=local with 2 ranks: .*use trainer\.strategy=fsdp2"):
-        LocalEngine(spec(path, num_workers=2))
+        LocalEngine(make_spec(path, num_workers=2))
     monkeypatch.setattr(dist, "world_size", lambda: 3)
     with pytest.raises(ConfigError, match="with 3 ranks"):
-        LocalEngine(spec(path))
+        LocalEngine(make_spec(path))
 
 
 def test_ranks_that_share_sequences_have_to_divide_all_ranks(path: Path) -> None:
     with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size=2 does not divide the 1 ranks"):
-        LocalEngine(spec(path, ulysses_sequence_parallel_size=2))
+        LocalEngine(make_spec(path, ulysses_sequence_parallel_size=2))
 
 
 def test_a_missing_gpu_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.device=cuda: torch sees no GPU"):
-        EngineRegistry.new(spec(path, device="cuda"))
-    engine = EngineRegistry.new(spec(path, device="auto"))
+        EngineRegistry.new(make_spec(path, device="cuda"))
+    engine = EngineRegistry.new(make_spec(path, device="auto"))
     with pytest.raises(ConfigError, match="cannot move to cuda"):
         engine.to("cuda")
 
 
 def test_a_forward_only_engine_does_not_train(path: Path) -> None:
-    engine = LocalEngine(spec(path, optim=None))
+    engine = LocalEngine(make_spec(path, lr=None))
     assert not any(parameter.requires_grad for parameter in engine.model.parameters())
     for call in (lambda: engine.forward_backward(make_batch(2, 1), LOSS), lambda: engine.optim_step(0.0)):
         with pytest.raises(BugError, match="cannot train"):
@@ -71,7 +65,7 @@ def test_a_forward_only_engine_does_not_train(path: Path) -> None:
 
 
 def test_the_learning_rate_decays_until_the_planned_step(path: Path) -> None:
-    engine, batch = LocalEngine(spec(path, optim=OptimConfig(lr=1.0, decay="linear"))), make_batch(2, 1)
+    engine, batch = LocalEngine(replace(make_spec(path), optim=OptimConfig(lr=1.0, decay="linear"))), make_batch(2, 1)
 
     def rate() -> float:
         engine.forward_backward(batch, LOSS)
@@ -85,7 +79,7 @@ def test_the_learning_rate_decays_until_the_planned_step(path: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(path: Path) -> None:
-    engine, batch = LocalEngine(spec(path)), make_batch(4, 1)
+    engine, batch = LocalEngine(make_spec(path)), make_batch(4, 1)
     engine.optim_step(engine.forward_backward(batch, LOSS)["loss"])
     before = {name: tensor.clone() for name, tensor in engine.weights("float32")}
     weight = next(engine.model.parameters())
@@ -102,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(path: Path) -> None:
 
 
 def test_metrics_are_sums_and_means_over_tokens(path: Path) -> None:
-    engine, batch = LocalEngine(spec(path, ppo_max_token_len=30)), make_batch(6, 1)
+    engine, batch = LocalEngine(make_spec(path, ppo_max_token_len=30)), make_batch(6, 1)
     entropy = engine.infer(batch)["entropy"][batch["loss_mask"]]
     figures = engine.forward_backward(batch, LOSS)
     assert figures["tokens"] == int(batch["loss_mask"].sum())
@@ -111,15 +105,15 @@ def test_metrics_are_sums_and_means_over_tokens(path: Path) -> None:
 
 
 def test_a_failed_construction_leaves_no_process_group(path: Path) -> None:
-    two_ranks = spec(path, strategy="fsdp2", ulysses_sequence_parallel_size=2)
-    for broken in (two_ranks, spec(Path("/nowhere"), strategy="fsdp2")):
+    two_ranks = make_spec(path, strategy="fsdp2", ulysses_sequence_parallel_size=2)
+    for broken in (two_ranks, make_spec("/nowhere", strategy="fsdp2")):
         with pytest.raises(ConfigError):
             EngineRegistry.new(broken)
         assert not torch.distributed.is_initialized()
 
 
 def test_close_raises_a_failed_checkpoint_and_leaves_the_group(path: Path, tmp_path: Path) -> None:
-    engine = EngineRegistry.new(spec(path, strategy="fsdp2"))
+    engine = EngineRegistry.new(make_spec(path, strategy="fsdp2"))
     (tmp_path / "engine.json").symlink_to("/dev/full")
     engine.save(tmp_path)
     with pytest.raises(InfraError, match="disk is full"):
@@ -128,7 +122,7 @@ def test_close_raises_a_failed_checkpoint_and_leaves_the_group(path: Path, tmp_p
 
 
 def test_reset_frees_the_old_model_before_loading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LocalEngine(spec(path))
+    engine = LocalEngine(make_spec(path))
     engine.optim_step(engine.forward_backward(make_batch(4, 1), LOSS)["loss"])
     old = [weakref.ref(parameter) for parameter in engine.model.parameters()]
     load, alive = LocalEngine._load, []
@@ -143,7 +137,7 @@ def test_reset_frees_the_old_model_before_loading(path: Path, monkeypatch: pytes
 
 
 def test_a_failed_reset_can_be_repeated(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, batch = LocalEngine(spec(path)), make_batch(4, 1)
+    engine, batch = LocalEngine(make_spec(path)), make_batch(4, 1)
     expected = engine.forward_backward(batch, LOSS)
 
     def gone(self: LocalEngine) -> PreTrainedModel:
@@ -173,7 +167,7 @@ def test_offloaded_state_returns_to_the_device_for_collectives(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sharded model: the device stands for a GPU, `meta` for the offload target."""
-    engine = Fsdp2Engine(spec(path, strategy="fsdp2"))
+    engine = Fsdp2Engine(make_spec(path, strategy="fsdp2"))
     away, seen = torch.device("meta"), []
     try:
         monkeypatch.setattr(engine, "_move_model", lambda device: None)
@@ -201,7 +195,7 @@ def test_offloaded_state_returns_to_the_device_for_collectives(
 
 
 def test_offloaded_parts_move_back_after_a_failure(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, rests = LocalEngine(spec(path)), []
+    engine, rests = LocalEngine(make_spec(path)), []
     monkeypatch.setattr(engine, "_offload", lambda: rests.append("rest"))
     odd = make_batch(2, 1)
     odd["input_ids"][0, 0] = 10**6
@@ -214,7 +208,7 @@ def test_offloaded_parts_move_back_after_a_failure(path: Path, tmp_path: Path, m
 
 
 def test_ddp_does_not_send_buffers_around(path: Path) -> None:
-    engine = DdpEngine(spec(path, strategy="ddp"))
+    engine = DdpEngine(make_spec(path, strategy="ddp"))
     try:
         assert isinstance(engine.model, DistributedDataParallel)
         assert not engine.model.will_sync_module_buffers()
