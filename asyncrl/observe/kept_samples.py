@@ -76,12 +76,10 @@ def _not_kept(run: ConfiguredRun, index: int, name: str, notes: Sequence[str]) -
     parts = [f"there are no trajectories of {name} to show in {run.path.name}: {fate.text}", *notes]
     record = run.skip_record(index)
     if fate.scored:
-        dump = (
-            f"Nothing of it is in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
-        )
+        dump = f"It is not in rollout.dump_dir={run.dump_dir}" if run.dump_dir else "The run dumps no trajectories"
         parts.append(f"{dump}, and its payload is not there (any more)")
     elif fate.record is not None:
-        parts.append("No trajectory of it has been scored, so there is none to keep")
+        parts.append("None of its trajectories was scored, so none was kept")
     if record is not None:
         parts.append(f"What was generated is recorded: asyncrl skip show {record}")
     elif fate.scored and not run.dump_dir:

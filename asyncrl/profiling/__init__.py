@@ -5,7 +5,7 @@
     with profile.span("tool.execute", sample="sample_0_42", turn=1, tool="search"):
         ...
 
-Each process has one `profile`. `profiler` says what an event costs and where it goes, `catalog` lists all events.
+Each process has one `profile`. `profiler` describes the way of an event, and `catalog` lists all events.
 """
 
 from asyncrl.profiling.profiler import PROFILING_OFF, Profiler, ProfilerSettings, ProfilerSpan, profile

@@ -33,7 +33,7 @@ class EventLine(NamedTuple):
 
 
 def step_dir(directory: Path, step: int) -> Path:
-    """The directory of one step below `events/`. Step 0 holds everything before the first step."""
+    """Return the directory of one step below `events/`. Step 0 holds everything before the first step."""
     return directory / f"step_{step:06d}"
 
 
@@ -129,7 +129,7 @@ def _step(event: Mapping[str, Any]) -> int:
 
 
 def _encode(event: Mapping[str, Any]) -> str:
-    """One line of JSON, whatever objects the fields hold."""
+    """Return one line of JSON for fields of any type."""
     try:
         line = json.dumps(event, separators=(",", ":"), default=_plain, allow_nan=False)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -139,12 +139,12 @@ def _encode(event: Mapping[str, Any]) -> str:
 
 
 def _without_surrogates(line: str | bytes) -> Any:
-    """The parsed line with `?` for lone surrogates: a model may write "\\ud800", and UTF-8 has no such character."""
+    """Return the parsed line with `?` for lone surrogates, which a model may write and UTF-8 does not have."""
     return json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace"))
 
 
 def _plain(value: Any) -> Any:
-    """A number or text: numpy numbers become Python numbers, other objects their `repr`."""
+    """Return a number or text: numpy numbers become Python numbers, other objects their `repr`."""
     with suppress(Exception):
         item = getattr(value, "item", None)
         value = item() if callable(item) else value
@@ -186,7 +186,7 @@ def _is_event(event: dict[str, Any]) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether the value can have been counted or measured."""
+    """Return whether the value can have been counted or measured."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 

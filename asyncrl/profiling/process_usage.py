@@ -55,7 +55,7 @@ class LoopLagMonitor:
         self._delays.clear()
 
     def worst_s(self) -> float | None:
-        """The longest delay in the last `WINDOW_S`, including one in progress; None: no loop is watched."""
+        """Return the longest delay in the last `WINDOW_S`, including one in progress; None: no loop is watched."""
         if self._timer is None:
             return None
         now_s = self._clock()

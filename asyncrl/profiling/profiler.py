@@ -384,7 +384,7 @@ class Profiler:
         return bool(self._enabled)
 
     def records(self, name: str) -> bool:
-        """Whether events of this name are recorded; ask before collecting fields that are expensive."""
+        """Return whether events of this name are recorded; ask before collecting fields that are expensive."""
         return name in self._enabled
 
     # ------------------------------------------------------------------------------------------------ recording

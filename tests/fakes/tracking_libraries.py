@@ -1,4 +1,4 @@
-"""Stand-ins for wandb, mlflow and trackio: what the sinks use of them, kept in memory."""
+"""Stand-ins for wandb, mlflow and trackio: the parts that the sinks use, kept in memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Libraries:
 
 
 def offline(patch: pytest.MonkeyPatch, home: str) -> None:
-    """As on a machine where nobody has set up anything, and nothing is set up by the test for others."""
+    """Remove what a user of this machine has configured, and what the libraries set is undone after the test."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
         patch.delenv(name, raising=False)
     for name in ("WANDB_SILENT", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_CONFIGURE_LOGGING"):

@@ -1,4 +1,4 @@
-"""Decide when a problem and its end are reported: once each, and only if a condition lasts. Pure.
+"""Decide when a problem and its end are reported: once each, and only if a condition holds for some time. Pure.
 
              bad for `hold_s`                    good for `calm_s`
     quiet ────────────────────▶ open (warning) ────────────────────▶ quiet (recovery)
@@ -59,7 +59,7 @@ class Alarms:
 
     @property
     def open(self) -> tuple[Problem, ...]:
-        """The reported problems that are not over, oldest first."""
+        """Return the reported problems that are not over, oldest first."""
         problems = [alarm.problem for alarm in self._alarms.values() if alarm.problem is not None]
         return tuple(sorted(problems, key=lambda problem: (problem.since, problem.key)))
 

@@ -85,7 +85,7 @@ class DownsampledSeries:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """The means, oldest first; the last one may be of fewer values."""
+        """Return the means, oldest first; the last one may be of fewer values."""
         return (*self._means, sum(self._rest) / len(self._rest)) if self._rest else tuple(self._means)
 
 
@@ -103,13 +103,13 @@ class RollouterIdle:
         """Times of steps after the last observation."""
 
     def step(self, now_s: float) -> None:
-        """A step was recorded."""
+        """Record that a step ended at `now_s`."""
         if len(self._steps) == 2 or (self._start is not None and self._steps):
             self._steps.pop()  # only the first and the newest step matter
         self._steps.append(now_s)
 
     def observe(self, now_s: float, idle_s: float) -> None:
-        """`idle_s`: cumulative idle time of the Rollouter."""
+        """Record the cumulative idle time of the Rollouter."""
         while self._steps and self._steps[0] <= now_s:
             point = self._at(self._steps.popleft(), now_s, idle_s)
             self._start, self._end = self._start or point, point
@@ -190,11 +190,15 @@ class PartMetrics:
             self._update_events("queue", "dropped", status.health.dropped_events, status.pid)
 
     def update_driver(self, dropped: int) -> None:
-        """`dropped`: profiling events that the driver itself has dropped since the launch."""
+        """Update from the number of profiling events that the driver itself has dropped since the launch."""
         self._update_events("driver", "dropped", dropped, 0)
 
     def update_rollouter(self, now_s: float, status: Mapping[str, Any]) -> None:
-        """Raises `KeyError` if a key is missing; see `Recorder.update_parts`."""
+        """Update from a status; see `Recorder.update_parts`.
+
+        Raises:
+            KeyError: a key is missing.
+        """
         incarnation: int = status["incarnation"]
 
         def total(name: str, value: float) -> float:
@@ -223,7 +227,11 @@ class PartMetrics:
         self._update_profiler("rollouter", status)
 
     def update_trainer(self, now_s: float, status: Mapping[str, Any], waited_s: float) -> None:
-        """`waited_s`: wait for samples in the recorded steps. Raises `KeyError`; see `Recorder.update_parts`."""
+        """Update from a status (see `Recorder.update_parts`) and the wait for samples in the recorded steps.
+
+        Raises:
+            KeyError: a key is missing.
+        """
         open_s = self._update_waits("trainer", "samples", status)
         # A wait that has just ended is in no recorded step yet: the counter stands still until then and never falls.
         self._waited_s = max(self._waited_s, waited_s + open_s)

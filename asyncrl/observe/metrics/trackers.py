@@ -31,7 +31,7 @@ _PRINTING_TRACKIO_MODULES = ("trackio", "trackio.run", "trackio.utils", "trackio
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases: online if `WANDB_MODE` says so or a user is logged in, otherwise offline.
+    """Weights & Biases: online if `WANDB_MODE` is `online` or a user is logged in, otherwise offline.
 
     An offline run is in wandb/ of the run directory; `wandb sync` uploads it later.
     """

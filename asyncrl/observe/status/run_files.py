@@ -71,7 +71,7 @@ def read_run(run_dir: Path) -> RunFiles:
         notes.append(f"{run_dir / SUMMARY} cannot be read: {error}")
     now = time.time()
     if state is not None and summary is not None and state.phase not in ENDED:
-        # The summary is written last, so this run has ended, whatever its last state says.
+        # The summary is written last, so this run has ended, even if its last state is older.
         state = replace(state, phase=summary["status"], error=_error(summary))
     counts, counts_from = _counts(run_dir, state, summary, now, notes)
     files = RunFiles(
@@ -156,7 +156,7 @@ def events_level(run_dir: Path) -> str | None:
 
 
 def wait_chain(files: RunFiles) -> tuple[WaitLink, ...]:
-    """Return the chain of waits (see `why.explain`); of a run without a state, what its summary says."""
+    """Return the chain of waits (see `why.explain`), or for a run without a state its outcome from the summary."""
     if files.state is not None:
         return explain(files.state, files.now, driver=files.driver)
     if files.summary is not None:

@@ -105,17 +105,17 @@ class SummaryBuilder:
 
     @property
     def staleness(self) -> Mapping[int, int]:
-        """Trained samples by their staleness in versions, ascending."""
+        """Return the number of trained samples by their staleness in versions, ascending."""
         return dict(sorted(self._staleness.items()))
 
     @property
     def validated_step(self) -> int | None:
-        """The newest step with a validation."""
+        """Return the newest step with a validation."""
         return max((row.step for row in self._validations), default=None)
 
     @property
     def validation_rewards(self) -> tuple[tuple[int, float], ...]:
-        """`(version, mean reward)` of each validation, in order."""
+        """Return `(version, mean reward)` of each validation, in order."""
         name = "validation/reward/mean"
         return tuple((row.version, row.metrics[name]) for row in self._validations if name in row.metrics)
 

@@ -105,7 +105,7 @@ class WaitLink(NamedTuple):
 
 
 def render_chain(links: Sequence[WaitLink]) -> str:
-    """The chain in one line: `Trainer is blocked on samples ◀ Rollouter is blocked on ... ◀ ...`."""
+    """Return the chain in one line: `Trainer is blocked on samples ◀ Rollouter is blocked on ... ◀ ...`."""
     text = ""
     for number, link in enumerate(links):
         if number:
@@ -119,7 +119,7 @@ def chain_as_json(links: Sequence[WaitLink]) -> list[dict[str, Any]]:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `94 s`, `12 min`, `3.2 h`."""
+    """Format a duration: `0.4 s`, `94 s`, `12 min`, `3.2 h`."""
     if not math.isfinite(seconds):
         return "an unknown time"
     seconds = max(0.0, seconds)
@@ -147,9 +147,9 @@ def write_stall(run_dir: Path, state: RunState) -> Path | None:
 
 
 def explain(state: RunState, now: float, *, driver: DriverState = "unknown") -> tuple[WaitLink, ...]:
-    """The chain of waits at `now` (wall clock), one link at least.
+    """Return the chain of waits at `now` (wall clock), which has at least one link.
 
-    If the run has ended or its driver is gone, the first link says so and the chain is as of that time.
+    If the run has ended or its driver is gone, the first link says that, and the chain describes that moment.
     """
     ending = _ending(state, now, driver)
     if ending is None:
@@ -161,7 +161,7 @@ def explain(state: RunState, now: float, *, driver: DriverState = "unknown") -> 
 
 
 def _ending(state: RunState, now: float, driver: DriverState) -> WaitLink | None:
-    """How the run or its driver ended; None while the driver works."""
+    """Return how the run or its driver ended; None: the driver works."""
     if state.phase in ("completed", "failed", "interrupted"):
         lines = state.error.strip().splitlines()
         return WaitLink("run", state.phase, None, lines[0][:MAX_ERROR_CHARS] if lines else "", state.phase)
@@ -180,7 +180,7 @@ def _ending(state: RunState, now: float, driver: DriverState) -> WaitLink | None
 
 
 def _when_last_polled(state: RunState) -> RunState:
-    """The state when the driver last polled its parts: a driver that ends stops polling before its last write."""
+    """Return the state when the driver last polled its parts, which it stops to do before its last write."""
     if any(part not in state.silent_s for part in ("store", "rollouter", "trainer")):
         return state
     least_s = min(state.silent_s.values())
@@ -274,7 +274,7 @@ class _Explanation:
             longest = max(working, key=lambda wait: wait.since_s)
             return self._reward(longest) if longest.edge == "reward" else self._engine(longest, "engines")
         if "records" in waits:
-            detail = f"{_tasks(waits['records'])}; skip.<role>.dump_dir says where they are"
+            detail = f"{_tasks(waits['records'])}; skip.<role>.dump_dir is their directory"
             return (WaitLink("Rollouter", "is reading or writing records", waits["records"].since_s, detail, "busy"),)
         if "slot" in waits:
             return self._engine(waits["slot"], "a generation slot")
@@ -288,7 +288,7 @@ class _Explanation:
         return (WaitLink("Rollouter", "is not blocked", None, "working on its own event loop", "busy"),)
 
     def _cannot_fill_lease(self, counts: SampleCounts) -> bool:
-        """The admitted samples are too few for a lease, and the gate admits no more."""
+        """Return whether the admitted samples are too few for a lease while the gate admits no more."""
         queue = self._state.queue
         admitted = counts.fed - counts.num_dropped
         if queue is None or admitted < queue.paced_to:
@@ -315,7 +315,7 @@ class _Explanation:
         return (WaitLink("Rollouter", f"is blocked on {resource}", wait.since_s, detail), self._replicas())
 
     def _last_version(self) -> tuple[WaitLink, ...]:
-        """The Trainer is done; the Rollouter applies and validates the last version."""
+        """Explain a wait for the last version: the Trainer is done, and the Rollouter applies and validates it."""
         if unavailable := self._unavailable("rollouter", "Rollouter"):
             return (unavailable,)
         waits = {wait.edge: wait for wait in self._waits("rollouter")}
@@ -406,7 +406,7 @@ class _Explanation:
     # ------------------------------------------------------------------------------------------------ replicas
 
     def _current_replicas(self) -> list[ReplicaReport]:
-        """The replicas of the run. The last report of a replaced one remains for a while and is older."""
+        """Return the replicas of the run; the last report of a replaced one, which is older, remains for a while."""
         newest_first = sorted(self._state.replicas, key=lambda report: -report.reported_at)
         return newest_first[: max(self._state.num_replicas, 1)]
 
@@ -430,7 +430,7 @@ class _Explanation:
         return WaitLink("engines", "are generating", None, detail, "engine")
 
     def _lagging_replica(self, reports: Sequence[ReplicaReport]) -> WaitLink | None:
-        """The replica that most likely delays the others; None: all are well."""
+        """Return the replica that most likely delays the others; None: there is none."""
         if not self._state.num_replicas:
             return WaitLink("engines", "do not exist", None, "every sample of the run is recorded", "busy")
         if not self._state.replicas:
@@ -464,7 +464,7 @@ class _Explanation:
     # ------------------------------------------------------------------------------------------------ shared
 
     def _unavailable(self, part: str, name: str) -> WaitLink | None:
-        """The part is being replaced or does not answer."""
+        """Return the link of a part that is being replaced or does not answer; None: it works."""
         state = self._state
         if part in state.restarting:
             details = [restart.cause for restart in state.restarts if restart.part == part and not restart.recovered_at]
@@ -474,7 +474,7 @@ class _Explanation:
         return self._silent(part, name)
 
     def _silent(self, part: str, name: str) -> WaitLink | None:
-        """The part does not answer."""
+        """Return the link of a part that does not answer; None: it answers."""
         state = self._state
         silent_s = state.silent_s.get(part, 0.0)
         if silent_s <= SILENT_S:
@@ -484,7 +484,7 @@ class _Explanation:
         return WaitLink(name, "has not answered", silent_s + self._age(), detail, "silent")
 
     def _waits(self, part: str) -> list[Wait]:
-        """The open waits of a part as of now, the longest first."""
+        """Return the open waits of a part as of now, the longest first."""
         later_s = self._age() + self._state.silent_s.get(part, 0.0)
         waits = [wait._replace(since_s=wait.since_s + later_s) for wait in self._state.waits.get(part, ())]
         return sorted(waits, key=lambda wait: -wait.since_s)
