@@ -64,7 +64,6 @@ def write(
     trajectories = group() if trajectories is None else trajectories
     dump = TrajectoryDump(Path("dump").absolute(), run_dir, decode, lambda: at)
     anyio.run(dump.write, sample(index, trajectories, replay=replay), prompt, trajectories, scores)
-    assert dump.status() == {"written": 1, "failed": 0}
     return Path("dump", file_name(index)).absolute()
 
 
@@ -445,7 +444,7 @@ def test_fate_of_a_sample_that_is_not_kept(cli: CommandLine, index: int, fate: s
     out, err = cli("show", index, code=BAD_CONFIG)
     assert out == "" and fate in err
     assert ("its payload is not there" in err) == ("Launch with rollout.dump_dir=DIR" in err) == (index in (2, 3))
-    assert ("No trajectory of it has been scored" in err) == (index in (4, 5))
+    assert ("None of its trajectories was scored" in err) == (index in (4, 5))
 
 
 def test_the_record_of_a_sample_is_suggested(kept: Path, cli: CommandLine, tmp_path: Path) -> None:
