@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from asyncrl.observe.report.samples import CriticalPath, TracedSamples
 from asyncrl.observe.report.statistics import (
     EMPTY,
     Intervals,
-    Outliers,
     count,
     difference,
     find_outliers,
@@ -64,14 +64,17 @@ _MACHINE = "Look at its machine: other work on its cores or GPU, a throttled GPU
 
 class _Kind(NamedTuple):
     what: str
-    """The kind of finding."""
+    """The subject of the finding."""
     remedy: str
+    is_hint: bool = False
+    """Findings of this kind are never alarms."""
 
 
+_hint = partial(_Kind, is_hint=True)
 _KINDS = {
     "replica_slow": _Kind("replica",
         f"{_MACHINE} Then restart it: `asyncrl status` names its process."),
-    "replica_loaded": _Kind("replica",
+    "replica_loaded": _hint("replica",
         "Requests are not spread evenly: rollout.max_concurrent_samples may be low for so many replicas."),
     "request_stuck": _Kind("request",
         "Look in logs/ at what its replica was doing then: a crash, a restart, or preemption because the KV cache was "
@@ -96,36 +99,33 @@ _KINDS = {
     "queue_hang": _Kind("queue", _DISK),
     "disk_hang": _Kind("disk", _DISK),
     "rank_slow": _Kind("rank", _MACHINE),
-    "trainer_waits": _Kind("trainer",
+    "trainer_waits": _hint("trainer",
         "Give generation more: rollout.num_replicas, or let it run further ahead with "
         "async_training.staleness_threshold. Alarms above, if there are any, may be the cause."),
-    "rollouter_idle": _Kind("rollouter",
+    "rollouter_idle": _hint("rollouter",
         "Give training more, or let generation run further ahead with async_training.staleness_threshold."),
-    "sides_alternate": _Kind("trainer",
+    "sides_alternate": _hint("trainer",
         "Let generation run further ahead (a higher async_training.staleness_threshold), or publish more often (a "
         "lower async_training.trigger_parameter_sync_step), so that it may continue sooner."),
-    "long_tail": _Kind("request",
+    "long_tail": _hint("request",
         "If responses are long (see what lower limits would do): a lower rollout.response_length, or over-sampling "
         "(rollout.over_sample). async_training.partial_rollout keeps them from holding up weight syncs."),
-    "weight_sync": _Kind("weight_sync",
+    "weight_sync": _hint("weight_sync",
         "Publish less often (async_training.trigger_parameter_sync_step); the weight-sync table shows which phase "
         "takes the time."),
-    "checkpoints": _Kind("checkpoint", "Save less often: trainer.save_freq."),
+    "checkpoints": _hint("checkpoint", "Save less often: trainer.save_freq."),
     "loop_stall": _Kind("part",
         "Something blocks it: user code that does not await (rewards, tools, agents), or too few cores."),
-    "restarts": _Kind("part",
+    "restarts": _hint("part",
         "`asyncrl status` shows the restarts and their causes. More frequent checkpoints (trainer.save_freq) make "
         "going back cheaper."),
-    "waste": _Kind("tokens",
+    "waste": _hint("tokens",
         "Dropped as stale: async_training.max_staleness or a lower staleness_threshold. Surplus: "
         "rollout.over_sample.unfinished keeps it, and fewer rollout.over_sample.trajectories make less of it."),
 }  # fmt: skip
-_HINTS = {
-    "replica_loaded", "trainer_waits", "rollouter_idle", "sides_alternate", "long_tail", "weight_sync",
-    "checkpoints", "restarts", "waste",
-}  # fmt: skip
-"""Kinds that are never alarms."""
 _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("tool_hang", "A tool", ("tool.execute",)),
+    ("reward_hang", "The reward", ("reward.score", "sample.reward")),
     ("user_hang", "An interaction", ("user.step",)),
     ("weight_sync_hang", "A weight sync",
      ("sync.load", "sync.drain", "sync.pause", "sync.fetch", "sync.verify", "sync.put", "sync.gather", "sync.apply")),
@@ -138,6 +138,8 @@ _CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 """Calls with a common cause; inner ones come first, and time that one of them explains is not reported for an outer
 one."""
+_NAMES = {"tool.execute": "tool", "user.step": "interaction"}
+"""Events that stand for calls of several kinds, and the column with the name of the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,9 @@ def rank_findings(run: RunData) -> list[dict[str, Any]]:
     """Return all findings as they appear in report.json, the worst first."""
     path = CriticalPath(run.events)
     findings = [
-        *_slow_replicas(run), *_stuck_requests(run), *_tools(run, path), *_rewards(run, path), *_late_calls(run),
-        *_slow_ranks(run), *_idle_sides(run), *_long_tail(run), *_large_shares(run), *_stalls(run), *_restarts(run),
+        *_slow_replicas(run), *_stuck_requests(run), *_slow_tools(run, path), *_slow_reward(run, path),
+        *_late_calls(run), *_slow_ranks(run), *_idle_sides(run), *_long_tail(run), *_large_shares(run), *_stalls(run),
+        *_restarts(run),
     ]  # fmt: skip
     low, high = ALARM_S
     threshold = min(high, max(low, ALARM_SHARE * run.wall_s))
@@ -206,7 +209,7 @@ def rank_findings(run: RunData) -> list[dict[str, Any]]:
         if lost < MIN_LOST_S:
             continue
         kind = _KINDS[finding.kind]
-        is_hint = finding.is_hint or finding.kind in _HINTS or lost < threshold
+        is_hint = finding.is_hint or kind.is_hint or lost < threshold
         rows.append(
             {
                 "kind": finding.kind,
@@ -305,23 +308,11 @@ def _slow_ranks(run: RunData) -> Iterator[Finding]:
 # ---------------------------------------------------------------------------------------------- late and slow calls
 
 
-def _hang(run: RunData, kind: str, name: str, event: str, late: Outliers, text: str) -> Finding:
-    evidence = run.evidence(late.worst, event, late.worst["duration_s"], late.median_s)
-    return Finding(kind, name, run.lost(late.lost), text, evidence)
-
-
-def _tools(run: RunData, path: CriticalPath) -> Iterator[Finding]:
+def _slow_tools(run: RunData, path: CriticalPath) -> Iterator[Finding]:
     calls = run.events["tool.execute"]
     calls = calls[calls["duration_s"] > 0]  # without calls that were refused at once
     medians = calls.groupby("tool", observed=True)["duration_s"].median()
     for tool, own in calls.groupby("tool", observed=True):
-        if late := find_outliers(own):
-            yield _hang(
-                run, "tool_hang", str(tool), "tool.execute", late,
-                f"{count(len(late.calls), 'call')} of {late.num_calls} to the tool {tool} hung: the longest took "
-                f"{seconds(late.worst['duration_s'])} (status {late.worst['status']}), half of all calls take at most "
-                f"{seconds(late.median_s)}.",
-            )  # fmt: skip
         others = medians.drop(tool)
         usual = float(others.median()) if len(others) else 0.0
         if usual > 0 and medians[tool] >= max(1.0, SLOW_TOOL_RATIO * usual):
@@ -334,16 +325,7 @@ def _tools(run: RunData, path: CriticalPath) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _rewards(run: RunData, path: CriticalPath) -> Iterator[Finding]:
-    for event in ("reward.score", "sample.reward"):
-        if late := find_outliers(run.events[event]):
-            yield _hang(
-                run, "reward_hang", event, event, late,
-                f"{count(len(late.calls), 'call')} of {late.num_calls} of the reward took far longer than the others: "
-                f"the longest {seconds(late.worst['duration_s'])} for {late.worst['sample']}, half of all at most "
-                f"{seconds(late.median_s)}.",
-            )  # fmt: skip
-            break
+def _slow_reward(run: RunData, path: CriticalPath) -> Iterator[Finding]:
     scored, generated = run.events["sample.reward"], run.events["sample.generate"]
     scored = scored[scored["index"] > 0]
     generated = generated[(generated["index"] > 0) & (generated["replayed"].fillna(0) != 1)]
@@ -367,8 +349,8 @@ def _late_calls(run: RunData) -> Iterator[Finding]:
         explained = EMPTY
         for event in events:
             rows = run.events[event]
-            by_name = rows.groupby("interaction", observed=True) if event == "user.step" else ((event, rows),)
-            for name, own in by_name:
+            rows = rows[rows["duration_s"] > 0]  # without tool calls that were refused at once
+            for name, own in rows.groupby(_NAMES[event], observed=True) if event in _NAMES else ((event, rows),):
                 late = find_outliers(own)
                 if late is None:
                     continue
@@ -378,13 +360,15 @@ def _late_calls(run: RunData) -> Iterator[Finding]:
                     continue
                 worst = late.worst
                 place = f" on replica {worst['replica']}" if not pd.isna(worst["replica"]) else ""
-                is_first = bool(late.calls.index.isin(_first_calls(own, starts)).all())
-                warms_up = " It was the first one." if len(late.calls) == 1 else " Each was the first of its process."
+                status = f" (status {worst['status']})" if event == "tool.execute" else ""
+                warms_up = kind not in ("tool_hang", "reward_hang")
+                is_first = warms_up and bool(late.calls.index.isin(_first_calls(own, starts)).all())
+                first = " It was the first one." if len(late.calls) == 1 else " Each was the first of its process."
                 yield Finding(
                     kind, str(name), lost,
-                    f"{subject} was slow: {count(len(late.calls), 'time')} of {late.num_calls} `{name}` took far "
-                    f"longer than usual, the longest {seconds(worst['duration_s'])}{place} in step {worst['step']}, "
-                    f"the median is {seconds(late.median_s)}." + (warms_up if is_first else ""),
+                    f"{subject} was slow: {len(late.calls)} of {count(late.num_calls, 'call')} of `{name}` took far "
+                    f"longer than usual, the longest {seconds(worst['duration_s'])}{status}{place} in step "
+                    f"{worst['step']}, the median is {seconds(late.median_s)}." + (first if is_first else ""),
                     run.evidence(worst, event, worst["duration_s"], late.median_s), is_hint=is_first,
                 )  # fmt: skip
 
