@@ -11,6 +11,7 @@ import time
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -25,7 +26,7 @@ from asyncrl.observe.kept_samples import ConfiguredRun, find_sample
 from asyncrl.observe.status.run_files import events_level, read_liveness
 from asyncrl.observe.terminal import conversation
 from asyncrl.observe.timeline.details import Conversation
-from asyncrl.observe.timeline.server import Timeline, TimelineStatus, create_app
+from asyncrl.observe.timeline.server import Timeline, create_app
 from asyncrl.observe.timeline.trace import export_trace
 from asyncrl.profiling.files import EVENTS_DIRECTORY, event_files
 from asyncrl.storage.run_dir import find_run
@@ -72,9 +73,7 @@ def timeline(run: str | None, trace: Path | None, port: int, opened: bool | None
     if trace is not None:
         return _export(run_dir, trace)
     name = run_dir.name if run_dir.parent.name in ("", "runs") else f"{run_dir.parent.name}/{run_dir.name}"
-    served = create_app(
-        name, Timeline(run_dir), lambda: run_position(run_dir), lambda *of: conversation_of(run_dir, *of)
-    )
+    served = create_app(name, Timeline(run_dir, partial(read_liveness, run_dir)), partial(conversation_of, run_dir))
     if opened is None:
         opened = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     with _listening(port) as listening:
@@ -157,17 +156,6 @@ async def _serve(served: Starlette, listening: socket.socket, to_open: str | Non
 
 async def _open(url: str) -> None:
     await anyio.to_thread.run_sync(webbrowser.open, url)
-
-
-def run_position(run_dir: Path) -> TimelineStatus:
-    """Return the position of a run, from its files. Blocking."""
-    found = read_liveness(run_dir)
-    state = found.state
-    if state is None:
-        return TimelineStatus("state not known" if found.how == "unknown" else found.phase, live=False)
-    return TimelineStatus(
-        found.phase, found.how == "live", state.step, state.total_steps, state.version, state.started_at
-    )
 
 
 def conversation_of(run_dir: Path, sample: str, trajectory: int | None) -> Conversation:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.observe.status.run_status import RunPhase, RunState, StateFile
-from asyncrl.observe.timeline.server import Timeline, TimelineStatus
+from asyncrl.observe.timeline.server import Timeline
 from asyncrl.observe.timeline.view import Window
 from asyncrl.profiling.files import EVENTS_DIRECTORY, EventFiles, EventLine
 
@@ -48,11 +49,7 @@ class FakeRun:
 
     def state(self, phase: RunPhase = "completed", step: int = 1) -> None:
         """Write the state file; a running run is this process."""
-        state = RunState(
-            written_at=time.time(), started_at=START, pid=os.getpid(), phase=phase, experiment="fake",
-            mode="fully_async", host=socket.gethostname(), total_steps=8, step=step, version=step,
-        )  # fmt: skip
-        StateFile(self.path / "state.json").write_now(state)
+        StateFile(self.path / "state.json").write_now(run_state(phase, step))
 
     def write(self, steps: int, first: int = 1, at: float = 0.0) -> float:
         """Write steps from `first` on, `at` seconds after the start; returns when they end."""
@@ -146,19 +143,31 @@ def _phases(begun: float, took: float, pause: tuple[float, float]) -> dict[str, 
     return {"gate_s": gate, "queued_s": queued, "prefill_s": prefill, "decode_s": decode, "paused_s": stood}
 
 
-DONE = TimelineStatus("completed", live=False, started_at=START)
+def run_state(phase: RunPhase = "completed", step: int = 1) -> RunState:
+    """A state of this process, which counts as live while it runs."""
+    return RunState(
+        written_at=time.time(), started_at=START, pid=os.getpid(), phase=phase, experiment="fake", mode="fully_async",
+        host=socket.gethostname(), total_steps=8, step=step, version=step,
+    )  # fmt: skip
+
+
+DONE = RunLiveness("ended", "completed", run_state())
 EVERYTHING = Window(-1e6, 1e6, 10**12)
 """Has so many pixels that no bars are merged."""
 
 
+def timeline_of(run: FakeRun, liveness: RunLiveness = DONE) -> Timeline:
+    return Timeline(run.path, lambda: liveness)
+
+
 def read(run: FakeRun) -> Timeline:
-    timeline = Timeline(run.path)
+    timeline = timeline_of(run)
     timeline.read()
     return timeline
 
 
 def shown(timeline: Timeline, window: Window = EVERYTHING) -> dict[str, Any]:
-    return timeline.view(DONE, window)
+    return timeline.view(window)
 
 
 class FileAccess:

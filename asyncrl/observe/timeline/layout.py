@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from asyncrl.observe.timeline.reader import Event, EventChunk
 
-MAX_REMEMBERED = 4096
-"""Newest spans that a track remembers, so that late events may go into gaps between them."""
 _MAX_PAUSES = 256
 """Newest pauses of a replica that are remembered; its requests are shorter than these."""
 _LONGEST_S = 1e10
@@ -152,8 +150,7 @@ class Tracks:
     and a run that goes back to a checkpoint writes into the files of earlier steps again.
     """
 
-    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
-        self._max_remembered = max_remembered
+    def __init__(self) -> None:
         self._tracks: list[_Track] = []
 
     def __len__(self) -> int:
@@ -165,7 +162,7 @@ class Tracks:
         Spans may touch. A batch uses no more tracks than it has overlapping spans.
         """
         tracks, numbers = self._tracks, []
-        busy = [(track.end, number) for number, track in enumerate(tracks)]
+        busy = [(track.ends[-1], number) for number, track in enumerate(tracks)]
         heapify(busy)
         free: list[int] = []
         for start, end in zip(starts, ends, strict=True):
@@ -173,42 +170,27 @@ class Tracks:
                 heappush(free, heappop(busy)[1])
             if free:
                 number = heappop(free)
-                tracks[number].append(start, end, self._max_remembered)
+                tracks[number].insert(start, end)
             else:
-                gap = next((number for number, track in enumerate(tracks) if track.insert(start, end)), None)
-                if gap is not None:
-                    numbers.append(gap)
+                number = next((number for number, track in enumerate(tracks) if track.insert(start, end)), len(tracks))
+                if number < len(tracks):  # a gap
+                    numbers.append(number)
                     continue
-                number = len(tracks)
-                tracks.append(_Track(start, end))
+                tracks.append(_Track(array("q", [start]), array("q", [end])))
             heappush(busy, (end, number))
             numbers.append(number)
         return numbers
 
 
-class _Track:
-    __slots__ = ("_ends", "_forgotten_until", "_starts", "end")
-
-    def __init__(self, start: int, end: int) -> None:
-        self._starts, self._ends = array("q", [start]), array("q", [end])
-        self._forgotten_until: int | None = None
-        self.end = end
-
-    def append(self, start: int, end: int, max_remembered: int) -> None:
-        """Add a span after all others."""
-        self._starts.append(start)
-        self._ends.append(end)
-        self.end = end
-        if len(self._starts) > 2 * max_remembered:
-            self._forgotten_until = self._ends[-max_remembered - 1]
-            self._starts, self._ends = self._starts[-max_remembered:], self._ends[-max_remembered:]
+class _Track(NamedTuple):
+    starts: array[int]
+    ends: array[int]
 
     def insert(self, start: int, end: int) -> bool:
-        """Add a span before the last one; returns False without room for it."""
-        starts, ends = self._starts, self._ends
+        """Add a span; returns False without room for it."""
+        starts, ends = self
         place = bisect_right(starts, start)
-        before = ends[place - 1] if place else self._forgotten_until
-        if (before is not None and before > start) or place == len(starts) or starts[place] < end:
+        if (place and ends[place - 1] > start) or (place < len(starts) and starts[place] < end):
             return False
         starts.insert(place, start)
         ends.insert(place, end)

@@ -14,9 +14,8 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import numpy as np
@@ -28,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from asyncrl.observe.status.run_files import RunLiveness
 from asyncrl.observe.timeline.details import (
     MAX_EVENTS,
     Conversation,
@@ -55,22 +55,12 @@ _HEADERS = {
 }
 
 
-class TimelineStatus(NamedTuple):
-    """The status of the run."""
-
-    phase: str
-    live: bool
-    step: int | None = None
-    total_steps: int | None = None
-    version: int | None = None
-    started_at: float | None = None
-    """Unix seconds; None if unknown."""
-
-
 class Timeline:
     """The events of one run. Its methods block, and may be called from any thread."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, liveness: Callable[[], RunLiveness]) -> None:
+        """`liveness`: returns whether the run is live, and its state. Blocking."""
+        self._liveness = liveness
         self._reader = EventReader(run_dir)
         self._index = Index()
         self._lock = threading.Lock()
@@ -95,10 +85,10 @@ class Timeline:
         self._has_caught_up = True
         return has_new
 
-    def keep_up(self, status: Callable[[], TimelineStatus]) -> None:
+    def keep_up(self) -> None:
         """`read`, unless nothing can be new. `status` reports a failure, and the next call tries again."""
         try:
-            live = status().live
+            live = self._liveness().how == "live"
             if self._is_final and not live:
                 return
             # The reader's full scans try unreadable files again.
@@ -112,9 +102,11 @@ class Timeline:
         more = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
         self._trouble = f"cannot be read: {unreadable[0]}{more}" if unreadable else ""
 
-    def status(self, status: TimelineStatus) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
+        liveness = self._liveness()
+        state = liveness.state
         with self._lock:
-            origin = self._began_at(status)
+            origin = self._began_at(liveness)
             first, last, admitted = self._index.first, self._index.last, self._index.admitted
             return {
                 "events": self._index.num_events,
@@ -123,12 +115,15 @@ class Timeline:
                 "admitted_ms": None if admitted is None else (admitted - origin) / 1000,
                 "trouble": self._trouble,
                 "read": 1.0 if self._has_caught_up else self._reader.read_share,
-                **{name: getattr(status, name) for name in ("phase", "live", "step", "total_steps", "version")},
+                "phase": "state not known" if liveness.how == "unknown" else liveness.phase,
+                "live": liveness.how == "live",
+                **{name: getattr(state, name, None) for name in ("step", "total_steps", "version")},
             }
 
-    def view(self, status: TimelineStatus, window: Window) -> dict[str, Any]:
+    def view(self, window: Window) -> dict[str, Any]:
+        liveness = self._liveness()
         with self._lock:
-            selection = select_bars(self._index, self._began_at(status), window)
+            selection = select_bars(self._index, self._began_at(liveness), window)
             positions = self._index.positions(selection.events)
             totals = {
                 "events": self._index.num_events,
@@ -137,11 +132,12 @@ class Timeline:
             }
         return view(selection, self._reader.read_lines(positions)) | totals
 
-    def details(self, status: TimelineStatus, number: int, conversations: Conversations) -> str:
+    def details(self, number: int, conversations: Conversations) -> str:
         """Return the details of an event as HTML. Raises `IndexError`: there is no such event."""
+        liveness = self._liveness()
         with self._lock:
             positions = self._index.positions(np.array([number]))
-            origin = self._began_at(status)
+            origin = self._began_at(liveness)
         events = self._reader.read_lines(positions)
         sample, conversation = sample_of(events[number]), Conversation()
         if sample is not None:
@@ -151,9 +147,9 @@ class Timeline:
             events = self._reader.read_lines(positions) | events
         return details(number, events, conversation, origin)
 
-    def _began_at(self, status: TimelineStatus) -> int:
+    def _began_at(self, liveness: RunLiveness) -> int:
         """Return when the run began, in Unix microseconds; constant once there are events."""
-        known = [] if status.started_at is None else [round(status.started_at * 1_000_000)]
+        known = [] if liveness.state is None else [round(liveness.state.started_at * 1_000_000)]
         if self._index.first is None:
             return known[0] if known else 0
         if self._origin is None:
@@ -161,34 +157,27 @@ class Timeline:
         return self._origin
 
 
-def create_app(
-    run: str, timeline: Timeline, status: Callable[[], TimelineStatus], conversations: Conversations
-) -> Starlette:
-    """Create the ASGI app, which reads new events as long as it runs.
-
-    Args:
-        run: the run's name.
-        status: returns the current status of the run. Blocking.
-    """
+def create_app(run: str, timeline: Timeline, conversations: Conversations) -> Starlette:
+    """Create the ASGI app of a run with this name, which reads new events as long as it runs."""
     content = page(run)
 
     async def get_page(_: Request) -> Response:
         return HTMLResponse(content, headers=_HEADERS)
 
     async def get_status(_: Request) -> Response:
-        return JSONResponse(await to_thread.run_sync(lambda: timeline.status(status())))
+        return JSONResponse(await to_thread.run_sync(timeline.status))
 
     async def get_view(request: Request) -> Response:
         try:
             window = _parse_window(request)
         except ValueError as error:
             return PlainTextResponse(f"no such window: {error}", 400)
-        return JSONResponse(await to_thread.run_sync(lambda: timeline.view(status(), window)))
+        return JSONResponse(await to_thread.run_sync(timeline.view, window))
 
     async def get_details(request: Request) -> Response:
         number = request.path_params["number"]
         try:
-            text = await to_thread.run_sync(lambda: timeline.details(status(), number, conversations))
+            text = await to_thread.run_sync(timeline.details, number, conversations)
         except IndexError as error:
             return HTMLResponse(f'<p class="note">{html.escape(str(error))}</p>', 404, headers=_HEADERS)
         return HTMLResponse(text, headers=_HEADERS)
@@ -196,7 +185,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as group:
-            group.start_soon(partial(_keep_up, timeline, status))
+            group.start_soon(_keep_up, timeline)
             yield
             group.cancel_scope.cancel()
 
@@ -212,9 +201,9 @@ def create_app(
     )
 
 
-async def _keep_up(timeline: Timeline, status: Callable[[], TimelineStatus]) -> None:
+async def _keep_up(timeline: Timeline) -> None:
     while True:
-        await to_thread.run_sync(timeline.keep_up, status, abandon_on_cancel=True)
+        await to_thread.run_sync(timeline.keep_up, abandon_on_cancel=True)
         await anyio.sleep(_READ_EVERY_S)
 
 

@@ -34,7 +34,7 @@ class ExportResult(NamedTuple):
 def export_trace(run_dir: Path, target: Path) -> ExportResult:
     """Write the trace of a run, compressed if the name of `target` ends in `.gz`.
 
-    Apart from the newest spans of each track, memory does not grow with the number of events. Raises `OSError`.
+    Of the events that were written, only their times stay in memory. Raises `OSError`.
     """
     reader, count = EventReader(run_dir), 0
     assigner, pids, tids = TrackAssigner(), dict[str, int](), dict[tuple[str, str, int], int]()

@@ -53,9 +53,9 @@ def depth(spans: Spans) -> int:
 # ------------------------------------------------------------------------------------------------ tracks
 
 
-@given(st.lists(SPANS, max_size=4), st.integers(1, 8))
-def test_spans_of_a_track_do_not_overlap(batches: list[Spans], max_remembered: int) -> None:
-    tracks, found = Tracks(max_remembered), {}
+@given(st.lists(SPANS, max_size=4))
+def test_spans_of_a_track_do_not_overlap(batches: list[Spans]) -> None:
+    tracks, found = Tracks(), {}
     for batch in batches:
         for span, track in zip(batch, tracks.assign(*columns(batch)), strict=True):
             found.setdefault(track, []).append(span)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,8 @@ import uvicorn
 import yaml
 from playwright.sync_api import Browser, Page, expect
 
-from asyncrl.cli.timeline import conversation_of, run_position
+from asyncrl.cli.timeline import conversation_of
+from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.layout import PHASES
 from asyncrl.observe.timeline.server import Timeline, create_app
 from asyncrl.storage.trajectory_files import file_name
@@ -69,14 +71,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
 
 def served(run: FakeRun) -> Iterator[str]:
     """Serve a run, and yield the address of its page."""
-    path: Path = run.path
-    app_ = create_app(
-        f"{path.parent.name}/{path.name}",
-        Timeline(path),
-        lambda: run_position(path),
-        lambda *of: conversation_of(path, *of),
-    )
-    server = uvicorn.Server(uvicorn.Config(app_, log_level="warning", timeout_graceful_shutdown=1))
+    timeline = Timeline(run.path, partial(read_liveness, run.path))
+    app = create_app(f"{run.path.parent.name}/{run.path.name}", timeline, partial(conversation_of, run.path))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()

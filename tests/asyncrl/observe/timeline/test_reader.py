@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.details import Conversation
 from asyncrl.observe.timeline.index import Index
 from asyncrl.observe.timeline.reader import Event, EventChunk, EventReader, LinePosition
 from asyncrl.observe.timeline.server import Timeline
-from tests.fakes.timeline_run import DONE, FakeRun, FileAccess, read, shown
+from tests.fakes.timeline_run import FakeRun, FileAccess, read, shown, timeline_of
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_an_event_with_odd_values_is_shown(run: FakeRun) -> None:
     run.flush()
     timeline = read(run)
     assert shown(timeline)["bars"]["right"] == [1000.0]
-    assert "sample_0_1" in timeline.details(DONE, 0, lambda *_: Conversation())
+    assert "sample_0_1" in timeline.details(0, lambda *_: Conversation())
 
 
 def test_halves_of_surrogate_pairs_are_shown(run: FakeRun) -> None:
@@ -74,7 +75,7 @@ def test_halves_of_surrogate_pairs_are_shown(run: FakeRun) -> None:
     assert chunk.events[0].fields["tool"] == r"\ud800 ?"
     assert chunk.events[0].fields["?"] == ["\U0001f600"]
     json.dumps(shown(timeline), ensure_ascii=False).encode()
-    timeline.details(DONE, 0, lambda *_: Conversation()).encode()
+    timeline.details(0, lambda *_: Conversation()).encode()
 
 
 @pytest.mark.parametrize("tracks", [40, 3000])
@@ -91,15 +92,15 @@ def test_bars_decades_apart_are_sorted_by_track_and_time(tracks: int) -> None:
 
 def test_an_unreadable_file_is_left_out_until_it_is_readable(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write(1)
-    access, timeline = FileAccess(monkeypatch), Timeline(run.path)
+    access, timeline = FileAccess(monkeypatch), timeline_of(run)
     access.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    timeline.keep_up(lambda: DONE)
-    status = timeline.status(DONE)
+    timeline.keep_up()
+    status = timeline.status()
     assert status["events"] > 100
     assert re.fullmatch(r"cannot be read: /.*/step_000001/trainer\.jsonl: Stale file handle", status["trouble"])
     access.error = None
-    timeline.keep_up(lambda: DONE)
-    after = timeline.status(DONE)
+    timeline.keep_up()
+    after = timeline.status()
     assert (after["trouble"], after["events"]) == ("", shown(read(run))["events"])
     assert after["events"] > status["events"]
 
@@ -108,7 +109,7 @@ def test_a_failure_to_read_is_reported_and_the_next_read_continues(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.write(1)
-    expected, timeline, add = shown(read(run))["events"], Timeline(run.path), Index.add
+    expected, timeline, add = shown(read(run))["events"], timeline_of(run), Index.add
     failed: list[int] = []
 
     def add_or_fail(index: Index, chunk: EventChunk) -> None:
@@ -118,11 +119,11 @@ def test_a_failure_to_read_is_reported_and_the_next_read_continues(
         add(index, chunk)
 
     monkeypatch.setattr(Index, "add", add_or_fail)
-    timeline.keep_up(lambda: DONE)
-    assert timeline.status(DONE)["trouble"] == "reading stopped: OverflowError: too large"
-    timeline.keep_up(lambda: DONE)
+    timeline.keep_up()
+    assert timeline.status()["trouble"] == "reading stopped: OverflowError: too large"
+    timeline.keep_up()
     answer = shown(timeline)
-    assert timeline.status(DONE)["trouble"] == ""
+    assert timeline.status()["trouble"] == ""
     assert (answer["events"], answer["damaged"]) == (expected - failed[0], failed[0])
 
 
@@ -160,12 +161,14 @@ def test_scans_leave_out_directories_that_no_longer_change(run: FakeRun, monkeyp
 
 def test_a_finished_run_is_not_scanned_again_until_it_is_resumed(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write(2)
-    timeline, access = Timeline(run.path), FileAccess(monkeypatch)
-    timeline.keep_up(lambda: DONE)
-    timeline.keep_up(lambda: DONE)
+    run.state("completed", 2)
+    timeline, access = Timeline(run.path, lambda: read_liveness(run.path)), FileAccess(monkeypatch)
+    timeline.keep_up()
+    timeline.keep_up()
     access.directories.clear()
-    timeline.keep_up(lambda: DONE)
+    timeline.keep_up()
     assert access.directories == []
     run.write(1, first=3, at=12.0)  # the run was resumed
-    timeline.keep_up(lambda: DONE._replace(live=True))
+    run.state("running", 3)
+    timeline.keep_up()
     assert shown(timeline)["events"] == shown(read(run))["events"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import json
-import os
 import re
 import select
 import signal
@@ -22,13 +21,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from asyncrl.cli.main import main
-from asyncrl.cli.timeline import conversation_of, run_position
+from asyncrl.cli.timeline import conversation_of
+from asyncrl.observe.status.run_files import read_liveness
 from asyncrl.observe.timeline.details import Conversation
 from asyncrl.observe.timeline.index import Index
 from asyncrl.observe.timeline.reader import EventReader
 from asyncrl.observe.timeline.server import Timeline, create_app
 from asyncrl.observe.timeline.view import Window, select_bars, view
-from tests.fakes.timeline_run import DONE, EVERYTHING, FakeRun, FileAccess, read, shown
+from tests.fakes.timeline_run import EVERYTHING, FakeRun, FileAccess, read, shown, timeline_of
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_view_opens_each_file_once_and_does_not_block_the_reader(
 
     def read_while_asking(reader: EventReader, positions: Any) -> Any:
         with ThreadPoolExecutor() as pool:
-            statuses.append(pool.submit(timeline.status, DONE).result(10)["events"])
+            statuses.append(pool.submit(timeline.status).result(10)["events"])
         return read_lines(reader, positions)
 
     monkeypatch.setattr(EventReader, "read_lines", read_while_asking)
@@ -62,7 +62,7 @@ def test_a_view_opens_each_file_once_and_does_not_block_the_reader(
     num_files = len(list((run.path / "events").glob("*/*.jsonl")))
     assert len(access.files) == len(set(access.files)) == num_files
     access.files.clear()
-    timeline.details(DONE, answer["bars"]["event"][0], no_conversation)
+    timeline.details(answer["bars"]["event"][0], no_conversation)
     assert len(access.files) <= 1 + num_files
 
 
@@ -72,17 +72,17 @@ def test_events_of_a_removed_file_are_shown_without_their_fields(run: FakeRun) -
     (run.path / "events/step_000001/trainer.jsonl").unlink()
     bars = shown(timeline)["bars"]
     number = next(event for event, title in zip(bars["event"], bars["title"], strict=True) if title.startswith("?"))
-    assert "changed or is gone" in timeline.details(DONE, number, no_conversation)
+    assert "changed or is gone" in timeline.details(number, no_conversation)
 
 
 def test_the_status_has_the_admission_of_the_first_sample(run: FakeRun) -> None:
     run.add("trainer", "loop.stall", 0, 1)
     run.flush()
     timeline = read(run)
-    assert timeline.status(DONE)["admitted_ms"] is None
+    assert timeline.status()["admitted_ms"] is None
     run.write(1, at=90.0)
     timeline.read()
-    status = timeline.status(DONE)
+    status = timeline.status()
     assert (status["admitted_ms"], status["oldest_ms"], status["read"]) == (90_000.0, 0.0, 1.0)
 
 
@@ -167,7 +167,7 @@ def test_text_of_the_run_is_escaped(run: FakeRun) -> None:
     run.add("rollouter", "tool.execute", 0, 1, step=1, **fields)
     run.flush()
     timeline = read(run)
-    details = timeline.details(DONE, 0, lambda *_: Conversation(notes=["<script>"]))
+    details = timeline.details(0, lambda *_: Conversation(notes=["<script>"]))
     for text in (str(shown(timeline)["bars"]["description"]), details):
         assert "<img" not in text and "<script" not in text and "&lt;" in text
 
@@ -182,7 +182,7 @@ def test_details_list_the_events_of_the_trajectory(run: FakeRun) -> None:
         if title.startswith("request") and "sample_0_3/1<" in f"{description}<"
     )
     requested = []
-    page = timeline.details(DONE, number, lambda *trajectory: requested.append(trajectory) or Conversation())
+    page = timeline.details(number, lambda *trajectory: requested.append(trajectory) or Conversation())
     assert requested == [("sample_0_3", 1)]
     counts = Counter(re.findall(r'<td class="n">[^<]*</td><td>([^<]+)</td>', page)[1:])
     assert counts["request"] == run.turns
@@ -202,13 +202,13 @@ def test_an_empty_index_has_a_view() -> None:
     [("127.0.0.1:8000", 200), ("localhost", 200), ("[::1]:1", 200), ("evil.example", 400), ("10.0.0.1", 400)],
 )
 def test_only_this_machines_own_names_are_served(run: FakeRun, host: str, code: int) -> None:
-    client = TestClient(create_app("fake", Timeline(run.path), lambda: DONE, no_conversation))
+    client = TestClient(create_app("fake", timeline_of(run), no_conversation))
     assert client.get("/api/status", headers={"host": host}).status_code == code
 
 
 def test_the_page_needs_no_other_server_and_invalid_requests_are_refused(run: FakeRun) -> None:
     run.write(1)
-    client = TestClient(create_app("<fake>", read(run), lambda: DONE, no_conversation), base_url="http://localhost")
+    client = TestClient(create_app("<fake>", read(run), no_conversation), base_url="http://localhost")
     page = client.get("/")
     assert "&lt;fake&gt;" in page.text
     own = re.sub(r"<script[^>]*>.*?</script>", "", page.text, flags=re.DOTALL)
@@ -327,22 +327,14 @@ def test_it_serves_until_it_is_interrupted(run: FakeRun, sent: signal.Signals) -
         assert process.stderr.read() == ""
 
 
-def test_the_status_of_a_run_comes_from_its_files(run: FakeRun) -> None:
-    assert run_position(run.path).phase == "state not known"
+def test_the_page_has_the_status_of_the_run(run: FakeRun) -> None:
+    names = ("phase", "live", "step", "total_steps", "version")
+    timeline = Timeline(run.path, lambda: read_liveness(run.path))
+    assert timeline.status()["phase"] == "state not known"
     run.state("running", 3)
-    assert run_position(run.path)[:4] == ("running", True, 3, 8)
-    state = json.loads((run.path / "state.json").read_text())
-    for pid, host, phase, live in (
-        (state["pid"], state["host"], "running", True), (2**22 + 1, state["host"], "died", False),
-        (os.getpid(), "elsewhere", "running", True),
-    ):  # fmt: skip
-        (run.path / "state.json").write_text(json.dumps({**state, "pid": pid, "host": host}))
-        assert run_position(run.path)[:2] == (phase, live)
-    (run.path / "summary.json").write_text('{"status": "stopped"}')
-    assert run_position(run.path)[:2] == ("stopped", False)
-    (run.path / "summary.json").unlink()
-    run.state("failed")
-    assert run_position(run.path)[:2] == ("failed", False)
+    assert [timeline.status()[name] for name in names] == ["running", True, 3, 8, 3]
+    (run.path / "summary.json").write_text('{"status": "failed"}')
+    assert [timeline.status()[name] for name in names] == ["failed", False, 3, 8, 3]
 
 
 def test_without_a_conversation_the_details_explain_why(run: FakeRun) -> None:
