@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.core.failures import ConfigError
@@ -29,9 +27,11 @@ from asyncrl.observe.terminal.screen import (
     ProgressPhase,
     draw,
     elapsed,
+    facts,
     number,
     percent,
     restart_line,
+    run_directory,
     short_s,
 )
 from asyncrl.storage.run_dir import disk_error
@@ -61,7 +61,8 @@ class View:
         """The phase `text` begins and the previous one ends; an empty text only ends it."""
 
     def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
-        """A row was recorded."""
+        """A row was recorded, which has changed the dashboard."""
+        self.update(dashboard)
 
     def update(self, dashboard: Dashboard) -> None:
         """The values on the dashboard have changed."""
@@ -81,9 +82,7 @@ class View:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class PlainView(View):
@@ -161,9 +160,7 @@ class LiveView(View):
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def render(self) -> RenderableType:
@@ -178,9 +175,6 @@ class LiveView(View):
             ended = tuple(p if p.ended_s is not None else replace(p, ended_s=now_s) for p in self._scene.phases)
             begun = (ProgressPhase(text, now_s),) if text else ()
             self._scene = replace(self._scene, phases=(*ended, *begun))
-
-    def row(self, row: MetricsRow, dashboard: Dashboard) -> None:
-        self.update(dashboard)
 
     def update(self, dashboard: Dashboard) -> None:
         with self._lock:
@@ -220,8 +214,8 @@ def closing_summary(
     parts.append(_outcome(summary))
     if before is not None and after is not None:
         parts += [Text(), _example(before, after)]
-    parts += [Text(), _run_dir(run_dir)]
-    return Group(*parts)
+    path = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    return Group(*parts, Text(), run_directory(path))
 
 
 def _headline(summary: Mapping[str, Any]) -> Text:
@@ -243,9 +237,7 @@ def _error(error: Mapping[str, Any]) -> Text:
 
 
 def _outcome(summary: Mapping[str, Any]) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=DIM, no_wrap=True)
-    table.add_column()
+    table = facts(width=None)
     reward = summary["reward"]
     if reward["first"] is not None:
         table.add_row("reward", _change(reward["first"], reward["last"], "first and last tenth of the trained samples"))
@@ -300,9 +292,7 @@ def _restarts(counts: Mapping[str, int], recovery: Sequence[Mapping[str, Any]]) 
 
 
 def _example(before: Example, after: Example) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=DIM, no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts(width=None)
     table.add_row("prompt", _clip(str(before["prompt"])))
     if before["ground_truth"] is not None:
         table.add_row("expected", _clip(str(before["ground_truth"])))
@@ -314,11 +304,6 @@ def _example(before: Example, after: Example) -> RenderableType:
 def _clip(text: str) -> Text:
     text = text.strip()
     return Text(text if len(text) <= MAX_EXAMPLE_CHARS else text[:MAX_EXAMPLE_CHARS] + " …")
-
-
-def _run_dir(run_dir: Path) -> Text:
-    path = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    return Text.assemble(("run directory  ", DIM), (str(path), "bold"), overflow="fold")
 
 
 # ------------------------------------------------------------------------------------------------ logs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -220,37 +221,52 @@ def _progress(board: Dashboard, now_s: float) -> RenderableType:
 
 
 def _facts(board: Dashboard) -> RenderableType:
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style=DIM, no_wrap=True, width=11)
-    table.add_column(ratio=1)
-    table.add_row("reward", _Reward(board))
-    if board.validations:
-        table.add_row("validation", _validation(board))
-    table.add_row("samples", _samples(board))
-    table.add_row("staleness", items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f")))
     counts = board.counts
-    table.add_row("queue", items(running=f"{counts.running:,}", ready=f"{counts.ready:,}", leased=f"{counts.leased:,}"))
     rates = {"generated": number(board.generated_per_s, ",.0f"), "trained": number(board.trained_per_s, ",.0f")}
-    table.add_row("tokens/s", items(**rates))
-    table.add_row("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer)))
-    table.add_row("weight sync", _sync(board))
-    if (health := health_line(board.health)) is not None:
-        table.add_row("health", health)
-    if board.restarts:
-        table.add_row("restarts", _restarts(board))
-    for index, (part, waits) in enumerate(board.waits.items()):
-        table.add_row("" if index else "waits", _waits(part, waits))
+    return facts(
+        ("reward", _Reward(board)),
+        ("validation", _validation(board) if board.validations else None),
+        ("samples", _samples(board)),
+        ("staleness", items(mean=number(board.staleness_mean, ".2f"), max=number(board.staleness_max, ".0f"))),
+        ("queue", items(running=counts.running, ready=counts.ready, leased=counts.leased)),
+        ("tokens/s", items(**rates)),
+        ("idle", items(rollouter=percent(board.idle_rollouter), trainer=percent(board.idle_trainer))),
+        ("weight sync", _sync(board)),
+        ("health", health_line(board.health)),
+        ("restarts", _restarts(board) if board.restarts else None),
+        *(("waits", _waits(part, waits)) for part, waits in board.waits.items()),
+    )
+
+
+def facts(*rows: tuple[str, RenderableType | None], width: int | None = 11) -> Table:
+    """A table of named values. Rows without a value are left out, and a name that repeats is shown once.
+
+    Args:
+        width: of the names; None: as wide as the longest.
+    """
+    table = Table.grid(padding=(0, 2), expand=width is not None)
+    table.add_column(style=DIM, no_wrap=True, width=width)
+    table.add_column(ratio=1 if width else None, overflow="fold")
+    last = ""
+    for name, value in rows:
+        if value is not None:
+            table.add_row("" if name == last else name, value)
+            last = name
     return table
 
 
-def items(**items: str) -> Text:
-    """`name value` pairs: the name dim, the value plain."""
+def items(**items: str | int | None) -> Text:
+    """Pairs of name and value, the name dim and the value plain; without values of None."""
     text = Text()
     for name, value in items.items():
-        text.append("   " if text else "")
-        text.append(f"{name.replace('_', ' ')} ", style=DIM)
-        text.append(value)
+        if value is not None:
+            text.append("   " if text else "").append(f"{name.replace('_', ' ')} ", style=DIM)
+            text.append(value if isinstance(value, str) else f"{value:,}")
     return text or Text("-")
+
+
+def run_directory(path: Path | str) -> Text:
+    return Text.assemble(("run directory  ", DIM), (str(path), "bold"), overflow="fold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +305,7 @@ def _validation(board: Dashboard) -> Text:
 
 def _samples(board: Dashboard) -> Text:
     counts = board.counts
-    text = items(trained=f"{counts.trained:,}", dropped=f"{counts.num_dropped:,}")
+    text = items(trained=counts.trained, dropped=counts.num_dropped)
     reasons = [f"{reason} {count:,}" for reason, count in counts.dropped.items() if count]
     if reasons:
         text.append(f" ({', '.join(reasons)})", style=DIM)
@@ -303,16 +319,16 @@ def _sync(board: Dashboard) -> Text:
     if sync is None:
         return Text("-")
     pause = "-" if sync.pause_s is None else short_s(sync.pause_s)
-    return items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=f"{sync.count:,}")
+    return items(pause=pause, publish_to_applied=short_s(sync.publish_to_applied_s), count=sync.count)
 
 
 def health_line(health: RunHealth) -> Text | None:
     """The worst value of each kind in one line; None if all are unknown."""
-    shown: dict[str, str] = {}
-    lags = {name: process.lag_s for name, process in health.processes.items() if process.lag_s is not None}
+    shown: dict[str, str | None] = {}
+    lags = [(process.lag_s, name) for name, process in health.processes.items() if process.lag_s is not None]
     if lags:
-        worst = max(lags, key=lambda name: lags[name])
-        shown["lag"] = f"{short_s(lags[worst])} ({worst})"
+        worst_s, worst = max(lags)
+        shown["lag"] = f"{short_s(worst_s)} ({worst})"
     if (machine := health.machine) is not None and machine.memory_bytes:
         shown["memory"] = f"{1 - machine.memory_available_bytes / machine.memory_bytes:.0%}"
     if health.engines:
@@ -333,7 +349,7 @@ def health_line(health: RunHealth) -> Text | None:
 def _restarts(board: Dashboard) -> Text:
     """The number of restarts of each part, and the cause of the newest, in one line."""
     counts = count_restarts(board.restarts, board.earlier_restarts)
-    text = items(**{part: str(count) for part, count in counts.items()})
+    text = items(**{str(part): count for part, count in counts.items()})
     text.no_wrap, text.overflow = True, "ellipsis"
     return text.append(f"   {restart_line(board.restarts[-1])}", style=DIM)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from heapq import nlargest
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.health.rules import size
 from asyncrl.observe.status.why import REPLICA_SILENT_S, duration
-from asyncrl.observe.terminal.screen import DIM, WidthLimited, elapsed, items, number, short_s
+from asyncrl.observe.terminal.screen import DIM, WidthLimited, elapsed, facts, items, number, run_directory, short_s
 
 BAR = 24
 MAX_BARS = 10
@@ -36,8 +36,7 @@ def status_page(report: Mapping[str, Any], name: str) -> RenderableType:
     panel = Panel(
         Group(*parts), title=Text(title, style="bold"), title_align="left", border_style="cyan", padding=(0, 1)
     )
-    where = Text.assemble(("run directory  ", DIM), (report["run_dir"], "bold"), overflow="fold")
-    return Group(WidthLimited(panel), where)
+    return Group(WidthLimited(panel), run_directory(report["run_dir"]))
 
 
 def _headline(report: Mapping[str, Any]) -> Text:
@@ -73,40 +72,36 @@ def _position(report: Mapping[str, Any]) -> Text:
 
 
 def _facts(report: Mapping[str, Any]) -> RenderableType:
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style=DIM, no_wrap=True, width=11)
-    table.add_column(ratio=1)
-    samples = report["samples"]
-    dropped = samples["dropped"]
-    ended = {name: f"{samples[name]:,}" for name in ("fed", "trained")}
-    table.add_row("samples", items(**ended, dropped=f"{sum(dropped.values()):,}"))
-    table.add_row("", items(**{name: f"{samples[name]:,}" for name in ("running", "ready", "leased")}))
-    table.add_row("", _counts(report))
-    if samples["replayed"]:
-        table.add_row("replayed", items(**{name: f"{samples[name]:,}" for name in ("replayed", "substituted")}))
-    if dropped:
-        table.add_row("dropped", items(**{reason: f"{count:,}" for reason, count in dropped.items()}))
-    for index, (kind, count) in enumerate(report["drops"].items()):
-        table.add_row("" if index else "because", Text.assemble(f"{kind} ", (f"{count:,}", "bold")))
-    if (report["staleness"] or {}).get("histogram"):
-        _histogram(table, report["staleness"])
-    table.add_row("tokens", _tokens(report["tokens"]))
-    for index, replica in enumerate(report["replicas"]):
-        table.add_row("" if index else "replicas", _replica(replica))
-    _health(table, report)
-    _restarts(table, report)
-    steps = [str(each["step"]) for each in report["checkpoints"]]
-    table.add_row("checkpoints", Text(f"step {', '.join(steps)}" if steps else "none"))
-    if report["journal"]:
-        table.add_row("journal", _journal(report["journal"]))
-    for index, note in enumerate(report["notes"]):
-        table.add_row("" if index else "note", Text(note, style="yellow"))
+    samples, dropped = report["samples"], report["samples"]["dropped"]
+    steps = ", ".join(str(each["step"]) for each in report["checkpoints"])
+    health: Mapping[str, Any] = report.get("health") or {}
+    blocked = why = None
     if report["phase"] == "failed":  # the error is in the headline
-        if links := [link["text"] for link in report["why"]["chain"][1:]]:
-            table.add_row("at the end", Text(" ◀ ".join(links)))
+        blocked = " ◀ ".join(link["text"] for link in report["why"]["chain"][1:]) or None
     elif report["phase"] not in ("completed", "interrupted"):
-        table.add_row("why", Text(report["why"]["text"]))
-    return table
+        why = report["why"]["text"]
+    return facts(
+        ("samples", items(fed=samples["fed"], trained=samples["trained"], dropped=sum(dropped.values()))),
+        ("samples", items(**{name: samples[name] for name in ("running", "ready", "leased")})),
+        ("samples", _counts(report)),
+        (
+            "replayed",
+            items(**{name: samples[name] for name in ("replayed", "substituted")}) if samples["replayed"] else None,
+        ),
+        ("dropped", items(**dropped) if dropped else None),
+        *(("because", Text.assemble(f"{kind} ", (f"{number:,}", "bold"))) for kind, number in report["drops"].items()),
+        *(("staleness", bar) for bar in _histogram(report["staleness"] or {})),
+        ("tokens", _tokens(report["tokens"])),
+        *(("replicas", _replica(replica)) for replica in report["replicas"]),
+        *_health(health),
+        *(("problems", Text(problem["text"], style="yellow")) for problem in health.get("problems") or ()),
+        *(("restarts", line) for line in _restarts(report)),
+        ("checkpoints", Text(f"step {steps}" if steps else "none")),
+        ("journal", _journal(report["journal"]) if report["journal"] else None),
+        *(("note", Text(note, style="yellow")) for note in report["notes"]),
+        ("at the end", blocked and Text(blocked)),
+        ("why", why and Text(why)),
+    )
 
 
 def _counts(report: Mapping[str, Any]) -> Text:
@@ -118,21 +113,19 @@ def _counts(report: Mapping[str, Any]) -> Text:
     return balance.append(f"   ({report['counts_from'] or 'no counts'})", style=DIM)
 
 
-def _histogram(table: Table, staleness: Mapping[str, Any]) -> None:
+def _histogram(staleness: Mapping[str, Any]) -> Iterator[Text]:
     """Trained samples by staleness, as shares of all."""
-    histogram: Mapping[str, int] = staleness["histogram"]
-    total = sum(histogram.values())
-    shown = list(histogram.items())
+    shown = list(staleness.get("histogram", {}).items())
+    total = sum(count for _, count in shown)
     if len(shown) > MAX_BARS:
         rest = sum(count for _, count in shown[MAX_BARS - 1 :])
         shown = [*shown[: MAX_BARS - 1], (f"≥{shown[MAX_BARS - 1][0]}", rest)]
-    for index, (versions, count) in enumerate(shown):
-        share = count / total
-        bar = "█" * round(share * BAR) or "▏"
-        text = Text.assemble(f"{versions:>2} ", (bar.ljust(BAR), "cyan"), f" {count:,} ({share:.0%})")
-        if index == 0:
-            text.append(f"   mean {staleness['mean']:.2f}", style=DIM)
-        table.add_row("" if index else "staleness", text)
+    for place, (versions, count) in enumerate(shown):
+        bar = "█" * round(count / total * BAR) or "▏"
+        mean = "" if place else f"   mean {staleness['mean']:.2f}"
+        yield Text.assemble(
+            f"{versions:>2} ", (bar.ljust(BAR), "cyan"), f" {count:,} ({count / total:.0%})", (mean, DIM)
+        )
 
 
 def _tokens(tokens: Mapping[str, Any]) -> Text:
@@ -158,47 +151,37 @@ def _replica(replica: Mapping[str, Any]) -> Text:
     return text
 
 
-def _health(table: Table, report: Mapping[str, Any]) -> None:
-    """Resource usage and problems, of a run that has ended those at its end."""
-    health: Mapping[str, Any] = report.get("health") or {}
+def _health(health: Mapping[str, Any]) -> Iterator[tuple[str, Text]]:
+    """Resource usage, of a run that has ended that at its end."""
     processes: Mapping[str, Mapping[str, Any]] = health.get("processes") or {}
     lags = {name: each["lag_s"] for name, each in processes.items() if each["lag_s"] is not None}
     if lags:
-        worst = sorted(lags, key=lambda name: -lags[name])[:MAX_PROCESSES]
-        table.add_row("loop lag", items(**{name: short_s(lags[name]) for name in worst}))
-    if processes:
-        largest = sorted(processes, key=lambda name: -processes[name]["rss_bytes"])[:MAX_PROCESSES]
-        table.add_row("memory", items(**{name: size(processes[name]["rss_bytes"]) for name in largest}))
-    if free := _free(health):
-        table.add_row("" if processes else "machine", items(**free))
-    for index, problem in enumerate(health.get("problems") or ()):
-        table.add_row("" if index else "problems", Text(problem["text"], style="yellow"))
+        yield (
+            "loop lag",
+            items(**{name: short_s(lags[name]) for name in nlargest(MAX_PROCESSES, lags, lags.__getitem__)}),
+        )
+    if sizes := {name: each["rss_bytes"] for name, each in processes.items()}:
+        yield "memory", items(**{name: size(sizes[name]) for name in nlargest(MAX_PROCESSES, sizes, sizes.__getitem__)})
+    machine, store = health.get("machine") or {}, health.get("object_store_share")
+    free = {
+        "free": f"{size(machine['memory_available_bytes'])} of {size(machine['memory_bytes'])}" if machine else None,
+        "object store": None if store is None else f"{store:.0%}",
+        "disk": None if machine.get("disk_free_bytes") is None else f"{size(machine['disk_free_bytes'])} free",
+    }
+    if any(free.values()):
+        yield "memory" if processes else "machine", items(**free)
 
 
-def _free(health: Mapping[str, Any]) -> dict[str, str]:
-    """Available memory, object store and disk."""
-    free: dict[str, str] = {}
-    if machine := health.get("machine"):
-        total = size(machine["memory_bytes"])
-        free["free"] = f"{size(machine['memory_available_bytes'])} of {total}"
-    if health.get("object_store_share") is not None:
-        free["object store"] = f"{health['object_store_share']:.0%}"
-    if machine and machine["disk_free_bytes"] is not None:
-        free["disk"] = f"{size(machine['disk_free_bytes'])} free"
-    return free
-
-
-def _restarts(table: Table, report: Mapping[str, Any]) -> None:
-    counts = {part: str(count) for part, count in report["restarts"].items() if count}
+def _restarts(report: Mapping[str, Any]) -> Iterator[Text]:
+    counts = {part: count for part, count in report["restarts"].items() if count}
     if not counts:
         return
-    table.add_row("restarts", items(**counts))
-    recovery: Sequence[Mapping[str, Any]] = report["recovery"][-MAX_RECOVERIES:]
-    for each in recovery:
+    yield items(**counts)
+    for each in report["recovery"][-MAX_RECOVERIES:]:
         outcome = "not yet recovered" if each["recovered_s"] is None else f"back after {short_s(each['recovered_s'])}"
         detail = f", {each['detail']}" if each["detail"] else ""
         cause = next(iter(each["cause"].strip().splitlines()), "")
-        table.add_row("", Text.assemble(f"{each['part']} {outcome}{detail}", (f"  {cause}", DIM)))
+        yield Text.assemble(f"{each['part']} {outcome}{detail}", (f"  {cause}", DIM))
 
 
 def _journal(journal: Mapping[str, Any]) -> Text:
