@@ -1,13 +1,9 @@
-"""The details of one event as HTML: its fields, the other events of its sample, and the conversation.
-
-Everything that comes from the run is escaped.
-"""
+"""The details of one event as HTML: its fields, the other events of its sample, and the conversation."""
 
 from __future__ import annotations
 
-import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.color import parse_rgb_hex
@@ -15,7 +11,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from asyncrl.observe.timeline.layout import PHASES, REQUEST, STATES, microseconds
+from asyncrl.observe.timeline.layout import PHASES, REQUEST, STATES, State, microseconds
+from asyncrl.observe.timeline.page import TEMPLATES
 from asyncrl.observe.timeline.view import clock, duration, readable
 
 MAX_EVENTS = 1000
@@ -60,24 +57,45 @@ def details(number: int, events: Mapping[int, Mapping[str, Any]], conversation: 
     Args:
         number: of the event.
         events: the fields of this event and of the others of its sample, by number; empty fields: cannot be read any
-        more. origin: when the run began, in Unix microseconds.
+            more.
+        origin: when the run began, in Unix microseconds.
     """
     fields = events[number]
     if not fields:
-        return '<p class="note">The file that had this event has changed or is gone.</p>'
-    facts = {"at": _at(fields, origin), "took": _took(fields) or "0 s", **readable(fields)}
-    rows = (f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>" for key, value in facts.items())
-    parts = [
-        f"<h2>{html.escape(str(fields['event']))}</h2>",
-        _phases(fields) if fields["event"] == REQUEST else "",
-        f'<table class="fields">{"".join(rows)}</table>',
+        return TEMPLATES.get_template("details.html").render(fields=fields)
+    trajectory = trajectory_of(fields)
+    # The events of the trajectory and those of the sample as a whole, by time.
+    own = [
+        (other, event)
+        for other, event in events.items()
+        if event and (trajectory is None or trajectory_of(event) in (None, trajectory))
     ]
-    sample, trajectory = sample_of(fields), trajectory_of(fields)
-    if sample is not None:
-        name = f"{sample} · trajectory {trajectory}" if trajectory is not None else sample
-        parts.append(f"<h3>Conversation of {html.escape(name)}</h3>{_conversation(conversation)}")
-        parts.append(_events(number, sample, trajectory, events, origin))
-    return "\n".join(parts)
+    own.sort(key=lambda each: each[1]["timestamp"])
+    return TEMPLATES.get_template("details.html").render(
+        fields=fields,
+        facts={"at": _at(fields, origin), "took": _took(fields) or "0 s", **readable(fields)},
+        phases=list(_phases(fields)) if fields["event"] == REQUEST else [],
+        sample=sample_of(fields),
+        trajectory=trajectory,
+        notes=conversation.notes,
+        conversation=_as_html(conversation.lines) if conversation.lines else "",
+        num_events=len(own),
+        events=[
+            {
+                "is_this": other == number,
+                "at": _at(event, origin),
+                "name": event["event"],
+                "turn": event.get("turn", ""),
+                "took": _took(event),
+                "title": " · ".join(
+                    f"{key} {value}"
+                    for key, value in readable(event).items()
+                    if key not in ("sample", "trajectory", "step")
+                ),
+            }
+            for other, event in own[:MAX_EVENTS]
+        ],
+    )
 
 
 def _at(fields: Mapping[str, Any], origin: int) -> str:
@@ -90,50 +108,17 @@ def _took(fields: Mapping[str, Any]) -> str:
     return duration(took) if took else ""
 
 
-def _phases(fields: Mapping[str, Any]) -> str:
+def _phases(fields: Mapping[str, Any]) -> Iterator[tuple[State, str, float]]:
+    """Yield the phases of a request: state, duration, and percent of the request."""
     total = microseconds(fields["duration_s"]) or 0
-    parts = []
     for state in STATES:
         us = microseconds(fields.get(f"{state.name}_s")) if state.name in PHASES else None
         if us and us > 0 and total > 0:
-            title, width = f"{state.name} {duration(us)}", min(100.0, 100 * us / total)
-            parts.append(f'<i title="{title}" style="background:{state.colour};width:{width:.2f}%"></i>')
-    return f'<div class="phases">{"".join(parts)}</div>' if parts else ""
+            yield state, duration(us), round(min(100.0, 100 * us / total), 2)
 
 
-def _conversation(conversation: Conversation) -> str:
-    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in conversation.notes)
-    if not conversation.lines:
-        return notes
+def _as_html(lines: Sequence[Text]) -> str:
     console = Console(record=True, file=io.StringIO(), width=10_000, highlight=False, force_terminal=True)
-    for line in conversation.lines:
+    for line in lines:
         console.print(line, soft_wrap=True)
-    text = console.export_html(theme=_ON_WHITE, code_format="{code}", inline_styles=True).strip("\n")
-    return f'{notes}<pre class="conversation">{text}</pre>'
-
-
-def _events(
-    number: int, sample: str, trajectory: int | None, events: Mapping[int, Mapping[str, Any]], origin: int
-) -> str:
-    """List the events of the trajectory and those of the sample as a whole, by time."""
-    own = [
-        (other, fields)
-        for other, fields in events.items()
-        if fields and (trajectory is None or trajectory_of(fields) in (None, trajectory))
-    ]
-    own.sort(key=lambda each: each[1]["timestamp"])
-    rows = []
-    for other, fields in own[:MAX_EVENTS]:
-        facts = readable(fields).items()
-        title = " · ".join(f"{key} {value}" for key, value in facts if key not in ("sample", "trajectory", "step"))
-        rows.append(
-            f'<tr{" class=this" if other == number else ""} title="{html.escape(title)}">'
-            f'<td class="n">{_at(fields, origin)}</td><td>{html.escape(str(fields["event"]))}</td>'
-            f'<td>{html.escape(str(fields.get("turn", "")))}</td><td class="n">{_took(fields)}</td></tr>'
-        )
-    more = f'<p class="note">and {len(own) - MAX_EVENTS:,} more</p>' if len(own) > MAX_EVENTS else ""
-    subject = html.escape(sample) + (f" and its trajectory {trajectory}" if trajectory is not None else "")
-    head = '<tr class="head"><td class="n">at</td><td>event</td><td>turn</td><td class="n">took</td></tr>'
-    return (
-        f'<h3>{len(own):,} events of {subject}</h3><div class="events"><table>{head}{"".join(rows)}</table></div>{more}'
-    )
+    return console.export_html(theme=_ON_WHITE, code_format="{code}", inline_styles=True).strip("\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 from bokeh.core.properties import value
 from bokeh.embed import components
 from bokeh.models import (
@@ -19,11 +17,13 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 
 from asyncrl.observe.timeline.layout import STATES
 from asyncrl.observe.timeline.view import COLUMNS, MAX_BARS, MAX_CELLS
 
+TEMPLATES = Environment(loader=PackageLoader("asyncrl.observe.timeline", "page"), autoescape=True, trim_blocks=True)
+"""They escape everything that comes from the run."""
 _FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 _FAINT, _INK = "#e4e7eb", "#344054"
 _TOOLTIP = """
@@ -37,21 +37,12 @@ _TOOLTIP = """
 def page(run: str) -> str:
     """Return the self-contained HTML page of a run."""
     script, plot = components(_figure())
-    directory = resources.files("asyncrl.observe.timeline").joinpath("page")
-    style, code, template = (directory.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
-    # The template escapes names; scripts and styles are our own and Bokeh's.
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            run=run,
-            states=[state for state in STATES if state.name != "other"],
-            bokeh=INLINE.render(),
-            script=script,
-            plot=plot,
-            style=style,
-            code=code,
-        )
+    return TEMPLATES.get_template("page.html").render(
+        run=run,
+        states=[state for state in STATES if state.name != "other"],
+        bokeh=INLINE.render(),
+        script=script,
+        plot=plot,
     )
 
 
